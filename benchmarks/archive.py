@@ -1,9 +1,11 @@
-"""The archive at size: time to open, memory of several processes, speed and memory of export, reshard and delta.
+"""Measures large archives: time to open, memory of several processes, and speed and memory of export, reshard and
+delta.
 
 A synthetic checkpoint is written to a temporary folder (--size GiB of float32), exported to INT8, opened by 1, 2 and 4
-processes that touch every page, resharded, and, with --changed of its rows new, made into a delta that is applied.
-Every speed stands beside plain file I/O of the same bytes in the same run and the same state of the page cache: read the
-one file with read(), write the other with write() and fsync it, as export does too. Needs about 2.7 times --size of disk.
+processes that read every page, and resharded. A delta with a share --changed of new rows is written and applied. Every
+speed is compared with plain file I/O of the same bytes in the same run and the same state of the page cache: read the
+one file with read(), write the other with write() and fsync it, as export does too. Needs about 2.7 times --size of
+disk.
 
     python -m benchmarks.archive --size 4
     python -m benchmarks.archive --size 4 --checkpoint-ranks 4 --stages export  # from a sharded checkpoint
@@ -35,7 +37,7 @@ CHUNK = 16 << 20
 
 
 def build(rows: int) -> torch.nn.Module:
-    """A DLRM on meta with ``TABLES`` tables of together ``rows`` rows, a few of them large."""
+    """A DLRM on the meta device with ``TABLES`` tables of ``rows`` rows in total, a few of them large."""
     from recinfer.models.dlrm import DLRM
     from recinfer.modules.embedding_configs import EmbeddingBagConfig
     from recinfer.modules.embedding_modules import EmbeddingBagCollection
@@ -49,7 +51,8 @@ def build(rows: int) -> torch.nn.Module:
 
 
 def write_checkpoint(model: torch.nn.Module, path: Path, change: float = 0.0, seed: int = 0) -> None:
-    """A ``.pt`` state dict; with ``change``, that part of the rows and the dense part differ from the one with 0."""
+    """Write a ``.pt`` state dict; with ``change``, that share of the rows and the dense part differ from the one with
+    0."""
     torch.manual_seed(seed)
     state = {}
     for key, value in model.state_dict().items():
@@ -69,7 +72,7 @@ def write_checkpoint(model: torch.nn.Module, path: Path, change: float = 0.0, se
 
 
 def write_sharded_checkpoint(model: torch.nn.Module, path: Path, ranks: int) -> None:
-    """A folder of torch.distributed.checkpoint, every tensor cut by rows over ``ranks`` processes."""
+    """Write a torch.distributed.checkpoint folder with every tensor sharded by rows over ``ranks`` processes."""
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +99,7 @@ def _write_rank(rank: int, shapes: dict[str, torch.Tensor], path: Path, ranks: i
 
 
 def drop_cache(path: Path) -> None:
-    """Ask the kernel to forget the pages of a file or of all files in a folder."""
+    """Drop the cached pages of a file or of all files in a folder."""
     for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]:
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -136,7 +139,7 @@ def memory_of(pid: int | str, what: str = "Pss") -> int:
 
 
 class Watch:
-    """The most anonymous memory of this process in a ``with`` block, above what it had at its begin; and seconds."""
+    """Records the peak anonymous memory of this process in a ``with`` block above its start, and the seconds."""
 
     def __enter__(self) -> Watch:
         self._base = memory_of("self", "Anonymous")
@@ -178,7 +181,7 @@ sys.stdin.readline()
 
 
 def open_in_child(archive: Path, **options: Any) -> tuple[subprocess.Popen[str], dict[str, float]]:
-    """A process that has the archive open and has touched all its pages, and what it measured."""
+    """A process that has opened the archive and read all its pages, and its measurements."""
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(archive), json.dumps(options)],
         stdin=subprocess.PIPE,
@@ -211,7 +214,7 @@ def measure_open(archive: Path) -> dict[str, Any]:
 
 
 def measure_sharing(archive: Path, counts: tuple[int, ...] = (1, 2, 4)) -> dict[str, Any]:
-    """Proportional set size, of all processes together, when each has touched every page."""
+    """Measure the total proportional set size of processes that have each read every page."""
     found: dict[str, Any] = {"archive bytes": size_of(archive)}
     for count in counts:
         children = [open_in_child(archive)[0] for _ in range(count)]
@@ -246,7 +249,7 @@ def against_plain(
     def in_turn(do: Callable[[], float]) -> float:
         for path in read if cold else ():
             drop_cache(path)
-        os.sync()  # nobody pays for what another wrote
+        os.sync()  # no measurement includes writing another's pages
         return do()
 
     def timed() -> float:
@@ -337,7 +340,8 @@ def run(
 def measure_delta(
     folder: Path, archive: Path, model: torch.nn.Module, size: float, changed: float, rounds: int
 ) -> dict[str, Any]:
-    """Making a delta beside plain I/O; applying and undoing it in a process that serves, and what that costs in memory."""
+    """Measure writing a delta against plain I/O, and time and memory of applying and undoing it in a serving
+    process."""
     import recinfer
     from recinfer.checkpoint import CheckpointReader
     from recinfer.inference.delta import make_delta
@@ -369,7 +373,7 @@ def measure_delta(
 
 
 def make_checkpoint(path: Path, size: float, changed: float, ranks: int = 0) -> None:
-    """In a process of its own, so that its memory does not count."""
+    """Write the checkpoint in a separate process, so that its memory is not measured."""
     command = [sys.executable, "-m", "benchmarks.archive", "--make", str(path), "--size", str(size)]
     subprocess.run([*command, "--changed", str(changed), "--checkpoint-ranks", str(ranks)], check=True)
 
@@ -383,14 +387,18 @@ def json_manifest(archive: Path) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, default=0.25, help="GiB of float32 tables")
-    parser.add_argument("--changed", type=float, default=0.01, help="part of the rows that the delta changes")
+    parser.add_argument("--changed", type=float, default=0.01, help="share of the rows that the delta changes")
     parser.add_argument("--precision", default="int8", help="of the archive")
     parser.add_argument(
-        "--checkpoint-ranks", type=int, default=0, help="write it sharded by so many ranks; 0: one file"
+        "--checkpoint-ranks", type=int, default=0, help="ranks of the written checkpoint; 0 writes one file"
     )
-    parser.add_argument("--stages", default="export-cold,export,open,reshard,delta", help="what to measure, by comma")
-    parser.add_argument("--rounds", type=int, default=3, help="of what is measured beside plain I/O; medians count")
-    parser.add_argument("--folder", type=Path, help="where the temporary folder goes, by default the system's")
+    parser.add_argument(
+        "--stages", default="export-cold,export,open,reshard,delta", help="measurements, separated by commas"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds of measurements against plain I/O; medians are reported"
+    )
+    parser.add_argument("--folder", type=Path, help="parent of the temporary folder; default: the system's")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Whether a measured knee can be trusted: two minutes at 70 % of it, and MLPerf LoadGen's verdict on rates near it.
+"""Checks a measured knee: two minutes of load at 70 % of it, and MLPerf LoadGen's verdict on rates near it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.capacity                       # Predict of 1, p99 within 10 ms
     OMP_NUM_THREADS=1 python -m benchmarks.capacity --call lookup --p99-ms 5
     OMP_NUM_THREADS=1 python -m benchmarks.capacity --sharded
 
-The server is ``recinfer serve`` in a process of its own; it and the load share the machine. LoadGen
+The server is ``recinfer serve`` in a separate process; it shares the machine with the load. LoadGen
 (``pip install mlcommons-loadgen``) sends requests of its own Poisson process in its Server scenario and calls a run VALID if
-99 % of them were answered within the latency that it is told; without it that part is left out.
+99 % of them were answered within the given latency. Without LoadGen that part is skipped.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--p99-ms", type=float, default=10.0)
     parser.add_argument("--sharded", action="store_true")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of one stretch of the search")
-    parser.add_argument("--check-seconds", type=float, default=120.0, help="at 70 % of the knee")
-    parser.add_argument("--over", type=int, nargs="+", default=[64, 1], help="layer sizes of the over arch")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of load per rate in the search")
+    parser.add_argument("--check-seconds", type=float, default=120.0, help="seconds of load at 70 % of the knee")
+    parser.add_argument("--over", type=int, nargs="+", default=[64, 1], help="layer sizes of the top MLP")
     options = parser.parse_args()
     p99_s, output = options.p99_ms / 1e3, Output(False)
     with tempfile.TemporaryDirectory() as folder:

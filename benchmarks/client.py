@@ -1,9 +1,11 @@
-"""What a client spends on its own side: a request of 26 features made of plain lists, beside json.dumps of the same dict.
+"""Measures the client's own cost: encoding a request of 26 features from plain lists, compared with json.dumps of the
+same dict.
 
     python -m benchmarks.client
 
-Each line is the least of several rounds, in microseconds, and the ratio to json.dumps in the same process: on a busy machine only
-the ratios mean something. ``process``: CPU seconds of an interpreter that imports recinfer and makes one call (``--target``).
+Each line is the least of several rounds, in microseconds, and the ratio to json.dumps in the same process: on a busy
+machine only the ratios are meaningful. ``process``: CPU seconds of an interpreter that imports recinfer and makes one
+call (``--target``).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ FEATURES, ROUNDS, ROUND_S = 26, 15, 0.05
 
 
 def least(function: Callable[[], Any]) -> float:
-    """Seconds of one call in the fastest of some rounds."""
+    """Seconds per call in the fastest of several rounds."""
     start = time.perf_counter()
     function()
     count = max(1, int(ROUND_S / max(1e-6, time.perf_counter() - start)))
@@ -39,7 +41,7 @@ def least(function: Callable[[], Any]) -> float:
 
 
 def requests() -> dict[str, dict[str, Any]]:
-    """Dicts of feature to ids, by what they are."""
+    """Requests as dicts from feature to ids, by description."""
     draw = random.Random(0)
 
     def ids() -> int:
@@ -55,7 +57,7 @@ def requests() -> dict[str, dict[str, Any]]:
 
 
 def process_seconds(target: str) -> float:
-    """CPU seconds of a process that imports recinfer and asks ``target`` once, torch left alone."""
+    """CPU seconds of a process that imports recinfer and sends ``target`` one request, without torch."""
     code = f"""
 import recinfer
 with recinfer.InferenceClient({target!r}, tensors=False) as client:

@@ -1,8 +1,8 @@
-"""Servers of two commits side by side, in turns, on one archive: what a change did to the speed of serving.
+"""Compares the serving speed of two commits in turns, on one archive.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD~1            # beside the working tree, four minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD~1            # against the working tree, four minutes
     OMP_NUM_THREADS=1 python -m benchmarks.compare_commits v0.1.0 main --turns 9
-    OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD HEAD         # how far two equal servers differ here
+    OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD HEAD         # the noise: two equal servers
 
 Each commit is checked out into a worktree of its own and its C parts are built there; "." is the working tree as it is. The
 first commit writes the archive (26 INT8 tables, two ranks), so the second one must read what the first one wrote. Of each
@@ -75,7 +75,7 @@ def tree_of(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """In which ``import recinfer`` gives the tree's."""
+    """The environment in which ``import recinfer`` imports the tree's package."""
     return {**os.environ, "PYTHONPATH": str(tree)}
 
 
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("before", help="a commit")
     parser.add_argument("after", nargs="?", default=".", help="a commit, or . for the working tree")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.4, help="of each server in a turn of a cell")
+    parser.add_argument("--seconds", type=float, default=0.4, help="seconds per server in a turn of a cell")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--where", choices=["server", "ranker"], nargs="+", default=["server", "ranker"])

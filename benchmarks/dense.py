@@ -1,4 +1,4 @@
-"""A DLRM's dense part in onnxruntime, its interactions gathered as columns, as rows, and as an archive has it, in turns.
+"""Measures a DLRM's dense part in onnxruntime with its interactions gathered as columns, as rows, and as in an archive.
 
     OMP_NUM_THREADS=1 python -m benchmarks.dense                      # half a minute
     OMP_NUM_THREADS=1 python -m benchmarks.dense --features 40 --dim 64 --over 512 256 1
@@ -37,7 +37,7 @@ class Dense(nn.Module):
 
 
 def exported(model: nn.Module, features: int, dim: int) -> Any:
-    """The ONNX model, as torch writes it."""
+    """The ONNX model as torch exports it."""
     batch = torch.export.Dim("batch")
     inputs = torch.randn(5, dim), torch.randn(5, features, dim)
     shapes = {0: batch}, {0: batch}
@@ -47,7 +47,7 @@ def exported(model: nn.Module, features: int, dim: int) -> Any:
 
 
 def session(model: Any) -> onnxruntime.InferenceSession:
-    """On one thread."""
+    """An onnxruntime session with one thread."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--features", type=int, default=26)
     parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--over", type=int, nargs="+", default=[64, 1], help="layer sizes of the over arch")
+    parser.add_argument("--over", type=int, nargs="+", default=[64, 1], help="layer sizes of the top MLP")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256, 1024])
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()

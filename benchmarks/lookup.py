@@ -1,12 +1,12 @@
-"""Quantized lookup, from KeyedJaggedTensor to KeyedTensor, against the bare FBGEMM op on ready offsets.
+"""Measures quantized lookups from KeyedJaggedTensor to KeyedTensor against the bare FBGEMM operator on ready offsets.
 
     python -m benchmarks.lookup                  # 26 Criteo-shaped tables, INT8, dim 64, pooling 1
     python -m benchmarks.lookup --full           # and 200 tables of 20,000 rows, dim 128, pooling 20, INT4
     python -m benchmarks.lookup --full --cases "200 tables, dim 128, pooling 20, int4" --reuse-outputs
     python -m benchmarks.lookup --out lookup.json
 
-One thread, one process; every column is timed in turn within one run, and the table shows the bare op's microseconds
-and everyone else's time as a multiple of it. TorchRec's columns appear when torchrec is installed beside recinfer.
+One thread, one process; all columns are timed in turn within one run. The table shows the bare operator's microseconds
+and the other times as multiples of it. TorchRec's columns appear if torchrec is installed too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def build(rows: list[int], dim: int, precision: DataType) -> EmbeddingBagCollect
 
 
 def sharded(module: EmbeddingBagCollection, kind: str, ranks: int) -> ShardedQuantEmbeddingBagCollection:
-    """``module`` cut ``kind``-wise over ``ranks`` ranks of this host."""
+    """``module`` sharded ``kind``-wise over ``ranks`` ranks of this host."""
     names = [c.name for c in module.embedding_bag_configs() if kind == "table_wise" or c.num_embeddings >= ranks]
     limits = {
         n: ParameterConstraints(
@@ -88,7 +88,7 @@ def mapped(
     *,
     join_columns: bool = False,
 ) -> ShardedQuantEmbeddingBagCollection:
-    """The same shards as an archive holds them: every piece packed on its own, in one buffer."""
+    """The same shards as in an archive: each packed separately, in one buffer."""
     order = {c.name: i for i, c in enumerate(module.embedding_bag_configs())}
     pieces, parts, at = [], [], 0
     for shard in sorted(shards.shards, key=lambda s: (order[s.rect.table], s.rect.col_start, s.rect.row_start)):
@@ -156,7 +156,7 @@ def run_case(
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """A table a case: the bare op in microseconds, the others as multiples of it."""
+    """Print one table per case: the bare operator in microseconds, the others as multiples of it."""
     from rich.console import Console
     from rich.table import Table
 
@@ -177,11 +177,13 @@ def show(results: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="all shapes, dims, poolings and precisions")
-    parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the Criteo-shaped tables in all")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time for each batch size of each case")
-    parser.add_argument("--cases", default="", help="only cases whose title has this text, as in '200 tables, int4'")
-    parser.add_argument("--reuse-outputs", action="store_true", help="keep outputs' memory, for all contenders")
-    parser.add_argument("--no-torchrec", action="store_true", help="leave TorchRec out, where it is installed")
+    parser.add_argument("--rows", type=int, default=5_000_000, help="total rows of the Criteo-shaped tables")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per batch size and case")
+    parser.add_argument(
+        "--cases", default="", help="run only cases whose title contains this text, as in '200 tables, int4'"
+    )
+    parser.add_argument("--reuse-outputs", action="store_true", help="reuse output memory, for all contenders")
+    parser.add_argument("--no-torchrec", action="store_true", help="skip TorchRec even if it is installed")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)

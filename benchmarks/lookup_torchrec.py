@@ -93,7 +93,7 @@ def _sharded(module: Any, kind: str, dim: int) -> Any:
 
 
 def _fill(module: Any) -> None:
-    """Codes and sane scales: memory as it came may hold numbers that a processor is slow to add."""
+    """Fill rows with codes and normal scales: uninitialized memory may hold denormal numbers, which are slow to add."""
     scale_bias = torch.tensor([0.01, -1.0], dtype=torch.float16).view(torch.uint8)
     for tbe in module.modules():
         if type(tbe).__name__ == _LEAVES[0]:

@@ -1,4 +1,4 @@
-"""Timing side by side: every contender takes its turn in every round, so that a noisy moment hits all of them."""
+"""Measures contenders in turns in every round, so that noise affects all of them."""
 
 from __future__ import annotations
 

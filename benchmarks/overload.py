@@ -1,22 +1,23 @@
-"""Goodput of our server at several times the load it can take, with clients on cores of their own.
+"""Measures recinfer's goodput at several times its peak load, with clients on separate cores.
 
     OMP_NUM_THREADS=1 python -m benchmarks.overload                                  # 2.5 ms a prediction, 3 times the peak
     OMP_NUM_THREADS=1 python -m benchmarks.overload --over 1024 1024 1 --batch 64    # another model and request
     OMP_NUM_THREADS=1 python -m benchmarks.overload --times 1 3 10 --turns 3 --clients ours
 
-First the number of callers, one request behind another, that get the most answers. Then turns: the peak, which is what so
-many callers get, and right after it requests at fixed rates, whatever becomes of them. Goodput is what is answered in time,
-behind the first quarter; the result is the median of the turns' ratios, since all of a turn are of the same seconds. Callers
-who wait come in bursts, when a run is over, those of a fixed rate one by one, which costs the server more a call: so the last of
---times stands beside the best of the others too, which is the peak of goodput by offered rate (--times 0.7 0.8 0.9 1 3 for all of
-that curve). All requests have the same deadline. Plain clients send whatever they are
-asked to; ours (recinfer.serving.client.client, each call tried once) hold back what a full server would refuse.
+First it finds the number of callers, in a closed loop, that gets the most responses. Then each turn measures the peak
+(the rate of that closed loop) and, right after it, open loops at fixed rates. Goodput is the rate of responses within
+the deadline, without the first quarter of the time. The result is the median of the turns' ratios, since the
+measurements of a turn share the machine's state. A closed loop sends in bursts when a run ends, an open loop one by
+one, which costs the server more per call. The last of --times is therefore also compared with the best of the others,
+the peak of goodput by offered rate (--times 0.7 0.8 0.9 1 3 gives that curve). All requests have the same deadline.
+Plain clients send every request; recinfer's clients (recinfer.serving.client.client, without retries) hold back
+requests that a full server would reject.
 
-Server and clients have half of the machine's cores each, since what clients take of the server's cores is no matter of
-the server's. The clients' are always busy, if need be with nothing (SCHED_IDLE): a virtual machine's cores are often two
-halves of one, and clients with three times as much to send would slow the server down that way. "cores" says how many were
-used: by clients (near all of theirs it is they who are measured), runs (the model), events (the thread of gRPC's events,
-which refuses), loop (what is answered passes it) and gRPC's own threads.
+Server and clients have half of the machine's cores each, so that clients do not take CPU time from the server. The
+clients' cores are kept busy with idle-priority work (SCHED_IDLE): the cores of a virtual machine are often two
+hyperthreads of one core, and more client load would otherwise slow the server down. "cores" shows the cores in use: by
+clients (if they use all of theirs, the clients are the bottleneck), runs (the model), events (gRPC's event thread,
+which rejects requests), loop (which sends responses) and gRPC's own threads.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ _THREADS = {"recinfer-work": "runs", "recinfer-grpc": "events", "recinfer-servin
 
 @dataclass(frozen=True)
 class Said:
-    """What the server says: what its batcher did, and the names of its Python threads by their ids."""
+    """Statistics from the server: its batcher's counts, and the names of its Python threads by id."""
 
     state: SchedulerState
     threads: dict[int, str]
 
 
 def serve_on(cores: set[int], archive: str, batching: BatchConfig, pipe: Any) -> None:
-    """Our server on some of the machine's cores."""
+    """Run recinfer's server on some of the machine's cores."""
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
     predictor = load(archive)
@@ -83,14 +84,14 @@ def serve_on(cores: set[int], archive: str, batching: BatchConfig, pipe: Any) ->
 
 
 def halves() -> tuple[set[int], set[int]]:
-    """Cores of the server, cores of its clients; the same where there is one."""
+    """The cores of the server and of its clients; the same core if there is only one."""
     cores = sorted(os.sched_getaffinity(0))
     return set(cores[: (len(cores) + 1) // 2]), set(cores[len(cores) // 2 :])
 
 
 @contextmanager
 def busy(cores: set[int]) -> Iterator[None]:
-    """Some cores have something to do whenever nobody else wants them."""
+    """Keep some cores busy with low priority."""
 
     def spin(core: int) -> None:
         os.sched_setaffinity(0, {core})
@@ -111,7 +112,7 @@ def busy(cores: set[int]) -> Iterator[None]:
 
 
 class Load:
-    """Requests to one server, and what became of them.
+    """Requests to one server and their results.
 
     Args:
         call: makes a request; raises grpc.aio.AioRpcError or RecinferError.
@@ -123,7 +124,7 @@ class Load:
         self.done: dict[str, list[tuple[float, float]]] = {}  # code -> (when it came, seconds it took)
 
     async def callers(self, number: int, seconds: float) -> None:
-        """So many callers, each of whom asks again as soon as it is answered."""
+        """A closed loop: each of ``count`` callers sends its next request when it receives a response."""
 
         async def ask_again() -> None:
             while True:
@@ -137,7 +138,7 @@ class Load:
         await asyncio.wait(tasks)
 
     async def at_rate(self, rate: float, seconds: float) -> int:
-        """``rate`` requests a second, whatever becomes of them; how many that were."""
+        """An open loop: send ``rate`` requests per second regardless of responses; returns their number."""
         tasks, sent = set(), 0
         while (now := time.perf_counter() - self._begun) < seconds:
             for _ in range(int(now * rate) - sent):
@@ -150,7 +151,7 @@ class Load:
         return sent
 
     def answered(self, since: float, until: float) -> float:
-        """Answers a second between two times."""
+        """Responses per second between two times."""
         return sum(since <= at < until for at, _ in self.done.get("OK", ())) / (until - since)
 
     async def _ask(self) -> bool:
@@ -168,7 +169,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Found:
-    """What one load gave.
+    """The result of one load.
 
     Attributes:
         answered: in time, a second, behind the lead.
@@ -192,7 +193,7 @@ class Found:
 
 
 class Bench:
-    """One server under loads.
+    """A server with loads on it.
 
     Args:
         port: its port.
@@ -208,12 +209,12 @@ class Bench:
         self._call, self._data, self._timeout, self._ours = call, data, timeout, ours
 
     async def peak(self, callers: int, seconds: float) -> Found:
-        """What so many callers get in ``seconds`` and a lead."""
+        """Measure the rate of ``callers`` callers for ``seconds`` after a warm-up."""
         lead = seconds * _LEAD
         return await self._found(lambda load_: load_.callers(callers, lead + seconds), lead, lead + seconds)
 
     async def overload(self, rate: float, seconds: float) -> Found:
-        """What is answered of ``rate`` requests a second; the lead is a part of ``seconds``."""
+        """Measure the responses to ``rate`` requests per second; the warm-up is part of ``seconds``."""
         return await self._found(lambda load_: load_.at_rate(rate, seconds), seconds * _LEAD, seconds)
 
     async def _found(self, work: Callable[[Load], Awaitable[object]], since: float, until: float) -> Found:
@@ -232,7 +233,7 @@ class Bench:
         return Found(load_.answered(since, until), cores, **changes, done=done)
 
     async def _asking(self, stack: AsyncExitStack) -> Callable[[], Awaitable[object]]:
-        """What makes a request; its connection is closed with ``stack``."""
+        """A function that sends a request; ``stack`` closes its connection."""
         if self._ours:  # without what a request's encoding costs, as it is always the same
             client = await stack.enter_async_context(AsyncInferenceClient(self._target, retries=0))
             return functools.partial(client._call, self._call, self._data, self._timeout)
@@ -246,7 +247,7 @@ class Bench:
         return state
 
     def _cpu(self) -> dict[str, float]:
-        """Seconds of processor of the server so far, by kind of thread."""
+        """CPU seconds of the server so far, by kind of thread."""
         names: dict[int, str] = self._ask().threads
         found: dict[str, float] = defaultdict(float)
         for task in Path(f"/proc/{self._pid}/task").iterdir():
@@ -257,7 +258,7 @@ class Bench:
 
 
 async def most_callers(bench: Bench, seconds: float) -> int:
-    """How many callers get the most answers, by the medians of some rounds."""
+    """The number of callers with the highest median rate over several rounds."""
     await bench.peak(_CALLERS[0], seconds)  # to warm up
     rounds = [{callers: (await bench.peak(callers, seconds)).answered for callers in _CALLERS} for _ in range(_ROUNDS)]
     found = {callers: statistics.median(rates[callers] for rates in rounds) for callers in _CALLERS}
@@ -266,7 +267,7 @@ async def most_callers(bench: Bench, seconds: float) -> int:
 
 
 async def compare(benches: dict[str, Bench], options: argparse.Namespace) -> None:
-    """Find the callers, take the turns, and print them; ``benches`` by their kind of client."""
+    """Find the best number of callers, measure in turns and print the results; ``benches`` are by kind of client."""
     callers = options.callers or await most_callers(next(iter(benches.values())), options.seconds / 4)
     found: dict[tuple[str, float], list[float]] = defaultdict(list)
     for _ in range(options.turns):
@@ -293,26 +294,28 @@ async def compare(benches: dict[str, Bench], options: argparse.Namespace) -> Non
 
 
 def shown(ratios: Sequence[float]) -> str:
-    """Their median, and all of them."""
+    """The median and all values, as text."""
     return f"{statistics.median(ratios):.2f} (turns: {', '.join(f'{ratio:.2f}' for ratio in ratios)})"
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--over", type=int, nargs="+", default=[6144, 6144, 6144, 1], help="layer sizes of the over arch"
-    )
+    parser.add_argument("--over", type=int, nargs="+", default=[6144, 6144, 6144, 1], help="layer sizes of the top MLP")
     parser.add_argument("--call", choices=["Lookup", "Predict"], default="Predict")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--max-batch", type=int, default=BatchConfig.max_batch, help="1: no merging")
+    parser.add_argument(
+        "--max-batch", type=int, default=BatchConfig.max_batch, help="most samples per run; 1 disables merging"
+    )
     parser.add_argument("--max-queue", type=int, default=BatchConfig.max_queue)
     parser.add_argument("--times", type=float, nargs="+", default=[1.0, 3.0])
-    parser.add_argument("--timeout", type=float, default=1.0, help="seconds that a caller waits")
+    parser.add_argument("--timeout", type=float, default=1.0, help="timeout of a request in seconds")
     parser.add_argument("--clients", choices=["plain", "ours"], nargs="+", default=["plain", "ours"])
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--callers", type=int, help="that make the peak; without it the best of some numbers")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each overload; half of them for its peak")
+    parser.add_argument(
+        "--callers", type=int, help="callers that measure the peak; default: the best of several numbers"
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds per overload; half of that for its peak")
     options = parser.parse_args()
     torch.set_num_threads(1)
     server_cores, client_cores = halves()

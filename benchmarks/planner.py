@@ -1,13 +1,13 @@
-"""Plans of growing size: time, peak memory, busiest rank, lower bound and gap, beside TorchRec when it is there.
+"""Measures plans of growing size: time, peak memory, busiest rank, lower bound and gap, also for TorchRec if installed.
 
     python -m benchmarks.planner                                  # the table of sizes
     python -m benchmarks.planner --torchrec-python PATH           # and TorchRec's planner, run by that interpreter
     python -m benchmarks.planner --cases 26x8,200x16 --timeout 60 --out planner.json
     python -m benchmarks.planner --calibrated                     # planned against measured time of each rank, on CPU
 
-80 GiB a rank, batch 512, synthetic tables that depend on nothing but their number. Each case runs in a process of its
-own, so that its peak memory is its own. Both planners' plans are rated with one estimator, ours (which agrees with
-TorchRec's option by option: ``python -m benchmarks.planner_parity``); the bound is ours too, and exact: no plan of these
+80 GiB per rank, batch 512, synthetic tables that depend only on their number. Each case runs in a separate process, so
+that its peak memory is measured alone. Both planners' plans are rated with one estimator, recinfer's (which agrees with
+TorchRec's option by option: ``python -m benchmarks.planner_parity``); the bound is recinfer's too: no plan with these
 options is below it (recinfer.distributed.planner.solve.problem.lower_bound). A gap of 1 proves a plan optimal.
 """
 
@@ -144,7 +144,7 @@ def shared_space(num: int, world_size: int, mode: str) -> tuple[Any, Any]:
 
 
 def run_forward(num: int, world_size: int) -> dict[str, Any]:
-    """Our search over TorchRec's own options and estimates of inference."""
+    """Run recinfer's search over TorchRec's options and estimates for inference."""
     from recinfer.distributed.planner.solve.search import search
 
     begin, begin_cpu = time.monotonic(), time.process_time()
@@ -157,7 +157,7 @@ def run_forward(num: int, world_size: int) -> dict[str, Any]:
 
 
 def rate_theirs(num: int, world_size: int, mode: str, tables: dict[str, Any]) -> dict[str, float]:
-    """The busiest rank of TorchRec's plan by the estimator that both sides are rated with, and the bound."""
+    """The busiest rank of TorchRec's plan by the estimator that rates both sides, and the lower bound."""
     from recinfer.distributed.planner.model.estimates import KERNEL_CODES, TYPE_CODES
     from recinfer.distributed.planner.solve.problem import lower_bound
 
@@ -229,9 +229,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(f"{n}x{w}" for n, w in SIZES))
     parser.add_argument("--torchrec-python", help="interpreter that can import torchrec")
-    parser.add_argument("--modes", help="of inference,train,forward, separated by commas")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds that TorchRec gets for a plan")
-    parser.add_argument("--calibrated", action="store_true", help="planned against measured instead")
+    parser.add_argument("--modes", help="modes of inference,train,forward, separated by commas")
+    parser.add_argument("--timeout", type=float, default=120, help="time limit of TorchRec per plan, in seconds")
+    parser.add_argument("--calibrated", action="store_true", help="compare planned with measured times instead")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -1,8 +1,9 @@
-"""Planned against measured milliseconds of quantized collections on this CPU: ``python -m benchmarks.planner --calibrated``.
+"""Compares planned with measured milliseconds of quantized collections on this CPU: ``python -m benchmarks.planner
+--calibrated``.
 
-Two sets of cases. The first were looked at while the estimator was made; the second were not: other row counts, widths,
-precisions, bag lengths and batches. Both sides are measured in interleaved rounds, each rank's lookups as a module of
-their own, ids uniform, every call with a new request.
+There are two sets of cases: those used to fit the estimator, and others with different row counts, widths, precisions,
+bag lengths and batches. Both are measured in interleaved rounds. Each rank's lookups are a separate module, ids are
+uniform, and every call has a new request.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Short."""
+        """Short description of the case."""
         return f"{self.tables} {self.precision} batch {self.batch}"
 
     def draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -99,7 +100,7 @@ def calibrated(hardware_out: Path | None = None) -> list[dict[str, Any]]:
 
 
 def _plan(case: Case, **kwargs: Any) -> Any:
-    """Table-wise, so that a rank's lookups are a module of whole tables."""
+    """A table-wise plan, so that each rank's lookups are a module of whole tables."""
     from recinfer.distributed.planner import ParameterConstraints, plan_inference
     from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
     from recinfer.modules.embedding_modules import EmbeddingBagCollection

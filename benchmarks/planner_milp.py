@@ -1,11 +1,13 @@
-"""The planner's placements beside a mixed-integer solver over the same options, with memory that is nearly full.
+"""Compares the planner's placements with those of a mixed-integer solver over the same options, with nearly full
+memory.
 
-    pip install scipy                                                    # HiGHS; no dependency of recinfer
+    pip install scipy                                                    # HiGHS; not a dependency of recinfer
     python -m benchmarks.planner_milp                                    # 98 and 99.5 % full, ten cases each, seven minutes
     python -m benchmarks.planner_milp --full 98 --cases 3 --limit 5
 
-A case is 20 tables of 100 to 10 million rows, INT8, on 4 CPU ranks whose memory together is just more than what the tables take
-at least. The solver has --limit seconds; the ratio is the busiest rank's time of ours over its.
+A case is 20 tables of 100 to 10 million rows, INT8, on 4 CPU ranks whose total memory is slightly more than the minimum
+that the tables need. The solver has --limit seconds. The ratio is the busiest rank's time in recinfer's plan divided by
+that in the solver's.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _ROOMY = 1 << 50
 
 
 def problem_of(seed: int, num_tables: int, world_size: int, ddr_cap: int) -> Problem:
-    """Random tables on ranks that have ``ddr_cap`` bytes each."""
+    """A problem with random tables on ranks with ``ddr_cap`` bytes each."""
     random = np.random.default_rng(seed)
     rows = (10 ** random.uniform(2, 7, num_tables)).astype(int).tolist()
     dims = random.choice(_DIMS, num_tables, p=_SHARES).tolist()
@@ -49,14 +51,14 @@ def problem_of(seed: int, num_tables: int, world_size: int, ddr_cap: int) -> Pro
 
 
 def full_problem(seed: int, share: float, num_tables: int, world_size: int) -> Problem:
-    """The same where the least that the tables take is ``share`` of the memory."""
+    """A problem whose tables need at least ``share`` of the memory."""
     roomy = problem_of(seed, num_tables, world_size, _ROOMY)
     least = np.minimum.reduceat(roomy.option_ddr, roomy.unit_ptr[:-1]).sum()
     return problem_of(seed, num_tables, world_size, int(least / world_size / share))
 
 
 def solve(problem: Problem, limit_s: float) -> float | None:
-    """Time of the busiest rank as HiGHS finds it; None: no placement was found."""
+    """Time of the busiest rank in HiGHS' solution; None if it found no placement."""
     import scipy.sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -127,11 +129,11 @@ def solve(problem: Problem, limit_s: float) -> float | None:
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--full", type=float, nargs="+", default=[98.0, 99.5], help="percent of the memory")
+    parser.add_argument("--full", type=float, nargs="+", default=[98.0, 99.5], help="used memory in percent")
     parser.add_argument("--cases", type=int, default=10, help="of each")
     parser.add_argument("--tables", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds of the solver for a case")
+    parser.add_argument("--limit", type=float, default=20.0, help="time limit of the solver per case, in seconds")
     options = parser.parse_args()
     for full in options.full:
         ratios, refused, spent = [], 0, []

@@ -1,8 +1,9 @@
 """Compares estimates with TorchRec's, option by option: ``python -m benchmarks.planner_parity --torchrec-python PATH``.
 
 Each case lists every option of a few tables on both sides and compares rectangles, six perf parts and both memories of
-every shard. What differs on purpose is listed by ``EXPECTED`` (see docs/decisions/0018-planner-estimates-follow-torchrec-with-listed-differences.md); anything else is
-reported and makes the run fail.
+every shard. Intended differences are listed in ``EXPECTED`` (see
+docs/decisions/0018-planner-estimates-follow-torchrec-with-listed-differences.md); any other difference is reported and
+fails the run.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def request_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def ours(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same list as ``planner_torchrec.options`` gives, from our enumerator."""
+    """The list of ``planner_torchrec.options``, from recinfer's enumerator."""
     import torch
 
     from recinfer.distributed.embedding import EmbeddingCollectionSharder
@@ -165,7 +166,7 @@ def compare(case: str, theirs: list[dict[str, Any]], mine: list[dict[str, Any]])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare all cases; exit status 1 when something differs that should not."""
+    """Compare all cases; exit status 1 for an unexpected difference."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torchrec-python", default=sys.executable, help="interpreter that can import torchrec")
     args = parser.parse_args(argv)

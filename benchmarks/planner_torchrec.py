@@ -1,4 +1,4 @@
-"""TorchRec's half of ``benchmarks.planner``: plans, or lists estimates of options, and prints one JSON object.
+"""The TorchRec side of ``benchmarks.planner``: plans or lists estimates of options, and prints one JSON object.
 
 Run by the interpreter of an environment that has torchrec; it imports nothing of recinfer. The request (JSON) comes on
 stdin: ``{"do": "plan" | "options", "tables": [...], ...}``.

@@ -2,13 +2,14 @@
 
     python -m benchmarks.report --torchrec-python PATH           # everything, about 25 minutes on two quiet cores
     python -m benchmarks.report --only serving                   # one section; the others keep their figures
-    python -m benchmarks.report --quick                          # tiny settings, to try the program: no figure means anything
-    python -m benchmarks.report --render                         # page, plots and table anew from docs/benchmarks.json
-    python -m benchmarks.report --check                          # fails where page or table are not those of the data
+    python -m benchmarks.report --quick                          # tiny settings, to test the program; the figures mean
+    nothing python -m benchmarks.report --render                         # page, plots and table from
+    docs/benchmarks.json python -m benchmarks.report --check                          # fails if page or table differ
+    from the data
 
 A section is stored as soon as it is measured, with its date, commit, machine, versions, commands and the raw result of every run,
-so a run that was stopped goes on with ``--only``. TorchRec is measured with ``--torchrec-python``, an interpreter that has it, and
-TorchServe where it is installed.
+so a stopped run can be continued with ``--only``. TorchRec is measured with ``--torchrec-python``, an interpreter with
+TorchRec, and TorchServe if it is installed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PACKAGES = ("torch", "fbgemm-gpu-cpu", "onnxruntime", "grpcio", "numpy", "torchs
 
 @dataclass
 class Run:
-    """How a section calls benchmarks.
+    """Settings for running benchmarks: interpreters, quick mode and folders.
 
     Attributes:
         quick: tiny settings.
@@ -48,11 +49,11 @@ class Run:
     torchrec: str
     commands: list[str] = field(default_factory=list)
 
-    def module(self, name: str, *arguments: object, out: bool = True, beside: str = "") -> Any:
+    def module(self, name: str, *arguments: object, out: bool = True, more_packages: str = "") -> Any:
         """The JSON result of ``python -m benchmarks.NAME``: of its ``--out`` file, or its last line.
 
         Args:
-            beside: a folder of further packages, looked at last.
+            more_packages: a folder of further packages, at the end of the path.
         """
         words = [str(argument) for argument in arguments]
         shown = " ".join(["python -m benchmarks." + name, *("PATH" if w == self.torchrec else w for w in words)])
@@ -61,7 +62,7 @@ class Run:
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
             (Path(folder) / "sitecustomize.py").write_text(
-                f"import sys\nsys.path.append({beside!r})\n" if beside else ""
+                f"import sys\nsys.path.append({more_packages!r})\n" if more_packages else ""
             )
             command = [sys.executable, "-m", f"benchmarks.{name}", *words, *(["--out", str(result)] if out else [])]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
@@ -73,17 +74,19 @@ class Run:
 
 
 def lookup(run: Run) -> list[Any]:
-    """Quantized lookups beside the bare operator and TorchRec's modules, one thread."""
-    beside = ""
+    """Measure quantized lookups, the bare operator and TorchRec's modules, with one thread."""
+    more_packages = ""
     if run.torchrec:
         where = "import pathlib, torchrec; print(pathlib.Path(torchrec.__file__).parents[1])"
-        beside = subprocess.run([run.torchrec, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+        more_packages = subprocess.run(
+            [run.torchrec, "-c", where], capture_output=True, text=True, check=True
+        ).stdout.strip()
     settings = ["--rows", 100_000, "--seconds", 0.2] if run.quick else ["--seconds", 3]
-    return [run.module("lookup", *settings, beside=beside) for _ in range(1 if run.quick else 3)]
+    return [run.module("lookup", *settings, more_packages=more_packages) for _ in range(1 if run.quick else 3)]
 
 
 def serving(run: Run) -> list[Any]:
-    """Our server beside a bare gRPC echo and TorchServe, by callers."""
+    """Measure recinfer's server, a bare gRPC echo server and TorchServe, by number of callers."""
     settings: list[object] = ["--batches", 1, 256, "--concurrency", 1, 8, 32, "--seconds", 1.5]
     if run.quick:
         settings = ["--batches", 1, 256, "--concurrency", 1, 8, "--seconds", 0.1]
@@ -93,7 +96,7 @@ def serving(run: Run) -> list[Any]:
 
 
 def planner(run: Run) -> list[Any]:
-    """Time and gap of the planners. TorchRec's plan of the largest case takes minutes, so it is made once."""
+    """Measure time and gap of the planners. TorchRec's plan of the largest case takes minutes, so it runs once."""
     peer = ["--torchrec-python", run.torchrec] if run.torchrec else []
     if run.quick:
         return [run.module("planner", "--modes", "train", "--cases", "26x8", *peer)]
@@ -106,7 +109,7 @@ def planner(run: Run) -> list[Any]:
 
 
 def training(run: Run) -> list[Any]:
-    """Samples a second of sharded training on two processes, by sharding type."""
+    """Measure samples per second of sharded training on two processes, by sharding type."""
     peer = ["--torchrec-python", run.torchrec] if run.torchrec else []
     if run.quick:
         return [run.module("training", "--types", "table_wise", "--steps", 2, "--rounds", 2, *peer)]
@@ -115,7 +118,7 @@ def training(run: Run) -> list[Any]:
 
 
 def scaleout(run: Run) -> list[Any]:
-    """A ranker with two shard servers beside one process, on loopback."""
+    """Measure a ranker with two shard servers and one process with all tables, on loopback."""
     settings = ["--turns", 1, "--seconds", 0.1] if run.quick else ["--turns", 3, "--seconds", 0.4]
     return [run.module("scaleout", *settings, "--json", out=False) for _ in range(1 if run.quick else 3)]
 
@@ -131,7 +134,7 @@ SECTIONS: dict[str, Callable[[Run], list[Any]]] = {
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on, without a name of the machine."""
+    """The properties of the machine that affect the figures, without its name."""
     processor = next(
         (
             line.partition(":")[2].strip()
@@ -145,7 +148,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(torchrec: str) -> dict[str, str]:
-    """Of Python and the packages that are compared."""
+    """Versions of Python and of the compared packages."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -159,7 +162,7 @@ def versions(torchrec: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the working tree; "+" where it has changes of the code."""
+    """The commit of the working tree, with "+" if code has changed since."""
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain", "recinfer"], capture_output=True, text=True).stdout
@@ -186,14 +189,14 @@ def measure(name: str, quick: bool, torchrec: str) -> dict[str, Any]:
 def main() -> int:
     """Measure, render or check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=list(SECTIONS), help="measure this section; repeatable")
-    parser.add_argument("--torchrec-python", default="", help="an interpreter that has torchrec")
-    parser.add_argument("--quick", action="store_true", help="tiny settings, one run")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT, help="the repository root whose docs/ and README.md are written"
-    )
+    parser.add_argument("--only", action="append", choices=list(SECTIONS), help="section to measure; repeatable")
+    parser.add_argument("--torchrec-python", default="", help="Python interpreter with torchrec installed")
+    parser.add_argument("--quick", action="store_true", help="one run with tiny settings, to test the program")
+    parser.add_argument("--out", type=Path, default=ROOT, help="repository root; its docs/ and README.md are written")
     parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where page or table are stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if the page or the table is stale"
+    )
     options = parser.parse_args()
     if options.check:
         found = report_page.stale(options.out)

@@ -1,4 +1,4 @@
-"""The benchmark page: docs/benchmarks.json as Markdown with plots, and the table of the README."""
+"""Renders docs/benchmarks.json as the benchmark page and as the table of the README."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class Spread:
         return f"{shown[0]}{unit}" + (f" ({shown[1]}-{shown[2]})" if len(self.values) > 1 else "")
 
     def error(self) -> tuple[float, float]:
-        """How far the median is from the least and the largest, as bars of a plot."""
+        """Distances from the median to the least and the largest value, for error bars."""
         return self.median - self.values[0], self.values[-1] - self.median
 
 
 def over(runs: list[Any], value: Callable[[Any], float | None]) -> Spread | None:
-    """A figure of each run; None where no run has it."""
+    """The spread of a figure over the runs; None if no run has it."""
     found = [number for run in runs if (number := value(run)) is not None]
     return Spread(found) if found else None
 
 
 def cell(spread: Spread | None, digits: int = 2, unit: str = "") -> str:
-    """Of a table; "-" where it was not measured."""
+    """The text of a table cell; "-" if it was not measured."""
     return "-" if spread is None else spread.text(digits, unit)
 
 
@@ -77,7 +77,7 @@ def serving_line(run: Any, call: str, batch: int, callers: int) -> dict[str, Any
 
 
 def rate_ratio(runs: list[Any], of: str, beside: str, *which: Any) -> Spread | None:
-    """Answers a second of one server over another's."""
+    """Requests per second of one server divided by another's."""
 
     def value(run: Any) -> float | None:
         line = serving_line(run, *which)
@@ -87,7 +87,7 @@ def rate_ratio(runs: list[Any], of: str, beside: str, *which: Any) -> Spread | N
 
 
 def training_ratio(runs: list[Any], kind: str, variant: str = "") -> Spread | None:
-    """Samples a second over TorchRec's: the better variant of each, or one variant of both."""
+    """Samples per second divided by TorchRec's: the better variant of each, or one variant of both."""
 
     def value(run: Any) -> float | None:
         rates = {name: statistics.median(v) for name, v in run[kind].items() if isinstance(v, list)}
@@ -108,7 +108,7 @@ def planner_figure(runs: list[Any], case: str, figure: str) -> Spread | None:
 
 
 def added_ms(runs: list[Any], call: str, more: str, less: str) -> Spread | None:
-    """How much longer the median call takes."""
+    """The added latency of the median call."""
     return over(runs, lambda run: run["p50_ms"][call][more] - run["p50_ms"][call][less])
 
 
@@ -312,7 +312,7 @@ def readme_rows(sections: Sections) -> Iterator[list[str]]:
 
 
 def readme_table(sections: Sections) -> str:
-    """What is between the README's two markers."""
+    """The text between the README's two markers."""
     body = table(["what", "recinfer", "compared with"], readme_rows(sections))
     quick = any(section["quick"] for section in sections.values())
     note = "\n**Some figures are of a `--quick` run, to try the program: they mean nothing.**\n" if quick else ""
@@ -328,7 +328,7 @@ def _with_table(text: str, sections: Sections) -> str:
 
 
 def stale(root: Path) -> list[str]:
-    """Of the page and the README, those that are not what the data says."""
+    """The files, of the page and the README, that differ from the data."""
     sections = json.loads((root / DATA).read_text())["sections"]
     readme = (root / README).read_text()
     found = [PAGE] if (root / PAGE).read_text() != page(sections) else []
@@ -336,7 +336,7 @@ def stale(root: Path) -> list[str]:
 
 
 def write(root: Path) -> None:
-    """Page, plots and the README's table, from the data."""
+    """Write the page, its plots and the README's table from the data."""
     from benchmarks.report_plots import PLOT_OF
 
     sections = json.loads((root / DATA).read_text())["sections"]

@@ -136,4 +136,4 @@ PLOT_OF: dict[str, Callable[[list[Any], Path], None]] = {
     "training": _training,
     "scaleout": _scaleout,
 }
-"""Section -> what draws its runs into an SVG."""
+"""Section -> function that plots its runs as SVG."""

@@ -1,15 +1,15 @@
-"""Our V1 REST protocol beside FastAPI on uvicorn with the same predictor behind it, in one run.
+"""Measures recinfer's V1 REST protocol against FastAPI on uvicorn with the same predictor, in one run.
 
     pip install fastapi 'uvicorn[standard]'          # only this comparison needs them
     OMP_NUM_THREADS=1 python -m benchmarks.rest      # about a minute on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.rest --seconds 2 --batches 1 --concurrency 32
 
-A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights; one id a feature and sample; bodies are
+A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights; one id per feature and sample; bodies are
 ``{"instances": [...]}``, and both servers answer ``{"predictions": [...]}`` with the same numbers, which is checked first.
-Each server has its own process, and the callers another: C connections, a request in flight on each. They take turns; a
-figure is the median over the turns. FastAPI's application is written as its documentation has it: a pydantic model of the
-body, ids and numbers collected by comprehensions, the predictor called in the route (``async def``, which is faster here than a thread of
-its pool: ``--threads`` measures that form too), uvloop and httptools under uvicorn.
+Each server has its own process, and the clients another: C connections with one request in flight each. Servers take
+turns; a figure is the median over the turns. FastAPI's application follows its documentation: a pydantic model of the
+body, ids and numbers collected by comprehensions, the predictor called in the route (``async def``, which is faster
+here than a thread of its pool: ``--threads`` measures that form too), uvloop and httptools under uvicorn.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def serve_fastapi(archive: str, in_threads: bool, pipe: Any) -> None:
 
 
 class Caller(asyncio.Protocol):
-    """One connection with one request in flight; counts answers and their seconds while ``counts``."""
+    """One connection with one request in flight; records responses and their latency while ``counts``."""
 
     def __init__(self, message: bytes) -> None:
         self._message, self._got, self._left = message, b"", -1
@@ -132,7 +132,7 @@ class Caller(asyncio.Protocol):
 
 
 async def load_of(port: int, message: bytes, callers: int, seconds: float) -> tuple[float, float, bytes]:
-    """Answers a second, median seconds of one, and the last body."""
+    """Responses per second, median latency in seconds, and the last body."""
     loop = asyncio.get_running_loop()
     connections = [await loop.create_connection(lambda: Caller(message), "127.0.0.1", port) for _ in range(callers)]
     protocols = [protocol for _, protocol in connections]
@@ -179,10 +179,12 @@ def started(target: Any, *args: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each server and cell, over all turns")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds per server and cell, over all turns")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--threads", action="store_true", help="also FastAPI with a plain function as its route")
+    parser.add_argument(
+        "--threads", action="store_true", help="also measure FastAPI with a plain function as its route"
+    )
     options = parser.parse_args()
     try:
         import fastapi  # noqa: F401

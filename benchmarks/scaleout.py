@@ -1,16 +1,16 @@
-"""A ranker with shard servers over loopback beside one process that has it all, in the same run.
+"""Measures a ranker with shard servers on loopback against one process with all tables, in the same run.
 
     OMP_NUM_THREADS=1 python -m benchmarks.scaleout                    # about a minute and a half on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.scaleout --dim 64           # wider tables: more bytes on the wire
     OMP_NUM_THREADS=1 python -m benchmarks.scaleout --sharding row_wise
     OMP_NUM_THREADS=1 python -m benchmarks.scaleout --half             # vectors as float16
 
-A DLRM of 26 features (INT8, 13 dense columns) with random weights, cut for two ranks. Four servers stand at a time: the
-single process, two shard servers, a ranker that asks them, and a ranker that asks one shard server with both ranks. The
-clients are one more process with one channel each. All take turns; figures are medians over the turns.
+A DLRM of 26 features (INT8, 13 dense columns) with random weights, sharded over two ranks. Four setups run at a time: a
+single process, two shard servers, a ranker on both, and a ranker on one shard server with both ranks. The clients are
+one more process with one channel each. All take turns; figures are medians over the turns.
 
-The floor is gRPC's own: a bare server that calls two bare servers at a time, with as many bytes as a ranker and its shards
-send, beside a bare server that calls nobody; all on our event loop and scheduling.
+The floor is gRPC's own cost: a bare server that calls two bare servers concurrently, with as many bytes as a ranker and
+its shard servers send, and a bare server that calls no other. All use recinfer's event loop and scheduling.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _BARE = "/bare.Bare/Call"
 
 
 def build(folder: Path, dim: int, sharding: str) -> Path:
-    """The archive, for two ranks."""
+    """Build the archive, for two ranks."""
     torch.manual_seed(0)
 
     def model(device: str) -> DLRM:
@@ -89,7 +89,7 @@ def build(folder: Path, dim: int, sharding: str) -> Path:
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody has."""
+    """A free TCP port on loopback."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
@@ -118,7 +118,8 @@ def request(batch: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
 
 
 def serve_bare(behind: Sequence[int], pipe: Any) -> None:
-    """A server that answers with as many bytes as the request's first number says, once ``behind`` have answered.
+    """Run a server that responds with the number of bytes given by the request's first number, after the servers
+    ``behind`` have responded.
 
     The other two numbers, of eight bytes each: the bytes that each of them is sent, and answers with.
     """
@@ -151,7 +152,7 @@ def serve_bare(behind: Sequence[int], pipe: Any) -> None:
 
 
 def bare_request(method: str, batch: int, dim: int, data: bytes) -> bytes:
-    """For :func:`serve_bare`: as long as ``data``, with the sizes of what is sent for it."""
+    """A request for :func:`serve_bare`: as long as ``data``, with the sizes of the responses."""
     vectors, ids = 4 * batch * FEATURES * dim, 4 * batch * FEATURES
     numbers = (vectors if method == "Lookup" else 4 * batch, ids // 2 + 60, vectors // 2)
     head = b"".join(number.to_bytes(8, "little") for number in numbers)
@@ -159,7 +160,7 @@ def bare_request(method: str, batch: int, dim: int, data: bytes) -> bytes:
 
 
 async def calls(port: int, method: str, data: bytes, seconds: float, callers: int) -> list[float]:
-    """Seconds of each call while ``callers`` call all the time."""
+    """Seconds of each call in a closed loop of ``callers`` callers."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=_ANY_LENGTH) as channel:
         call = channel.unary_unary(method)
         for _ in range(20):
@@ -177,7 +178,7 @@ async def calls(port: int, method: str, data: bytes, seconds: float, callers: in
 
 
 def measure(ports: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over turns: p50 in ms at one caller, and answers a second at many."""
+    """Medians over turns: p50 in ms with one caller, and responses per second with many."""
     loop = new_loop()
     result: dict[str, Any] = {"p50_ms": {}, "per_second": {}}
     for method in ("Predict", "Lookup"):
@@ -207,7 +208,7 @@ def measure(ports: dict[str, int], options: argparse.Namespace) -> dict[str, Any
 
 
 def show(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """The table for people."""
+    """Print the result as a table."""
     print(f"dim {options.dim}, {options.sharding}, {'float16' if options.half else 'float32'} on the wire")
     print(
         f"{'p50, one caller':22s}{'single':>10s}{'2 shards':>10s}{'added':>10s}{'1 shard':>10s}{'added':>10s}"
@@ -230,7 +231,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--sharding", choices=["table_wise", "row_wise"], default="table_wise")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 256])
-    parser.add_argument("--seconds", type=float, default=0.6, help="of one turn")
+    parser.add_argument("--seconds", type=float, default=0.6, help="seconds per turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--callers", type=int, default=16)
     parser.add_argument("--half", action="store_true")

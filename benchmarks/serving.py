@@ -1,17 +1,17 @@
-"""Our gRPC server beside a bare gRPC echo server that sends answers of the same size, in the same run.
+"""Measures recinfer's gRPC server against a bare gRPC echo server with responses of the same size, in the same run.
 
     OMP_NUM_THREADS=1 python -m benchmarks.serving                     # everything, about five minutes on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.serving --seconds 2 --batches 1 --concurrency 1 32
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --tuned             # and echoes with our loop, and on gRPC's core
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --torchserve        # and TorchServe on the same archive
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --unbatched --over 2048 2048 1 --batches 1 --concurrency 32
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --tuned             # and echo servers on recinfer's event loop and
+    on gRPC's core OMP_NUM_THREADS=1 python -m benchmarks.serving --torchserve        # and TorchServe on the same
+    archive OMP_NUM_THREADS=1 python -m benchmarks.serving --unbatched --over 2048 2048 1 --batches 1 --concurrency 32
     OMP_NUM_THREADS=1 python -m benchmarks.serving --context           # what looking up the context once saves
 
 A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights. Each server has its own process, and the
-clients another: one asyncio channel, C requests in flight. All take turns of a fifth of the time, after a fifth of a
-second to warm up; figures are medians over the turns. "in process" is the same call on the predictor itself, "CPU" what
-the server's process took for each call. "tuned echo" is grpc.aio's server on our event loop and scheduling, "core echo" our
-own server (recinfer.serving.server.grpc_core) with nothing behind it.
+clients another: one asyncio channel, C requests in flight. All take turns of a fifth of the time, after a warm-up of a
+fifth of a second; figures are medians over the turns. "in process" is the same call on the predictor itself, "CPU" the
+CPU time of the server's process per call. "tuned echo" is grpc.aio's server on recinfer's event loop and scheduling,
+"core echo" is recinfer's own server (recinfer.serving.server.grpc_core) without a model.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _ANY_LENGTH = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_
 
 
 def build(folder: Path, over: list[int]) -> Path:
-    """The archive to serve."""
+    """Build the archive to serve."""
     torch.manual_seed(0)
 
     def model(device: str) -> DLRM:
@@ -91,7 +91,7 @@ def build(folder: Path, over: list[int]) -> Path:
 
 
 def request(batch: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
-    """One id a feature and sample."""
+    """A request with one id per feature and sample."""
     random = torch.Generator().manual_seed(batch)
     lengths = torch.ones(FEATURES * batch, dtype=torch.int32)
     ids = torch.randint(0, ROWS, (FEATURES * batch,), generator=random)
@@ -114,7 +114,7 @@ def serve_ours(archive: str, batching: BatchConfig, pipe: Any) -> None:
 
 
 def serve_echo(kind: str, pipe: Any) -> None:
-    """Answers with as many bytes as the request's first eight bytes say.
+    """Run a server that responds with the number of bytes given by the request's first eight bytes.
 
     ``kind``: "plain" or "tuned", grpc.aio's server without and with our loop and scheduling; "core", our own server.
     """
@@ -146,7 +146,7 @@ def serve_echo(kind: str, pipe: Any) -> None:
 
 @contextmanager
 def torchserve(archive: Path, folder: Path) -> Iterator[tuple[int, str]]:
-    """TorchServe with the archive, one worker: its gRPC port and its inference key."""
+    """Run TorchServe with the archive and one worker; yields its gRPC port and its inference key."""
     from recinfer.serving.mar import pack
     from tests.torchserve.instance import TorchServe
 
@@ -170,8 +170,8 @@ def predictions_request(call: str, data: bytes) -> bytes:
 
 @contextmanager
 def process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """A server in a process of its own: its port, and its "pid", "ask" (a call: what it says of itself now) and, after the
-    block, "state" (what it said last)."""
+    """Run a server in a separate process; yields its port and a dict with "pid", "ask" (a function that reads its
+    statistics) and, after the block, "state" (the last statistics)."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     child = context.Process(target=target, args=(*arguments, there))
@@ -192,8 +192,8 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[int,
 
 @dataclass(frozen=True)
 class Contender:
-    """Who answers ``path`` on ``port``; ``send`` makes its request of ours and the answer's size. ``pid``: of its process,
-    where it is one."""
+    """A server that handles ``path`` on ``port``; ``send`` makes its request from recinfer's request and the response
+    size. ``pid``: its process, if known."""
 
     port: int
     path: str
@@ -202,7 +202,7 @@ class Contender:
     pid: int = 0
 
     def cpu(self) -> float:
-        """Seconds of processor that its process took so far; nan where it is not known."""
+        """CPU seconds of its process so far; nan if unknown."""
         if not self.pid:
             return math.nan
         tasks = Path(f"/proc/{self.pid}/task").iterdir()
@@ -210,8 +210,8 @@ class Contender:
 
 
 async def drive(who: Contender, data: bytes, concurrency: int, seconds: float) -> dict[str, float]:
-    """Requests one behind another on ``concurrency`` tasks: p50 and p99 in microseconds, requests a second, and the
-    server's CPU for each in microseconds."""
+    """Send requests one after another on ``concurrency`` tasks; returns p50 and p99 in microseconds, requests a second,
+    and the server's CPU microseconds per request."""
     times: list[float] = []
     async with grpc.aio.insecure_channel(f"127.0.0.1:{who.port}", options=_ANY_LENGTH) as channel:
         call = channel.unary_unary(who.path)
@@ -241,7 +241,7 @@ async def drive(who: Contender, data: bytes, concurrency: int, seconds: float) -
 
 
 def in_process(call: Callable[[], object], seconds: float = 0.3) -> float:
-    """Median microseconds of a call."""
+    """Median microseconds of a call in this process."""
     times, end = [], time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
         call()
@@ -250,7 +250,7 @@ def in_process(call: Callable[[], object], seconds: float = 0.3) -> float:
 
 
 def requests_of(predictor: Predictor, batch: int) -> dict[str, tuple[bytes, int, Callable[[], object]]]:
-    """By call: the request's bytes, the answer's size, and the same call in process."""
+    """By kind of call: the request's bytes, the response's size, and the same call in this process."""
     dense, kjt = request(batch)
     lookup, outputs = predictor.lookup(kjt), predictor.predict(dense, kjt)
     return {
@@ -268,7 +268,7 @@ def requests_of(predictor: Predictor, batch: int) -> dict[str, tuple[bytes, int,
 
 
 def compare(predictor: Predictor, of: Callable[[str], dict[str, Contender]], options: argparse.Namespace) -> list[dict]:
-    """Every call, batch and concurrency: all contenders in turn."""
+    """Measure all contenders in turn, for every kind of call, batch and concurrency."""
     rows = []
     for batch in options.batches:
         for name, (data, size, alone) in requests_of(predictor, batch).items():
@@ -304,7 +304,8 @@ def _print(row: dict[str, Any], contenders: list[str]) -> None:
 
 
 def compare_context(predictor: Predictor, who: Contender, seconds: float) -> None:
-    """Half of the features are the user's, of 1 to 50 ids: sent for every candidate, or once as the context."""
+    """Measure requests whose user features (half of all, with 1 to 50 ids) are sent for every candidate, or once as
+    context."""
     print("context: Predict of N candidates, 13 of 26 features are the user's, one caller; every candidate / once")
     for batch, ids in [(batch, ids) for batch in (32, 256, 1024) for ids in (1, 20, 50)]:
         dense, kjt = request(batch)
@@ -387,13 +388,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each contender and line")
-    parser.add_argument("--max-batch", type=int, default=1024, help="1: no merging")
-    parser.add_argument("--over", type=int, nargs="+", default=[64, 1], help="layer sizes of the over arch")
-    parser.add_argument("--tuned", action="store_true", help="also echoes on our loop and on gRPC's core")
-    parser.add_argument("--unbatched", action="store_true", help="also our server with --max-batch 1")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds per contender and line")
+    parser.add_argument("--max-batch", type=int, default=1024, help="most samples per run; 1 disables merging")
+    parser.add_argument("--over", type=int, nargs="+", default=[64, 1], help="layer sizes of the top MLP")
+    parser.add_argument(
+        "--tuned", action="store_true", help="also measure echo servers on recinfer's event loop and on gRPC's core"
+    )
+    parser.add_argument("--unbatched", action="store_true", help="also measure recinfer's server with --max-batch 1")
     parser.add_argument("--torchserve", action="store_true", help="also TorchServe")
-    parser.add_argument("--context", action="store_true", help="only the saving of a context")
+    parser.add_argument("--context", action="store_true", help="measure only the saving of a context")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

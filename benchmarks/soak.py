@@ -1,16 +1,17 @@
-"""A server under steady load while its models and deltas come and go: no request may fail, and memory must stay flat.
+"""Soak test: a server under steady load while versions and deltas change; no request may fail, and memory must not
+grow.
 
-    python -m benchmarks.soak                       # ten minutes at 70 % of what the server can do here
+    python -m benchmarks.soak                       # ten minutes at 70 % of the server's capacity
     python -m benchmarks.soak --seconds 60 --every 1
     python -m benchmarks.soak --workers 2
 
 A model store of two versions of one DLRM and a delta for each; the server is ``recinfer serve`` in its own process. An
-open loop asks at a steady rate, whatever the answers take (70 % of what a closed loop gets, measured anew every minute, as
-other work on the machine comes and goes); every answer must be that of the version it names, with or
-without its delta. Meanwhile the other version is loaded, gets a tenth of the requests, then all, a delta is applied and
-undone, the change is rolled back and made again, and the old version is unloaded. Memory is the server's anonymous pages
-(what is mapped from files is the page cache's) once a second; its slope is that of a line through the averages of
-sixty parts of the second half of the run, with the 95 % interval of that fit.
+open loop sends requests at a steady rate: 70 % of the rate of a closed loop, measured again every minute because other
+load on the machine changes. Every response must match the version that it names, with or without its delta. Meanwhile
+the other version is loaded and gets a tenth of the requests, then all; a delta is applied and undone; the change is
+rolled back and repeated; and the old version is unloaded. Memory is the server's anonymous memory (without pages mapped
+from files), once per second; its slope is that of a line through the averages of sixty parts of the second half of the
+run, with the 95 % interval of that fit.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _TICK_S, _MEASURE_S, _AGAIN_S = 0.005, 2.0, 60.0
 
 @dataclass
 class SoakResult:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
         seconds: how long the load was on.
@@ -130,7 +131,7 @@ def build_store(folder: Path, rows: int = 20_000) -> Path:
 
 
 def make_requests(rows: int) -> list[tuple[torch.Tensor, KeyedJaggedTensor]]:
-    """Requests of one id a feature and sample."""
+    """Requests with one id per feature and sample."""
     random = torch.Generator().manual_seed(0)
     lengths = torch.ones(FEATURES * _BATCH, dtype=torch.int32)
     return [
@@ -148,7 +149,7 @@ def make_requests(rows: int) -> list[tuple[torch.Tensor, KeyedJaggedTensor]]:
 
 @contextmanager
 def serving(store: Path, workers: int) -> Iterator[tuple[str, list[int]]]:
-    """``recinfer serve`` on version 1 of ``store``: its target, and the processes that answer."""
+    """``recinfer serve`` on version 1 of ``store``: its target, and its serving processes."""
     command = [sys.executable, "-m", "recinfer", "serve", "--model-store", str(store), "--admin", "--port", "0"]
     process = subprocess.Popen([*command, "--workers", str(workers), "--json"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -167,7 +168,7 @@ def _children(pid: int) -> list[int]:
 
 
 def anonymous_mib(pids: list[int]) -> float:
-    """Memory of the processes that no file stands behind."""
+    """Anonymous memory of the processes, in MiB."""
     total = 0
     for pid in pids:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -176,7 +177,7 @@ def anonymous_mib(pids: list[int]) -> float:
 
 
 class _Load:
-    """Requests to one server, their answers checked."""
+    """Sends requests to one server and checks the responses."""
 
     def __init__(self, channel: grpc.aio.Channel, store: Path, rows: int, result: SoakResult) -> None:
         self.result, self.latencies = result, []
@@ -196,7 +197,7 @@ class _Load:
         self.paused_until, self.begun, self.number = 0.0, time.monotonic(), 0
 
     async def ask(self, number: int) -> None:
-        """One request: its answer and its latency are counted."""
+        """Send one request and record its response and latency."""
         at, start = number % len(self._data), time.perf_counter()
         try:
             answer = await self._predict(self._data[at], timeout=_TIMEOUT_S)
@@ -216,7 +217,7 @@ class _Load:
         self.result.wrong += 1
 
     async def capacity(self, seconds: float) -> float:
-        """Answers a second to callers that ask again at once."""
+        """Responses per second in a closed loop."""
         end, start = time.perf_counter() + seconds, len(self.latencies)
 
         async def caller(number: int) -> None:
@@ -227,8 +228,8 @@ class _Load:
         return (len(self.latencies) - start) / seconds
 
     async def steady(self, share: float, most: float, seconds: float, until: asyncio.Task[None]) -> None:
-        """``share`` of the capacity for ``seconds`` and ``until`` that is done. What else the machine does changes, so the
-        capacity is measured every minute."""
+        """Load at ``share`` of the capacity for at least ``seconds`` and until ``until`` is done. The capacity is
+        measured again every minute, because other load on the machine changes."""
         end, rates, capacities = time.monotonic() + seconds, [], []
         while (left := end - time.monotonic()) > 0 or not until.done():
             capacities.append(await self.capacity(min(_MEASURE_S, max(left, 1.0) / 5)))
@@ -237,7 +238,8 @@ class _Load:
         self.result.rate, self.result.capacity = float(np.mean(rates)), float(np.mean(capacities))
 
     async def _at(self, rate: float, seconds: float) -> None:
-        """``rate`` requests a second, whatever the answers take; after a pause of the machine at the same rate again."""
+        """Send ``rate`` requests per second regardless of responses; after a pause of the machine continue at the same
+        rate."""
         tasks: set[asyncio.Task[None]] = set()
         begun = last = time.monotonic()
         end, asked = begun + seconds, 0
@@ -257,8 +259,9 @@ class _Load:
 
 
 async def _change(target: str, pids: list[int], every: float, end: float, rounds: int, load_: _Load) -> None:
-    """Versions and deltas in turn, one step every ``every`` seconds, until ``end`` and for so many ``rounds`` at least; ends
-    with one version loaded. After each step there is a request, so every state is asked however slow the machine is."""
+    """Change versions and deltas in turn, one step every ``every`` seconds, until ``end`` and for at least ``rounds``
+    rounds; ends with one version loaded. A request follows each step, so that every state is tested on a slow machine
+    too."""
     result = load_.result
     with AdminClient(target) as admin:
         first = next(iter(admin.list_models()[NAME]))
@@ -318,7 +321,7 @@ async def _run(
 
 
 def _slope(memory: np.ndarray, result: SoakResult) -> None:
-    """Memory of the second half of a run ``[n, 2]`` (seconds, MiB), as a line."""
+    """Fit a line to the memory of the second half of a run ``[n, 2]`` (seconds, MiB)."""
     half = memory[len(memory) // 2 :]
     parts = np.array([part.mean(axis=0) for part in np.array_split(half, min(60, len(half))) if len(part)])
     minutes, mib = parts[:, 0] / 60, parts[:, 1]
@@ -342,7 +345,7 @@ def soak(
     most: float = float("inf"),
     rounds: int = 1,
 ) -> SoakResult:
-    """Run it on a store that :func:`build_store` made.
+    """Run the soak test on a store from :func:`build_store`.
 
     Args:
         rows: of each table in the store.
@@ -358,14 +361,14 @@ def soak(
 
 
 def main() -> int:
-    """Run and print; 1 when a request failed or was answered wrongly."""
+    """Run and print; returns 1 if a request failed or had a wrong response."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--share", type=float, default=0.7, help="of the capacity")
+    parser.add_argument("--share", type=float, default=0.7, help="load as a share of the capacity")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between changes")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=20_000, help="of each of the 26 tables")
-    parser.add_argument("--most", type=float, default=float("inf"), help="requests a second, at most")
+    parser.add_argument("--rows", type=int, default=20_000, help="rows of each of the 26 tables")
+    parser.add_argument("--most", type=float, default=float("inf"), help="most requests per second")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

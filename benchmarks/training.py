@@ -1,4 +1,5 @@
-"""Sharded training, samples a second: every sharding type, with and without the pipeline, beside TorchRec.
+"""Measures samples per second of sharded training for every sharding type, with and without the pipeline, against
+TorchRec.
 
     python -m benchmarks.training                                   # recinfer alone
     python -m benchmarks.training --torchrec-python PATH            # and TorchRec, run by that interpreter
@@ -6,11 +7,11 @@
     python -m benchmarks.training --before HEAD~3                   # and recinfer as of another commit
     python -m benchmarks.training --threads 0                       # torch's own number of threads, as OMP_NUM_THREADS
 
-8 tables of 100,000 x 64, pooling 5, batch 512 a rank, row-wise Adagrad in the backward, 2 gloo ranks on this host. One
-program trains with either package: only the name that it imports differs. All contenders of a sharding type are alive
-at once and take turns, so that a noisy moment hits all of them; samples a second are those of both ranks, from the
-median turn. A ratio is the median over turns of the better variant's over the better variant's, with the least and the
-largest; the variant is the one with the better median.
+8 tables of 100,000 x 64, pooling 5, batch 512 per rank, row-wise Adagrad in the backward pass, 2 gloo ranks on this
+host. The same program trains with either package; only the imported name differs. All contenders of a sharding type run
+at once and take turns, so that noise affects all of them. Samples per second are those of both ranks, from the median
+turn. A ratio compares the better variant of each side (by median); it is the median over turns, with the least and the
+largest.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _plan(package: str, ebc: Any, sharding: str) -> Any:
     }[sharding]
 
     class Sharder(bags.EmbeddingBagCollectionSharder):  # type: ignore[name-defined,misc]
-        """Offers every type on CPU too."""
+        """A sharder that offers every sharding type also on the CPU."""
 
         def sharding_types(self, compute_device_type: str) -> list[str]:
             return list(TYPES)
@@ -88,7 +89,7 @@ def _plan(package: str, ebc: Any, sharding: str) -> Any:
 
 
 def _rank(package: str, sharding: str, pipeline: bool, rank: int, store: str) -> None:
-    """Train when told: reads a number of steps a line from stdin, writes the seconds that they took."""
+    """Train on demand: reads a number of steps per line from stdin and writes the seconds that they took."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -174,7 +175,7 @@ def _rank(package: str, sharding: str, pipeline: bool, rank: int, store: str) ->
         for _ in range(int(line)):
             trainer.progress(stream)
         print(f"took {time.perf_counter() - start}", flush=True)
-    os._exit(0)  # batches of the pipeline are still under way; nobody waits for them
+    os._exit(0)  # batches of the pipeline are still in flight and are not needed
 
 
 # --------------------------------------------------------------------------------------------------- the contenders
@@ -213,11 +214,11 @@ class Contender:
                 )  # fmt: skip
 
     def wait_ready(self) -> None:
-        """Until all ranks have trained their first steps."""
+        """Wait until all ranks have trained their first steps."""
         self._lines("ready")
 
     def train(self, steps: int) -> float:
-        """Seconds that ``steps`` steps take: the slowest rank's."""
+        """Seconds of the slowest rank for ``steps`` steps."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(f"{steps}\n")
@@ -244,7 +245,7 @@ class Contender:
 
 
 def measure(sharding: str, sides: list[Side], steps: int, rounds: int, threads: int) -> dict[str, list[float] | str]:
-    """Samples a second of every contender in each round; a text where one could not run."""
+    """Samples per second of every contender in each round; an error text for one that could not run."""
     results: dict[str, list[float] | str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         contenders = []
@@ -265,7 +266,7 @@ def measure(sharding: str, sides: list[Side], steps: int, rounds: int, threads: 
 
 
 def better(found: dict[str, list[float] | str], side: Side) -> list[float] | None:
-    """The rounds of a side's better variant; None where neither ran."""
+    """The rounds of a side's better variant; None if neither ran."""
     ran = [rates for name in variants(side) if isinstance(rates := found[name], list)]
     return max(ran, key=statistics.median, default=None)
 
@@ -279,11 +280,11 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default=",".join(TYPES), help="sharding types, separated by commas")
-    parser.add_argument("--torchrec-python", help="an interpreter that has torchrec")
-    parser.add_argument("--before", help="a commit, to measure beside the working tree")
-    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each rank; 0: not set")
-    parser.add_argument("--steps", type=int, default=20, help="steps a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    parser.add_argument("--torchrec-python", help="Python interpreter with torchrec installed")
+    parser.add_argument("--before", help="commit to compare the working tree with")
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each rank; 0 leaves it unset")
+    parser.add_argument("--steps", type=int, default=20, help="steps per turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns per contender")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument(
         "--rank", nargs=5, metavar=("PACKAGE", "TYPE", "PIPELINE", "RANK", "STORE"), help=argparse.SUPPRESS
@@ -306,7 +307,7 @@ def main() -> None:
 
 
 def compare(ours: Side, peers: list[Side], args: argparse.Namespace) -> None:
-    """Print a line a sharding type."""
+    """Print one line per sharding type."""
     names = [name for side in (ours, *peers) for name in variants(side)]
     print("samples a second; ratio: the better of recinfer's two over the better of each other side's two")
     heads = "".join(f"{'over ' + peer.name:>22}" for peer in peers)

@@ -1,8 +1,8 @@
-"""Whether the server in this container says SERVING: asks grpc.health.v1, exits 0 or 1.
+"""Health check of the server in this container: exits with 0 if grpc.health.v1 reports SERVING, else with 1.
 
-RECINFER_HOST and RECINFER_PORT say where, as for serve.sh; RECINFER_TLS_CA names the authority of a server with TLS, and
-RECINFER_TLS_NAME the name in its certificate; RECINFER_TLS_CERT and RECINFER_TLS_KEY a certificate of this end, where the
-server wants one.
+RECINFER_HOST and RECINFER_PORT give the address, as for serve.sh. For TLS, RECINFER_TLS_CA is the certificate authority
+and RECINFER_TLS_NAME the name in the server's certificate; RECINFER_TLS_CERT and RECINFER_TLS_KEY are a client
+certificate, if the server requires one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECONDS = 3.0
 
 
 def main() -> int:
-    """0 when SERVING; else 1, and stderr says why."""
+    """Returns 0 if the server is SERVING; else 1, with the reason on stderr."""
     host, port = os.environ.get("RECINFER_HOST", "0.0.0.0"), os.environ.get("RECINFER_PORT", "50051")
     host = "127.0.0.1" if host in ("0.0.0.0", "::", "[::]", "") else host
     target = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
@@ -26,7 +26,7 @@ def main() -> int:
     options = [("grpc.enable_http_proxy", 0)]
     mine = [os.environ.get(f"RECINFER_TLS_{part}") for part in ("KEY", "CERT")]
     if (mine[0] is None) != (mine[1] is None) or (any(mine) and not authority):
-        print("set RECINFER_TLS_CA, RECINFER_TLS_CERT and RECINFER_TLS_KEY, or the first alone", file=sys.stderr)
+        print("set RECINFER_TLS_CA, RECINFER_TLS_CERT and RECINFER_TLS_KEY, or only RECINFER_TLS_CA", file=sys.stderr)
         return 1
     if authority:
         options += [("grpc.ssl_target_name_override", name)] if name else []

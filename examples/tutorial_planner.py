@@ -1,6 +1,6 @@
 """TorchRec's planner tutorial with the package's name replaced: ``python examples/tutorial_planner.py``.
 
-It plans for GPUs that are not here: planning needs none, and no memory for the tables.
+It plans for GPUs that this machine need not have: planning needs no GPU and no memory for the tables.
 """
 
 from __future__ import annotations

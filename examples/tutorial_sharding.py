@@ -1,7 +1,7 @@
 """TorchRec's sharding tutorial with the package's name replaced: ``python examples/tutorial_sharding.py``.
 
-What changed besides the name: the processes talk over gloo on CPU where the tutorial has nccl on two GPUs (the topology
-stays one of GPUs), the tables start on the meta device, and the port is a free one.
+Other changes: the processes use gloo on the CPU instead of NCCL on two GPUs (the topology still describes GPUs), the
+tables start on the meta device, and the port is a free one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def single_rank_execution(
     module: torch.nn.Module,
     backend: str,
 ) -> None:
-    """What each rank runs: plan together, shard, look something up."""
+    """The program of each rank: plan together, shard, and look up."""
     from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from recinfer.distributed.model_parallel import DistributedModelParallel
     from recinfer.distributed.planner import EmbeddingShardingPlanner, Topology

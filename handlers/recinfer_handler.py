@@ -1,10 +1,11 @@
-"""TorchServe's handler of an archive: a thin adapter on recinfer.inference and recinfer.serving.
+"""TorchServe's handler for archives: a thin adapter to recinfer.inference and recinfer.serving.
 
-A request body is our protobuf (``application/octet-stream``) or JSON (``application/json``), the answer has the same
-form. It is a Predict unless the request says ``lookup``: over REST in the header ``X-Recinfer-Method``, over TorchServe's
-gRPC in an input named ``method`` beside the one named ``body``. docs/how-to/torchserve.md shows both.
+A request body is recinfer's protobuf (``application/octet-stream``) or JSON (``application/json``), the response has
+the same format. The call is Predict unless the request names ``lookup``: over REST in the header ``X-Recinfer-Method``,
+over TorchServe's gRPC in an input named ``method`` next to the input ``body``. docs/how-to/torchserve.md shows both.
 
-The archive is not in the model file: ``handler.archive`` in the model's config names its folder, and it is mapped there.
+The archive is not in the model file: ``handler.archive`` in the model's config names its folder, which is
+memory-mapped.
 """
 
 import json
@@ -33,7 +34,8 @@ class RecinferHandler:
     """Loads one archive in a TorchServe worker and answers requests on it."""
 
     def initialize(self, context):
-        """Map the archive that the model's config names. TorchServe reports a RuntimeError as the model's failure."""
+        """Map the archive that the model's config names. TorchServe reports a RuntimeError as a failure of the
+        model."""
         config = (context.model_yaml_config or {}).get("handler") or {}
         archive = config.get("archive")
         if not archive:
@@ -48,11 +50,12 @@ class RecinferHandler:
         self._max_answer = int(config.get("max_response_bytes", 6_500_000)) // batch_size - _ANSWER_HEAD
         limits = Limits(max_response_bytes=max(1, self._max_answer))
         service = InferenceService(ModelRegistry({predictor.manifest.model: predictor}), limits)
-        # TorchServe's own queue is the bound: what it hands over is answered.
+        # TorchServe's own queue is the bound: every request that it passes on is answered.
         self._dispatcher = Dispatcher(service, BatchConfig(max_queue=2**31 - 1), threads=1)
 
     def handle(self, data, context):
-        """Answer a batch of requests: those that may share a lookup and a dense run do; one that fails, fails alone."""
+        """Answer a batch of requests: requests share lookups and dense runs where possible; a failed request does not
+        affect the others."""
         answers, asked = [None] * len(data), []
         for index, row in enumerate(data):
             try:
@@ -73,7 +76,7 @@ class RecinferHandler:
         return [self._encode_error(a, i, context) if isinstance(a, Exception) else a for i, a in enumerate(answers)]
 
     def _asked(self, row, index, context):
-        """The request's call, its message, and whether it came as JSON."""
+        """The request's kind of call, its message, and whether it is JSON."""
         method = _method(row, index, context)
         call = "Lookup" if method == "lookup" else "Predict"
         body = row.get("body", row.get("data"))
@@ -87,7 +90,7 @@ class RecinferHandler:
         return call, bytes(body), False
 
     def _sent(self, answer, call, is_json, index, context):
-        """The answer in the form of its request; or the error that it is."""
+        """The response in the format of its request, or the error."""
         if isinstance(answer, Exception):
             return answer
         if is_json:
@@ -95,8 +98,8 @@ class RecinferHandler:
             answer = json_codec.json_text(form(answer))
         if len(answer) > self._max_answer:
             return InputError(
-                f"request: its answer takes {len(answer)} bytes, expected at most {self._max_answer} "
-                "(max_response_bytes of the model's config): send fewer samples a request"
+                f"request: its response has {len(answer)} bytes, expected at most {self._max_answer} "
+                f"(max_response_bytes of the model's config); send fewer samples per request"
             )
         context.set_response_content_type(index, "application/json" if is_json else "application/octet-stream")
         return answer
@@ -124,7 +127,7 @@ def _is_json(index, context):
 
 
 def _json_object(body):
-    # TorchServe has parsed a JSON body already, unless it is broken: then it hands over the text.
+    # TorchServe has parsed a JSON body already, unless it is malformed: then it passes the text on.
     if isinstance(body, (bytes, bytearray, str)):
         return json_codec.parse_json(bytes(body) if isinstance(body, bytearray) else body)
     if not isinstance(body, dict):

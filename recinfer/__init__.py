@@ -1,4 +1,4 @@
-"""recinfer: from a recommendation model's checkpoint to a quantized, sharded, running service."""
+"""Takes a recommendation model from a training checkpoint to a quantized, sharded, running service."""
 
 from __future__ import annotations
 

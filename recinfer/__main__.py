@@ -1,4 +1,4 @@
-"""``python -m recinfer``: the command line, for when the script is not on the path."""
+"""Runs the command line with ``python -m recinfer``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables and columns of libraries that speak Arrow, as pyarrow's: imported only where a caller brings some."""
+"""Converts tables and columns of libraries with Arrow's interface to pyarrow, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["plain_array", "pyarrow_array", "pyarrow_for", "pyarrow_table", "spea
 
 
 def pyarrow_for(who: str) -> Any:
-    """The module pyarrow. Raises UnavailableError that begins with ``who`` (needs it) where it is not installed."""
+    """The module pyarrow. Raises UnavailableError, beginning with ``who``, if it is not installed."""
     try:
         import pyarrow
         import pyarrow.compute  # which makes it an attribute
@@ -22,7 +22,7 @@ def pyarrow_for(who: str) -> Any:
 
 
 def speaks_arrow(data: Any) -> bool:
-    """Whether it is pyarrow's, or of a library that lends it, pandas left out: what pandas has for missing is read otherwise."""
+    """Whether ``data`` has Arrow's interface. False for pandas, whose missing values are read differently."""
     return (hasattr(data, "__arrow_c_stream__") or hasattr(data, "__arrow_c_array__")) and not hasattr(data, "iloc")
 
 
@@ -32,7 +32,7 @@ def pyarrow_table(field: str, data: Any) -> Any:
     try:
         return pa.table(data)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise InputError(f"{field}: got a {type(data).__name__} that is no table ({error})") from None
+        raise InputError(f"{field}: got a {type(data).__name__} that cannot be read as a table ({error})") from None
 
 
 def pyarrow_array(field: str, column: Any) -> Any:
@@ -41,12 +41,12 @@ def pyarrow_array(field: str, column: Any) -> Any:
     try:
         return plain_array(pa, pa.chunked_array(column))
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise InputError(f"{field}: got a {type(column).__name__} that is no column ({error})") from None
+        raise InputError(f"{field}: got a {type(column).__name__} that cannot be read as a column ({error})") from None
 
 
 def plain_array(pa: Any, column: Any) -> Any:
-    """The chunks of ``column`` as one array without views and dictionaries: few libraries read those, and in a stream a dictionary
-    is a message of its own."""
+    """The chunks of ``column`` as one array without views and dictionaries, which few libraries read and which take
+    extra messages in a stream."""
     found = [_plain(pa, chunk) for chunk in column.chunks]
     return pa.concat_arrays(found) if found else pa.nulls(0)
 

@@ -1,4 +1,4 @@
-"""Ids, weights and numbers as callers have them (lists, numpy, pandas, pyarrow or polars), made arrays that a request holds."""
+"""Converts features and dense numbers from lists, numpy, pandas, pyarrow or polars to the arrays of a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recinfer.errors import InputError
 __all__ = ["WEIGHTS_SUFFIX", "FeatureArrays", "as_features", "as_matrix"]
 
 WEIGHTS_SUFFIX = ".weights"
-"""In a DataFrame or Table the column ``tags.weights`` holds the weights of the ids in the column ``tags``."""
+"""Suffix of a column with weights: in a DataFrame or Table, ``tags.weights`` has the weights of the ids in ``tags``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class FeatureArrays:
     weighted: tuple[str, ...] = ()
 
     def rows(self, start: int, stop: int) -> FeatureArrays:
-        """The samples ``start`` to ``stop`` (or the last one)."""
+        """The samples ``start`` to ``stop``, or to the end."""
         count = len(self.keys)
         stop, ends = min(stop, self.batch), np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
         edges = [(int(ends[f * self.batch + start]), int(ends[f * self.batch + stop])) for f in range(count)]
@@ -109,7 +109,9 @@ def as_matrix(data: Any) -> NDArray[np.float32]:
             raise TypeError  # numpy would make numbers of text, drop imaginary parts, and show what is masked
         found = found.astype(np.float32, copy=False)
     except (TypeError, ValueError):
-        raise InputError("dense: got something else than rows of numbers of one length") from None
+        raise InputError(
+            "dense: got rows that are not numbers or differ in length; expected rows of numbers of one length"
+        ) from None
     if found.ndim != 2:
         raise InputError(f"dense: got shape {list(found.shape)}, expected [batch, num_dense]")
     return np.ascontiguousarray(found)
@@ -119,7 +121,7 @@ def as_matrix(data: Any) -> NDArray[np.float32]:
 
 
 def _of_lists(columns: Mapping[str, Any]) -> FeatureArrays | None:
-    """Columns that are all lists of int, or of lists of int; None: something else is among them.
+    """Columns that are all lists of int, or of lists of int; None for any others.
 
     All ids become an array at once: one numpy operation a feature would cost more than all of this.
     """
@@ -183,7 +185,7 @@ def _of_columns(columns: Mapping[str, Any]) -> FeatureArrays:
 
 def _of_keyed_jagged_tensor(features: Any) -> FeatureArrays:
     if features.variable_stride_per_key():
-        raise InputError("features: got another batch size for each key, expected one batch size for all")
+        raise InputError("features: got different batch sizes per key, expected one batch size for all")
     values, weights = _without_torch(features.values()), features.weights_or_none()
     if values.dtype not in (np.int32, np.int64):
         raise InputError(f"features.values: got {features.values().dtype}, expected torch.int64 or torch.int32")
@@ -193,7 +195,7 @@ def _of_keyed_jagged_tensor(features: Any) -> FeatureArrays:
 
 
 def _without_torch(data: Any) -> Any:
-    """A tensor as an array that shares its memory where it can; anything else as it is. torch is not imported for it."""
+    """A tensor as an array, sharing memory if possible; anything else unchanged. Does not import torch."""
     if not hasattr(data, "detach"):
         return data
     tensor = data.detach().cpu()
@@ -230,18 +232,20 @@ def _jagged(name: str, column: Any) -> tuple[NDArray[Any], NDArray[np.int32]]:
 
 
 def _weights(name: str, column: Any, lengths: NDArray[np.int32]) -> NDArray[np.float32]:
-    """One float32 an id."""
+    """One float32 per id."""
     values, own = _flat(name, column, "weights")
     if values.size and values.dtype.kind not in "iuf":
         raise InputError(f"weights[{name!r}]: got {values.dtype} values, expected numbers")
     if own.size != lengths.size or (own != lengths).any():
-        raise InputError(f"weights[{name!r}]: got another form than the ids, expected one weight an id of each sample")
+        raise InputError(
+            f"weights[{name!r}]: got a different structure than the ids, expected one weight per id of each sample"
+        )
     with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, which the predictor refuses
         return values.astype(np.float32)
 
 
 def _flat(name: str, column: Any, field: str = "features") -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """All values ``[N]`` of a column and how many each sample has ``[B]``."""
+    """All values ``[N]`` of a column and the number of values per sample ``[B]``."""
     if speaks_arrow(column):
         return _arrow(name, column, field)
     column = _without_torch(column)
@@ -255,7 +259,7 @@ def _flat(name: str, column: Any, field: str = "features") -> tuple[NDArray[Any]
         each = 1 if column.ndim == 1 else column.shape[1]
         return column.reshape(-1), np.full(column.shape[0], each, np.int32)
     if isinstance(column, str | bytes) or not isinstance(column, Sequence | np.ndarray):
-        raise InputError(f"{field}[{name!r}]: got a {type(column).__name__}, expected one entry a sample")
+        raise InputError(f"{field}[{name!r}]: got a {type(column).__name__}, expected one entry per sample")
     bags = [_bag(entry) for entry in column]
     lengths = np.fromiter(map(len, bags), np.int32, len(bags))
     flat = list(chain.from_iterable(bags))
@@ -277,7 +281,7 @@ def _bag(entry: Any) -> Any:
 
 
 def _pandas(name: str, column: Any, field: str) -> NDArray[Any]:
-    """The values of a Series. What it has for a missing entry (NA, NaN, None) becomes None, which is no ids, as in a list."""
+    """The values of a Series. A missing entry (NA, NaN, None) becomes None, which means no ids."""
     missing = np.asarray(column.isna()) if hasattr(column, "isna") else np.zeros(0, bool)
     if not missing.any():
         return np.asarray(column.to_numpy())
@@ -290,14 +294,14 @@ def _pandas(name: str, column: Any, field: str) -> NDArray[Any]:
 
 
 def _whole(name: str, floats: NDArray[Any]) -> NDArray[Any]:
-    """``floats`` as the integers that they were; as they are where they cannot have been, which is refused later."""
+    """``floats`` as integers if all are whole; unchanged otherwise, which fails in a later check."""
     if not np.array_equal(floats, np.floor(floats)) or not np.isfinite(floats).all():
         return floats
     exact = 2 ** (np.finfo(floats.dtype).nmant + 1)  # from it on several integers became the same float
     if np.abs(floats).max(initial=0) >= exact:
         raise InputError(
-            f"features[{name!r}]: got {floats.dtype} with ids from {exact} on, which are not exact any more; "
-            "give the column pandas' dtype 'Int64'"
+            f"features[{name!r}]: got {floats.dtype} with ids of {exact} or more, which floats do not represent "
+            f"exactly; give the column pandas' dtype 'Int64'"
         )
     return floats.astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""The compiled modules of the package, and the check that they are there: setup.py builds them."""
+"""Lists the compiled modules, which setup.py builds, and checks that they exist."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 __all__ = ["COMPILED", "check_compiled"]
 
 COMPILED = ("quant/_rows", "quant/_tables", "serving/shards/_ranks", "serving/wire/_wire")
-"""Paths inside the package, without suffix: of the sources and of what is built from them."""
+"""Paths inside the package, without suffix, of the sources and the modules built from them."""
 
 
 def check_compiled() -> None:
-    """Look for what is compiled, so that a source tree that was never built says so at its import.
+    """Raise an error with instructions if a compiled module is missing, as in a source tree that was not built.
 
     Raises:
-        ImportError: something is not there; the message says what to run.
+        ImportError: a compiled module is missing; the message gives the command to build it.
     """
     folder = os.path.dirname(__file__)
     for name in COMPILED:

@@ -1,9 +1,9 @@
-"""The environment variables that recinfer reads, all of them: nothing else looks at the process environment.
+"""All environment variables that recinfer reads; no other module reads the process environment.
 
 RECINFER_DEBUG            1: the command line shows tracebacks of expected errors too
-RECINFER_TOKEN            bearer token that a server asks of its callers
-RECINFER_SUPERVISED       1, set by `recinfer serve --workers`: this process is one of its workers, and starts none itself
-RANK, WORLD_SIZE          this process's rank and how many there are, as torchrun sets them
+RECINFER_TOKEN            bearer token that a server requires and that clients send
+RECINFER_SUPERVISED       1, set by `recinfer serve --workers`: this process is one of its workers and starts no workers
+RANK, WORLD_SIZE          this process's rank and the number of ranks, as torchrun sets them
 LOCAL_WORLD_SIZE          ranks on this host, as torchrun sets it
 INTRA_NODE_BANDWIDTH      bytes per millisecond between ranks of one host, for the planner
 CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
@@ -11,8 +11,8 @@ STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0
 RECINFER_KERNEL           fbgemm or triton: what looks packed rows up; else FBGEMM where it is installed
 RECINFER_CUDA_GRAPHS      1: small lookups on a GPU are recorded and replayed as CUDA graphs, else they are launched
 
-and one that it sets, where it is not set:
-ORT_DISABLE_TELEMETRY     1: onnxruntime's Linux wheels have telemetry on, with a thread of its own
+recinfer sets one variable, if it is unset:
+ORT_DISABLE_TELEMETRY     1: turns off the telemetry of onnxruntime's Linux wheels, which uses a thread
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OFF = frozenset({"", "0", "false", "no", "off"})
 
 
 def debug() -> bool:
-    """Whether ``RECINFER_DEBUG`` asks for tracebacks."""
+    """Whether ``RECINFER_DEBUG`` enables tracebacks."""
     return os.environ.get("RECINFER_DEBUG", "").strip().lower() not in _OFF
 
 
@@ -55,7 +55,7 @@ def token() -> str | None:
 
 
 def kernel() -> Literal["fbgemm", "triton"] | None:
-    """``RECINFER_KERNEL``; None when not set or empty. Raises ConfigError for anything but fbgemm and triton."""
+    """``RECINFER_KERNEL``; None when not set or empty. Raises ConfigError for values other than fbgemm and triton."""
     given = os.environ.get("RECINFER_KERNEL", "").strip().lower()
     if given not in ("", "fbgemm", "triton"):
         raise ConfigError(f"environment variable RECINFER_KERNEL={given!r}; expected fbgemm or triton")
@@ -68,17 +68,18 @@ def cuda_graphs() -> bool:
 
 
 def supervised() -> bool:
-    """Whether a supervisor started this process, or one above it."""
+    """Whether a supervisor started this process or one of its ancestors."""
     return bool(os.environ.get("RECINFER_SUPERVISED", "").strip())
 
 
 def supervised_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """``environment`` (None: this process's) for a process that a supervisor starts."""
+    """The environment of a process that a supervisor starts, from ``environment`` (None: this process's)."""
     return {**(os.environ if environment is None else environment), "RECINFER_SUPERVISED": "1"}
 
 
 def keep_onnxruntime_quiet() -> None:
-    """No telemetry, unless the user's environment asks for it; call it before onnxruntime is imported."""
+    """Turn off onnxruntime's telemetry unless the user's environment sets it; call this before importing
+    onnxruntime."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
@@ -102,7 +103,7 @@ def _number(name: str, expected: str, low: float, high: float) -> float | None:
 
 
 def local_world_size(world_size: int) -> int:
-    """Ranks on this host: ``LOCAL_WORLD_SIZE``, or all of ``world_size`` when it is not set."""
+    """Number of ranks on this host: ``LOCAL_WORLD_SIZE``, or ``world_size`` if it is unset."""
     expected = "a whole number of at least 1"
     given = _number("LOCAL_WORLD_SIZE", expected, 1, math.inf)
     if given is None:
@@ -113,7 +114,7 @@ def local_world_size(world_size: int) -> int:
 
 
 def torchrun_rank() -> tuple[int, int] | None:
-    """``RANK`` and ``WORLD_SIZE`` of a process that torchrun (or something like it) started; None for any other.
+    """``RANK`` and ``WORLD_SIZE`` of a process that torchrun or a similar launcher started; None for other processes.
 
     Raises:
         ConfigError: one of them is missing or no whole number, or they do not fit.
@@ -129,7 +130,7 @@ def torchrun_rank() -> tuple[int, int] | None:
 
 
 def set_torchrun(rank: int, world_size: int, port: int) -> None:
-    """Set for this process what torchrun would, for ranks that are all on this host and join a store at ``port``."""
+    """Set torchrun's variables for this process, for ranks on one host that join a store at ``port``."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),

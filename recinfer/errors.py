@@ -1,19 +1,19 @@
-"""The one tree of errors a user of recinfer can meet.
+"""The exceptions that recinfer raises.
 
     RecinferError
     ├── InputError (ValueError)        a request or call with wrong data: shape, id, dtype, missing feature
-    ├── NotFoundError (LookupError)    a model, table or version that is not there
-    │   └── NotPreparedError           a version that this shard server has not mapped, and can be told to
-    ├── ConfigError (ValueError)       a config, plan or contract that does not hold together
+    ├── NotFoundError (LookupError)    a model, table or version that does not exist
+    │   └── NotPreparedError           a version that this shard server has not mapped yet
+    ├── ConfigError (ValueError)       an inconsistent config, plan or feature contract
     ├── CheckpointError (ValueError)   a checkpoint that cannot be read, or does not match the model
     ├── ArchiveError (ValueError)      an archive that breaks a rule of archive/FORMAT.md (``.rule`` names it)
-    ├── MismatchError (ValueError)     a model whose outputs are not the recorded ones (``.comparison`` has the rows)
+    ├── MismatchError (ValueError)     outputs that differ from the recorded ones (``.comparison`` has the rows)
     └── UnavailableError (RuntimeError) something that would work elsewhere or later: a missing extra, a stopped server
-        ├── OverloadedError            the server has as many requests waiting as it may (``.retry_after`` seconds)
+        ├── OverloadedError            the server's queue or memory budget is full (``.retry_after`` seconds)
         └── DeadlineError              a request's deadline passed before it was run
 
-Messages say what came, what was expected and what to do next. Bugs of our own are ``assert``s, never one of these.
-One table in :mod:`recinfer.serving.wire.codec` maps them to gRPC and HTTP codes.
+A message says what came, what was expected and what to do next. Internal errors (bugs) are ``assert``s, never one of
+these. :mod:`recinfer.serving.wire.codec` maps the exceptions to gRPC and HTTP codes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class RecinferError(Exception):
-    """Base of every error recinfer raises on purpose."""
+    """Base class of all errors that recinfer raises on purpose."""
 
 
 class InputError(RecinferError, ValueError):
@@ -48,7 +48,7 @@ class NotFoundError(RecinferError, LookupError):
 
 
 class NotPreparedError(NotFoundError):
-    """A shard server was asked for a version that it has not mapped; it can be told to prepare it."""
+    """A lookup named a version that the shard server has not mapped; a Prepare call maps it."""
 
 
 class ConfigError(RecinferError, ValueError):
@@ -72,10 +72,10 @@ class ArchiveError(RecinferError, ValueError):
 
 
 class MismatchError(RecinferError, ValueError):
-    """A model whose outputs are not those that were recorded for the same inputs.
+    """A model's outputs differ from those recorded for the same inputs.
 
     Attributes:
-        comparison: a :class:`recinfer.inference.comparison.Comparison`: which rows, and how far off; None: not known.
+        comparison: a :class:`recinfer.inference.comparison.Comparison` with the rows and differences; None if unknown.
     """
 
     def __init__(self, message: str, comparison: Any = None) -> None:
@@ -84,14 +84,14 @@ class MismatchError(RecinferError, ValueError):
 
 
 class UnavailableError(RecinferError, RuntimeError):
-    """Something needed is not here now (an optional extra, a running server); the message says how to get it."""
+    """A requirement is missing now (an optional extra, a running server); the message says how to provide it."""
 
 
 class OverloadedError(UnavailableError):
-    """A server has as many requests waiting as it may.
+    """A server's queue or memory budget is full.
 
     Attributes:
-        retry_after: seconds after which another try makes sense.
+        retry_after: seconds to wait before a retry.
     """
 
     def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
@@ -100,4 +100,4 @@ class OverloadedError(UnavailableError):
 
 
 class DeadlineError(UnavailableError):
-    """The deadline of a request passed before it was run."""
+    """A request's deadline passed before its run."""

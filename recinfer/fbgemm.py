@@ -1,4 +1,4 @@
-"""FBGEMM's operators: registered with torch by importing this, where FBGEMM is installed."""
+"""Registers FBGEMM's operators with torch on import, if FBGEMM is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives a file or folder that has been written its name, so that a whole one has it at every moment."""
+"""Renames a written file or folder to its target atomically, so that the target is always complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def put(partial: Path, target: Path, *, replace: bool) -> None:
-    """Give ``partial``, a file or a filled folder, the name ``target`` in the same file system.
+    """Rename ``partial``, a file or folder, to ``target`` in the same file system.
 
     Args:
         replace: what has the name is removed: a file by a file, a folder by a folder.
@@ -36,12 +36,12 @@ def put(partial: Path, target: Path, *, replace: bool) -> None:
         elif exchange(partial, target):
             shutil.rmtree(partial, ignore_errors=True)
         else:
-            _step_aside(partial, target)
+            _replace_folder(partial, target)
     sync_folder(target.parent)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot."""
+    """Swap two names atomically; returns False if the system or file system does not support it."""
     return _renameat2(one, other, _RENAME_EXCHANGE) == 0
 
 
@@ -67,7 +67,7 @@ def _put_new(partial: Path, target: Path) -> None:
 
 
 def _renameat2(source: Path, target: Path, flag: int) -> int:
-    """Linux's renameat2: 0, or the number of the error."""
+    """Call Linux's renameat2; returns 0 or the error number."""
     function = getattr(_LIBC, "renameat2", None)
     if function is None:
         return errno.ENOSYS
@@ -76,22 +76,23 @@ def _renameat2(source: Path, target: Path, flag: int) -> int:
     return ctypes.get_errno()
 
 
-def _step_aside(partial: Path, target: Path) -> None:
-    """A folder cannot be renamed over a filled one: the old one moves away first, and comes back if that is not the end."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+def _replace_folder(partial: Path, target: Path) -> None:
+    """Move the old target to another name, because a folder cannot be renamed over a non-empty one; moves it back on an
+    error."""
+    moved = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
     try:
-        os.rename(target, aside / "old")
+        os.rename(target, moved / "old")
         try:
             os.rename(partial, target)
         except BaseException:
-            os.rename(aside / "old", target)
+            os.rename(moved / "old", target)
             raise
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(moved, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk, where folders can be synced."""
+    """Flush the directory entries of ``folder`` to the disk, if the system supports it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -99,6 +100,6 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        pass  # a file system that knows no such thing
+        pass  # a file system without this operation
     finally:
         os.close(descriptor)

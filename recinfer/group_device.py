@@ -1,4 +1,4 @@
-"""On which device a process group's ranks compute, and whether NCCL moves their tensors there."""
+"""Determines the device that a process group's ranks compute on, and whether NCCL moves their tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["check_devices", "device_and_backend", "group_device", "has_nccl"]
 def has_nccl(pg: dist.ProcessGroup) -> bool:
     """Whether NCCL moves the group's tensors on GPUs.
 
-    The config says it, not ``get_backend``: after a bare ``init_process_group()``, which gives gloo and NCCL, that is
-    "undefined".
+    This reads the config instead of ``get_backend``: after a bare ``init_process_group()``, which gives gloo and NCCL,
+    that is "undefined".
     """
     return "nccl" in dist.get_backend_config(pg)
 
 
 def group_device(pg: dist.ProcessGroup) -> torch.device:
-    """This process's GPU where the group has NCCL and there is one, else the CPU.
+    """This process's GPU if the group has NCCL and there is a GPU, else the CPU.
 
     The GPU is the one that ``init_process_group(device_id=...)`` or ``torch.cuda.set_device`` named, else that of the
     local rank.
@@ -31,7 +31,7 @@ def group_device(pg: dist.ProcessGroup) -> torch.device:
     if pg.bound_device_id is not None:
         return pg.bound_device_id
     index = torch.cuda.current_device()
-    if index == 0:  # chosen by nobody, or the right one for local rank 0 and where a process sees one GPU only
+    if index == 0:  # the default; also right for local rank 0 and for a process with only one visible GPU
         index = dist.get_rank() % env.local_world_size(dist.get_world_size()) % torch.cuda.device_count()
     return torch.device("cuda", index)
 

@@ -1,7 +1,8 @@
-"""Arguments of TorchRec's that do nothing here, and what happens to a program that gives one.
+"""TorchRec's arguments that have no effect in recinfer, and whether they cause a warning or an error.
 
-What asks for something that recinfer does not do warns once, or is refused where the result would be another. For the
-rest nothing is lost: any value gives the same result. docs/explanation/coming-from-torchrec.md has the first two.
+An argument for a feature that recinfer lacks causes one warning, or a ConfigError if the result would differ. All other
+arguments of the list give the same result for any value. docs/explanation/coming-from-torchrec.md lists the first two
+kinds.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ __all__ = ["IGNORED", "Ignored", "IgnoredArgumentWarning", "warn_ignored"]
 
 
 class IgnoredArgumentWarning(UserWarning):
-    """An argument was given that does nothing here."""
+    """An argument was given that has no effect in recinfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Parameters that do nothing.
+    """Parameters that have no effect.
 
     Attributes:
         of: functions and classes that take them, without ``recinfer.``.
         parameters: their names; ``*`` for all of a class.
-        happens: what follows when one is given: a warning, a ConfigError, or nothing since nothing is lost.
-        why: what is here instead.
+        happens: the effect of a value: a warning, a ConfigError, or nothing.
+        why: the reason, or what recinfer does instead.
     """
 
     of: tuple[str, ...]
@@ -37,17 +38,17 @@ class Ignored:
 _BAGS = "quant.embedding_modules.EmbeddingBagCollection"
 _ROWS = "quant.embedding_modules.EmbeddingCollection"
 _TABLE = "modules.embedding_configs.BaseEmbeddingConfig"
-_ALL_ROWS = "a table has all its rows from the start: none is allocated, evicted or moved while it trains"
-_KNOWN = "precomputed by the caller in TorchRec; the other arguments say it"
-_FOR_READERS = "noted for who reads it"
+_ALL_ROWS = "recinfer allocates all rows of a table at the start and never evicts or moves them"
+_KNOWN = "a value that TorchRec's callers precompute; it follows from the other arguments"
+_FOR_READERS = "stored for readers of the object, not used"
 
 IGNORED = (
-    Ignored((_BAGS, _ROWS), ("register_tbes",), "warns", "TBE modules are no submodules; `tbes()` gives them"),
+    Ignored((_BAGS, _ROWS), ("register_tbes",), "warns", "TBE modules are not submodules; `tbes()` returns them"),
     Ignored(
         (_BAGS, _ROWS),
         ("quant_state_dict_split_scale_bias",),
         "warns",
-        "the state has packed rows, with scale and bias in them",
+        "the state holds packed rows that include scale and bias",
     ),
     Ignored(
         (f"{_BAGS}.from_float", f"{_ROWS}.from_float"),
@@ -60,19 +61,19 @@ IGNORED = (
         ("distributed.types.KeyValueParams",),
         ("*",),
         "warns",
-        "no kernel here keeps rows on SSD or in a key-value store",
+        "recinfer has no kernel that keeps rows on SSD or in a key-value store",
     ),
     Ignored(
         ("distributed.planner.Topology",),
         ("ssd_cap", "ssd_mem_bw"),
         "warns",
-        "no kernel here keeps rows on SSD, so the planner places none there",
+        "recinfer has no kernel that keeps rows on SSD, so the planner places none there",
     ),
     Ignored(
         ("distributed.planner.Topology",),
         ("pod_size",),
         "warns",
-        "the planner knows links inside a host and between hosts",
+        "the planner models only links inside a host and between hosts",
     ),
     Ignored(
         (_TABLE,),
@@ -89,25 +90,27 @@ IGNORED = (
     ),
     Ignored(("distributed.planner.ParameterConstraints",), ("use_virtual_table",), "refused", _ALL_ROWS),
     # ------------------------------------------------------------------------------- any value gives the same result
-    Ignored((_BAGS, _ROWS), ("cache_features_order",), "nothing", "orders of keys are always cached"),
+    Ignored((_BAGS, _ROWS), ("cache_features_order",), "nothing", "the order of keys is always cached"),
     Ignored(
         ("quant.embedding_modules.quant_prep_enable_cache_features_order",),
         ("module", "module_types"),
         "nothing",
-        "orders of keys are always cached",
+        "the order of keys is always cached",
     ),
-    Ignored(("modules.regroup.KTRegroupAsDict",), ("multi_device",), "nothing", "the keyed tensors say where they are"),
+    Ignored(
+        ("modules.regroup.KTRegroupAsDict",), ("multi_device",), "nothing", "the device is that of the keyed tensors"
+    ),
     Ignored(
         ("modules.embedding_modules.EmbeddingCollection",),
         ("use_gather_select", "use_gather_select_per_sharding"),
         "nothing",
-        "how TorchRec gathers its outputs; they are the same",
+        "it selects how TorchRec gathers outputs; the outputs are the same",
     ),
     Ignored(
         ("inference.modules.shard_quant_model",),
         ("sharding_device",),
         "nothing",
-        "the sharded module holds the weights that the model holds",
+        "the sharded module uses the model's weights",
     ),
     Ignored(
         ("distributed.embeddingbag.create_embedding_bag_sharding",),
@@ -138,9 +141,9 @@ IGNORED = (
         ),
         ("device",),
         "nothing",
-        "buffers are where the input is",
+        "buffers are on the device of the input",
     ),
-    Ignored(("distributed.dist_data.EmbeddingsAllToOneReduce",), ("cat_dim",), "nothing", "a sum has none"),
+    Ignored(("distributed.dist_data.EmbeddingsAllToOneReduce",), ("cat_dim",), "nothing", "a sum concatenates nothing"),
     Ignored(("distributed.dist_data.KJTAllToAllTensorsAwaitable",), ("splits",), "nothing", _KNOWN),
     Ignored(
         ("distributed.comm_ops.alltoall_pooled", "distributed.comm_ops.All2AllPooledInfo"),
@@ -166,36 +169,37 @@ IGNORED = (
         ("distributed.planner.types.SharderData",),
         ("qcomm_dtype_sizes", "storage_usage_type"),
         "nothing",
-        "for estimators of the user's own",
+        "read only by custom estimators",
     ),
     Ignored(
         ("distributed.planner.types.ShardingOption.module_pooled",),
         ("sharding_option_name",),
         "nothing",
-        "the module itself says whether it pools",
+        "the module defines whether it pools",
     ),
     Ignored(
         ("distributed.planner.enumerators.EmbeddingEnumerator",),
         ("use_exact_enumerate_order",),
         "nothing",
-        "options always come in the order of the modules",
+        "options are always in the order of the modules",
     ),
     Ignored(("distributed.train_pipeline.EvalPipelineSparseDist",), ("optimizer",), "nothing", "nothing is trained"),
     Ignored(
-        ("distributed.types.LazyAwaitable",), ("args", "kwargs"), "nothing", "for classes that have other bases too"
+        ("distributed.types.LazyAwaitable",), ("args", "kwargs"), "nothing", "accepted for classes with several bases"
     ),
 )
 _WHY = {(of, parameter): row.why for row in IGNORED for of in row.of for parameter in row.parameters}
 
 
 def warn_ignored(of: str, parameter: str, given: object, stacklevel: int = 3) -> None:
-    """Warn that ``parameter`` of ``of``, a row of :data:`IGNORED`, does nothing, if it is ``given`` (not None, False or 0).
+    """Warn that ``parameter`` of ``of``, a row of :data:`IGNORED`, has no effect, if it is ``given`` (not None, False
+    or 0).
 
-    The default filter of :mod:`warnings` prints one warning a place in the program.
+    The default filter of :mod:`warnings` prints one warning per location in the program.
 
     Args:
-        stacklevel: as of :func:`warnings.warn`; 3 is the caller of who calls this.
+        stacklevel: as of :func:`warnings.warn`; 3 is the caller of the calling function.
     """
     if given:
         what = of if parameter == "*" else f"{of}: {parameter}"
-        warnings.warn(f"{what} does nothing here: {_WHY[of, parameter]}", IgnoredArgumentWarning, stacklevel)
+        warnings.warn(f"{what} has no effect: {_WHY[of, parameter]}", IgnoredArgumentWarning, stacklevel)

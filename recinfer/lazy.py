@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used (PEP 562), so that importing the package costs nothing."""
+"""Imports a package's names on first use (PEP 562), so that importing the package is fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["lazy_names"]
 def lazy_names(
     package: str, homes: Mapping[str, str], modules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package that offers names from elsewhere.
+    """The ``__getattr__`` and ``__dir__`` of a package that exports names of other modules.
 
     Args:
         package: ``__name__`` of the package.
@@ -34,7 +34,7 @@ def lazy_names(
 
     def names() -> list[str]:
         found = vars(sys.modules[package]).items()
-        # A package that lists its public modules shows these alone, whatever has been imported meanwhile.
+        # A package that lists its public modules shows only these, independent of what was imported meanwhile.
         own = (n for n, value in found if n[:2] == "__" or (isinstance(value, ModuleType) and not modules))
         return sorted({*own, *homes, *modules})
 

@@ -1,4 +1,4 @@
-"""A bounded dict that keeps what is used: what a request's keys need is computed once, whatever keys others send."""
+"""A bounded, thread-safe dict of recently used values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class LruCache(dict[K, V]):
-    """Values by key, at most ``most``, among them those of the ``most // 2`` keys used last. Safe from any thread.
+    """At most ``most`` values by key, including those of the ``most // 2`` most recently used keys. Thread-safe.
 
     ``cache[key]`` is None for a key that is not there. The dict itself holds the newer keys. When it has half of ``most`` it
     becomes the older generation, and the one before is dropped; an older key that is used becomes a newer one. So finding a
@@ -39,5 +39,5 @@ class LruCache(dict[K, V]):
         super().__setitem__(key, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, and what is pickled, begins empty."""
+        """Copies and pickles start empty."""
         return type(self), (2 * self._half,)

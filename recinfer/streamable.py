@@ -1,4 +1,4 @@
-"""What a batch offers so that a pipeline can move it to a device and use it on several CUDA streams."""
+"""Interfaces of batches that a pipeline moves to a device and uses on several CUDA streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P = TypeVar("P", bound="Pipelineable")
 
 
 class Multistreamable(abc.ABC):
-    """Something that several CUDA streams use."""
+    """Interface of objects that several CUDA streams use."""
 
     @abc.abstractmethod
     def record_stream(self, stream: Any) -> None:
@@ -25,14 +25,14 @@ class Multistreamable(abc.ABC):
 
 
 class Pipelineable(Multistreamable):
-    """A batch: it can be moved to a device while another one trains."""
+    """Interface of batches that can be moved to a device while another batch trains."""
 
     @abc.abstractmethod
     def to(self: P, device: Any, non_blocking: bool = False) -> P:
         """The batch on ``device``."""
 
     def pin_memory(self: P) -> P:
-        """The batch in page-locked memory; the base gives it back as it is."""
+        """The batch in page-locked memory; the base class returns it unchanged."""
         return self
 
 

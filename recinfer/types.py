@@ -1,4 +1,4 @@
-"""TorchRec's place of :class:`DataType`."""
+""":class:`DataType` under TorchRec's module name."""
 
 from __future__ import annotations
 

@@ -8,7 +8,15 @@ from tools.check_prose import check, find, user_strings
 
 
 @pytest.mark.parametrize(
-    "text", ["Every ranker is told.", "what\nwaits goes first", "30 s of patience", "A crowd of callers"]
+    "text",
+    [
+        "Every ranker is told.",
+        "what\nwaits goes first",
+        "30 s of patience",
+        "A crowd of callers",
+        "somebody else",
+        "It is not\nhere",
+    ],
 )
 def test_banned_phrases_are_found(text: str) -> None:
     assert list(find(text))
@@ -33,8 +41,8 @@ def test_some_phrases_are_banned_in_pages_alone(tmp_path: Path) -> None:
 
 
 def test_strings_that_a_user_reads_are_checked() -> None:
-    source = '"""Doc."""\nx = "not shown"\noption(help="Help.")\nraise ValueError(f"Bad {x}.")\n'
-    assert {text for _, text in user_strings(source)} == {"Doc.", "Help.", "Bad ", "."}
+    source = '"""Doc."""\nx = "not shown"\noption(help="Help.")\nraise ValueError(f"Bad {x}.")\nlog.info("Said.")\n'
+    assert {text for _, text in user_strings(source)} == {"Doc.", "Help.", "Bad ", ".", "Said."}
 
 
 def test_a_problem_names_file_line_and_replacement(tmp_path: Path) -> None:

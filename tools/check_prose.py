@@ -1,4 +1,4 @@
-"""Finds banned words in the documentation, error messages, help texts and module docstrings.
+"""Finds banned words in the documentation, error messages, logs, help texts and module docstrings.
 
 Run ``python tools/check_prose.py`` from the repository root. It prints file:line, the phrase and its replacement, and exits with 1
 if it found any. docs/glossary.md explains the list.
@@ -15,13 +15,21 @@ from pathlib import Path
 BANNED = {
     r"\bat the door\b|\b(?:two|three|other|every|all) doors\b": "protocol, port or endpoint",
     r"\b(?:is|are|was|were) told(?! apart)\b": "is notified, gets an error, or is reported",
-    r"\bwho asks\b": "caller or client",
+    r"\bwho (?:asks|calls|waits|wants)\b": "caller or client",
+    r"\bsomebody\b": "the client, process or rank that it is",
     r"\bwhat waits\b": "queued requests",
     r"\ba server less\b": "one server fewer, or scale-down",
     r"\bis refused by name\b": "fails with an error that names it",
     r"\bcrowds?\b(?! out)": "concurrent requests",
     r"\blookouts?\b": "monitor or watcher",
-    r"\bof patience\b": "timeout",
+    r"\bpatience\b": "timeout",
+    r"\bin the place of\b": "instead of",
+    r"\bto be had\b": "available",
+    r"\bhand(?:s|ed)? over\b": "pass",
+    r"\bwithout a word\b": "without an error message",
+    r"\bdoes nothing here\b": "has no effect",
+    r"\b(?:is|are) not here\b": "recinfer lacks, or is missing",
+    r"\bnot there any ?more\b": "was removed, or has ended",
     r"\btold beside\b|\bis beside it\b": "also reported",
 }
 """Regular expression -> what to write instead; in pages, error messages, help texts and module docstrings."""
@@ -42,6 +50,9 @@ BANNED_IN_PAGES = {
 }
 """The same for pages alone."""
 
+_SHOWS = {"error", "exception", "info", "note", "show", "warning"}
+"""Methods of loggers and of :class:`recinfer.cli.console.Output` that print their arguments."""
+
 _EXEMPT = {"docs/glossary.md"}
 
 
@@ -53,7 +64,7 @@ def find(text: str, first_line: int = 1, *, page: bool = False) -> Iterator[tupl
 
 
 def user_strings(source: str) -> Iterator[tuple[int, str]]:
-    """Gives first line and text of the module docstring, ``help=`` texts and the strings of ``raise`` statements."""
+    """Gives first line and text of the module docstring and of strings that a user reads: ``help=``, errors, logs, output."""
     tree = ast.parse(source)
     roots: list[ast.AST] = []
     if ast.get_docstring(tree) is not None:
@@ -61,8 +72,10 @@ def user_strings(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise):
             roots.append(node)
-        elif isinstance(node, ast.keyword) and node.arg == "help":
+        elif isinstance(node, ast.keyword) and node.arg in ("help", "show_default", "epilog"):
             roots.append(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHOWS:
+            roots += node.args
     for root in roots:
         for node in ast.walk(root):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -1,4 +1,5 @@
-"""Renders the Mermaid sources docs/diagrams/*.mmd to docs/images/*.svg, so that readers need no script from another host.
+"""Renders the Mermaid sources docs/diagrams/*.mmd to docs/images/*.svg, so that the built site loads no external
+script.
 
     npm pack mermaid@11 && tar xzf mermaid-*.tgz package/dist/mermaid.min.js
     python tools/docs_diagrams.py package/dist/mermaid.min.js
@@ -50,12 +51,12 @@ mermaid.initialize({settings});
 
 
 def stamp(source: str) -> str:
-    """What the SVG of a source begins with."""
+    """The first line of the SVG of a source."""
     return f"<!-- source sha256 {hashlib.sha256(source.encode()).hexdigest()[:16]} -->\n"
 
 
 def stale() -> list[str]:
-    """Names of sources whose SVG is missing or was made from another text."""
+    """Names of sources whose SVG is missing or was rendered from another text."""
     found = []
     for path in sorted(SOURCES.glob("*.mmd")):
         image = IMAGES / f"{path.stem}.svg"

@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/images/ that show recinfer itself: the status page of a running server, and the plot of a plan.
+"""Writes the screenshots of docs/images/: the status page of a running server, and the plot of a plan.
 
     python tools/docs_screenshots.py          # needs Chromium and the extras cpu,onnx,train,serve,plot
 
@@ -20,14 +20,14 @@ IMAGES = ROOT / "docs/images"
 
 
 def free_port() -> int:
-    """A TCP port of loopback that is free now."""
+    """A free TCP port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def main() -> None:
-    """Take both pictures."""
+    """Write both screenshots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chromium", default="chromium")
     options = parser.parse_args()

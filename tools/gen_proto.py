@@ -1,9 +1,10 @@
 """Writes recinfer/serving/wire/proto/*_pb2* from proto/: ``python tools/gen_proto.py`` (``--check`` only compares).
 
 Needs ``grpcio-tools`` (the ``dev`` extra). The generated code is committed, so installing recinfer needs no compiler.
-protoc names Python modules after the .proto's path; ours live in ``recinfer.serving.wire.proto``, so the one import between
-the generated files is rewritten. The Open Inference Protocol is put into a descriptor pool of its own: its clients
-(tritonclient) register the same message names in the default pool, which takes each name once a process.
+protoc names Python modules after the .proto's path, but the modules are in ``recinfer.serving.wire.proto``, so the
+import between the generated files is rewritten. The Open Inference Protocol gets a separate descriptor pool: its
+clients (tritonclient) register the same message names in the default pool, which accepts each name only once per
+process.
 """
 
 from __future__ import annotations

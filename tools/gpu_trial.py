@@ -1,8 +1,8 @@
-"""Runs the GPU tests and the lookup benchmarks on one machine and writes what they found into one JSON file.
+"""Runs the GPU tests and the lookup benchmarks on one machine and writes the results to one JSON file.
 
 From a checkout: ``python tools/gpu_trial.py --out gpu_trial.json``. The kernel's part needs torch (a CUDA build), Triton, numpy and
 pytest: neither FBGEMM nor a network. Tests of what is not installed there are left out, and the file says which; FBGEMM's kernel is
-timed beside ours where it is installed, and the served Predict where what serving needs is. On a machine without a
+timed too where it is installed, and the served Predict where serving's packages are. On a machine without a
 GPU ``TRITON_INTERPRET=1 python tools/gpu_trial.py --device cpu --tiny`` runs every line of it but the CUDA graphs; its times mean nothing.
 """
 
@@ -40,7 +40,7 @@ MODELS = {"criteo_26x64": (26, 64, 1), "tables_200x128": (200, 128, 20)}  # tabl
 
 
 def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Seconds of one ``run``, the median of ``repeats``, after two that do not count."""
+    """Median seconds of ``repeats`` calls of ``run``, after two for warm-up."""
     seconds = []
     for number in range(repeats + 2):
         if device.type == "cuda":
@@ -60,14 +60,14 @@ def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
 
 
 def copy_rate(device: torch.device, size: int) -> float:
-    """Bytes a second of a copy on the device, read and written bytes both counted."""
+    """Bytes per second of a copy on the device, counting read and written bytes."""
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / timed(lambda: target.copy_(source), device, 20)
 
 
 def tables_of(count: int, dim: int, rows: int, kind: DataType, device: torch.device, alignment: int) -> Any:
-    """Tables of random bytes: what a row says does not change how long it takes."""
+    """Tables of random bytes: the time does not depend on the values."""
     wanted = [Placed(Rect(0, 0, rows, 0, dim, f"t{i}"), kind) for i in range(count)]
     buffers, placed = allocate(wanted, device, alignment)
     buffers.near.random_(0, 100)
@@ -88,7 +88,7 @@ def graph_of(run: Callable[[], Any]) -> Any:
 
 
 def lookups(device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool) -> list[dict[str, Any]]:
-    """A line per model, precision, alignment, launch and batch."""
+    """One result per model, precision, alignment, launch and batch."""
     found = []
     for name, count, dim, length in models(tiny):
         for kind in (DataType.INT8, DataType.INT4):
@@ -203,7 +203,7 @@ def served(device: torch.device, tiny: bool) -> list[dict[str, Any]] | str:
 def bags_of_torch(
     device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool
 ) -> list[dict[str, Any]]:
-    """``torch.nn.functional.embedding_bag`` on FP16 rows, one call a table; FP32 in a trial on the CPU."""
+    """``torch.nn.functional.embedding_bag`` on FP16 rows, one call per table; FP32 when tested on the CPU."""
     found = []
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     for name, count, dim, length in models(tiny):
@@ -220,7 +220,7 @@ def bags_of_torch(
 
 
 def gpu_tests(device: torch.device) -> dict[str, Any]:
-    """The kernel's tests, then those marked ``gpu``: how many passed, and what failed."""
+    """Run the kernel's tests, then those marked ``gpu``; returns the number that passed and the failures."""
     environment = (
         {**os.environ} if device.type == "cpu" else {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     )
@@ -254,9 +254,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_trial.json"), help="the JSON file to write")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="sizes that the interpreter manages; times mean nothing")
-    parser.add_argument("--no-tests", action="store_true", help="only the benchmarks")
-    parser.add_argument("--rows", type=int, help="of each table; default 1,000,000, or 100 with --tiny")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small sizes for Triton's interpreter; the times mean nothing"
+    )
+    parser.add_argument("--no-tests", action="store_true", help="run only the benchmarks")
+    parser.add_argument("--rows", type=int, help="rows of each table; default 1,000,000, or 100 with --tiny")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error(
@@ -275,7 +277,8 @@ def main() -> None:
     }
 
     def add(name: str, run: Callable[[], Any]) -> None:
-        """What a part found, or its error: one that fails does not lose the others. Written at once."""
+        """Run a part and write its result or error to the file at once, so that a failure does not lose other
+        results."""
         print(f"{name} ...", flush=True)
         try:
             report[name] = run()

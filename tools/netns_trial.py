@@ -1,12 +1,13 @@
-"""Faults between real hosts, as network namespaces: 3 shard hosts x 2 replicas, 2 rankers, a client, one bridge.
+"""Tests network faults between hosts in network namespaces: 3 shard hosts x 2 replicas, 2 rankers, a client, one
+bridge.
 
     python tools/netns_trial.py                  # as root, about two minutes; needs ip and tc
     python tools/netns_trial.py --seconds 8
 
-Each host has an address of its own behind a veth pair. Under load, which checks every answer against the single process:
-nothing wrong; one replica killed (and started again); one host cut off (its link goes down); one host slowed by 50 ms,
-with hedging and without: by tc netem, or where the kernel has none by a relay on that host that holds all bytes back.
-Prints failed and wrong answers, p50 and p99 of each part; exits with 1 when an answer failed or was wrong.
+Each host has its own address behind a veth pair. The load checks every response against a single process. The parts
+are: no fault; one replica killed and restarted; one host cut off (its link goes down); one host slowed by 50 ms, with
+hedging and without (by tc netem, or by a relay on that host if the kernel lacks it). Prints failed and wrong responses,
+p50 and p99 of each part; exits with 1 if a response failed or was wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ ROWS = {"a": 3000, "b": 5000, "c": 5000, "d": 900, "e": 4000}
 
 
 def build(folder: Path, out: Path | None = None, version: str = "1") -> Path:
-    """An archive whose tables are cut in every way over three ranks; SUM and MEAN. Each version has other weights."""
+    """Build an archive with every sharding type over three ranks, and SUM and MEAN; each version has different
+    weights."""
     import torch
     from torch import nn
 
@@ -82,7 +84,7 @@ def build(folder: Path, out: Path | None = None, version: str = "1") -> Path:
 
 
 def load_main(archive: str, targets: list[str], callers: int) -> None:
-    """Calls for as many seconds as each line of stdin says; prints one JSON line for each."""
+    """Send requests for the number of seconds in each line of stdin; prints one JSON line for each."""
     import grpc.aio
     import torch
 
@@ -147,7 +149,8 @@ def load_main(archive: str, targets: list[str], callers: int) -> None:
 
 
 def relay_main(host: str, milliseconds: float, ports: dict[int, int]) -> None:
-    """Take connections to ``ports`` for a server at others of 127.0.0.1; between SIGUSR1 and SIGUSR2 hold back all bytes that it sends."""
+    """Relay connections from ``ports`` to a server on 127.0.0.1; between SIGUSR1 and SIGUSR2 hold back its
+    responses."""
     loop = asyncio.new_event_loop()
     delay = 0.0
 
@@ -178,7 +181,7 @@ def relay_main(host: str, milliseconds: float, ports: dict[int, int]) -> None:
 
 
 def ip(*arguments: str, inside: str | None = None) -> None:
-    """Run ``ip``, or another command of the network where it begins with its name, in a namespace."""
+    """Run ``ip``, or another network command given by its name, in a namespace."""
     command = list(arguments) if arguments[0] == "tc" else ["ip", *arguments]
     if inside is not None:
         command = ["ip", "netns", "exec", inside, *command]
@@ -186,7 +189,7 @@ def ip(*arguments: str, inside: str | None = None) -> None:
 
 
 class Hosts:
-    """Namespaces on one bridge, which is in a namespace too: nothing of this machine's own network is touched."""
+    """Namespaces on one bridge, which is also in a namespace, so that the machine's own network is unaffected."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix, self.names = prefix, []  # type: ignore[var-annotated]
@@ -196,7 +199,7 @@ class Hosts:
         ip("link", "set", "br0", "up", inside=self.bridge)
 
     def add(self, name: str, address: str) -> None:
-        """A host with one address."""
+        """Add a host with one address."""
         space, port = f"{self.prefix}{name}", f"v{name}"
         ip("netns", "add", space)
         self.names.append(space)
@@ -207,7 +210,7 @@ class Hosts:
         ip("link", "set", "lo", "up", inside=space)
 
     def cut(self, name: str, up: bool) -> None:
-        """Take a host's link at the bridge down, or up again: nobody is told."""
+        """Take a host's link at the bridge down, or up again, without closing connections."""
         ip("link", "set", f"v{name}", "up" if up else "down", inside=self.bridge)
 
     def can_slow(self) -> bool:
@@ -218,7 +221,7 @@ class Hosts:
         return not found.returncode
 
     def slow(self, name: str, milliseconds: int) -> None:
-        """Delay what a host sends; 0: no longer."""
+        """Delay a host's packets; 0 ends the delay."""
         if milliseconds:
             ip(
                 "tc",
@@ -236,19 +239,19 @@ class Hosts:
             ip("tc", "qdisc", "del", "dev", "eth0", "root", inside=self.prefix + name)
 
     def start(self, name: str, *command: str, **options: Any) -> subprocess.Popen[str]:
-        """A process on a host."""
+        """Start a process on a host."""
         return subprocess.Popen(["ip", "netns", "exec", self.prefix + name, *command], text=True, cwd=ROOT, **options)
 
     def remove(self) -> None:
-        """All of it."""
+        """Remove all namespaces and processes."""
         for space in [*self.names, self.bridge]:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
 def main() -> int:
-    """Run the trial; 1 when an answer failed or was wrong."""
+    """Run the trial; returns 1 if a request failed or had a wrong response."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of load in each part")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds of load per part")
     parser.add_argument("--callers", type=int, default=2)
     parser.add_argument("--relay", help=argparse.SUPPRESS)
     parser.add_argument("--load", nargs="+", help=argparse.SUPPRESS)
@@ -346,33 +349,33 @@ def trial(folder: Path, options: argparse.Namespace, stack: ExitStack) -> int:
 
 
 def say(client: subprocess.Popen[str], seconds: float) -> None:
-    """Have the client call."""
+    """Have the client send requests."""
     assert client.stdin is not None
     client.stdin.write(f"{seconds}\n")
     client.stdin.flush()
 
 
 def hear(client: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it found."""
+    """Read the client's report."""
     assert client.stdout is not None
     found: dict[str, Any] = json.loads(client.stdout.readline())
     return found
 
 
 def ask(client: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
-    """Both."""
+    """Have the client send requests, and read its report."""
     say(client, seconds)
     return hear(client)
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """As a host does that loses its power. ``ip netns exec`` has become the process itself."""
+    """Kill a process, as on a power failure. ``ip netns exec`` replaces itself by the process."""
     process.send_signal(signal.SIGKILL)
     process.wait()
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Stop a process, however it is."""
+    """Stop a process in any state."""
     if process.poll() is None:
         process.terminate()
         try:

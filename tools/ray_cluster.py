@@ -1,4 +1,5 @@
-"""The cluster of tools/ray_trial.py: raylets of one machine, each with an address of its own, that start and are killed."""
+"""The cluster of tools/ray_trial.py: raylets on one machine, each with its own address, that can be started and
+killed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ HEAD, NODES, MEMORY = "127.0.0.1:6379", 3, 8_000_000_000
 
 
 class Cluster:
-    """Three raylets of one machine, each with an address of its own."""
+    """Three raylets on one machine, each with its own address."""
 
     def __init__(self, folder: Path) -> None:
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -27,7 +28,7 @@ class Cluster:
             self.begin(f"127.0.0.{number + 1}")
 
     def begin(self, host: str) -> None:
-        """Start the node with this address, and wait until it answers."""
+        """Start the node with this address, and wait until it is ready."""
         which = self._head if host == "127.0.0.1" else [f"--address={HEAD}"]
         sizes = ["--num-cpus=16", f"--memory={MEMORY}", "--object-store-memory=80000000", "--disable-usage-stats"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *which, f"--node-ip-address={host}"]
@@ -37,7 +38,7 @@ class Cluster:
         wait(lambda: b"Ray runtime started" in path.read_bytes(), 60, f"the node {host}")
 
     def kill(self, host: str) -> int:
-        """As a host does that loses its power: all that runs on it, at once. How many processes that were."""
+        """Kill all processes of a node at once, as on a power failure; returns their number."""
         gone = [*descendants(self.nodes[host].pid), self.nodes[host].pid]
         for pid in gone:
             with contextlib.suppress(ProcessLookupError):
@@ -47,7 +48,7 @@ class Cluster:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one."""
+    """All descendant processes of a process."""
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
@@ -60,7 +61,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def listening(port: int) -> bool:
-    """Whether somebody listens on a port, on any address."""
+    """Whether a process listens on a port, on any address."""
     lines = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
@@ -68,7 +69,7 @@ def listening(port: int) -> bool:
 
 
 def wait(condition: Callable[[], bool], seconds: float, what: str = "") -> float:
-    """Seconds until ``condition``; raises after so many."""
+    """Wait for ``condition``; returns the seconds, raises after ``seconds``."""
     start = time.monotonic()
     while not condition():
         if time.monotonic() - start > seconds:

@@ -1,6 +1,6 @@
-"""The client of tools/ray_trial.py, a process of its own: calls rankers all the time and checks every answer.
+"""The client of tools/ray_trial.py, in a separate process: sends requests to rankers and checks every response.
 
-It resolves names, takes turns and tries again as gRPC does by itself; an answer has to be that of the version it names.
+It uses gRPC's own name resolution, round robin and retries; every response must match the version that it names.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TLS_NAME = "trial.example"
 
 
 def load_main(store: str, callers: int) -> None:
-    """Calls all the time. Lines of stdin: ``targets A,B``, ``callers N``, ``tls FOLDER`` (of the calls from the next targets
-    on; ``-``: none) and ``report``, which prints one JSON line."""
+    """Send requests continuously. Commands on stdin: ``targets A,B``, ``callers N``, ``tls FOLDER`` (of the calls from
+    the next targets on; ``-``: none) and ``report``, which prints one JSON line."""
     import grpc.aio
     import torch
     from netns_trial import ROWS
@@ -114,7 +114,7 @@ def load_main(store: str, callers: int) -> None:
 
 @dataclass
 class Seen:
-    """What the client does, and what it saw since the last report."""
+    """The client's settings, and its counts since the last report."""
 
     wanted: int
     lookup: Any = None
@@ -126,7 +126,7 @@ class Seen:
 
 
 class Client:
-    """The process that runs it."""
+    """Runs the client process."""
 
     def __init__(self, store: Path, callers: int) -> None:
         command = [sys.executable, __file__, str(store), str(callers)]
@@ -135,20 +135,20 @@ class Client:
         self.targets: list[str] = []
 
     def say(self, line: str) -> None:
-        """One line."""
+        """Send one command."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def report(self) -> dict[str, Any]:
-        """What was called since the last one."""
+        """The results since the last report."""
         self.say("report")
         assert self.process.stdout is not None
         found: dict[str, Any] = json.loads(self.process.stdout.readline())
         return found
 
     def follow(self, targets: list[str]) -> None:
-        """Call these from now on."""
+        """Send requests to these targets from now on."""
         if targets and targets != self.targets:
             self.targets = targets
             self.say(f"targets {','.join(targets)}")

@@ -1,14 +1,15 @@
-"""A deployment on a Ray cluster of three nodes, under load all the time, while everything that can end ends.
+"""Tests a deployment on a Ray cluster of three nodes under constant load while its servers, actors and nodes are
+killed.
 
     python tools/ray_trial.py                  # as root, about eight minutes; needs the extra ray, unshare and ip
     python tools/ray_trial.py --seconds 4
 
-The nodes are three raylets with addresses 127.0.0.1 to 127.0.0.3 in a network and a process namespace of their own, which
-has loopback alone: Ray listens on every interface. A client calls through gRPC's own name resolution, round robin and
-retry, and checks every answer against the version that it names. Servers, actors and the controller are killed, a node
-with all it runs, a version is rolled out, back, and a broken one refused, servers are added and taken away by hand and by
-load (rankers, then shard servers), and some of it again behind mutual TLS. Prints a line for each part; exits with 1 when an
-answer failed or was wrong, or something was left behind.
+The nodes are three raylets with addresses 127.0.0.1 to 127.0.0.3 in their own network and process namespaces with
+loopback only, because Ray listens on every interface. A client calls through gRPC's own name resolution, round robin
+and retry, and checks every answer against the version that it names. Servers, actors and the controller are killed, a
+node with all it runs, a version is rolled out, back, and a broken one refused, servers are added and removed by hand
+and by load (rankers, then shard servers), and some of it again behind mutual TLS. Prints a line for each part; exits
+with 1 when an answer failed or was wrong, or something was left behind.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ NAME = "trial"
 
 
 def recinfer(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command."""
+    """Run the recinfer command."""
     command = [sys.executable, "-m", "recinfer", *map(str, arguments), "--json"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def said(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Its last line; raises when it failed."""
+    """The JSON object of a command's last line; raises if it failed."""
     if done.returncode:
         raise RuntimeError(f"{done.args}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -64,7 +65,7 @@ def said(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def _listed(highest: dict[str, tuple[float, float]]) -> str:
-    """Requests in each server, and how busy it was."""
+    """The number of requests in each server, and its busy share."""
     return ", ".join(f"{name} {load:.0f} ({busy:.0%} busy)" for name, (load, busy) in highest.items())
 
 
@@ -72,7 +73,7 @@ def _listed(highest: dict[str, tuple[float, float]]) -> str:
 
 
 class Trial:
-    """Runs parts, each with a line of what the client saw."""
+    """Runs the parts of the trial and prints the client's results of each."""
 
     def __init__(self, folder: Path, store: Path, options: argparse.Namespace, stack: ExitStack) -> None:
         self.store, self.options, self.folder, self.stack = store, options, folder, stack
@@ -95,7 +96,7 @@ class Trial:
         stack.callback(self._end)
 
     def _follow(self) -> None:
-        """The client calls who serves, as one that asks a registry would."""
+        """Point the client to the serving rankers, as a registry would."""
         while not self._over.wait(0.3):
             with contextlib.suppress(Exception):  # there is none, or its controller is being started again
                 found = self.ray.status(NAME)
@@ -108,7 +109,7 @@ class Trial:
         self.follower.join()
 
     def servers(self, prefix: str = "") -> list[dict[str, Any]]:
-        """Of the status."""
+        """The servers in the status."""
         from recinfer.errors import UnavailableError
 
         end = time.monotonic() + 60
@@ -121,7 +122,7 @@ class Trial:
                 time.sleep(0.2)
 
     def wait_ready(self, seconds: float = 90) -> float:
-        """Until all that is wanted serves, by two looks that follow each other."""
+        """Wait until all wanted servers serve in two consecutive status reports."""
 
         def is_ready() -> bool:
             with contextlib.suppress(Exception):
@@ -131,7 +132,7 @@ class Trial:
         return wait(is_ready, seconds, "all servers serve")
 
     def part(self, title: str, action: Callable[[], str] | None = None) -> None:
-        """One part: the action, and what the client saw from before it to some seconds after it."""
+        """Run one part: the action, and the client's results from before it to some seconds after it."""
         time.sleep(0.5)
         self.client.report()
         time.sleep(self.options.seconds / 4)
@@ -155,7 +156,7 @@ class Trial:
             print(f"    {error[:300]}", flush=True)
 
     def deploy(self, *more: object) -> None:
-        """Version 1, by the command."""
+        """Deploy version 1 with the command."""
         start = time.monotonic()
         found = said(recinfer("deploy", self.store / NAME / "1", "--ray", HEAD, *more))
         print(f"deployed in {time.monotonic() - start:.1f} s: {len(found['servers'])} servers on {NODES} nodes")
@@ -169,13 +170,13 @@ class Trial:
     # What is done in the parts; each returns what there is to say.
 
     def kill_server(self) -> str:
-        """SIGKILL to the process of a shard server."""
+        """Send SIGKILL to the process of a shard server."""
         os.kill(self.servers("shard-1")[0]["pid"], signal.SIGKILL)
         time.sleep(1.5)
         return f"served again after {self.wait_ready():.1f} s"
 
     def kill_actor(self, prefix: str) -> str:
-        """The actor's process ends, as when Ray's worker crashes."""
+        """Kill an actor's process, as when Ray's worker crashes."""
         import ray
 
         name = next(n for n in ray.util.list_named_actors() if n.startswith(prefix))
@@ -184,7 +185,7 @@ class Trial:
         return f"served again after {self.wait_ready():.1f} s"
 
     def kill_node(self) -> str:
-        """The last node, with all servers on it."""
+        """Kill the last node with all servers on it."""
         host = f"127.0.0.{NODES}"
         before = [server["name"] for server in self.servers() if server["host"] == host]
         count = self.cluster.kill(host)
@@ -195,7 +196,7 @@ class Trial:
         return f"{count} processes, {', '.join(before)}; all served again {spent:.0f} s after it was noticed"
 
     def kill_controller(self) -> str:
-        """Ray starts it again."""
+        """Kill the controller, which Ray restarts."""
         import ray
 
         before = {server["pid"] for server in self.servers()}

@@ -1,10 +1,10 @@
-"""One wheel in several Pythons: built once, installed into a virtual environment of each, and tried there.
+"""Tests one wheel with several Pythons: builds it once, installs it into a virtual environment of each and runs it.
 
     python tools/try_pythons.py python3.12 python3.13
     TORCH_PIP_ARGS="--index-url ..." python tools/try_pythons.py python3.12     # as make's
     python tools/try_pythons.py --without-torch python3.13                      # the compiled parts alone
 
-What is tried: the compiled parts load and do what they should; then ``recinfer demo``, which trains, plans, exports, verifies
+It tests that the compiled modules load and work, then runs ``recinfer demo``, which trains, plans, exports, verifies
 and serves a small model. torch and FBGEMM are downloaded, of the releases that pyproject.toml names.
 """
 
@@ -48,7 +48,7 @@ print(f"Python {sys.version.split()[0]}: {', '.join(COMPILED)} load; rows are pa
 
 
 def run(*command: str | Path) -> None:
-    """Run; ends this program when it fails."""
+    """Run a command; exits if it fails."""
     print("+", shlex.join(map(str, command)), flush=True)
     done = subprocess.run(list(map(str, command)), cwd=tempfile.gettempdir(), check=False)
     if done.returncode:
@@ -58,7 +58,7 @@ def run(*command: str | Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("interpreters", nargs="+", help="Pythons to try, as paths or commands")
-    parser.add_argument("--without-torch", action="store_true", help="the compiled parts alone, with numpy")
+    parser.add_argument("--without-torch", action="store_true", help="test only the compiled modules, with numpy")
     options = parser.parse_args()
     torch_args = shlex.split(os.environ.get("TORCH_PIP_ARGS", ""))
     (torch,) = set(REQUIREMENT.findall((ROOT / "pyproject.toml").read_text()))

@@ -1,4 +1,4 @@
-"""Golden requests and answers: how ``check/`` is made, stored, read back and compared."""
+"""Creates, stores, reads and compares the golden requests and answers of ``check/``."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def read_requests(archive: Archive) -> list[tuple[Request, Answer]]:
         ]
         pairs.append((request, Answer(*parts)))
     if left:
-        raise ArchiveError(f"{ANSWERS}: {sorted(left)[:5]} belong to no request", rule="C1")
+        raise ArchiveError(f"{ANSWERS}: unexpected tensors {sorted(left)[:5]}", rule="C1")
     return pairs
 
 
@@ -181,7 +181,7 @@ def _answer_shapes(manifest: Manifest, request: Request) -> dict[str, tuple[int,
 
 
 def odd_rows(output: Tensor) -> str:
-    """Where an output [B, ...] is NaN or infinite, for messages; empty where it is neither."""
+    """Describes the NaN or infinite rows of an output [B, ...], for messages; empty if all values are finite."""
     odd = ~torch.isfinite(output)
     if not bool(odd.any()):
         return ""
@@ -206,8 +206,8 @@ def compare_answers(index: int, given: Answer, stored: Answer) -> float:
                 also = f"the stored answer is {stored_too}" if stored_too else "the stored answer is finite"
                 what = "tables" if kind == "embedding" else "dense part"
                 raise ArchiveError(
-                    f"request {index}: {kind} {j} is {odd}; {also}. Run `recinfer verify`: a {what} that is damaged breaks other "
-                    "rules too; otherwise look at what is special about this machine",
+                    f"request {index}: {kind} {j} is {odd}; {also}. Run `recinfer verify`: if the {what} is damaged, "
+                    f"other rules fail too; if none does, the cause is this machine (CPU, library versions)",
                     rule="C2",
                 )
             if not b.numel():

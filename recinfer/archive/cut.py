@@ -1,8 +1,8 @@
-"""Cutting the dense part out of a user's model: embedding modules are leaves, the rest becomes one function of tensors.
+"""Separates a model's dense part from its embedding modules, as one function of tensors.
 
-The model runs with stand-ins: each embedding module returns given vectors instead of looking up, each argument of
-``forward`` is a stand-in that notes whether it reaches an embedding module (a sparse input) or is used as a tensor (the
-dense input). Whatever the Python between them does, the cut has seen it or refuses it by name.
+The model runs with stand-ins: each embedding module returns given vectors instead of looking up, and each argument of
+``forward`` is a stand-in that records whether it reaches an embedding module (a sparse input) or is used as a tensor
+(the dense input). Any other use raises an error that names it.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Cut:
 def cut_model(
     model: nn.Module, leaves: Sequence[Leaf], load: Callable[[nn.Module], object], num_dense: int | None = None
 ) -> Cut | None:
-    """Cut ``model`` at ``leaves``.
+    """Separate the dense part of ``model`` from the embedding modules ``leaves``.
 
     Args:
         model: not changed; its dense parameters may be on meta.
         leaves: its embedding modules; their tables are neither copied nor read.
         load: fills the parameters and buffers of the model without its leaves.
-        num_dense: columns of the dense input, when no Linear layer tells.
+        num_dense: columns of the dense input, if no Linear layer determines them.
 
     Returns:
-        the cut, or None when the model is one embedding module and nothing else.
+        the dense part, or None if the model is a single embedding module.
 
     Raises:
         ConfigError: the input of an embedding module is computed inside forward, two tensors are used as dense inputs,
-            an output is not a batch of numbers, or num_dense is not known. The message names the place.
+            an output is not a batch of numbers, or num_dense is unknown. The message names the place.
     """
     if len(leaves) == 1 and leaves[0].module is model:
         return None
@@ -88,8 +88,8 @@ def _refuse_meta(body: nn.Module) -> None:
         stuck += [f"{path}.{name}" if path else name for name in plain]
     if stuck:
         raise ConfigError(
-            f"{', '.join(stuck[:5])} of the model are on meta and no checkpoint holds them; build what is not a "
-            "parameter or persistent buffer on the CPU (only tables need device='meta')"
+            f"{', '.join(stuck[:5])} of the model are on the meta device and not in the checkpoint; create tensors "
+            f"that are neither parameters nor persistent buffers on the CPU (only tables need device='meta')"
         )
 
 
@@ -135,7 +135,7 @@ def _call(body: nn.Module, dense: Mapping[str, Tensor]) -> Any:
 
 
 class _FindDense(TorchFunctionMode):
-    """Watches for the Linear layer that reads the dense input of the probe width."""
+    """Finds the Linear layer that reads the dense input, by the width of a probe input."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is nn.functional.linear and len(args) >= 2:
@@ -156,8 +156,8 @@ def _discover(body: nn.Module, slots: Slots, num_dense: int | None) -> tuple[str
         except UsedAsTensor as used:
             if path:
                 raise ConfigError(
-                    f"forward uses two inputs as tensors, {path!r} and {used.path!r}: {use}, and {used.use}; recinfer "
-                    "gives a model one dense tensor: concatenate them, or cut the training part (the loss) off"
+                    f"forward uses two inputs as tensors, {path!r} and {used.path!r}: {use}, and {used.use}; "
+                    f"recinfer passes a model one dense tensor; concatenate the inputs, or remove the training part (the loss) from forward"
                 ) from None
             path, use = used.path, used.use
             continue
@@ -176,7 +176,8 @@ def _discover(body: nn.Module, slots: Slots, num_dense: int | None) -> tuple[str
 
 
 def _run(body: nn.Module, slots: Slots, path: str, width: int | None, batch: int, use: str = "") -> dict[str, Tensor]:
-    """One run on random embeddings; a dense input of unknown width gets the probe's. ``use``: why it is the dense one."""
+    """Run the model once on random embeddings, with the probe width for a dense input of unknown width; ``use`` says
+    how forward uses it."""
     dense = {path: torch.zeros(batch, _PROBE_WIDTH if width is None else width)} if path else {}
     slots.fill(_example(slots.leaves, 0, batch, 0))
     try:
@@ -199,7 +200,7 @@ def _run(body: nn.Module, slots: Slots, path: str, width: int | None, batch: int
 
 
 def _check_features(slots: Slots) -> None:
-    """Every leaf must be called, and inputs that differ must not share feature names: a request has one of each."""
+    """Raises ConfigError if forward never calls a leaf, or if two different inputs share a feature name."""
     where: dict[str, str] = {}
     for leaf, path in zip(slots.leaves, slots.given):
         if path is None:
@@ -248,7 +249,8 @@ def _check_outputs(body: nn.Module, slots: Slots, dense_path: str, width: int) -
             if value.dim() < 1 or value.shape[0] != batch:
                 raise ConfigError(
                     f"output {name!r} of forward has shape {tuple(value.shape)} for a batch of {batch}; "
-                    "expected the batch first (a loss or another summary does not belong to an inference model)"
+                    "expected the batch as first dimension (remove the loss and other summaries from an inference "
+                    "model)"
                 )
             shapes[name] = tuple(value.shape[1:])
     slots.fill([])

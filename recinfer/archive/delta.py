@@ -1,4 +1,4 @@
-"""Delta files: changed rows and dense part of an archive, written as a stream, read strictly. DELTA.md is the format."""
+"""Writes and reads delta files, which hold an archive's changed rows and dense part; DELTA.md specifies the format."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class DeltaTable:
 
 @dataclass(frozen=True)
 class DeltaInfo:
-    """All of ``delta.json``. ``quantization`` is of all the archive's tables in its order, after the delta."""
+    """The content of ``delta.json``. ``quantization`` covers all tables of the archive, in its order, after the
+    delta."""
 
     format: str
     format_version: int
@@ -72,11 +73,11 @@ class DeltaInfo:
 
 @dataclass(frozen=True)
 class Delta:
-    """A delta in memory; its rows are pages of the file.
+    """An opened delta; its rows are memory-mapped from the file.
 
     Attributes:
-        info: what it says.
-        sha256: of ``delta.json``: what the next delta names as its ``previous``.
+        info: the content of its delta.json.
+        sha256: SHA-256 of ``delta.json``, which the next delta has as its ``previous``.
         rows: per entry of ``info.tables``, int64 [n], ascending.
         packed: per entry, uint8 [n, row bytes].
         files: new contents by path.
@@ -96,7 +97,7 @@ class Delta:
         return sum(len(rows) for rows in self.rows)
 
     def patch(self, module: str, table: str, start: int, packed_RP: Tensor) -> Tensor:
-        """Whole packed rows ``start ...`` of a table with this delta's in their place (in place)."""
+        """Replace, in place, the rows that this delta changes in a table's whole packed rows ``start ...``."""
         for entry, rows, packed in zip(self.info.tables, self.rows, self.packed):
             if (entry.module, entry.table) == (module, table):
                 low, high = np.searchsorted(rows, [start, start + len(packed_RP)])
@@ -108,7 +109,7 @@ class Delta:
 
 
 def read_delta(path: str | os.PathLike[str]) -> Delta:
-    """Open and check a delta on its own: rules J1, J2, X1 to X4, X7 (but for what needs the archive)."""
+    """Open a delta and check the rules that need no archive: J1, J2, X1 to X4 and parts of X7."""
     path = Path(path)
     if not path.is_file():
         what = "is not a regular file" if path.exists() else "does not exist"
@@ -140,7 +141,9 @@ def read_delta(path: str | os.PathLike[str]) -> Delta:
     if len(text) > MAX_JSON_BYTES:
         raise ArchiveError(f"{path.name}: delta.json has {len(text)} bytes", rule="J1")
     if _sha256(text) != metadata["sha256"]:
-        raise ArchiveError(f"{path.name}: delta.json is not what sha256 says; copy the delta again", rule="X2")
+        raise ArchiveError(
+            f"{path.name}: delta.json has another SHA-256 than __metadata__ lists; copy the delta again", rule="X2"
+        )
     delta = _check_tensors(path.name, _read_info(text.tobytes()), str(metadata["sha256"]), tensors, header)
     return replace(delta, path=path)
 
@@ -156,7 +159,7 @@ def _read_info(text: bytes) -> DeltaInfo:
         raise ArchiveError(str(error).partition("] ")[2], rule="X3") from None
     numbers = [info.sequence - 1, *(n for t in info.tables for n in (t.rows - 1, t.row_bytes - 1))]
     if min(numbers) < 0 or any(file.bytes < 0 for file in info.files):
-        raise ArchiveError("delta.json: a count is below its smallest value", rule="X3")
+        raise ArchiveError("delta.json: a count is below its minimum", rule="X3")
     return info
 
 
@@ -176,7 +179,9 @@ def _check_tensors(
         if header[key]["shape"] != shape:
             raise ArchiveError(f"{name}: {key} has shape {str(header[key]['shape'])[:60]}; expected {shape}", rule="X4")
         if _sha256(tensors[key]) != digest:
-            raise ArchiveError(f"{name}: {key} is not what its SHA-256 says; copy the delta again", rule="X4")
+            raise ArchiveError(
+                f"{name}: {key} has another SHA-256 than delta.json lists; copy the delta again", rule="X4"
+            )
     count = range(len(info.tables))
     rows = tuple(np.ascontiguousarray(tensors[f"rows/{i}"]).view("<i8") for i in count)
     seen: set[tuple[str, str]] = set()
@@ -196,7 +201,7 @@ def _sha256(data: NDArray[np.uint8]) -> str:
 
 
 def with_delta(archive: Archive, delta: Delta, applied: tuple[Delta, ...] = ()) -> Archive:
-    """The archive as it reads after ``delta``: manifest and small files; rows are :func:`patch_rows`'s.
+    """The archive with ``delta`` applied to its manifest and small files; :func:`patch_rows` applies it to the rows.
 
     Args:
         archive: after the deltas ``applied``.
@@ -214,13 +219,13 @@ def with_delta(archive: Archive, delta: Delta, applied: tuple[Delta, ...] = ()) 
     allowed = {path for path in needed if path.startswith("dense/")} | {ANSWERS}
     odd = [file.path for file in info.files if file.path not in allowed]
     if missing or odd:
-        raise ArchiveError(f"the delta brings files {odd[:3]} and leaves out {missing[:3]}", rule="X8")
+        raise ArchiveError(f"the delta has unexpected files {odd[:3]} and lacks {missing[:3]}", rule="X8")
     listed = tuple(sorted((files[path] for path in needed), key=lambda file: file.path))
     after = replace(after, files=listed, bytes_total=sum(file.bytes for file in listed))
     try:
         check_rules(after)
     except ArchiveError as error:
-        raise ArchiveError(f"with the delta the archive breaks a rule: {error}", rule="X8") from None
+        raise ArchiveError(f"the archive with the delta applied breaks a rule: {error}", rule="X8") from None
     kept = {path: data for path, data in archive.replaced.items() if path in files}
     return replace(archive, manifest=after, replaced={**kept, **delta.files})
 
@@ -229,23 +234,24 @@ def _check_fit(archive: Archive, delta: Delta, applied: tuple[Delta, ...]) -> No
     info, manifest = delta.info, archive.manifest
     if info.base != archive.manifest_sha256:
         raise ArchiveError(
-            f"the delta is for the archive {info.base[:16]}..., this one is {archive.manifest_sha256[:16]}...",
+            f"the delta applies to the archive with manifest SHA-256 {info.base[:16]}..., this archive has "
+            f"{archive.manifest_sha256[:16]}...",
             rule="X5",
         )
     if (info.model, info.version) != (manifest.model, manifest.version):
-        raise ArchiveError(f"the delta is of model {info.model[:80]!r} {info.version[:80]!r}", rule="X5")
+        raise ArchiveError(f"the delta is for model {info.model[:80]!r} {info.version[:80]!r}", rule="X5")
     previous = applied[-1].sha256 if applied else info.base
     if (info.sequence, info.previous) != (len(applied) + 1, previous):
         raise ArchiveError(
             f"the delta has sequence {info.sequence} after {info.previous[:16]}...; expected {len(applied) + 1} after "
-            f"{previous[:16]}...: apply deltas in their order, each once",
+            f"{previous[:16]}...: apply all deltas in order, each once",
             rule="X6",
         )
     known = {(t.module, t.name): t for t in manifest.tables}
     for entry, rows in zip(info.tables, delta.rows):
         table = known.get((entry.module, entry.table))
         if table is None or entry.row_bytes != row_bytes(table.dim, table.data_type):
-            raise ArchiveError(f"table {entry.table[:80]!r} of the delta is not the archive's", rule="X5")
+            raise ArchiveError(f"table {entry.table[:80]!r} of the delta is not in the archive", rule="X5")
         if int(rows[-1]) >= table.rows:
             raise ArchiveError(
                 f"table {entry.table!r} has {table.rows} rows; the delta changes row {rows[-1]}", rule="X7"
@@ -255,7 +261,7 @@ def _check_fit(archive: Archive, delta: Delta, applied: tuple[Delta, ...]) -> No
 
 
 def patch_rows(mapped: MappedShards, manifest: Manifest, delta: Delta) -> None:
-    """Write a delta's rows into a buffer that may be written (``edit`` of ``map_shards``), cut as its shards are."""
+    """Write a delta's rows into a writable buffer (``edit`` of ``map_shards``), in the layout of its shards."""
     tables = {(t.module, t.name): t for t in manifest.tables}
     for entry, rows, packed in zip(delta.info.tables, delta.rows, delta.packed):
         table = tables[entry.module, entry.table]
@@ -276,7 +282,7 @@ def patch_rows(mapped: MappedShards, manifest: Manifest, delta: Delta) -> None:
 
 
 class DeltaWriter:
-    """Writes a delta as its rows come: data first, into the room behind a header whose size is bounded beforehand."""
+    """Streams a delta to a file: rows first, behind space reserved for the header, whose size has a known bound."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._file = path.open("x+b")
@@ -293,7 +299,7 @@ class DeltaWriter:
         self._digest = hashlib.sha256()
 
     def add_rows(self, module: str, table: str, rows: NDArray[np.int64], packed: NDArray[np.uint8]) -> None:
-        """Changed rows, ascending; all of a table before the next one."""
+        """Add changed rows of the current table, in ascending order."""
         if not len(rows):
             return
         if self._current != (module, table):
@@ -304,7 +310,7 @@ class DeltaWriter:
         self._write(memoryview(packed).cast("B"))  # type: ignore[arg-type]
 
     def end_table(self) -> None:
-        """No more rows of the present table."""
+        """Finish the current table."""
         if self._current is None:
             return
         module, table = self._current
@@ -318,7 +324,7 @@ class DeltaWriter:
         self._current, self._ids = None, []
 
     def contents(self, info: DeltaInfo, files: Mapping[str, bytes]) -> Delta:
-        """What has been written, as a delta to try before it is finished."""
+        """The rows written so far, as a delta to test before the file is finished."""
         self._file.flush()
         rows, packed = [], []
         whole = np.empty(0, dtype=np.uint8)
@@ -332,7 +338,7 @@ class DeltaWriter:
         return Delta(info, "", tuple(rows), tuple(packed), files)
 
     def finish(self, info: DeltaInfo, files: Mapping[str, bytes]) -> None:
-        """Files, delta.json and the header; flushed to the disk."""
+        """Write the files, delta.json and the header, and flush them to the disk."""
         for path, data in files.items():
             self._add(f"files/{path}", [len(data)], data)
         text = json.dumps(asdict(info), indent=1, allow_nan=False).encode() + b"\n"
@@ -342,14 +348,14 @@ class DeltaWriter:
             size = int(np.prod(shape, dtype=np.int64))
             header[key] = {"dtype": "U8", "shape": shape, "data_offsets": [begin, begin + size]}
         encoded = json.dumps(header, separators=(",", ":")).encode()
-        assert len(encoded) + 8 <= self._room, "the bound on the header's size does not hold"
+        assert len(encoded) + 8 <= self._room, "the header is larger than its bound"
         self._file.seek(0)
         self._file.write((self._room - 8).to_bytes(8, "little") + encoded.ljust(self._room - 8))
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Give the file up."""
+        """Close the file without finishing it."""
         self._file.close()
 
     def _add(self, key: str, shape: list[int], data: bytes) -> None:
@@ -363,10 +369,11 @@ class DeltaWriter:
 
 @contextmanager
 def delta_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary path beside ``target`` that becomes it when the block ends, and is removed when it fails.
+    """Yields a temporary path next to ``target``; renames it to ``target`` at the end of the block, removes it on an
+    error.
 
     Raises:
-        ArchiveError: the target exists, and is not to be overwritten or is no file.
+        ArchiveError: the target exists and may not be overwritten, or is not a file.
         UnavailableError: the disk is full, or the folder cannot be written.
     """
     target = Path(os.path.abspath(target))

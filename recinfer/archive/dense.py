@@ -1,4 +1,4 @@
-"""The dense program: exported to torch and ONNX, compared, stored; opened again as one engine behind one call."""
+"""Exports the dense part to torch and ONNX, compares the two, and opens a stored one as an engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _TRIAL_BATCHES = (1, 3, 64)
 
 @dataclass(frozen=True)
 class ExportedDense:
-    """The dense part in both forms. ``onnx`` and ``onnx_info`` are None when ``onnx_refused`` says why."""
+    """The dense part as torch and ONNX programs. If ``onnx_refused`` gives a reason, ``onnx`` and ``onnx_info`` are
+    None."""
 
     program: bytes
     onnx: bytes | None
@@ -54,7 +55,7 @@ class DenseEngine(Protocol):
 
 
 def export_dense(cut: Cut) -> ExportedDense:
-    """Export a cut to torch and ONNX and compare the two on random inputs.
+    """Export a dense part to torch and ONNX and compare the two on random inputs.
 
     Raises:
         ConfigError: torch.export cannot trace the dense part with a free batch size.
@@ -67,7 +68,7 @@ def export_dense(cut: Cut) -> ExportedDense:
             onnx, refused = _to_onnx(program, cut)
             data = program_bytes(program)
     except ArchiveError as error:
-        raise ConfigError(f"the dense part uses what an archive may not hold: {error}") from error
+        raise ConfigError(f"the dense part uses operations that an archive may not contain: {error}") from error
     except Exception as error:
         raise ConfigError(
             f"torch.export cannot trace the dense part: {type(error).__name__}: {str(error)[:2000]}"
@@ -78,14 +79,16 @@ def export_dense(cut: Cut) -> ExportedDense:
     try:
         error_found = _compare(OnnxEngine(onnx, *names, 1), TorchEngine(data, *names), cut)
     except (ArchiveError, UnavailableError) as error:
-        return ExportedDense(data, None, None, _printable(f"onnxruntime does not run it: {error}"))
+        return ExportedDense(data, None, None, _printable(f"onnxruntime cannot run it: {error}"))
     if not error_found <= MAX_ONNX_ERROR:
-        return ExportedDense(data, None, None, f"it differs from torch by {error_found:.2g}, over {MAX_ONNX_ERROR}")
+        return ExportedDense(
+            data, None, None, f"its outputs differ from torch by {error_found:.2g}, over {MAX_ONNX_ERROR}"
+        )
     return ExportedDense(data, onnx, OnnxInfo(_OPSET, error_found), None)
 
 
 def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | None]:
-    """The ONNX bytes, or why there are none."""
+    """The ONNX bytes, or the reason why the export failed."""
     try:
         exported: Any = torch.onnx.export(
             program,
@@ -101,14 +104,14 @@ def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | No
         return model.SerializeToString(), None
     except ImportError as error:
         return None, f"the ONNX exporter is not installed: {error}"
-    except Exception as error:  # whatever the exporter meets, the torch program serves
+    except Exception as error:  # for any exporter error, the torch program is used
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__  # the outer ones tell how to write a bug report
-        return None, f"it does not export to ONNX: {type(error).__name__}: {error}"
+        return None, f"the ONNX export failed: {type(error).__name__}: {error}"
 
 
 def _printable(reason: str | None) -> str:
-    """One line that fits a manifest."""
+    """``text`` as one line of printable characters, short enough for a manifest."""
     text = " ".join(_COLOUR.sub("", str(reason)).split())
     return "".join(c if c.isprintable() else "?" for c in text)[:250]
 
@@ -132,7 +135,7 @@ def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporters log and warn about their own insides (a missing torchvision, deprecations in copyreg)."""
+    """Hides log lines and warnings of the exporters about their own internals (a missing torchvision, deprecations)."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
     levels = [logger.level for logger in loggers]
     try:
@@ -147,7 +150,7 @@ def _quiet() -> Iterator[None]:
 
 
 class OnnxEngine:
-    """onnxruntime on the CPU. Input and output tensors are handed over without a copy."""
+    """Runs the ONNX program with onnxruntime on the CPU. Input and output tensors are passed without a copy."""
 
     name = "onnx"
 
@@ -187,12 +190,12 @@ class OnnxEngine:
         return [torch.from_numpy(output) for output in self._run(self._outputs, feeds, None)]
 
     def arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """The same without a tensor on the way, which for one sample is a tenth of the whole."""
+        """As a call, but on numpy arrays; for one sample this saves a tenth of the time."""
         return self._run(self._outputs, {name: arrays[index] for name, index in self._feeds}, None)  # type: ignore[no-any-return]
 
 
 class TorchEngine:
-    """The torch.export program, on any device."""
+    """Runs the torch.export program, on any device."""
 
     name = "torch"
 
@@ -218,7 +221,7 @@ class TorchEngine:
             return list(self._module(*tensors).values())
 
     def arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """The same for arrays."""
+        """As a call, but on numpy arrays."""
         return [output.cpu().numpy() for output in self([torch.from_numpy(array) for array in arrays])]
 
 
@@ -237,13 +240,13 @@ def open_dense(
     num_threads: int = 1,
     engine: Literal["onnx", "torch"] | None = None,
 ) -> DenseEngine:
-    """The engine that the manifest chose (on CPU; elsewhere torch), or the one asked for.
+    """The requested engine, or the default one: the manifest's on the CPU, torch on other devices.
 
     Where ONNX runs, the torch program is checked and not loaded: loading takes a second and 60 MiB of each process.
 
     Raises:
         ArchiveError: rules F4, F5, D1 to D3.
-        ConfigError: the engine asked for is not in the archive.
+        ConfigError: the requested engine is not in the archive.
         UnavailableError: onnxruntime is needed and not installed.
     """
     chosen = engine or (info.engine if torch.device(device).type == "cpu" else "torch")

@@ -1,4 +1,4 @@
-"""Where a plan's shards lie in each rank's file, and the safetensors header that says so, written and read strictly."""
+"""Lays out a plan's shards in each rank's file, and writes and reads the safetensors headers of these files."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class StoredRect:
 
     @property
     def key(self) -> str:
-        """Its tensor's name."""
+        """Name of its tensor in the file."""
         return f"{self.table.module}/{self.table.table}/r{self.rect.row_start}-c{self.rect.col_start}"
 
     @property
     def bytes(self) -> int:
-        """Size."""
+        """Size in bytes."""
         return self.rect.rows * self.row_bytes
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """One rank's file: its header (with the 8 bytes before it), its rectangles in file order, its size."""
+    """The layout of one rank's file: header (with the 8 bytes before it), rectangles in file order, and size."""
 
     rank: int
     header: bytes
@@ -64,12 +64,12 @@ class RankFile:
 
     @property
     def path(self) -> str:
-        """Its path in the archive."""
+        """Path of the file in the archive."""
         return shard_path(self.rank)
 
 
 def rects_by_rank(plan: Plan) -> list[list[StoredRect]]:
-    """For every rank its shards that have rows, in plan order, columns before rows."""
+    """For every rank its non-empty shards, in plan order, by column and then by row."""
     rects: list[list[StoredRect]] = [[] for _ in range(plan.world_size)]
     for table in plan.tables:
         for rect in sorted(table.shards, key=lambda r: (r.col_start, r.row_start)):
@@ -79,7 +79,8 @@ def rects_by_rank(plan: Plan) -> list[list[StoredRect]]:
 
 
 def rank_file(rects: Iterable[StoredRect], rank: int, plan_hash: str) -> RankFile:
-    """Lay out one rank's file: rectangles in order, padding tensors between them so that each has its phase (rule S6)."""
+    """Lay out one rank's file: rectangles in order, with padding tensors so that each starts at its alignment (rule
+    S6)."""
     entries: dict[str, Any] = {
         "__metadata__": {"format": SHARD_FORMAT, "rank": str(rank), "plan_hash": plan_hash},
     }
@@ -116,7 +117,9 @@ def read_rank_file(file: BinaryIO, size: int, expected: Iterable[StoredRect], ra
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-        raise ArchiveError(f"{what}: a header of {length} bytes in a file of {size}; it is cut or damaged", rule="S1")
+        raise ArchiveError(
+            f"{what}: a header of {length} bytes in a file of {size} bytes; the file is truncated or damaged", rule="S1"
+        )
     text = file.read(length)
     if len(text) < length:
         raise ArchiveError(f"{what}: the header ends after {len(text)} of {length} bytes", rule="S1")
@@ -177,7 +180,7 @@ def tensor_spans(entries: dict[str, Any], data_bytes: int, what: str) -> dict[st
     for begin, end, key in spans:
         if begin != at:
             raise ArchiveError(
-                f"{what}: {key[:80]!r} begins at {begin}; expected {at}, without hole or overlap", rule="S3"
+                f"{what}: {key[:80]!r} begins at {begin}; expected {at}, without a gap or overlap", rule="S3"
             )
         at = end
     if at != data_bytes:

@@ -75,8 +75,8 @@ def find_leaves(model: nn.Module) -> list[Leaf]:
         leaves.append(Leaf(path, outer, outer_path, tuple(configs), pooled, weighted, weights))
     if not leaves:
         raise ConfigError(
-            f"{type(model).__name__} has no EmbeddingBagCollection or EmbeddingCollection; recinfer serves models "
-            "whose tables are in one of these"
+            f"{type(model).__name__} has no EmbeddingBagCollection or EmbeddingCollection; expected a model whose "
+            f"tables are in these modules"
         )
     return leaves
 
@@ -92,8 +92,8 @@ def _position_weights(module: FeatureProcessedEmbeddingBagCollection, path: str)
             feature = ".".join(parts[1:])
         else:
             raise ConfigError(
-                f"feature processor of {path!r} has the parameter {name!r}; recinfer knows PositionWeightedModule and "
-                "PositionWeightedModuleCollection"
+                f"feature processor of {path!r} has the parameter {name!r}; expected a PositionWeightedModule or "
+                f"PositionWeightedModuleCollection"
             )
         found[feature.removeprefix("_feature_processors.")] = (
             f"{prefix}_feature_processors.{name}",

@@ -1,4 +1,4 @@
-"""The manifest: frozen dataclasses of what an archive holds."""
+"""The manifest of an archive, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMAT = "recinfer.archive"
 FORMAT_VERSION = 1
 MAX_ONNX_ERROR = 1e-5
 ENGINE_PACKAGES = {"onnx": "onnxruntime", "torch": "torch"}
-"""The package that each engine of the dense program is in: how people know it."""
+"""The package of each engine of the dense part, the name that users know."""
 
 Precision = Literal["int8", "int4", "int2", "fp16", "fp32"]
 MissingShards = Literal["reject", "default_rows"]
@@ -44,7 +44,7 @@ MissingShards = Literal["reject", "default_rows"]
 
 @dataclass(frozen=True)
 class QuantizationInfo:
-    """How far a table's stored values are from its float values: over all rows, absolute and root mean square.
+    """The quantization error of a table: largest absolute error and root mean square error over all rows.
 
     ``max_step`` is the largest scale step (0 for FP16 and FP32); half of it bounds the error of an element.
     ``relative_error`` is ``rms_error`` over the root mean square of the float values.
@@ -86,9 +86,9 @@ class TableInfo:
 class FeatureInfo:
     """One sparse feature and what happens to requests that lack it or carry ids beyond its table.
 
-    ``missing``: a prediction that lacks the feature is refused (``"reject"``, what an export writes by default), or the
-    feature is an empty bag (``"empty"``) or this id in every sample. ``out_of_range``: such an id fails the request, or
-    becomes ``default_row``.
+    ``missing``: a prediction without the feature fails (``"reject"``, the default), or the feature is an empty bag
+    (``"empty"``) or this id in every sample. ``out_of_range``: an id out of range fails the request, or becomes
+    ``default_row``.
     """
 
     name: str
@@ -102,7 +102,7 @@ class ModuleInfo:
     """One embedding collection of the model.
 
     ``features`` in output order, ``outputs`` the embedding name of each. ``position_weights`` gives the number of
-    positions per feature when a position-weighted processor stands before the tables.
+    positions per feature, for tables with a position-weighted processor.
     """
 
     path: str
@@ -144,7 +144,7 @@ class OnnxInfo:
 
 @dataclass(frozen=True)
 class DenseInfo:
-    """The dense program. ``onnx_refused`` says why there is no ONNX form, when there is none."""
+    """The dense program. ``onnx_refused`` is the reason for a missing ONNX form."""
 
     engine: Literal["onnx", "torch"]
     num_dense: int
@@ -155,13 +155,13 @@ class DenseInfo:
 
     @property
     def runs_on(self) -> str:
-        """What runs it on the CPU, for people: ``onnxruntime``, or ``torch`` and why."""
+        """The engine that runs it on the CPU, as text: ``onnxruntime``, or ``torch`` with the reason."""
         return engine_text(self.engine, self.onnx_refused)
 
 
 @dataclass(frozen=True)
 class CheckInfo:
-    """The golden requests, and how far their answers are from the float model's (largest absolute differences)."""
+    """The number of golden requests, and the largest absolute differences of their answers from the float model's."""
 
     num_requests: int
     max_embedding_error: float
@@ -179,10 +179,10 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of ``manifest.json``. ``FORMAT.md`` says what each part means and which rule guards it.
+    """The content of ``manifest.json``; ``FORMAT.md`` defines each part and its rules.
 
-    ``missing_shards`` is the one key that may be absent, then ``"reject"``: whether rows of ranks that no host answers for
-    may be replaced by default rows.
+    ``missing_shards`` is whether rows of unavailable ranks may be replaced by default rows. It is the only optional
+    key; its default is ``"reject"``.
     """
 
     format: str
@@ -257,7 +257,7 @@ class Manifest:
 
 
 def engine_text(engine: str, reason: str | None) -> str:
-    """An engine's name for people; of torch with the reason why it is not onnxruntime."""
+    """The name of an engine as text; for torch with the reason why it is not onnxruntime."""
     if engine == "onnx":
         return ENGINE_PACKAGES[engine]
     return f"torch, which is slower than onnxruntime, because {reason}" if reason else "torch"
@@ -269,7 +269,7 @@ def shard_path(rank: int) -> str:
 
 
 def required_files(manifest: Manifest) -> list[str]:
-    """The paths that an archive with this manifest consists of, besides ``manifest.json``."""
+    """The paths of all files of an archive with this manifest, except ``manifest.json``."""
     paths = ["plan.json", *(shard_path(rank) for rank in range(manifest.world_size))]
     if manifest.dense is not None:
         paths.append("dense/model.pt2")

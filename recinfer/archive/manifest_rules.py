@@ -1,4 +1,4 @@
-"""The rules of the manifest: J3 and M1 to M9 of FORMAT.md, F2 and F7 for the files that it lists."""
+"""Checks the manifest: rules J3 and M1 to M9 of FORMAT.md, and F2 and F7 for the files that it lists."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_rules(m: Manifest) -> None:
 
 
 def check_before_writing(m: Manifest) -> None:
-    """The rules that need no files: M2 to M8."""
+    """Raise ArchiveError unless rules M2 to M8 hold, which need no files."""
     for name, kind in _names(m):
         _check_name(name, kind)
     _check_numbers(m)
@@ -58,7 +58,7 @@ def check_before_writing(m: Manifest) -> None:
     found = {table.precision for table in m.tables}
     expected = found.pop() if len(found) == 1 else "mixed"
     if m.precision != expected:
-        raise ArchiveError(f"precision is {m.precision!r}; the tables' is {expected!r}", rule="M6")
+        raise ArchiveError(f"precision is {m.precision!r}, but the tables have {expected!r}", rule="M6")
     _check_dense(m)
     _check_contract(m)
 
@@ -180,7 +180,7 @@ def _check_dense(m: Manifest) -> None:
     if dense is None:
         return
     if dense.inputs != dense_inputs(m, dense.num_dense):
-        raise ArchiveError("dense.inputs are not those that modules and num_dense imply, in order", rule="M7")
+        raise ArchiveError("dense.inputs differ from those that modules and num_dense imply, in order", rule="M7")
     names = [output.name for output in dense.outputs]
     if not names or len(set(names)) != len(names):
         raise ArchiveError(f"dense.outputs {names[:5]}; expected at least one, each name once", rule="M7")

@@ -1,7 +1,7 @@
-"""Shards in memory: file pages mapped so that the row pieces of a table lie next to each other in one address range.
+"""Maps shard files into memory so that the row-wise shards of a table are contiguous.
 
-The pages are the page cache's own: loading copies nothing (but the pages that two pieces share), and processes that
-serve the same archive share them.
+The mapped pages belong to the page cache: loading copies only pages that two shards share, and processes that serve the
+same archive share the memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def map_shards(
     copy: bool = False,
     edit: Callable[[MappedShards], None] | None = None,
 ) -> MappedShards:
-    """Bring the shards of ``files`` into one buffer.
+    """Map or read the shards of ``files`` into one buffer.
 
     Args:
         root: the archive's folder.
@@ -81,7 +81,7 @@ def map_shards(
             process; the files and other processes never see the change, and all other pages stay shared.
 
     Raises:
-        ArchiveError: a file is not there any more (F3) or shorter than its header says (F4).
+        ArchiveError: a file no longer exists (F3) or is shorter than its header requires (F4).
         UnavailableError: there is no memory for the copy, or the limit on locked memory is too low.
     """
     placed, size = _place(files)
@@ -105,7 +105,7 @@ def map_shards(
 
 
 def _place(files: Sequence[RankFile]) -> tuple[list[_InFile], int]:
-    """Buffer offsets: each (table, columns) in a region that begins on a page, its pieces at their rows' place in it.
+    """Buffer offsets: each (table, columns) gets a page-aligned region, and each shard its place by row in it.
 
     Regions follow the order of their first pieces in the files, so that neighbouring file pages stay neighbours and
     the kernel keeps few mappings.
@@ -142,7 +142,7 @@ def _can_map() -> bool:
 
 
 def _read(root: Path, path: str, spans: Sequence[tuple[int, memoryview]]) -> None:
-    """Fill each view from its file offset."""
+    """Read each view from its offset in the file."""
     with open_inside(root, path) as file:
         for start, view in spans:
             file.seek(start)
@@ -158,7 +158,9 @@ def _copy(root: Path, placed: Sequence[_InFile], size: int) -> Tensor:
     try:
         buffer = torch.zeros(size, dtype=torch.uint8)
     except RuntimeError as error:
-        raise UnavailableError(f"no memory for {size} bytes of tables: {error}; shard over more hosts") from None
+        raise UnavailableError(
+            f"cannot allocate {size} bytes for tables: {error}; shard the model over more hosts"
+        ) from None
     view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     for path, parts in _by_path(placed).items():
         _read(root, path, [(p.piece.start, view[p.offset : p.offset + p.piece.bytes]) for p in parts])
@@ -182,7 +184,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _protect(buffer: Tensor) -> None:
-    """Make a mapped buffer read-only again."""
+    """Make a mapped buffer read-only."""
     result = _libc().mprotect(buffer.data_ptr(), buffer.numel(), mmap.PROT_READ)
     assert result == 0, os.strerror(ctypes.get_errno())
 
@@ -203,7 +205,7 @@ def _lock(buffer: Tensor) -> None:
 def _map(
     root: Path, placed: Sequence[_InFile], size: int, preload: bool, *, private: bool
 ) -> tuple[Tensor, int] | None:
-    """The buffer of mapped pages and the bytes that were copied into it; None where the system does not do it.
+    """The buffer of mapped pages and the number of copied bytes; None if the system cannot map the pages this way.
 
     A ``private`` one can be written; :func:`_protect` ends that.
     """
@@ -252,7 +254,8 @@ def _map(
 
 
 def _runs(parts: Sequence[_InFile], shared: dict[int, list[_InFile]], page: int) -> list[tuple[int, int, int]]:
-    """(buffer offset, file offset, bytes) of page runs to map; pages with bytes of two pieces go to ``shared``.
+    """(buffer offset, file offset, bytes) of page runs to map; pages with bytes of two shards are appended to
+    ``shared``.
 
     A piece's first page is its own only when it begins it; its last one when no other piece follows in it.
     """
@@ -282,10 +285,11 @@ def _is_last(p: _InFile) -> bool:
 
 
 def _cannot(code: int) -> None:
-    """Too many mappings, or a file system without them: the caller copies instead. Anything else is a bug of ours."""
+    """Whether the error is too many mappings or a file system without mapping, for which the caller copies; others are
+    bugs."""
     assert code in (errno.ENOMEM, errno.ENODEV, errno.EACCES, errno.EPERM, errno.EAGAIN), os.strerror(code)
 
 
 def _address(reservation: mmap.mmap) -> int:
-    """Where a read-only mapping begins; ctypes only takes writable buffers, so ask numpy."""
+    """The address of a read-only mapping, from numpy, because ctypes only takes writable buffers."""
     return int(np.frombuffer(reservation, dtype=np.uint8).__array_interface__["data"][0])

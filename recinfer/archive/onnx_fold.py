@@ -1,4 +1,4 @@
-"""Replaces a gather before a narrow ONNX layer by zero weights in that layer."""
+"""Removes a gather before a narrow ONNX layer by adding zero weights to that layer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def fold_gathers(model: Any) -> int:
 
     ``Gemm(Concat(a, Gather(products)))`` becomes ``Gemm(products, C=Gemm(a))``, whose weights are 0 where no column was
     gathered: no copy of the columns, no Concat. A DLRM's interactions before a layer of 64 are such products; before wider
-    layers the gather is cheaper. Sums are of the same numbers in another order. Only columns of a MatMul are left out this
-    way, which are finite wherever the numbers that they are made of are of any use.
+    layers the gather is cheaper. Sums are of the same numbers in another order. Only columns of a MatMul are replaced
+    this way; they are finite for finite inputs.
 
     Args:
         model: an ``onnx.ModelProto`` with the shapes of its values.
@@ -50,7 +50,7 @@ class _Graph:
         self.gone: set[str] = set()
 
     def fold(self, gemm: Any) -> bool:
-        """Whether ``gemm`` was one of those."""
+        """Fold the gather that ``gemm`` reads; returns whether there was one."""
         from onnx import helper, numpy_helper
 
         given = {a.name: helper.get_attribute_value(a) for a in gemm.attribute}
@@ -87,7 +87,8 @@ class _Graph:
         return True
 
     def _source(self, name: str) -> tuple[str, NDArray[np.int64] | None]:
-        """What a layer may read in the place of ``name``, and of which columns ``name`` is; None: of all, as they are."""
+        """The value that a layer may read instead of ``name``, and the columns that ``name`` takes of it; None means
+        all columns in order."""
         from onnx import numpy_helper
 
         gather = self.made_by.get(name)
@@ -102,11 +103,11 @@ class _Graph:
         return (matrix, places % self.widths[matrix]) if places.ndim == 1 and places.size else (name, None)
 
     def _is_its_own(self, node: Any, axes: tuple[int, ...]) -> bool:
-        """Whether only one node reads it, and it is along one of the axes."""
+        """Whether only one node reads the gather, and it is along one of ``axes``."""
         return self.readers[node.output[0]] == 1 and next((a.i for a in node.attribute if a.name == "axis"), 0) in axes
 
     def finish(self) -> None:
-        """Put the new nodes in place, and drop what nothing reads any more."""
+        """Insert the new nodes and remove nodes whose outputs are unused."""
         nodes = [
             new
             for node in self.graph.node
@@ -128,7 +129,7 @@ class _Graph:
 
 
 def _scattered(weights: NDArray[np.float32], places: NDArray[np.int64], width: int) -> NDArray[np.float32]:
-    """``[width, out]``: rows of ``weights`` at their places, added where a place comes twice, 0 elsewhere."""
+    """``[width, out]``: the rows of ``weights`` scattered to their columns; duplicates are added, other rows are 0."""
     found = np.zeros((width, weights.shape[1]), np.float32)
     np.add.at(found, places, weights)
     return found

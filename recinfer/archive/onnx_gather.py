@@ -1,4 +1,5 @@
-"""Columns that an ONNX model gathers become rows of the transposed matrix, which onnxruntime copies whole."""
+"""Rewrites a gather of columns in an ONNX model into a gather of rows of the transposed matrix, which onnxruntime runs
+faster."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _MANY = 16  # columns; fewer are not worth two more nodes
 def gather_rows(model: Any) -> int:
     """Rewrite, in place, each Gather of many constant columns of a float32 matrix; returns how many.
 
-    A DLRM's interactions are one; ``python -m benchmarks.dense`` shows what it brings.
+    A DLRM's interactions are such a gather; ``python -m benchmarks.dense`` measures the gain.
 
     Args:
         model: an ``onnx.ModelProto`` with the shapes of its values.

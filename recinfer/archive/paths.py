@@ -1,4 +1,4 @@
-"""Files inside the archive folder: relative paths that stay in it, opened without following or hanging on odd ones."""
+"""Opens files inside an archive folder safely: no path leaves the folder, and no pipe blocks the reader."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_inside(root: Path, path: str, limit: int | None = None) -> bytes:
 
 
 def file_sha256(file: BinaryIO) -> str:
-    """The SHA-256 of the rest of an open file, hex, in bounded memory."""
+    """The SHA-256 (hex) of an open file from its current position, computed in bounded memory."""
     digest = hashlib.sha256()
     while chunk := file.read(_CHUNK):
         digest.update(chunk)

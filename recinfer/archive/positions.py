@@ -1,4 +1,4 @@
-"""Position weights in an archive: stored per feature, applied to a request in a few tensor ops."""
+"""Stores the position weights of an archive and applies them to requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATH = "dense/position_weights.safetensors"
 
 
 class PositionWeights:
-    """Gives each id the weight of its place in its bag; features without weights get 1.
+    """Multiplies each id's weight by the weight of its position in its bag; features without position weights get 1.
 
     Args:
         weights: feature -> float32 [positions].
@@ -59,7 +59,7 @@ class PositionWeights:
     def _refuse(features: KeyedJaggedTensor, positions: Tensor, key_N: Tensor, limit_N: Tensor) -> None:
         first = int(((positions >= limit_N) & (limit_N > 0)).nonzero()[0])
         name, limit = features.keys()[int(key_N[first])], int(limit_N[first])
-        raise InputError(f"feature {name!r} has a bag of more than {limit} ids; it has {limit} position weights")
+        raise InputError(f"feature {name!r} has a bag of more than {limit} ids; it has only {limit} position weights")
 
 
 def pack_position_weights(weights: Mapping[str, Mapping[str, Tensor]]) -> bytes:

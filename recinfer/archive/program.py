@@ -1,7 +1,7 @@
-"""Checks ``model.pt2`` before ``torch.export.load``: it may hold a graph and numbers only.
+"""Checks ``model.pt2`` before ``torch.export.load``: it may contain only a graph and numbers.
 
 torch unpickles some entries of a program file and evaluates its symbolic expressions and guards as Python. An archive
-is data, so nothing of the kind is let through: rule D1.
+must be data only, so such entries are rejected: rule D1.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _entries(archive: zipfile.ZipFile, size: int) -> dict[str, bytes]:
             raise _refused("it holds sample inputs, which are pickled")
     damaged = archive.testzip()
     if damaged is not None:
-        raise ArchiveError(f"dense/model.pt2: {damaged[:80]!r} is damaged, its checksum is another", rule="D2")
+        raise ArchiveError(f"dense/model.pt2: {damaged[:80]!r} is damaged: its checksum does not match", rule="D2")
     names = [info.filename.partition("/")[2] for info in infos]
     return {name: archive.read(info) if name.endswith(".json") else b"" for name, info in zip(names, infos)}
 
@@ -147,7 +147,7 @@ def _check_graph(graph: dict[str, Any]) -> None:
 def _check_target(target: Any) -> None:
     name = target if isinstance(target, str) else ""
     if not _TARGET.fullmatch(name) or _FILE_OPERATORS.search(name):
-        raise _refused(f"the operator {str(target)[:80]!r} is not one of aten, prims or fbgemm that computes")
+        raise _refused(f"the operator {str(target)[:80]!r} is not an allowed operator of aten, prims or fbgemm")
 
 
 def _check_expression(text: Any) -> None:

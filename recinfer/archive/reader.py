@@ -1,4 +1,4 @@
-"""Opening an archive: every rule of FORMAT.md that needs no hash of shards is checked before anything is used."""
+"""Opens an archive and checks every rule of FORMAT.md that needs no hash of a shard file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Archive:
         copy: bool = False,
         edit: Callable[[MappedShards], None] | None = None,
     ) -> MappedShards:
-        """The packed tables of some or all ranks in one buffer.
+        """Map the packed tables of some or all ranks into one buffer.
 
         Args:
             ranks: default all that it was opened for.
@@ -66,13 +66,14 @@ class Archive:
         chosen = sorted(here if ranks is None else set(ranks))
         if any(rank not in here for rank in chosen):
             raise InputError(
-                f"ranks {chosen}; the archive has ranks 0 to {self.manifest.world_size - 1}, open are {list(here)}"
+                f"got ranks {chosen}; the archive has ranks 0 to {self.manifest.world_size - 1}, and was opened with "
+                f"ranks {list(here)}"
             )
         files = [here[rank] for rank in chosen]
         return map_shards(self.root, files, preload=preload, lock=lock, copy=copy, edit=edit)
 
     def read(self, path: str) -> bytes:
-        """The bytes of a listed file, their SHA-256 checked.
+        """The bytes of a listed file, after checking their SHA-256.
 
         Raises:
             ArchiveError: F2 to F5, F7.
@@ -111,7 +112,7 @@ def open_archive(
         path: the archive's folder.
         check_hashes: hash the shards too; reads every byte.
         ranks: those whose shard files are wanted; the others' need not be in the folder. Default all.
-        dense: False for who wants shards alone: the dense part and the golden requests need not be in the folder.
+        dense: False to open shards only: the dense part and the golden requests need not be in the folder.
 
     Raises:
         ArchiveError: the rule that is broken is in ``.rule``.
@@ -123,7 +124,7 @@ def open_archive(
     try:
         text = read_inside(root, "manifest.json", MAX_JSON_BYTES)
     except ArchiveError as error:
-        raise ArchiveError(f"{str(path)!r} is no archive: {error}", rule="F1") from None
+        raise ArchiveError(f"{str(path)!r} is not an archive: {error}", rule="F1") from None
     manifest = read_manifest(text)
     chosen = _chosen(manifest, ranks)
     shards = {shard_path(rank) for rank in range(manifest.world_size)}
@@ -134,7 +135,7 @@ def open_archive(
             size = os.fstat(opened.fileno()).st_size
         if size != file.bytes:
             raise ArchiveError(
-                f"{file.path!r} has {size} bytes; expected {file.bytes}; it is cut or damaged", rule="F4"
+                f"{file.path!r} has {size} bytes; expected {file.bytes}; it is truncated or damaged", rule="F4"
             )
     plan = _read_plan(root, manifest)
     digest = hashlib.sha256(text).hexdigest()
@@ -146,11 +147,11 @@ def open_archive(
 
 
 def _chosen(manifest: Manifest, ranks: Iterable[int] | None) -> list[int]:
-    """The ranks wanted; raises InputError for one that the archive does not have."""
+    """The requested ranks; raises InputError for a rank that the archive does not have."""
     world = manifest.world_size
     chosen = sorted(range(world) if ranks is None else set(ranks))
     if any(not 0 <= rank < world for rank in chosen):
-        raise InputError(f"ranks {chosen}: the archive is cut for {world}, its ranks are 0 to {world - 1}")
+        raise InputError(f"got ranks {chosen}; the archive has {world} ranks, 0 to {world - 1}")
     return chosen
 
 
@@ -179,7 +180,7 @@ def _read_plan(root: Path, manifest: Manifest) -> Plan:
         plan = Plan.from_json(data)
     except TilingError as error:
         raise ArchiveError(f"plan.json: {error}", rule="P4") from None
-    except Exception as error:  # whatever a hostile plan provokes in its parser, it is no plan
+    except Exception as error:  # any error of the parser means an invalid plan
         raise ArchiveError(f"plan.json: {error}", rule="P1") from None
     if plan.hash != manifest.plan_hash:
         raise ArchiveError(f"plan.json has hash {plan.hash}; plan_hash is {manifest.plan_hash[:80]}", rule="P2")

@@ -1,4 +1,4 @@
-"""Whole packed rows read back from an archive's shards, slice by slice, whatever way the tables are cut."""
+"""Reads whole packed rows from an archive's shards in slices, for any sharding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["RowReader", "row_chunks"]
 class RowReader:
     """Reads rows of an archive's tables in bounded memory. A context manager; for one thread at a time.
 
-    Row pieces are read where they lie and column pieces are joined again, which is exact: each carries the scale and
+    Row-wise shards are read in place and column-wise shards are joined, which is exact: each carries the scale and
     bias of its whole row. Of a replicated table the first copy is read.
     """
 

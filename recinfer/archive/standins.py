@@ -13,22 +13,22 @@ from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 __all__ = ["Argument", "Refused", "Slots", "Stub", "UsedAsTensor", "named_outputs"]
 
 
-_IF_SPARSE = " (if it is a KeyedJaggedTensor, forward must hand it to the embedding modules as it is)"
+_IF_SPARSE = " (if it is a KeyedJaggedTensor, forward must pass it to the embedding modules unchanged)"
 
 
 class Refused(Exception):
-    """A use of forward's arguments that cannot be cut; becomes a ConfigError."""
+    """Raised for a use of forward's arguments that the export does not support; reported as a ConfigError."""
 
 
 class UsedAsTensor(Exception):
-    """Forward uses an argument as only a tensor can be used; ``use`` says how, for messages."""
+    """Raised when forward uses an argument as a tensor; ``use`` describes the use, for messages."""
 
     def __init__(self, path: str, use: str) -> None:
         self.path, self.use = path, use
 
 
 class Argument:
-    """Stands for an argument of forward, or an attribute of one, until its use shows what it is."""
+    """A placeholder for an argument of forward, or an attribute of one, whose type is not known yet."""
 
     def __init__(self, path: str, dense: Mapping[str, Tensor]) -> None:
         self.__dict__["_path"] = path
@@ -51,7 +51,8 @@ class Argument:
         raise UsedAsTensor(self._path, "a slice of it")
 
     def split(self, sizes: Any, *args: Any, **kwargs: Any) -> Any:
-        """As a KeyedJaggedTensor's: each part stands for the whole, for an embedding module takes its features by name.
+        """Like KeyedJaggedTensor.split; each part represents the whole, because an embedding module selects its
+        features by name.
 
         A tensor is split along a dimension that is named: the default is the batch, which has no fixed sizes.
         """
@@ -61,12 +62,12 @@ class Argument:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise Refused(
-            f"forward calls {self._path!r}; sparse inputs must go to embedding modules as they are (change ids before "
-            "the model, in the feature contract)"
+            f"forward calls {self._path!r}; forward must pass sparse inputs to embedding modules unchanged "
+            f"(transform ids in the feature contract instead)"
         )
 
     def __iter__(self) -> Any:
-        raise Refused(f"forward iterates over its input {self._path!r}; name its parts instead")
+        raise Refused(f"forward iterates over its input {self._path!r}; access its parts by name instead")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +112,7 @@ def _flat(values: Sequence[Any]) -> list[Any]:
 
 
 class Slots:
-    """What the stand-ins of the embedding modules return, and which inputs they were given."""
+    """The outputs that the stand-ins of the embedding modules return, and the inputs that they received."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = list(leaves)
@@ -119,7 +120,7 @@ class Slots:
         self.given: list[str | None] = [None] * len(leaves)
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """What the next calls return: per pooled module one tensor, per sequence feature values and lengths."""
+        """Set the outputs of the next calls: one tensor per pooled module, values and lengths per sequence feature."""
         rest = list(tensors)
         for i, leaf in enumerate(self.leaves):
             count = 1 if leaf.pooled else 2 * len(leaf.outputs)
@@ -134,11 +135,11 @@ class Slots:
             )
             raise Refused(
                 f"the input of {what} is {came} of type {type(argument).__name__}, computed or used inside forward; "
-                "it must be an input of forward, or an attribute of one, handed on as it is"
+                "it must be an input of forward, or an attribute of one, passed on unchanged"
             )
         path = argument._path
         if self.given[index] not in (None, path):
-            raise Refused(f"{what} is called with two inputs, {self.given[index]!r} and {path!r}; give it one")
+            raise Refused(f"{what} is called with two inputs, {self.given[index]!r} and {path!r}; expected one")
         self.given[index] = path
         parts = self.values[index]
         if leaf.pooled:
@@ -150,7 +151,7 @@ class Slots:
 
 
 class Stub(nn.Module):
-    """Stands for an embedding module."""
+    """A stand-in for an embedding module."""
 
     def __init__(self, slots: Slots, index: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""JSON from outside, read strictly: bounded, no key twice, and straight into frozen dataclasses that know their keys."""
+"""Reads untrusted JSON strictly into frozen dataclasses: bounded size and depth, no unknown or duplicate keys."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"')
 
 
 def loads(data: bytes, what: str) -> dict[str, Any]:
-    """The one JSON object in ``data``; ``what`` names it in errors.
+    """The JSON object in ``data``; ``what`` names it in errors.
 
     Raises:
         ArchiveError: rules J1 (size, encoding) and J2 (not an object, too deep, a key twice, NaN, ...).
     """
     if len(data) > MAX_JSON_BYTES:
-        raise ArchiveError(f"{what} has {len(data)} bytes; at most {MAX_JSON_BYTES} are read", rule="J1")
+        raise ArchiveError(f"{what} has {len(data)} bytes; expected at most {MAX_JSON_BYTES}", rule="J1")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -50,7 +50,8 @@ def loads(data: bytes, what: str) -> dict[str, Any]:
 
 
 def build(cls: type[T], value: Any, where: str) -> T:
-    """The dataclass ``cls`` from parsed JSON, with exactly its keys and types; those that have a default may be absent.
+    """The dataclass ``cls`` from parsed JSON, whose keys and types must match exactly; fields with a default are
+    optional.
 
     Raises:
         ArchiveError: rule J3, naming the place (``manifest.tables[3].rows``), what came and what was expected.
@@ -79,16 +80,16 @@ def _no_constant(name: str) -> Any:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"the number {text[:40]} is beyond float64")
+        raise ValueError(f"the number {text[:40]} is out of the range of float64")
     return number
 
 
 def _check_depth(text: str, what: str) -> None:
-    """Refuses deep nesting before the parser recurses into it."""
+    """Rejects deep nesting before the parser recurses into it."""
     brackets = re.sub(r"[^][{}]+", "", _STRING.sub("", text)).encode()
     steps = np.where(np.isin(np.frombuffer(brackets, np.uint8), np.frombuffer(b"[{", np.uint8)), 1, -1)
     if steps.size and int(np.cumsum(steps).max()) > MAX_DEPTH:
-        raise ArchiveError(f"{what} nests deeper than {MAX_DEPTH} levels", rule="J2")
+        raise ArchiveError(f"{what} is nested deeper than {MAX_DEPTH} levels", rule="J2")
 
 
 def _check_surrogates(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Small safetensors files of an archive (golden requests, position weights): dict of tensors to bytes and back."""
+"""Packs and unpacks the small safetensors files of an archive: golden requests and position weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def unpack_tensors(data: bytes, what: str, rule: str) -> dict[str, Tensor]:
-    """The tensors in ``data``; raises ArchiveError with ``rule`` when it is no safetensors file."""
+    """The tensors in ``data``; raises ArchiveError with ``rule`` if it is not a safetensors file."""
     try:
         return load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:

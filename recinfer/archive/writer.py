@@ -1,4 +1,4 @@
-"""Writing an archive: a temporary folder beside the target, shards filled piece by piece, hashes, then one rename."""
+"""Writes an archive into a temporary folder, hashes its files and renames it to the target."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _LIBC = ctypes.CDLL(None) if os.name == "posix" else None
 
 
 def _start_writeback(descriptor: int, offset: int, count: int) -> None:
-    """Ask the kernel (Linux) to begin writing these bytes to the disk now, so that fsync has little left to wait for."""
+    """Ask the kernel (Linux) to start writing these bytes to the disk, so that the later fsync takes less time."""
     function = getattr(_LIBC, "sync_file_range", None)
     if function is not None:
         function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
 
 
 class _HashedFile:
-    """A file filled in any order. Bytes that come in order are hashed on the way, the rest when it is closed.
+    """A file that is written in any order. Bytes written in order are hashed at once, the rest when the file is closed.
 
     Written past the buffers of Python: a buffer that could not be written would be tried again by close.
 
     Args:
-        hasher: hashes beside the thread that writes; the two take about as long.
+        hasher: hashes concurrently with the writing thread; both take about the same time.
     """
 
     def __init__(self, path: Path, size: int, hasher: Executor) -> None:
@@ -61,7 +61,7 @@ class _HashedFile:
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         if offset != self._hashed:
-            if self._in_order and 0 < offset - self._hashed <= 8192:  # padding: zeros that nobody writes
+            if self._in_order and 0 < offset - self._hashed <= 8192:  # padding: zeros that are never written
                 self._digest.update(bytes(offset - self._hashed))
                 self._hashed = offset
             else:
@@ -77,7 +77,7 @@ class _HashedFile:
             self._hashed += len(view)
 
     def close(self) -> str:
-        """Bring it to its size and to the disk; the SHA-256."""
+        """Extend the file to its size, flush it to the disk and return its SHA-256."""
         try:
             os.ftruncate(self._descriptor, self.size)
             os.fsync(self._descriptor)
@@ -95,7 +95,7 @@ class _HashedFile:
 
 
 class ArchiveFolder:
-    """The archive being written. Files are added under their archive paths; nothing shows at the target before the end.
+    """An archive that is being written. The target appears only when all files are complete.
 
     Attributes:
         root: the temporary folder.
@@ -107,14 +107,14 @@ class ArchiveFolder:
         self.files: list[FileInfo] = []
 
     def path(self, name: str) -> Path:
-        """Where the file ``name`` is to be written, its folder made."""
+        """The path to write the file ``name`` to; creates its folder."""
         check_path(name)
         full = self.root / name
         full.parent.mkdir(parents=True, exist_ok=True)
         return full
 
     def add(self, name: str, data: bytes | None = None) -> None:
-        """Register ``name``, writing ``data`` to it first when given; flushed to the disk and hashed."""
+        """Register the file ``name``: write ``data`` if given, flush it to the disk and hash it."""
         full = self.path(name)
         if data is not None:
             full.write_bytes(data)
@@ -123,7 +123,7 @@ class ArchiveFolder:
             self.files.append(FileInfo(name, full.stat().st_size, file_sha256(file)))
 
     def write_manifest(self, text: str) -> None:
-        """Write ``manifest.json``, which lists the other files and so is not listed."""
+        """Write ``manifest.json``, which lists all other files."""
         full = self.root / "manifest.json"
         full.write_text(text, encoding="utf-8")
         with full.open("rb") as file:
@@ -152,7 +152,7 @@ class ShardWriter:
                 self._pieces.setdefault((piece.table.module, piece.table.table), []).append((file, piece))
 
     def write_rows(self, table: TablePlan, first_row: int, packed_RP: Tensor) -> None:
-        """Put packed full rows ``first_row ...`` (uint8 [R, row bytes], row alignment 1) into the shards they belong to."""
+        """Write packed whole rows ``first_row ...`` (uint8 [R, row bytes], row alignment 1) into their shards."""
         stop_row = first_row + packed_RP.shape[0]
         for file, piece in self._pieces[table.module, table.table]:
             rect = piece.rect
@@ -182,13 +182,14 @@ class ShardWriter:
 
 @contextmanager
 def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[ArchiveFolder]:
-    """A temporary folder beside ``target`` that becomes it when the block ends, and is removed when it fails.
+    """Yields a temporary folder next to ``target``; renames it to ``target`` at the end of the block, removes it on an
+    error.
 
     Args:
-        target: where the archive goes; must not exist, unless ``overwrite``, and then must be an archive (or empty).
+        target: path of the archive; must not exist, or with ``overwrite`` must be an archive (or empty).
 
     Raises:
-        ArchiveError: the target exists, or is something else than an archive.
+        ArchiveError: the target exists, or is not an archive.
         UnavailableError: the disk is full, or the folder cannot be written.
     """
     target = Path(os.path.abspath(target))
@@ -197,7 +198,7 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target)
     except OSError as error:
-        raise UnavailableError(f"cannot write beside {str(target)!r}: {error.strerror}") from None
+        raise UnavailableError(f"cannot write next to {str(target)!r}: {error.strerror}") from None
     try:
         with partial_folder(target) as root:
             root.chmod(0o755)
@@ -212,11 +213,11 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
 
 @contextmanager
 def partial_folder(target: Path) -> Iterator[Path]:
-    """A new hidden folder beside ``target``, locked, that is gone when the block ends, however it ends.
+    """A new, locked, hidden folder next to ``target``, removed at the end of the block and on any error.
 
-    The lock is the kernel's: it goes with the process, however that ends, so :func:`remove_stale` can tell what is left
-    of a killed one from what another is writing, on any host that shares the disk and its locks. Where there are no locks
-    there is none.
+    The kernel releases the lock when the process ends in any way, so that :func:`remove_stale` can tell what is left
+    by a killed writer from what another is writing, on any host that shares the disk and its locks. Without lock
+    support nothing is removed.
     """
     root = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     lock: int | None = None
@@ -237,7 +238,7 @@ def partial_folder(target: Path) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder with all in it, also when Ctrl-C comes in the middle of that."""
+    """Remove a folder and its content, even if Ctrl-C interrupts the removal."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except KeyboardInterrupt:
@@ -246,9 +247,9 @@ def _remove(folder: Path) -> None:
 
 
 def remove_stale(target: Path) -> None:
-    """Remove what killed writers of ``target`` have left beside it: partial folders that nobody holds the lock of.
+    """Remove partial folders next to ``target`` that killed writers left: those without a held lock.
 
-    Young ones are kept: a writer makes its folder first and locks it then.
+    New folders are kept: a writer creates its folder before it locks it.
     """
     for folder in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         if not _PARTIAL.fullmatch(folder.name[len(target.name) + 1 :]) or folder.is_symlink() or not folder.is_dir():
@@ -256,7 +257,7 @@ def remove_stale(target: Path) -> None:
         try:
             if time.time() - folder.stat().st_mtime < _YOUNG_SECONDS:
                 continue
-        except OSError:  # gone meanwhile
+        except OSError:  # removed meanwhile
             continue
         lock = _lock(folder)
         if lock is not None:
@@ -265,7 +266,8 @@ def remove_stale(target: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor with the folder's exclusive lock; None if another has it, or the system has no such locks."""
+    """A descriptor with the folder's exclusive lock; None if another process holds it, or the system has no such
+    locks."""
     try:
         import fcntl
 
@@ -287,16 +289,17 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise exists(target)
     is_archive = target.is_dir() and not target.is_symlink()
     if not is_archive or (any(target.iterdir()) and not (target / "manifest.json").is_file()):
-        raise ArchiveError(f"{str(target)!r} exists and is no archive; it is not overwritten")
+        raise ArchiveError(f"{str(target)!r} exists and is not an archive; choose another path, or remove it first")
 
 
 def exists(target: Path) -> ArchiveError:
-    """What is raised where something has the name that an archive or a delta is to get."""
-    return ArchiveError(f"{str(target)!r} exists; choose another path, or overwrite it with overwrite=True")
+    """The error for an archive or delta whose target path exists."""
+    return ArchiveError(f"{str(target)!r} exists; choose another path, or pass overwrite=True (--overwrite)")
 
 
 def put_at(partial: Path, target: Path, overwrite: bool) -> None:
-    """Give what is written its name; raises ArchiveError when another writer was first, unless ``overwrite``."""
+    """Rename the written archive or delta to its target; raises ArchiveError if the target exists, unless
+    ``overwrite``."""
     try:
         put(partial, target, replace=overwrite)
     except FileExistsError:
@@ -304,7 +307,7 @@ def put_at(partial: Path, target: Path, overwrite: bool) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the directory entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -315,4 +318,4 @@ def sync_folder(folder: Path) -> None:
 def _check_space(root: Path, need: int) -> None:
     free = shutil.disk_usage(root).free
     if need > free:
-        raise UnavailableError(f"the shards need {need} bytes; {free} are free at {str(root.parent)!r}")
+        raise UnavailableError(f"the shards need {need} bytes, but only {free} are free at {str(root.parent)!r}")

@@ -1,4 +1,5 @@
-"""Checkpoints: save, read in slices, and load into modules; torch.distributed.checkpoint with TorchRec's key names."""
+"""Saves checkpoints, reads them in slices and loads them into modules, in torch.distributed.checkpoint's format with
+TorchRec's keys."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The index of a torch.distributed.checkpoint folder: which shard of which tensor lies at which bytes of which file.
+"""Reads the index of a torch.distributed.checkpoint folder: the file and byte offset of every shard of every tensor.
 
-What is trusted: nothing. ``.metadata`` is a pickle, and torch reads it with the full unpickler, which runs what the
-file says. Here it is read by an unpickler that knows torch's few metadata classes and refuses all others, so a folder
-of unknown origin can be opened. Its content is then checked: shards lie inside their tensor, cover it once, and name
-files of the folder.
+The files are not trusted. ``.metadata`` is a pickle, and torch reads it with the full unpickler, which can run code
+from the file. Here it is read by an unpickler that allows only torch's few metadata classes, so a folder of unknown
+origin can be opened. Its content is then checked: shards lie inside their tensor, cover it once, and name files of the
+folder.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Chunk:
 
     @cached_property
     def data(self) -> TensorBytes:
-        """The chunk's tensor in its file; the description is read when first asked for.
+        """The chunk's tensor in its file; its description is read on first use.
 
         Raises:
             CheckpointError: the file does not hold the tensor that the index promises.
@@ -74,7 +74,7 @@ class Chunk:
         if not isinstance(found, TensorBytes) or found.shape != self.sizes:
             what = found.shape if isinstance(found, TensorBytes) else type(found).__name__
             raise CheckpointError(
-                f"{self.path}: at byte {self.start} lies {what}, expected a tensor of shape {self.sizes}; the file is "
+                f"{self.path}: found {what} at byte {self.start}, expected a tensor of shape {self.sizes}; the file is "
                 "damaged or belongs to another checkpoint"
             )
         return found
@@ -103,7 +103,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged or forged index can hold anything anywhere
-        raise CheckpointError(f"{folder / METADATA_FILE}: is no index of tensors: {error!r}") from error
+        raise CheckpointError(f"{folder / METADATA_FILE}: is not an index of tensors: {error!r}") from error
 
 
 def _tensors(folder: Path, metadata: torch_metadata.Metadata) -> dict[str, StoredTensor]:
@@ -127,7 +127,7 @@ def _tensors(folder: Path, metadata: torch_metadata.Metadata) -> dict[str, Store
 def _chunk(folder: Path, key: str, chunk: torch_metadata.ChunkStorageMetadata, info: Any) -> Chunk:
     if not isinstance(info, _StorageInfo):
         raise CheckpointError(
-            f"{folder}: the shard of {key} at {tuple(chunk.offsets)} has no place in a file; the checkpoint is damaged"
+            f"{folder}: the shard of {key} at {tuple(chunk.offsets)} is in no file; the checkpoint is damaged"
         )
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(
@@ -136,12 +136,14 @@ def _chunk(folder: Path, key: str, chunk: torch_metadata.ChunkStorageMetadata, i
         )
     path = folder / info.relative_path
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise CheckpointError(f"{folder}: {key} points out of the folder, to {info.relative_path!r}; refused")
+        raise CheckpointError(
+            f"{folder}: the file of {key} is outside the folder: {info.relative_path!r}; expected a path inside it"
+        )
     return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length)
 
 
 def _check_cover(folder: Path, key: str, tensor: StoredTensor) -> None:
-    """The chunks cover the tensor, each element once."""
+    """Raises CheckpointError unless the chunks cover every element of the tensor exactly once."""
     wrong = _cover_fault(tensor)
     if wrong:
         rectangles = [(c.offsets, c.sizes) for c in tensor.chunks[:4]]
@@ -204,6 +206,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         raise CheckpointError(
-            f"{self.path}: names {module}.{name}, which no checkpoint index needs; refused, because loading it could "
-            "run code. Save the checkpoint again with torch.distributed.checkpoint"
+            f"{self.path}: contains {module}.{name}, which a checkpoint index does not need and which could run code "
+            f"when loaded. Save the checkpoint again with torch.distributed.checkpoint"
         )

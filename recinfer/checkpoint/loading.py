@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a module, tensor by tensor, after checking that all of it fits."""
+"""Loads a checkpoint into a module tensor by tensor, after checking that all tensors fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What :func:`load_into` did.
+    """The tensors that :func:`load_into` loaded, and those that it did not.
 
     Attributes:
         loaded: keys that were read.
@@ -40,7 +40,7 @@ def load_into(
     strict: bool = True,
     only: KeyFilter | Iterable[str] | None = None,
 ) -> LoadReport:
-    """Read the tensors of ``module``'s state dict into it, in place; those on meta are made on the CPU.
+    """Load the tensors of ``module``'s state dict in place; tensors on the meta device are created on the CPU.
 
     No tensor exists twice: a CPU tensor is filled from the file, one on another device through one copy at a time.
     Nothing is changed before every key and shape is checked.
@@ -83,7 +83,7 @@ def _select(tensors: dict[str, Tensor], only: KeyFilter | Iterable[str] | None) 
     chosen = set(only)
     unknown = sorted(chosen - set(tensors))
     if unknown:
-        raise CheckpointError(f"only: the module has no {', '.join(unknown[:_SHOWN])}; give keys of its state dict")
+        raise CheckpointError(f"only: the module has no {', '.join(unknown[:_SHOWN])}; expected keys of its state dict")
     return [k for k in tensors if k in chosen]
 
 
@@ -127,6 +127,6 @@ def _refuse_meta_buffers(module: nn.Module) -> None:
     stuck = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if stuck:
         raise CheckpointError(
-            f"buffers {', '.join(stuck[:_SHOWN])} are on meta and in no state dict (persistent=False), so nothing can "
-            "fill them; build these parts of the module on the CPU"
+            f"buffers {', '.join(stuck[:_SHOWN])} are on the meta device and in no state dict (persistent=False), so "
+            f"they have no values; create these parts of the module on the CPU"
         )

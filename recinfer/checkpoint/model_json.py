@@ -1,10 +1,10 @@
-"""``model.json``: what kind of module a checkpoint holds and how to build it again; plain data, nothing executable.
+"""Reads and writes ``model.json``, which describes a checkpoint's module as plain data, and builds the module.
 
     {"format": "recinfer.model/1", "name": "ranker", "version": "1",
      "model": {"class": "dlrm", ...} or null, "contract": {...} or null}
 
 ``model.class`` names an entry of a registry of builders; a module of a class that is not registered is stored with
-``"model": null`` and comes back through a function of the user's (:func:`recinfer.checkpoint.resolve.resolve_model`).
+``"model": null`` and is built by a function of the user (:func:`recinfer.checkpoint.resolve.resolve_model`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEYS = {"format", "name", "version", "model", "contract"}
 
 @dataclass(frozen=True)
 class ModelKind:
-    """How modules of one class become data and modules again.
+    """Converts modules of one class to a config and back.
 
     Attributes:
         name: the ``class`` in model.json.
@@ -47,7 +47,7 @@ _KINDS: dict[str, ModelKind] = {}
 
 
 def register(kind: ModelKind) -> None:
-    """Make modules of ``kind`` storable; a name can be taken once."""
+    """Register a class of modules; raises ConfigError for a name that is registered already."""
     if kind.name in _KINDS:
         raise ConfigError(f"model class {kind.name!r} is registered already")
     _KINDS[kind.name] = kind
@@ -71,12 +71,14 @@ def build_model(description: Mapping[str, Any], device: str | torch.device, *, w
     config = description.get("model")
     if config is None:
         raise CheckpointError(
-            f"{where}: {MODEL_JSON} does not say how to build the module; name a function that returns it "
-            "(--model pkg.module:function)"
+            f"{where}: {MODEL_JSON} has no config to build the module from; give a function that returns it (--model "
+            f"pkg.module:function)"
         )
     kind = _KINDS.get(config.get("class"))
     if kind is None:
-        raise CheckpointError(f"{where}: model class {config.get('class')!r}; known here: {', '.join(sorted(_KINDS))}")
+        raise CheckpointError(
+            f"{where}: unknown model class {config.get('class')!r}; known classes: {', '.join(sorted(_KINDS))}"
+        )
     try:
         return kind.build({k: v for k, v in config.items() if k != "class"}, torch.device(device))
     except (KeyError, TypeError, ValueError) as error:

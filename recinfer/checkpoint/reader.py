@@ -1,8 +1,8 @@
 """Reads a checkpoint in slices: a torch.distributed.checkpoint folder (ours or TorchRec's) or a ``.pt`` state dict.
 
-Tensors are read from the byte ranges of their files into memory of the caller's choice, so a table never exists
-twice, and a slice of rows touches only the shards that overlap it. torchrec is not needed, whatever the sharding was.
-Files need not be trusted: see :mod:`recinfer.checkpoint.dcp` and :mod:`recinfer.checkpoint.torch_file`.
+Tensors are read from the byte ranges of their files into memory that the caller chooses, so a table never exists twice,
+and a slice of rows reads only the shards that overlap it. torchrec is not needed for any sharding. Files need not be
+trusted: see :mod:`recinfer.checkpoint.dcp` and :mod:`recinfer.checkpoint.torch_file`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODEL_GROUPS = ("model", "state_dict", "model_state_dict", "module", "app")
 class CheckpointReader:
     """One checkpoint, open for reading. Opening reads the index only. Safe to use from several threads.
 
-    A state dict saved inside another, as in ``dcp.save({"model": ..., "optim": ...})``, is found by itself: keys are
+    A state dict saved inside another, as in ``dcp.save({"model": ..., "optim": ...})``, is recognized: keys are
     the module's own, without the ``model.`` before them. :meth:`align` finds any other nesting by the module's keys.
 
     Args:
@@ -41,7 +41,7 @@ class CheckpointReader:
         prefix: the part of the keys to leave out, with its dot; None finds it. ``""`` shows the keys as stored.
 
     Raises:
-        CheckpointError: nothing there, or no checkpoint that can be read.
+        CheckpointError: the path does not exist, or is not a readable checkpoint.
 
     Example::
 
@@ -75,7 +75,7 @@ class CheckpointReader:
         return self._tensor(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
-        """Its dtype; raises CheckpointError for an unknown key."""
+        """Dtype of ``key``; raises CheckpointError for an unknown key."""
         return self._tensor(key).dtype
 
     def num_bytes(self) -> int:
@@ -83,11 +83,11 @@ class CheckpointReader:
         return sum(torch.Size(self.shape(k)).numel() * self.dtype(k).itemsize for k in self.keys())
 
     def tensor(self, key: str) -> StoredTensor:
-        """Where the pieces of the model's ``key`` lie; raises CheckpointError for an unknown key."""
+        """The stored shards of the model's ``key``; raises CheckpointError for an unknown key."""
         return self._tensor(key)
 
     def stored(self, key: str) -> StoredTensor:
-        """The same for a key as it is stored (:meth:`stored_keys`)."""
+        """As :meth:`tensor`, for a key of :meth:`stored_keys`."""
         if key not in self._tensors:
             raise CheckpointError(f"{self.path}: has no {key!r}; it has {_some(self.stored_keys())}")
         return self._tensors[key]
@@ -147,7 +147,7 @@ class CheckpointReader:
             chunk.data.read_rows(first - chunk.offsets[0], last - chunk.offsets[0], target)
 
     def read_blocks(self, key: str, start: int, stop: int, block: Tensor) -> Iterator[tuple[int, int]]:
-        """Rows ``start`` to ``stop`` of a matrix, one block after the other: the fast way to go over a large table.
+        """Yields rows ``start`` to ``stop`` of a matrix in blocks: the fastest way to read a large table.
 
         Args:
             block: contiguous CPU tensor ``[any number of rows, columns]``; its first rows are refilled each time. Other
@@ -185,10 +185,11 @@ class CheckpointReader:
     def _check_rows(self, key: str, tensor: StoredTensor, start: int, stop: int) -> None:
         rows = tensor.shape[0] if tensor.shape else 1
         if not 0 <= start <= stop <= rows or (not tensor.shape and start == stop):
-            raise CheckpointError(f"{self.path}: rows {start} to {stop} of {key}, which has {rows}")
+            raise CheckpointError(f"{self.path}: rows {start} to {stop} of {key}, which has {rows} rows")
 
     def align(self, module_or_keys: nn.Module | Iterable[str]) -> CheckpointReader:
-        """Choose the prefix under which most of the module's keys lie; keeps the present one if none is better."""
+        """Choose the key prefix that matches most of the module's keys; keeps the current one if no other matches
+        more."""
         keys = list(module_or_keys.state_dict() if isinstance(module_or_keys, nn.Module) else module_or_keys)
         if all(key in self for key in keys):
             return self
@@ -202,7 +203,7 @@ class CheckpointReader:
 
     @cached_property
     def model_json(self) -> Mapping[str, Any] | None:
-        """What ``model.json`` beside the tensors says; None without one. Raises CheckpointError if it is damaged."""
+        """The content of ``model.json``; None without one. Raises CheckpointError if it is damaged."""
         return read_model_json(self.path) if self.path.is_dir() else None
 
     @cached_property
@@ -216,18 +217,20 @@ class CheckpointReader:
         try:
             return FeatureContract.from_dict(found)
         except ConfigError as error:
-            raise CheckpointError(f"{self.path}: the contract in model.json does not hold together: {error}") from error
+            raise CheckpointError(
+                f"{self.path}: the feature contract in model.json is inconsistent: {error}"
+            ) from error
 
     def build_model(self, device: str | torch.device = "meta") -> nn.Module:
         """The module that ``model.json`` describes, without its weights (see :func:`recinfer.checkpoint.load_into`).
 
         Raises:
-            CheckpointError: no ``model.json``, or one that describes no module known here.
+            CheckpointError: no ``model.json``, or one that describes an unknown module.
         """
         if self.model_json is None:
             raise CheckpointError(
-                f"{self.path}: has no model.json, so the module cannot be rebuilt; name a function that returns it "
-                "(--model pkg.module:function)"
+                f"{self.path}: has no model.json to build the module from; give a function that returns the module "
+                f"(--model pkg.module:function)"
             )
         return build_model(self.model_json, device, where=str(self.path))
 
@@ -239,7 +242,7 @@ class CheckpointReader:
 
 
 def _check_chunk(key: str, tensor: StoredTensor, chunk: Chunk) -> None:
-    """Raises CheckpointError unless the file holds what the index promises."""
+    """Raises CheckpointError unless the file holds the shard that the index describes."""
     if chunk.data.dtype != tensor.dtype:
         raise CheckpointError(
             f"{chunk.path}: a shard of {key} is {chunk.data.dtype}, expected {tensor.dtype}; the file is damaged"
@@ -259,12 +262,12 @@ def _read_state_dict(path: Path) -> dict[str, StoredTensor]:
 
     walk(read_torch_file(path), ())
     if not tensors:
-        raise CheckpointError(f"{path}: holds no tensors in a dict; expected torch.save(model.state_dict(), path)")
+        raise CheckpointError(f"{path}: does not hold a dict of tensors; expected torch.save(model.state_dict(), path)")
     return tensors
 
 
 def _model_prefix(tensors: Mapping[str, StoredTensor]) -> str:
-    """The dicts around the model's own state dict, as a prefix of its keys; ``""`` if there are none."""
+    """The key prefix of the model's state dict inside nested dicts; ``""`` if it is not nested."""
     prefix: list[str] = []
     inside = [t.path for t in tensors.values()]
     while inside:

@@ -1,4 +1,4 @@
-"""Finds the function that a user names to get the module: ``pkg.module:function``."""
+"""Imports the function of ``--model pkg.module:function`` and calls it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def resolve_model(spec: str) -> nn.Module:
     """Import ``pkg.module`` (the working directory counts) and call its ``function`` with no arguments.
 
     The function returns the module; build embedding tables with ``device="meta"``, so that they cost no memory. This
-    runs the user's own code, on the user's word.
+    runs the user's code.
 
     Raises:
-        ConfigError: not of the form ``pkg.module:function``, or something else than a module came back.
+        ConfigError: not of the form ``pkg.module:function``, or the function does not return a module.
         NotFoundError: no such module or function.
         UnavailableError: the user's module imports a package that is not installed.
     """
@@ -54,11 +54,8 @@ def resolve_model(spec: str) -> nn.Module:
 
 
 def _not_installed(spec: str, missing: str) -> str:
-    """What the user's module imports and is not there, and what to do."""
+    """The message for a package that the user's module imports and that is not installed."""
     text = f"--model {spec!r}: it imports {missing!r}, which is not installed where recinfer runs; "
     if missing.partition(".")[0] == "torchrec":
-        return text + (
-            "install torchrec beside recinfer, and the model works as it is; or let `recinfer migrate` rewrite its imports "
-            "to recinfer's"
-        )
-    return text + "install it there, or build the model without it"
+        return text + ("install torchrec to use the model unchanged, or rewrite its imports with `recinfer migrate`")
+    return text + "install it, or build the model without it"

@@ -1,9 +1,9 @@
-"""Loads a checkpoint, optimizer state too, into a model of any sharding on any number of ranks, piece by piece.
+"""Loads a checkpoint with its optimizer state into a model with any sharding and number of ranks, in bounded memory.
 
 Every rank reads the rectangles of its own shards and nothing else; no rank holds a table that it does not own, and
-nothing travels between ranks. Where the sharding changed, so does the layout of row-wise optimizer state (one number a
-row and column piece): pieces that are joined give the mean weighted by columns, which is what the whole row would have;
-a piece that is cut gives its number to both parts.
+ranks exchange no data. If the sharding changes, the layout of row-wise optimizer state (one number per row and column
+shard) changes too: joined shards get the mean weighted by columns, which is the value of the whole row; the parts of a
+split shard get its value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ALIASES = {
     "step": ("iter",),
     "iter": ("step",),
 }
-_COUNTS = ("step", "iter")  # one number a parameter or a table, whatever the sharding
+_COUNTS = ("step", "iter")  # one number per parameter or table, for any sharding
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def load_checkpoint(
 
     Args:
         folder: a torch.distributed.checkpoint folder that recinfer or TorchRec wrote, at any world size and sharding,
-            or a ``.pt`` state dict. The model's keys may lie under any prefix.
+            or a ``.pt`` state dict. The model's keys may have any prefix.
         model: sharded (its state dict holds ShardedTensors) or not.
         optimizer: keyed optimizers (``DistributedModelParallel.fused_optimizer``, CombinedOptimizer) or torch's, over
             the model's parameters.
@@ -87,7 +87,7 @@ def load_checkpoint(
 
 
 def keyed_optimizer(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> KeyedOptimizer:
-    """One keyed optimizer of them all; torch's get the model's parameter names."""
+    """Combine optimizers into one keyed optimizer; a plain torch optimizer gets the model's parameter names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parts: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = []
     for part in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
@@ -152,7 +152,7 @@ def _optimizer_plan(
     model: Mapping[str, Any],
     strict: bool,
 ) -> list[Any]:
-    """What copies each state of ``optimizer`` out of the checkpoint, all found before anything is changed."""
+    """The copies that restore each state of ``optimizer``; all are checked before any is made."""
     plans, missing = [], []
     stored = set(reader.stored_keys())
     for name, values in state_of_all_ranks(optimizer, names, model).items():
@@ -172,8 +172,8 @@ def _optimizer_plan(
             plans.append(_state_plan(reader.stored(key), key, value, model[names[name]], weight))
     if missing and strict:
         raise CheckpointError(
-            f"{reader.path}: {len(missing)} states of the optimizer are not in it ({_some(missing)}); strict=False "
-            "starts them anew"
+            f"{reader.path}: {len(missing)} states of the optimizer are missing ({_some(missing)}); strict=False "
+            f"initializes them"
         )
     return plans
 
@@ -194,7 +194,7 @@ def _stored_state(stored: Iterable[str], parameter: str, state: str) -> str | No
 
 
 def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weight: StoredTensor) -> Any:
-    """Copies one state: element by element like the weight, one number a row and column piece, or a single number."""
+    """The copies of one state, which has one number per element, per row and column shard, or in all."""
     targets = local_pieces(value)
     if not targets:
         return lambda: None
@@ -224,12 +224,12 @@ def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weig
     elif shape != (rows * len(spans),):
         raise CheckpointError(
             f"{key} has shape {shape}; expected {rows * len(spans)} numbers, one for each of {rows} rows and "
-            f"{len(spans)} column pieces of the weight"
+            f"{len(spans)} column shards of the weight"
         )
     places = [(offsets, tuple(piece.shape)) for piece, offsets in local_pieces(parameter)]
     if len(places) != len(targets):
         raise CheckpointError(
-            f"{key}: the optimizer has {len(targets)} pieces of state for {len(places)} of the weight"
+            f"{key}: the optimizer has {len(targets)} state tensors for {len(places)} shards of the weight"
         )
 
     def apply() -> None:
@@ -250,14 +250,16 @@ def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weig
 
 
 def read_rectangle(stored: StoredTensor, key: str, target: Tensor, offsets: Sequence[int]) -> None:
-    """Fill ``target`` with the rectangle of its shape that begins at ``offsets`` in the stored tensor.
+    """Fill ``target`` with the rectangle at ``offsets`` of the stored tensor.
 
     Raises:
         CheckpointError: the rectangle reaches beyond the tensor, or a file is missing or damaged.
     """
     shape = tuple(target.shape)
     if len(shape) != len(stored.shape) or any(o + s > whole for o, s, whole in zip(offsets, shape, stored.shape)):
-        raise CheckpointError(f"{key}: wanted {shape} from {tuple(offsets)}, it has shape {stored.shape}")
+        raise CheckpointError(
+            f"{key}: got the rectangle {shape} at {tuple(offsets)}, but the tensor has shape {stored.shape}"
+        )
     for chunk in stored.chunks:
         if not shape:
             whole = torch.empty((), dtype=stored.dtype)
@@ -273,7 +275,7 @@ def read_rectangle(stored: StoredTensor, key: str, target: Tensor, offsets: Sequ
 def _copy_overlap(
     chunk: Chunk, dtype: torch.dtype, target: Tensor, offsets: Sequence[int], starts: list[int], stops: list[int]
 ) -> None:
-    """In blocks of rows, so that memory stays bounded whatever the chunk's width."""
+    """Copy in blocks of rows, so that memory is bounded for any width."""
     width = max(1, torch.Size(chunk.sizes[1:]).numel())
     rows = max(1, _BLOCK_BYTES // (width * dtype.itemsize))
     for first in range(starts[0], stops[0], rows):

@@ -1,7 +1,8 @@
-"""State that a plain optimizer keeps of a table's local shard, as one tensor of all ranks.
+"""Combines the state that a plain optimizer keeps per local shard of a table into one tensor of all ranks.
 
-A table with the kernel ``dense`` is sharded, but its parameter on a rank is an ordinary tensor, and so is the state that
-torch's optimizers make for it. Written as it is, every rank's part would have the same name.
+A table with the kernel ``dense`` is sharded, but its parameter on a rank is an ordinary tensor, and so is the state
+that torch's optimizers create for it. Without this conversion, every rank's part would have the same name in a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["state_of_all_ranks"]
 def state_of_all_ranks(
     optimizer: KeyedOptimizer, names: Mapping[str, str], model: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by its own names of the parameters, with the state of local shards placed in the whole.
+    """The optimizer's state dict, with the state of local shards placed in tensors of the whole table.
 
     Args:
         optimizer: over parameters of the model.
@@ -35,10 +36,10 @@ def state_of_all_ranks(
         model: the model's state dict; sharded tables are ShardedTensors or DTensors in it.
 
     Returns:
-        parameter -> state name -> value; nothing of tables that lie on other ranks.
+        parameter -> state name -> value; without tables on other ranks.
 
     Raises:
-        CheckpointError: state that is neither one number an element nor one a row of the table.
+        CheckpointError: state with neither one number per element nor one per row of the table.
     """
     found = {}
     for name, values in optimizer.state_dict()["state"].items():
@@ -59,8 +60,8 @@ def _placed(what: str, value: Any, parameter: Tensor, whole: ShardedTensor | DTe
     by_row = value.shape in ((parameter.shape[0],), (parameter.shape[0], 1)) and parameter.shape[1] == cols
     if value.shape != parameter.shape and not by_row:
         raise CheckpointError(
-            f"{what}: has shape {tuple(value.shape)} for a local shard {tuple(parameter.shape)} of {rows} x {cols}; state of "
-            "a sharded dense table is saved element by element, or row by row where it is not cut in columns. Plan the "
+            f"{what}: has shape {tuple(value.shape)} for a local shard {tuple(parameter.shape)} of {rows} x {cols}; "
+            f"expected state per element, or per row for a table that is not sharded by columns. Plan the "
             "table with the kernel fused, or leave this optimizer out of the checkpoint"
         )
     size = torch.Size([rows, *((cols if value.shape == parameter.shape else 1,) * (value.dim() - 1))])

@@ -1,7 +1,7 @@
-"""Where the bytes of tensors saved by torch.save lie in a file, found and read without loading the file.
+"""Finds and reads single tensors in torch.save files without loading the whole file.
 
 torch.save writes a zip of uncompressed records: ``data.pkl`` describes the tensors, ``data/<n>`` hold their storages.
-Here ``data.pkl`` is read by an unpickler that knows nothing but tensors and plain containers, so no code in a file
+Here ``data.pkl`` is read by an unpickler that allows only tensors and plain containers, so no code in a file
 can run, and what it returns are byte ranges that are read row by row with ``pread``.
 """
 
@@ -45,7 +45,7 @@ _BUFFER_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """One tensor in a file.
+    """The location of one tensor in a file.
 
     Attributes:
         path: the file.
@@ -62,7 +62,7 @@ class TensorBytes:
     strides: tuple[int, ...]
 
     def check(self) -> None:
-        """Raises CheckpointError if the shape reaches beyond the storage."""
+        """Raises CheckpointError if the shape needs more bytes than the storage has."""
         if min(self.shape, default=0) < 0 or min(self.strides, default=0) < 0 or len(self.shape) != len(self.strides):
             raise CheckpointError(f"{self.path}: a tensor of shape {self.shape}, strides {self.strides}")
         needed = self._span(self.shape) * self.dtype.itemsize
@@ -73,7 +73,7 @@ class TensorBytes:
             )
 
     def read_rows(self, start: int, stop: int, out: Tensor) -> None:
-        """Rows ``start`` to ``stop`` into ``out`` (any strides and dtype). A scalar is one row.
+        """Read rows ``start`` to ``stop`` into ``out`` (any strides and dtype). A scalar counts as one row.
 
         Raises:
             CheckpointError: the file is missing or shorter than it should be.
@@ -99,9 +99,10 @@ class TensorBytes:
                 target.copy_(span.as_strided(block, strides))
 
     def read_blocks(self, start: int, stop: int, block: Tensor) -> Iterator[tuple[int, int]]:
-        """Rows ``start`` to ``stop`` through ``block``, whose first rows are refilled before each (first, last) is given.
+        """Yields (first, last) for rows ``start`` to ``stop`` in blocks; before each yield the first rows of ``block``
+        are filled.
 
-        For tensors that are :meth:`plain` only: nothing but reads happens here.
+        Only for tensors that are :meth:`plain`.
         """
         bytes_of_row = math.prod(self.shape[1:]) * self.dtype.itemsize
         view = block.reshape(-1).view(torch.uint8).numpy().data
@@ -116,7 +117,7 @@ class TensorBytes:
         return self.dtype == dtype and bool(self.shape) and _is_contiguous(self.shape, self.strides)
 
     def read_ahead(self, start: int, stop: int) -> None:
-        """Ask the system to have rows ``start`` to ``stop`` at hand soon. Does not wait, promises nothing."""
+        """Ask the system to read rows ``start`` to ``stop`` ahead in the background; only a hint."""
         if not self.shape or not hasattr(os, "posix_fadvise"):
             return
         stride = self.strides[0] * self.dtype.itemsize
@@ -132,7 +133,7 @@ class TensorBytes:
 
 
 def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
-    """What torch.save wrote at ``offset`` of ``path``, with a :class:`TensorBytes` in place of every tensor.
+    """The object that torch.save wrote at ``offset`` of ``path``, with a :class:`TensorBytes` in place of every tensor.
 
     Reads the descriptions only. Any class but tensors, containers and numbers is refused, so the file need not be
     trusted.
@@ -155,8 +156,8 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
             raise
         except zipfile.BadZipFile as error:
             raise CheckpointError(
-                f"{path}: bytes {offset} to {offset + length} are no whole torch.save file ({error}); expected the zip "
-                "format of torch 1.6 and later"
+                f"{path}: bytes {offset} to {offset + length} are not a complete torch.save file ({error}); expected "
+                f"the zip format of torch 1.6 or later"
             ) from error
         except Exception as error:  # a damaged pickle raises nearly anything
             raise CheckpointError(f"{path}: cannot be read as a torch.save file: {error!r}") from error
@@ -195,7 +196,7 @@ class _Records:
 def _read_archive(records: _Records) -> Any:
     description = records.read("data.pkl")
     if description is None:
-        raise CheckpointError(f"{records.path}: a zip without data.pkl; expected what torch.save writes")
+        raise CheckpointError(f"{records.path}: a zip file without data.pkl; expected a file that torch.save wrote")
     order = records.read("byteorder")
     if order not in (None, b"little"):
         raise CheckpointError(f"{records.path}: byte order {order!r}; expected little")
@@ -210,7 +211,7 @@ class _Storage:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Unpickles descriptions of tensors, containers and numbers; every other class is refused."""
+    """Unpickles descriptions of tensors, containers and numbers; rejects every other class."""
 
     def __init__(self, data: bytes, records: _Records) -> None:
         super().__init__(io.BytesIO(data))

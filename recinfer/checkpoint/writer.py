@@ -1,4 +1,4 @@
-"""Writes a checkpoint: torch.distributed.checkpoint files with TorchRec's key names, and ``model.json`` beside them."""
+"""Writes a checkpoint: torch.distributed.checkpoint files with TorchRec's keys, and ``model.json``."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def save_checkpoint(
     model_name: str = "model",
     model_version: str = "1",
 ) -> Path:
-    """Write ``model`` and how to build it again. The folder appears under its name when it is whole.
+    """Write ``model`` and its model.json. The folder appears under its name when it is complete.
 
-    Tensors lie under ``model.<key of the state dict>``, the optimizer's under ``optim.state.<parameter>.<state>``, so
-    ``dcp.load({"model": module.state_dict()}, checkpoint_id=folder)`` reads it back too (give what it filled to
-    ``module.load_state_dict`` where tables are behind a cache of rows, which keeps old ones otherwise). With a process
-    group every rank calls this, with the same folder on a shared file system, and writes its own shards.
+    Tensors are stored under ``model.<key of the state dict>``, the optimizer's under
+    ``optim.state.<parameter>.<state>``, so ``dcp.load({"model": module.state_dict()}, checkpoint_id=folder)`` reads it
+    back too (give what it filled to ``module.load_state_dict`` where tables are behind a cache of rows, which keeps old
+    ones otherwise). With a process group every rank calls this, with the same folder on a shared file system, and
+    writes its own shards.
 
     Args:
         folder: where to; an earlier checkpoint there is replaced.
@@ -60,7 +61,7 @@ def save_checkpoint(
         model_name, model_version: under which the model is served.
 
     Raises:
-        CheckpointError: tensors on meta, or ``folder`` holds something that is no checkpoint.
+        CheckpointError: tensors on meta, or ``folder`` holds files that are not a checkpoint.
         UnavailableError: the disk is full, or the folder cannot be written; what was written is removed.
     """
     saving = _Saving(folder, model, optimizer, contract, model_name, model_version)
@@ -83,7 +84,8 @@ def save_checkpoint_async(
     model_name: str = "model",
     model_version: str = "1",
 ) -> Future[Path]:
-    """As :func:`save_checkpoint`, written by a thread while training goes on; the state is copied before this returns.
+    """As :func:`save_checkpoint`, but a thread writes while training continues; the state is copied before this
+    returns.
 
     With a process group every rank calls this and gets its own future; the first rank's is done when the folder has its
     name. Wait for one save before the next, and before the process ends.
@@ -119,7 +121,7 @@ def save_checkpoint_async(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Raises the system's error in place of the one that torch's serializer raises because of it.
+    """Raises the operating system's error instead of the error that torch's serializer raises after it.
 
     The errors of all ranks are pickled to the first, and what an error came from is lost on that way.
     """
@@ -132,14 +134,14 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that ``error`` is, or came from."""
+    """The OSError that ``error`` is or was caused by."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 class _CopyOnCpu(AsyncStager):
-    """The state as it was, on CPU; torch's own stagers know no DTensors of sharded tables."""
+    """A copy of the state on the CPU; torch's own stagers do not support DTensors of sharded tables."""
 
     _synchronize_after_execute = False
 
@@ -154,7 +156,7 @@ class _CopyOnCpu(AsyncStager):
 
 
 class _Saving:
-    """One checkpoint being written: the state, the folder it grows in and the one it becomes."""
+    """A checkpoint that is being written: its state, its temporary folder and its target."""
 
     def __init__(
         self,
@@ -171,7 +173,9 @@ class _Saving:
         tensors = {k: v for k, v in self.state["model"].items() if isinstance(v, Tensor | ShardedTensor)}
         stuck = [key for key, value in tensors.items() if any(t.is_meta for t in local_tensors(value))]
         if stuck:
-            raise CheckpointError(f"{', '.join(stuck[:8])}: on meta, there is nothing to save; load the weights first")
+            raise CheckpointError(
+                f"{', '.join(stuck[:8])}: on the meta device, so there are no values to save; load the weights first"
+            )
         if optimizer is not None:
             keyed = keyed_optimizer(model, optimizer)
             names = own_names(model, keyed)
@@ -190,7 +194,7 @@ class _Saving:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Remove what the block has written if it fails; the system's errors become an UnavailableError."""
+        """Remove the written files if the block fails; raises UnavailableError for errors of the operating system."""
         try:
             yield
         except BaseException as error:
@@ -208,7 +212,7 @@ class _Saving:
             raise
 
     def begin(self) -> None:
-        """An empty folder for all ranks to write in."""
+        """Create the empty folder that all ranks write to."""
         if self._first:
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
@@ -216,7 +220,7 @@ class _Saving:
             dist.barrier()
 
     def finish(self) -> None:
-        """The first rank gives the folder, which all have written to the disk, its name."""
+        """Rename the folder to its target on the first rank, after all ranks have flushed their files."""
         if self._first:
             with open(self.partial / MODEL_JSON, "w", encoding="utf-8") as file:
                 file.write(self._text)
@@ -227,12 +231,13 @@ class _Saving:
 
 
 def partial_of(target: Path) -> Path:
-    """The folder in which the checkpoint ``target`` is written before it gets its name."""
+    """The temporary folder of the checkpoint ``target``."""
     return target.with_name(f".{target.name}.partial")
 
 
 def check_target(folder: str | os.PathLike[str]) -> Path:
-    """``folder`` as a path, if a checkpoint may be written there; worth asking before hours of training.
+    """``folder`` as a path; raises CheckpointError unless a checkpoint may be written there. Check this before hours of
+    training.
 
     Raises:
         CheckpointError: it is a file, or a folder with something else in it.
@@ -242,6 +247,7 @@ def check_target(folder: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"{target}: is not a folder; expected a new folder or an earlier checkpoint")
     if target.is_dir() and any(target.iterdir()) and not (target / METADATA_FILE).exists():
         raise CheckpointError(
-            f"{target}: holds files that are no checkpoint; expected a new folder or an earlier checkpoint to replace"
+            f"{target}: holds files that are not a checkpoint; expected a new folder or an earlier checkpoint to "
+            f"replace"
         )
     return target

@@ -1,1 +1,1 @@
-"""See docs/explanation/request.md."""
+"""The command line: one module for each subcommand of ``recinfer`` and the helpers that they share."""

@@ -23,8 +23,7 @@ def show_addresses(
     tls: bool = False,
     engines: Sequence[str] = (),
 ) -> None:
-    """Say what is served, and on which ports: one line a port, each with an address that can be copied from it; then a
-    line of ``engines`` each.
+    """Print what is served and where: one line per port with an address to copy, then the lines of ``engines``.
 
     Args:
         what: the models, or ranks; names as they are, which may look like rich's markup.

@@ -1,4 +1,4 @@
-"""``recinfer admin``: change and list what a running server serves."""
+"""``recinfer admin``: changes and lists the models that a running server serves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "admin"
 EXAMPLE = "Example: recinfer admin list --target 127.0.0.1:8500"
 
 app = typer.Typer(
-    help="Change and list what a running `recinfer serve --model-store DIR --admin` serves.",
+    help="List and change the models that a running `recinfer serve --model-store DIR --admin` serves.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -38,14 +38,14 @@ _WHAT = "--model movies --version 8"
 
 @dataclass(frozen=True)
 class AdminClientOptions(ServerOptions):
-    """As other verbs that call a server have them; loading reads and checks a whole archive."""
+    """The options of other commands that call a server, with a longer timeout: loading checks a whole archive."""
 
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for the answer.")] = 300.0
+    timeout: Annotated[float, typer.Option(min=0.001, help="Timeout of the call, in seconds.")] = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """What all of these verbs take."""
+    """The options of every ``recinfer admin`` command."""
 
     target: TargetOption
     client: AdminClientOptions
@@ -54,23 +54,26 @@ class ListOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeOptions(ListOptions):
-    """What all changes take."""
+    """The options of every command that changes something."""
 
-    reason: Annotated[str, typer.Option("--reason", help="Why; it goes into the server's log.")] = ""
+    reason: Annotated[str, typer.Option("--reason", help="Reason for the change, written to the server's log.")] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(ChangeOptions):
     """The options of ``load``."""
 
-    activate: Annotated[bool, typer.Option("--activate", help="Also make it the default version.")] = False
+    activate: Annotated[bool, typer.Option("--activate", help="Also make this version the default.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsOptions(ChangeOptions):
     """The options of ``weights``."""
 
-    weight: Annotated[list[str], typer.Option("--weight", metavar="VERSION=SHARE", help="Repeatable.")]
+    weight: Annotated[
+        list[str],
+        typer.Option("--weight", metavar="VERSION=SHARE", help="Share of the traffic, as a whole number; repeatable."),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,11 @@ class LabelsOptions(ChangeOptions):
 
     label: Annotated[
         list[str] | None,
-        typer.Option("--label", metavar="LABEL=VERSION", help="Repeatable; none takes all labels away."),
+        typer.Option(
+            "--label",
+            metavar="LABEL=VERSION",
+            help="Label of a version; repeatable. Without this option all labels are removed.",
+        ),
     ] = None
 
 
@@ -88,14 +95,16 @@ class DeltaOptions(ChangeOptions):
     """The options of ``delta``."""
 
     delta: Annotated[
-        str | None, typer.Option("--delta", metavar="FILE", help="Name of a .rqd in the model's folder of the store.")
+        str | None,
+        typer.Option("--delta", metavar="FILE", help="Name of a delta (.rqd) in the model's folder of the store."),
     ] = None
-    undo: Annotated[bool, typer.Option("--undo", help="Take back the version's last delta instead.")] = False
+    undo: Annotated[bool, typer.Option("--undo", help="Undo the version's last delta instead.")] = False
 
 
 @takes(LoadOptions)
 def load(options: LoadOptions) -> None:
-    """Load a version of the model store (without --version the newest), check it and warm it; the same again is fine."""
+    """Load a version from the model store, check it and warm it up. Without --version: the newest. Succeeds if already
+    loaded."""
     name, version = _model(options), options.client.version
     _change(
         options,
@@ -106,14 +115,14 @@ def load(options: LoadOptions) -> None:
 
 @takes(ChangeOptions)
 def unload(options: ChangeOptions) -> None:
-    """Stop serving a version; requests that run on it end well."""
+    """Stop serving a version. Requests already running on it complete."""
     name, version = _model(options), _version(options)
     _change(options, lambda admin: admin.unload(name, version, reason=options.reason), f"unloaded {name} {version}")
 
 
 @takes(ChangeOptions)
 def default(options: ChangeOptions) -> None:
-    """Send all requests that name no version to one version."""
+    """Send all requests without a version to one version."""
     name, version = _model(options), _version(options)
     _change(
         options,
@@ -124,19 +133,20 @@ def default(options: ChangeOptions) -> None:
 
 @takes(WeightsOptions)
 def weights(options: WeightsOptions) -> None:
-    """Spread the requests that name no version over several: a canary beside the old version."""
+    """Split requests without a version between several versions, for example for a canary."""
     name = _model(options)
     pairs = [parse_pair(text, "--weight", "VERSION=SHARE, as in 8=10") for text in options.weight]
     odd = [share for _, share in pairs if not share.isdecimal()]
     if odd:
-        raise ConfigError(f"--weight: got the share {odd[0]!r}, expected a whole number from 0")
+        raise ConfigError(f"--weight: got the share {odd[0]!r}, expected a whole number of 0 or more")
     shares = {version: int(share) for version, share in pairs}
     _change(options, lambda admin: admin.set_weights(name, shares, reason=options.reason), f"weights of {name} set")
 
 
 @takes(LabelsOptions)
 def labels(options: LabelsOptions) -> None:
-    """Give versions labels, such as stable and canary, which requests may say in place of a version."""
+    """Set the labels of a model's versions, such as stable and canary; a request may name a label instead of a
+    version."""
     name = _model(options)
     named = dict(parse_pair(text, "--label", "LABEL=VERSION, as in stable=7") for text in options.label or ())
     _change(options, lambda admin: admin.set_labels(name, named, reason=options.reason), f"labels of {name} set")
@@ -144,17 +154,17 @@ def labels(options: LabelsOptions) -> None:
 
 @takes(ChangeOptions)
 def rollback(options: ChangeOptions) -> None:
-    """Go back to the shares before the last change of them (load --activate, default or weights)."""
+    """Restore the traffic shares from before the last load --activate, default or weights."""
     name = _model(options)
     _change(options, lambda admin: admin.rollback(name, reason=options.reason), f"rolled {name} back")
 
 
 @takes(DeltaOptions)
 def delta(options: DeltaOptions) -> None:
-    """Apply a delta of the model store to a served version, or take back the last one."""
+    """Apply a delta from the model store to a served version, or undo the last one."""
     name, version, file = _model(options), options.client.version, options.delta
     if (file is None) == (not options.undo):
-        raise ConfigError("delta: give --delta FILE or --undo, one of the two")
+        raise ConfigError("delta: give either --delta FILE or --undo")
     if file is not None:
         _change(
             options,
@@ -165,15 +175,15 @@ def delta(options: DeltaOptions) -> None:
         _change(
             options,
             lambda admin: admin.undo_delta(name, version, reason=options.reason),
-            f"took back the last delta of {name} {version or '(the default version)'}",
+            f"undid the last delta of {name} {version or '(the default version)'}",
         )
 
 
 @takes(ListOptions)
 def list_models(options: ListOptions) -> None:
-    """Show models and versions: state, share of the requests, labels, since when, engine, memory.
+    """List models and versions with state, traffic share, labels, load time, engine and memory.
 
-    Memory is the archive's size: it is mapped, and processes of one host share its pages.
+    Memory is the archive's size. Archives are memory-mapped, so the processes of one host share these pages.
     """
     output = Output(options.as_json)
     with _open(options) as admin:
@@ -184,9 +194,9 @@ def list_models(options: ListOptions) -> None:
 
 @takes(ListOptions)
 def status(options: ListOptions) -> None:
-    """Show whether a server, or a shard server, takes requests; with --admin on its side also what it serves.
+    """Show whether a server or shard server is ready and, if it runs with --admin, its models.
 
-    Exits with 1 where it does not.
+    Exit code 1: the server is not ready.
     """
     from recinfer.errors import RecinferError
 
@@ -203,7 +213,7 @@ def status(options: ListOptions) -> None:
     if found is not None:
         output.show(_table(found))
     elif why:
-        output.note(f"its models are not listed: {why}")
+        output.note(f"cannot list its models: {why}")
     output.finish({"health": health, **_plain(options.target, found or {})})
     if health != "SERVING":
         raise typer.Exit(EXIT_FAILED_CHECK)
@@ -230,7 +240,7 @@ def _open(options: ListOptions) -> AdminClient:
 
 
 def _health(options: ListOptions) -> str:
-    """The word of the health service, or UNREACHABLE."""
+    """The status that the health service reports, or UNREACHABLE."""
     import grpc
 
     from recinfer.serving.client.client import HEALTH_CHECK, IS_SERVING
@@ -246,18 +256,18 @@ def _health(options: ListOptions) -> str:
 
 def _model(options: ListOptions) -> str:
     if not options.client.model:
-        raise ConfigError("--model: got none, expected the model's name; `recinfer admin list` shows them")
+        raise ConfigError("--model: got none, expected a model's name; `recinfer admin list` lists them")
     return options.client.model
 
 
 def _version(options: ListOptions) -> str:
     if not options.client.version:
-        raise ConfigError("--version: got none, expected a version; `recinfer admin list` shows them")
+        raise ConfigError("--version: got none, expected a version; `recinfer admin list` lists them")
     return options.client.version
 
 
 def _only(found: Loaded, options: ListOptions) -> Loaded:
-    """What --model and --version leave of it."""
+    """The models and versions that --model and --version select."""
     name, version = options.client.model, options.client.version
     return {
         model: {v: one for v, one in versions.items() if version in ("", v)}
@@ -294,7 +304,7 @@ def _since(age_seconds: float) -> datetime:
 
 
 def _plain(target: str, found: Loaded) -> dict[str, Any]:
-    """What ``--json`` prints: a list of models in the server's order, the default one first."""
+    """The JSON output: a list of models in the server's order, the default model first."""
     models = [
         {
             "model": model,

@@ -1,4 +1,4 @@
-"""``recinfer bench``: load on a server, as a table and a picture."""
+"""``recinfer bench``: measures latency and throughput of a running server, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ EXAMPLE = (
     "With TLS and a token: recinfer bench serve --target rankers.example:8500 --tls-ca ca.pem --token-file token.txt"
 )
 
-app = typer.Typer(help="Measure a server.", no_args_is_help=True, rich_markup_mode="rich")
+app = typer.Typer(
+    help="Measure the latency, throughput and capacity of a server.", no_args_is_help=True, rich_markup_mode="rich"
+)
 
 _PERCENTILES = (50, 90, 99, 99.9)
 
@@ -36,14 +38,21 @@ class BenchServeOptions:
 
     target: TargetOption
     concurrency: Annotated[
-        str, typer.Option("--concurrency", help="Callers at a time; several, with commas, one after another.")
+        str,
+        typer.Option(
+            "--concurrency",
+            help="Number of concurrent callers; several numbers, separated by commas, are measured one after another.",
+        ),
     ] = "1"
-    duration: Annotated[float, typer.Option("--duration", min=0.01, help="Seconds for each.")] = 5.0
-    call: Annotated[str, typer.Option("--call", help="lookup or predict.")] = "lookup"
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples a request.")] = 1
-    ids: Annotated[int, typer.Option("--ids", min=0, help="Ids for each sample and feature.")] = 1
+    duration: Annotated[float, typer.Option("--duration", min=0.01, help="Seconds of load per number of callers.")] = (
+        5.0
+    )
+    call: Annotated[str, typer.Option("--call", help="Kind of request: lookup or predict.")] = "lookup"
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples per request.")] = 1
+    ids: Annotated[int, typer.Option("--ids", min=0, help="Ids per sample and feature.")] = 1
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write the latency curves here (png, svg, pdf).", show_default=False)
+        Path | None,
+        typer.Option("--plot", help="Plot the latency curves to this file (png, svg, pdf).", show_default=False),
     ] = None
     client: ClientOptions
     as_json: JsonOption = False
@@ -51,11 +60,11 @@ class BenchServeOptions:
 
 @takes(BenchServeOptions)
 def serve(options: BenchServeOptions) -> None:
-    """Ask a running server for random ids of its features, as fast as it answers, and show latency and throughput.
+    """Load a running server with random ids and show latency and throughput.
 
-    Each caller asks again as soon as it is answered; what takes longer than --timeout counts as an error. Exits with 1
-    where nothing was answered.
-    Run it on another machine, or at least beside a server that has cores to itself: the client needs some too.
+    Each caller sends its next request when it receives a response. A request that takes longer than --timeout counts as
+    an error. Exit code 1: every request failed. Run the command on another machine than the server, or give the server
+    its own cores.
     """
     from recinfer.serving.bench import measure_load
 
@@ -77,7 +86,7 @@ def serve(options: BenchServeOptions) -> None:
         **client_arguments(options.client),
     )
     what = {name: getattr(options, name) for name in ("target", "call", "batch", "ids")}
-    output.show(_table("{call} of {batch} samples, {ids} ids a feature, {target}".format(**what), results))
+    output.show(_table("{call} of {batch} samples, {ids} ids per feature, {target}".format(**what), results))
     reasons = {name: reason for result in reversed(results) for name, reason in result.reasons.items()}
     for name, reason in sorted(reasons.items()):
         output.show(escape(f"the first {name}: {reason}"))
@@ -101,7 +110,9 @@ def _levels(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(f"--concurrency: got {text!r}, expected whole numbers with commas, as in 1,8,32") from None
+        raise InputError(
+            f"--concurrency: got {text!r}, expected whole numbers separated by commas, as in 1,8,32"
+        ) from None
 
 
 def _table(title: str, results: list[LoadResult]) -> Any:

@@ -1,4 +1,4 @@
-"""``recinfer bench capacity``: the highest rate at which a real server keeps a promised p99, measured."""
+"""``recinfer bench capacity``: measures the knee, the highest rate at which a server meets its p99 objective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from recinfer.sizing.arrivals import Trace
     from recinfer.sizing.capacity import Measured
 
-__all__ = ["EXAMPLE", "Asked", "LoadOptions", "capacity", "measure", "show_measured"]
+__all__ = ["EXAMPLE", "LoadOptions", "MeasuredServer", "capacity", "measure", "show_measured"]
 
 EXAMPLE = (
     "Example: recinfer bench capacity movielens.rqa --p99-ms 10 --out capacity.json --plot capacity.png\n\n"
@@ -31,67 +31,82 @@ EXAMPLE = (
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The promise, and the requests that come."""
+    """The latency objective, and the requests of the load."""
 
-    p99_ms: Annotated[float, typer.Option("--p99-ms", min=0.01, help="99 % of requests are answered within this.")]
+    p99_ms: Annotated[
+        float,
+        typer.Option(
+            "--p99-ms", min=0.01, help="Objective: 99 % of requests get a response within this many milliseconds."
+        ),
+    ]
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="When requests come and how large they are: JSON lines or CSV; see docs/how-to/measure-capacity.md."
+            help="Trace with arrival times and sizes of requests, as JSON lines or CSV; see "
+            "docs/how-to/measure-capacity.md."
         ),
     ] = None
     call: Annotated[
-        RequestKind | None, typer.Option(help="What requests are.", show_default="predict, if the model can")
+        RequestKind | None, typer.Option(help="Kind of request.", show_default="predict, if the model has a dense part")
     ] = None
-    batch: Annotated[int, typer.Option(min=1, help="Samples a request, without a trace.")] = 1
-    ids: Annotated[float, typer.Option(min=0, help="Ids a sample and feature, without a trace.")] = 1.0
-    seconds: Annotated[float, typer.Option(min=0.2, help="Of one stretch of load; some 20 to 40 are needed.")] = 3.0
+    batch: Annotated[int, typer.Option(min=1, help="Samples per request, without --trace.")] = 1
+    ids: Annotated[float, typer.Option(min=0, help="Ids per sample and feature, without --trace.")] = 1.0
+    seconds: Annotated[
+        float, typer.Option(min=0.2, help="Seconds of load per rate; a measurement tries 20 to 40 rates.")
+    ] = 3.0
     max_qps: Annotated[float, typer.Option("--max-qps", min=1, help="Highest rate to try.")] = 100_000.0
-    seed: Annotated[int, typer.Option(min=0, help="Of the moments at which requests come.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the arrival times.")] = 0
 
 
 @dataclass(frozen=True)
 class CapacityOptions:
-    """All of them."""
+    """All options of ``recinfer bench capacity``."""
 
     load: LoadOptions
     client: ClientOptions
     archive: Annotated[
-        Path | None, typer.Argument(help="Archive folder: a server of it is started.", show_default=False)
+        Path | None, typer.Argument(help="Archive folder to start a server for.", show_default=False)
     ] = None
     target: Annotated[
-        str | None, typer.Option("--target", metavar="HOST:PORT", help="Measure this running server instead.")
+        str | None,
+        typer.Option("--target", metavar="HOST:PORT", help="Measure this running server instead of starting one."),
     ] = None
     sharded: Annotated[
-        bool, typer.Option("--sharded", help="Start a ranker and one shard server that holds all ranks instead.")
+        bool,
+        typer.Option(
+            "--sharded", help="Start a ranker and one shard server that holds all ranks, instead of one server."
+        ),
     ] = False
-    out: Annotated[Path | None, typer.Option("--out", help="Write what was measured (JSON), for recinfer size.")] = None
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the measurement to this file (JSON), for `recinfer size`.")
+    ] = None
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw p50 and p99 against the rate.")
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Plot p50 and p99 against the request rate to this file."),
     ] = None
     as_json: JsonOption = False
 
 
 @takes(CapacityOptions)
 def capacity(options: CapacityOptions) -> None:
-    """Load a real server at rising rates and find the highest at which 99 % of requests are answered in time: the knee.
+    """Measure the highest request rate at which a server meets a p99 latency objective (the knee).
 
-    Requests come at their own moments (a trace's, or independent ones), however slow the server is, and latency counts from
-    the moment at which a request was due. The server is started here with the archive, or is a running one (--target), which
-    is better: on one machine the load takes cores from the server. Takes one to three minutes. Exit code 1: no rate keeps
-    the promise.
+    Requests arrive at the times of a trace or of a Poisson process, however slow the server is. Latency counts from the
+    time at which a request was due. The command starts a server for ARCHIVE, or measures a running one (--target).
+    Prefer a server on another machine: on one machine the load takes cores from the server. Takes one to three minutes.
+    Exit code 1: no rate meets the objective.
     """
     from recinfer.sizing.report import check_picture, check_place, draw_curve
 
     output = Output(options.as_json)
     if (options.archive is None) == (options.target is None):
-        raise ConfigError("give an archive, of which a server is started, or --target HOST:PORT of a running one")
+        raise ConfigError("give either ARCHIVE, to start a server for it, or --target HOST:PORT of a running server")
     if options.plot is not None:
         check_picture(options.plot)
     if options.out is not None:
         check_place("--out", options.out)
-    asked = Asked(options.archive, options.target, options.sharded)
-    found = measure(asked, options.load, options.client, output)
+    subject = MeasuredServer(options.archive, options.target, options.sharded)
+    found = measure(subject, options.load, options.client, output)
     show_measured(output, found)
     if options.out is not None:
         found.save(options.out)
@@ -105,8 +120,9 @@ def capacity(options: CapacityOptions) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The server that is measured: of an archive, as a ranker and a shard server where ``sharded``, or at a target."""
+class MeasuredServer:
+    """The server to measure: started for an archive (as a ranker and a shard server with ``sharded``), or running at a
+    target."""
 
     archive: Path | None = None
     target: str | None = None
@@ -114,22 +130,24 @@ class Asked:
 
     @property
     def what(self) -> str:
-        """What :class:`recinfer.sizing.capacity.Measured` calls it."""
+        """Its name in :class:`recinfer.sizing.capacity.Measured`."""
         return "ranker and shard" if self.sharded else "server"
 
 
-def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Output) -> Measured:
-    """Start the server that is asked for, load it, and stop it."""
+def measure(subject: MeasuredServer, load: LoadOptions, client: ClientOptions, output: Output) -> Measured:
+    """Start the server unless it runs already, measure it, and stop it."""
     from recinfer.sizing.capacity import Measured, find_knee, this_machine
     from recinfer.sizing.load import Driver, encode_requests
 
-    output.note(f"starting a {asked.what} of {asked.archive}" if asked.target is None else f"loading {asked.target}")
-    with _server(asked) as (target, cpu_s):
+    output.note(
+        f"starting a {subject.what} for {subject.archive}" if subject.target is None else f"loading {subject.target}"
+    )
+    with _server(subject) as (target, cpu_s):
         arguments = client_arguments(client)
         with open_client(target, client) as asker:
-            asker.wait_until_ready(max(client.wait, 60.0) if asked.target is None else max(client.wait, 1.0))
+            asker.wait_until_ready(max(client.wait, 60.0) if subject.target is None else max(client.wait, 1.0))
             model = asker.get_model()
-        call = _call(load, asked, model)
+        call = _call(load, subject, model)
         trace = _trace(load, model)
         name, version = client.model, model.version if client.label else client.version
         requests = encode_requests(model, call, trace, name=name, version=version, seed=load.seed)
@@ -147,7 +165,7 @@ def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Outp
                 progress=progress,
             )
     return Measured(
-        what=asked.what,
+        what=subject.what,
         model=model.name,
         version=model.version,
         call=call,
@@ -160,33 +178,33 @@ def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Outp
 
 
 @contextmanager
-def _server(asked: Asked) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-    """Its target, and the seconds of processor that its processes have used so far."""
+def _server(subject: MeasuredServer) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    """Yields its target and a function that gives the CPU seconds of each of its processes so far."""
     from recinfer.sizing.server_process import ServerProcess, ranker_and_shard
 
-    if asked.target is not None:
-        yield asked.target, dict
+    if subject.target is not None:
+        yield subject.target, dict
         return
-    assert asked.archive is not None
-    if not asked.sharded:
-        with ServerProcess(asked.archive) as server:
+    assert subject.archive is not None
+    if not subject.sharded:
+        with ServerProcess(subject.archive) as server:
             yield server.target, lambda: {"server": server.cpu_s()}
         return
     from recinfer.archive.reader import open_archive
 
-    world_size = open_archive(asked.archive, ranks=()).manifest.world_size
-    with ranker_and_shard(asked.archive, world_size) as (ranker, shard):
+    world_size = open_archive(subject.archive, ranks=()).manifest.world_size
+    with ranker_and_shard(subject.archive, world_size) as (ranker, shard):
         yield ranker.target, lambda: {"ranker": ranker.cpu_s(), "shard": shard.cpu_s()}
 
 
-def _call(load: LoadOptions, asked: Asked, model: ModelDescription) -> Any:
+def _call(load: LoadOptions, subject: MeasuredServer, model: ModelDescription) -> Any:
     if load.call is not None:
         return load.call.value
-    if asked.archive is None:
+    if subject.archive is None:
         return "predict" if model.num_dense else "lookup"
     from recinfer.archive.reader import open_archive
 
-    return "predict" if open_archive(asked.archive, ranks=()).manifest.dense is not None else "lookup"
+    return "predict" if open_archive(subject.archive, ranks=()).manifest.dense is not None else "lookup"
 
 
 def _trace(load: LoadOptions, model: ModelDescription) -> Trace:
@@ -203,10 +221,10 @@ def show_measured(output: Output, found: Measured) -> None:
     """The table of rates, the knee, and what limits it."""
     from rich.table import Table
 
-    kind = f"{found.call.capitalize()} of {found.batch:g} samples, {found.ids:g} ids a sample"
-    title = f"{found.what} of {found.model} {found.version}: {kind}; promise: p99 within {found.p99_s * 1e3:g} ms"
+    kind = f"{found.call.capitalize()} of {found.batch:g} samples, {found.ids:g} ids per sample"
+    title = f"{found.what} of {found.model} {found.version}: {kind}; objective: p99 within {found.p99_s * 1e3:g} ms"
     table = Table(title=title, title_justify="left")
-    for name in ("requests/s", "p50 ms", "p99 ms", "least to most", "in time", "sent late by, p99", "promise"):
+    for name in ("requests/s", "p50 ms", "p99 ms", "p99 range", "in time", "sent late by, p99", "objective"):
         table.add_column(name, justify="right")
     for point in found.points:
         table.add_row(
@@ -216,27 +234,29 @@ def show_measured(output: Output, found: Measured) -> None:
             f"{_ms(point.spread_s[0])} to {_ms(point.spread_s[1])}",
             f"{point.within:.2%}",
             f"{_ms(point.late_s)} ms",
-            "[green]kept[/green]" if point.kept else "[red]broken[/red]",
+            "[green]met[/green]" if point.kept else "[red]missed[/red]",
         )
     output.show(table)
     if not found.knee_qps:
         output.show(
-            f"[bold red]no rate keeps it[/bold red]: alone a request takes {_ms(found.alone_s[100])} ms (median)"
+            f"[bold red]no rate meets the objective[/bold red]: a request on an idle server takes "
+            f"{_ms(found.alone_s[100])} ms (median)"
         )
         return
     least = "at least " if found.at_least else ""
-    output.show(f"[bold green]knee: {least}{found.knee_qps:,.0f} requests a second[/bold green]; plan for 70 % of it")
+    output.show(f"[bold green]knee: {least}{found.knee_qps:,.0f} requests/s[/bold green]; plan for 70 % of it")
     if found.cpu_s:
         used = ", ".join(f"{name} {found.knee_qps * each:.2f}" for name, each in found.cpu_s.items())
         output.note(f"cores in use at the knee: {used} of {found.machine['cores']}")
     if found.driver_late:
         output.note(
-            "the load itself was late near the knee, so the server may take more: load it from another machine (--target)"
+            "this machine sent requests late near the knee, so the real knee may be higher; run the load on another "
+            "machine with --target"
         )
 
 
 def as_data(found: Measured) -> dict[str, Any]:
-    """What ``--json`` prints; milliseconds."""
+    """The JSON output; times are in milliseconds."""
     return {
         "what": found.what,
         "model": found.model,

@@ -1,11 +1,11 @@
-"""The options of verbs that call a running server, and the client that they say."""
+"""Options of commands that call a running server, and opening the client that they describe."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -16,40 +16,58 @@ if TYPE_CHECKING:
 
 __all__ = ["ClientOptions", "ServerOptions", "TargetOption", "client_arguments", "missing_text", "open_client"]
 
-TargetOption = Annotated[str, typer.Option("--target", metavar="HOST:PORT", help="A running `recinfer serve`.")]
+TargetOption = Annotated[
+    str, typer.Option("--target", metavar="HOST:PORT", help="Address of a running `recinfer serve`.")
+]
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What is asked of the server, for how long, and how it is trusted."""
+    """Model and version to call, timeouts, and how to authenticate."""
 
-    model: Annotated[str, typer.Option("--model", help="Served model; empty is the server's default.")] = ""
-    version: Annotated[str, typer.Option("--version", help="Its version; empty is the default one.")] = ""
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for each answer.")] = 10.0
-    wait: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the server to come up first.")] = 0.0
+    PANEL: ClassVar[str] = "Server connection"
+
+    model: Annotated[
+        str, typer.Option("--model", help="Name of a served model. Default: the server's default model.")
+    ] = ""
+    version: Annotated[str, typer.Option("--version", help="Version of the model. Default: the server's choice.")] = ""
+    timeout: Annotated[float, typer.Option(min=0.001, help="Timeout of each call, in seconds.")] = 10.0
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, help="Wait up to this many seconds for the server to be ready.")
+    ] = 0.0
     token_file: Annotated[
         Path | None,
         typer.Option(
-            "--token-file", help="File with the server's bearer token; else RECINFER_TOKEN.", show_default=False
+            "--token-file", help="File with the server's bearer token. Default: RECINFER_TOKEN.", show_default=False
         ),
     ] = None
     tls_ca: Annotated[
         Path | None,
-        typer.Option("--tls-ca", help="PEM file of the authority of the server's certificate.", show_default=False),
+        typer.Option(
+            "--tls-ca",
+            help="PEM file of the certificate authority that signs the server's certificate.",
+            show_default=False,
+        ),
     ] = None
     tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", help="PEM file of your certificate (mutual TLS).", show_default=False)
+        Path | None,
+        typer.Option("--tls-cert", help="PEM file of the client certificate (mutual TLS).", show_default=False),
     ] = None
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="PEM file of its key.", show_default=False)] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", help="PEM file of the client certificate's private key.", show_default=False),
+    ] = None
     tls_name: Annotated[
         str,
-        typer.Option("--tls-name", help="Name in the server's certificate, if not the target's.", show_default=False),
+        typer.Option(
+            "--tls-name", help="Host name in the server's certificate, if it differs from --target.", show_default=False
+        ),
     ] = ""
 
 
 @dataclass(frozen=True)
 class ClientOptions(ServerOptions):
-    """The same for verbs that send requests to a model; to ``recinfer admin labels`` the word ``--label`` means something else."""
+    """The same for commands that send requests to a model; ``--label`` of ``recinfer admin labels`` is another option."""
 
     label: Annotated[
         str,
@@ -58,7 +76,8 @@ class ClientOptions(ServerOptions):
 
 
 def client_arguments(options: ServerOptions) -> dict[str, Any]:
-    """What InferenceClient and AsyncInferenceClient take of them; raises ConfigError naming a file that cannot be read."""
+    """The keyword arguments of InferenceClient and AsyncInferenceClient; raises ConfigError naming a file that cannot
+    be read."""
     from recinfer import env
     from recinfer.serving.wire.tls import read_token
 
@@ -79,7 +98,7 @@ def client_arguments(options: ServerOptions) -> dict[str, Any]:
 
 
 def open_client(target: str, options: ServerOptions) -> InferenceClient:
-    """A client of ``target``, once it takes requests where ``wait`` is above 0.
+    """A client of ``target``. With ``wait`` above 0, waits that many seconds for the server to be ready.
 
     Raises:
         ConfigError: naming a file that cannot be read.
@@ -99,6 +118,6 @@ def open_client(target: str, options: ServerOptions) -> InferenceClient:
 
 
 def missing_text(ranks: Sequence[int]) -> str:
-    """What to say above an answer that lacks ``ranks``, in rich's markup."""
+    """The warning, in rich's markup, for a response that lacks the rows of ``ranks``."""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"[yellow]{which} did not answer: vectors of their rows are zero, as the model allows[/yellow]"
+    return f"[yellow]{which} did not respond: their rows are replaced by zero vectors, as the archive allows[/yellow]"

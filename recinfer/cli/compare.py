@@ -1,4 +1,4 @@
-"""``recinfer compare``: an archive's outputs against those that a training program recorded."""
+"""``recinfer compare``: compares an archive's outputs with outputs recorded in training."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def run(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Run recorded inputs through an archive and compare its outputs with the recorded ones, within what its precision allows.
+    """Run recorded inputs through an archive and compare its outputs with the recorded ones.
 
-    Exit code 0: all rows agree. 1: some do not. 2: the archive or the file cannot be used.
+    The tolerance follows from the archive's precision. Exit code 0: all rows agree. 1: some rows differ. 2: the archive
+    or the reference file cannot be read.
     """
     from recinfer.inference.comparison import compare_archive
     from recinfer.inference.recorded import RecordedReference

@@ -1,8 +1,9 @@
-"""What every verb shares: where text goes, the ``--json`` line, and how an error or Ctrl-C reaches the user."""
+"""The output of every command: text, the ``--json`` line, progress, and errors with their exit codes."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import logging
 import math
@@ -72,10 +73,10 @@ def set_debug(on: bool) -> None:
 
 
 class Output:
-    """Where one verb writes: its result to stdout and its progress to stderr.
+    """The output of one command: its result goes to stdout and its progress to stderr.
 
-    With ``as_json``, what is for people goes to stderr, so that stdout holds the JSON object alone. With ``logs``, what
-    goes to stderr are lines of the package's log, in the form that the log has.
+    With ``as_json``, text for people goes to stderr, so that stdout holds only the JSON object. With ``logs``, lines on
+    stderr are records of the package's log, in the log's format.
     """
 
     def __init__(self, as_json: bool, *, logs: bool = False) -> None:
@@ -92,7 +93,7 @@ class Output:
             self.result.print(renderable)
 
     def note(self, text: str) -> None:
-        """Say on stderr what is going on."""
+        """Print a line of progress to stderr."""
         if self.logs:
             _log.info("%s", text)
             return
@@ -100,11 +101,11 @@ class Output:
 
     @contextmanager
     def bar(self, what: str, *, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-        """A progress bar on stderr that is gone at the end; yields what to tell of what is done, how much, and of how much.
+        """A progress bar on stderr, removed at the end; yields a function that sets its text, progress and total.
 
         Args:
-            what: is done first.
-            lines: where stderr is no terminal, say each thing that is done once.
+            what: the text at the start.
+            lines: if stderr is not a terminal, print each text once as a line instead.
         """
         from rich import progress
 
@@ -112,17 +113,17 @@ class Output:
         with progress.Progress(*columns, console=self.progress, transient=True) as shown:
             task, last = shown.add_task(what, total=1), ""
 
-            def tell(what: str, done: int, total: int) -> None:
+            def update(what: str, done: int, total: int) -> None:
                 nonlocal last
                 shown.update(task, description=what, completed=done, total=total)
                 if lines and not self.progress.is_terminal and what != last:
                     self.note(what)
                     last = what
 
-            yield tell
+            yield update
 
     def finish(self, payload: dict[str, Any]) -> None:
-        """Print ``payload`` as the last line of stdout, with ``--json``; nothing without it."""
+        """With ``--json``, print ``payload`` as the last line of stdout."""
         if self.as_json:
             print(json.dumps(_finite(payload), default=str, allow_nan=False), flush=True)
 
@@ -131,8 +132,9 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command: an expected error becomes one red line on stderr and exit code 2 (1 for a MismatchError), Ctrl-C exit
     code 130.
 
-    With ``--log-json`` that line is one of the log. With ``--json`` the error is also printed as ``{"error": {"type", "message"}}``, so a caller always gets an object.
-    A bug of ours keeps its traceback; ``--debug`` and ``RECINFER_DEBUG=1`` show one for expected errors too.
+    With ``--log-json`` the error is a log record. With ``--json`` it is also printed as ``{"error": {"type",
+    "message"}}``, so that a caller always gets an object. An unexpected error, that is a bug, keeps its traceback;
+    ``--debug`` and ``RECINFER_DEBUG=1`` show one for expected errors too.
     """
 
     @functools.wraps(function)
@@ -154,6 +156,8 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             as_json, log_json = (bool(kwargs.get(name)) for name in ("as_json", "log_json"))
             _fail(error, message, as_json=as_json, log_json=log_json)
 
+    # typer would keep the line breaks of the source in the paragraphs after the first
+    run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
     return run
 
 
@@ -176,7 +180,7 @@ def _fail(error: Exception, message: str, *, as_json: bool, log_json: bool) -> N
 
 
 def _explain(error: Exception) -> str | None:
-    """The one line for an expected error; None when it is none, and the traceback is what helps."""
+    """The message of an expected error; None for an unexpected one, which needs a traceback."""
     if isinstance(error, ModuleNotFoundError):
         extra = _EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
         return extra and f"this needs the package {error.name!r}; install it with: pip install 'recinfer[{extra}]'"
@@ -189,7 +193,7 @@ def _explain(error: Exception) -> str | None:
 
 
 def where_rules_are(message: str) -> str:
-    """Where to read about the rules that a message names as [C2]; empty where it names none."""
+    """A pointer to the format specification for rules that a message names, as in [C2]; empty if it names none."""
     rules = list(dict.fromkeys(re.findall(r"\[([FJMPSDCX]\d)\]", message)))
     files = list(dict.fromkeys("DELTA.md" if rule.startswith("X") else "FORMAT.md" for rule in rules))
     folder = Path(recinfer.__file__).parent / "archive"
@@ -198,7 +202,7 @@ def where_rules_are(message: str) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with null for nan and infinity, which JSON does not have."""
+    """``value`` with null in place of nan and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The options of a verb as fields of frozen dataclasses, declared as data and apart from what is done with them."""
+"""Declares the options of a command as fields of frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ O = TypeVar("O")  # noqa: E741 - of options
 
 
 def takes(options: type[O]) -> Callable[[Callable[[O], None]], Callable[..., None]]:
-    """Make a verb of a function on its options: typer sees a parameter for each of their fields.
+    """Turn a function of one options object into a command; typer sees one parameter per field.
 
     Args:
-        options: a dataclass whose fields are declared as typer wants parameters,
+        options: a dataclass whose fields are declared like typer parameters,
             ``port: Annotated[int, typer.Option(help="...")] = 8500``. A field whose type is a dataclass is a group: its
-            fields are parameters too.
+            fields are parameters too. A group's ``PANEL``, a class variable, is the heading of its options in ``--help``.
     """
     parameters = list(_parameters(options))
 
@@ -37,11 +37,14 @@ def takes(options: type[O]) -> Callable[[Callable[[O], None]], Callable[..., Non
 
 def _parameters(options: Any) -> Iterator[inspect.Parameter]:
     hints = get_type_hints(options, include_extras=True)
+    panel: str | None = getattr(options, "PANEL", None)
     for field in dataclasses.fields(options):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             yield from _parameters(hint)
             continue
+        for option in hint.__metadata__ if panel is not None else ():
+            option.rich_help_panel = panel
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 

@@ -1,4 +1,4 @@
-"""``recinfer delta``: an archive and a new checkpoint to the rows that changed."""
+"""``recinfer delta``: writes the rows and weights that a newer checkpoint changes in an archive."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ EXAMPLE = "Example: recinfer delta movielens.rqa newer.ckpt --out monday.rqd"
 
 
 def run(
-    archive: Annotated[Path, typer.Argument(help="Archive folder that is served.", show_default=False)],
-    checkpoint: Annotated[Path, typer.Argument(help="The new checkpoint, as for export.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", help="Delta to write, by custom *.rqd.")],
+    archive: Annotated[Path, typer.Argument(help="Archive folder that the delta applies to.", show_default=False)],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="Newer checkpoint of the same model, in a format that export reads.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Delta file to write, usually named *.rqd.")],
     after: Annotated[
         list[Path] | None,
-        typer.Option("--after", help="Delta that is applied before this one; repeatable, in order."),
+        typer.Option("--after", help="Earlier delta that this one is applied after; repeatable, in order."),
     ] = None,
     model: ModelOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write what changed since an archive was exported: packed rows that differ, and the dense part.
+    """Write a delta: the table rows and dense weights that a newer checkpoint changes in an archive.
 
-    A process that serves the archive applies it with Predictor.apply_delta, between two requests, and can undo it; a
-    server that starts takes it with `recinfer serve --delta`.
+    Apply a delta to a served version with `recinfer admin delta`, at server start with `recinfer serve --delta`, or in
+    your own process with Predictor.apply_delta. A delta can be undone.
     """
     from recinfer.archive.reader import open_archive
     from recinfer.inference.delta import make_delta

@@ -1,4 +1,4 @@
-"""``recinfer demo``: the seven stages in one run, measured at the end through the gRPC client."""
+"""``recinfer demo``: runs all stages of the pipeline and measures the served model through the gRPC client."""
 
 from __future__ import annotations
 
@@ -38,27 +38,36 @@ _LIMITS = {DataFormat.synthetic: 100_000}
 
 
 def run(
-    data: Annotated[Path | None, typer.Option("--data", help="Rows to train on; without it they are made up.")] = None,
-    format: Annotated[DataFormat, typer.Option("--format", help="What the rows are.")] = DataFormat.synthetic,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Keep checkpoint, plan and archive here.", show_default="kept nowhere")
+    data: Annotated[
+        Path | None, typer.Option("--data", help="File with the rows to train on. Default: synthetic rows.")
     ] = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks to shard over.")] = 2,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the rows.", show_default="by format")] = None,
-    embedding_dim: Annotated[int, typer.Option(min=1, help="Columns of every table.")] = 16,
-    limit: Annotated[int | None, typer.Option(min=20, help="Rows to use.", show_default="by format")] = None,
-    seed: Annotated[int, typer.Option(help="Of the rows, the split and the initial weights.")] = 0,
+    format: Annotated[DataFormat, typer.Option("--format", help="Format of the rows.")] = DataFormat.synthetic,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Folder to keep checkpoint, plan and archive in.", show_default="a temporary folder"
+        ),
+    ] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks to shard over.")] = 2,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the training split.", show_default="by format")
+    ] = None,
+    embedding_dim: Annotated[int, typer.Option(min=1, help="Embedding dimension of every table.")] = 16,
+    limit: Annotated[
+        int | None, typer.Option(min=20, help="Use only the first N rows.", show_default="by format")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the rows, the split and the initial weights.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Train, checkpoint, plan, export to INT8, verify, serve and query: the whole pipeline on this machine.
+    """Run the whole pipeline on this machine: train, plan, export to INT8, verify, serve and query.
 
-    Ends with the plan, AUC and log-loss of the float model and of the served INT8 archive, sizes and latencies.
+    Prints the plan, AUC and log-loss of the float model and of the served INT8 archive, file sizes and latencies.
     """
     from recinfer.data.dataset import load_dataset
 
     started = time.perf_counter()
     output = Output(as_json)
-    output.note(f"rows: {data or 'made up, in the Criteo format'}")
+    output.note(f"rows: {data or 'synthetic, in the Criteo format'}")
     dataset = load_dataset(data, format.value, limit=limit or _LIMITS.get(format), seed=seed)
     with _folder(out) as folder:
         report = _pipeline(output, folder, dataset, world_size, epochs or _EPOCHS[format], embedding_dim, seed)
@@ -71,7 +80,7 @@ def run(
 def _pipeline(
     output: Output, folder: Path, dataset: Dataset, world_size: int, epochs: int, embedding_dim: int, seed: int
 ) -> dict[str, Any]:
-    """The stages, in order; shows the summary and returns it as plain data."""
+    """Run the stages in order, show the summary and return it as plain data."""
     from recinfer.checkpoint import CheckpointReader
     from recinfer.distributed.planner import plan_inference
     from recinfer.inference.export import export_archive
@@ -106,9 +115,9 @@ def _pipeline(
     checked = verify(folder / "model.rqa")
     output.show(checked)
     if not checked.ok:
-        raise ArchiveError("the archive does not give the answers that it gave when it was written; see above")
+        raise ArchiveError("the archive's outputs differ from those stored at export; see the lines above")
 
-    output.note("serve: a process of its own on a free loopback port, asked through the client")
+    output.note("serve: in a separate process on a free loopback port, queried through the client")
     with served(folder / "model.rqa") as target, InferenceClient(target, timeout=60.0) as client:
         int8_logits = served_logits(client, held_out)
         latencies = [
@@ -136,7 +145,7 @@ def _pipeline(
 
 @contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
-    """``out``, made if it is not there, or a temporary folder that goes at the end."""
+    """``out``, created if it does not exist, or a temporary folder that is removed at the end."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         yield out

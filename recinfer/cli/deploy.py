@@ -1,4 +1,4 @@
-"""``recinfer deploy``: an archive on many machines, by Ray or through Kubernetes manifests."""
+"""``recinfer deploy``: deploys an archive on several machines with Ray or Kubernetes manifests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ EXAMPLE = "Example: recinfer deploy store/ctr/1 --ray 10.0.0.1:6379 --replicas 2
 
 @takes(DeployOptions)
 def run(options: DeployOptions) -> None:
-    """Run an archive on many machines: shard servers hold its ranks, rankers answer.
+    """Deploy an archive on several machines as shard servers and rankers.
 
-    With --ray, on a Ray cluster: it places, watches, restarts and scales the servers; requests go between them directly.
+    Shard servers hold the embedding tables. Rankers serve clients, look up in the shard servers and run the dense part.
+    On a Ray cluster, a controller places, restarts and scales the servers. Requests do not pass through Ray.
 
     recinfer deploy store/ctr/1 --ray 10.0.0.1:6379 --replicas 2 --max-replicas 4 --token-file token
 
     recinfer deploy --status, --scale 3, --rollback or --down; recinfer deploy store/ctr/2 --roll
 
-    With --k8s, write what `kubectl apply -k` takes.
+    For Kubernetes, the command writes manifests for `kubectl apply -k`.
 
     recinfer deploy store/ctr/1 --k8s --out manifests
     """
@@ -33,12 +34,14 @@ def run(options: DeployOptions) -> None:
     others = options.ray.given()
     if options.k8s.k8s and (on_ray or others):
         named = f" ({', '.join(others)})" if others else ""
-        raise ConfigError(f"--k8s writes files and knows no cluster: leave out the options of Ray{named}, or --k8s")
+        raise ConfigError(
+            f"got --k8s and options of Ray{named}; --k8s only writes files, so leave out one or the other"
+        )
     if on_ray:
         run_ray(options, output)
         return
     if not options.k8s.k8s:
-        raise ConfigError("say where to: --ray ADDRESS, or --k8s --out DIR")
+        raise ConfigError("got no target: give --ray ADDRESS, or --k8s --out DIR")
     _render(options, output)
 
 
@@ -48,7 +51,7 @@ def _render(options: DeployOptions, output: Output) -> None:
 
     k8s, servers, out = options.k8s, options.servers, options.k8s.out
     if options.archive is None or out is None:
-        raise ConfigError("--k8s renders an archive to files: give ARCHIVE and --out DIR")
+        raise ConfigError("--k8s writes manifests of an archive: give ARCHIVE and --out DIR")
     found = footprint(options.archive, servers.ranks_per_shard)
     rankers = servers.rankers or 2
     written = K8sOptions(
@@ -68,7 +71,7 @@ def _render(options: DeployOptions, output: Output) -> None:
     files = write_manifests(found, written, out)
     for group in found.groups:
         output.show(f"shard {group.number}: ranks {group.listed}, {mebibytes(group.table_bytes)} of tables")
-    output.show(f"pods read {found.model}/{found.version} of the claim {k8s.claim}")
+    output.show(f"pods read {found.model}/{found.version} from the claim {k8s.claim}")
     output.show(f"[green]wrote[/green] {len(files)} files to {out}; next: kubectl apply -k {out}")
     output.finish(
         {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -14,128 +14,130 @@ from recinfer.errors import ConfigError
 
 __all__ = ["Action", "DeployOptions", "ManifestOptions", "RayOptions", "ServerOptions"]
 
-_K8S, _RAY, _CHANGE = "Kubernetes", "Ray", "A deployment on Ray that is there"
-
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Where a new deployment on Ray is, and what it takes beside the servers."""
+    """Options of a new deployment on Ray."""
+
+    PANEL: ClassVar[str] = "Ray"
 
     ray: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Run it on the Ray cluster there: host:port of its head, ray://host:port, or auto.",
-            rich_help_panel=_RAY,
-            show_default="auto, with an option about a deployment",
+            help="Address of the Ray cluster: host:port of its head, ray://host:port, or auto.",
+            show_default="auto, with an option that changes a deployment",
         ),
     ] = None
     model_store: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of <model>/<version>/, at this path on every node.",
-            rich_help_panel=_RAY,
-            show_default="where the archive lies at DIR/<model>/<version>: DIR",
+            help="Model store, with archives at <model>/<version>, at the same path on every node.",
+            show_default="DIR, if ARCHIVE is DIR/<model>/<version>",
         ),
     ] = None
     min_replicas: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Shard servers that load may bring it down to.", rich_help_panel=_RAY, show_default="--replicas"
+            min=1,
+            help="Fewest shard servers per group of ranks when autoscaling.",
+            show_default="--replicas",
         ),
     ] = None
     min_rankers: Annotated[
-        int | None, typer.Option(min=1, help="The same of rankers.", rich_help_panel=_RAY, show_default="--rankers")
+        int | None,
+        typer.Option(min=1, help="Fewest rankers when autoscaling.", show_default="--rankers"),
     ] = None
     cool_down: Annotated[
-        float, typer.Option(min=1, help="Seconds of low load before one server is removed.", rich_help_panel=_RAY)
+        float,
+        typer.Option(min=1, help="Seconds of low load before the controller removes a server."),
     ] = 300.0
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the bearer token of all servers; RECINFER_TOKEN does the same.",
-            rich_help_panel=_RAY,
+            help="File with the bearer token of all servers. Default: RECINFER_TOKEN.",
             show_default=False,
         ),
     ] = None
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond loopback without a token.", rich_help_panel=_RAY)
+        bool,
+        typer.Option("--insecure", help="Allow servers to listen beyond loopback without a token."),
     ] = False
     tls_cert: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the certificate chain of every server, at this path on every node, as all of these.",
-            rich_help_panel=_RAY,
+            help="PEM file of every server's certificate chain. PEM files are read at the same path on every node.",
             show_default=False,
         ),
     ] = None
     tls_key: Annotated[
-        Path | None, typer.Option(help="PEM file of its key.", rich_help_panel=_RAY, show_default=False)
+        Path | None,
+        typer.Option(help="PEM file of the certificate's private key.", show_default=False),
     ] = None
     tls_client_ca: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the authority of callers' certificates (mutual TLS); rankers show --tls-cert to shards.",
-            rich_help_panel=_RAY,
+            help="PEM file of the certificate authority that signs client certificates (mutual TLS). Rankers present "
+            "--tls-cert to shard servers.",
             show_default=False,
         ),
     ] = None
     tls_ca: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the authority of --tls-cert: rankers check shards by it, the controller all servers.",
-            rich_help_panel=_RAY,
+            help="PEM file of the certificate authority of --tls-cert. Rankers verify shard servers with it, the "
+            "controller verifies all servers.",
             show_default=False,
         ),
     ] = None
     tls_name: Annotated[
         str | None,
         typer.Option(
-            help="Name in --tls-cert, where it is not each node's address.", rich_help_panel=_RAY, show_default=False
+            help="Host name in --tls-cert, if it differs from the nodes' addresses.",
+            show_default=False,
         ),
     ] = None
-    wait: Annotated[float, typer.Option(min=0, help="Seconds until all servers must serve.", rich_help_panel=_RAY)] = (
-        600.0
-    )
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until all servers are ready.")] = 600.0
 
     def given(self) -> list[str]:
-        """Those that are not as they are by themselves, as the command line calls them."""
+        """The options that differ from their defaults, by their command-line names."""
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 
 @dataclass(frozen=True)
 class Action:
-    """What is asked of a deployment on Ray; without any of these the archive is deployed."""
+    """The action on an existing Ray deployment; without one the archive is deployed."""
 
-    status: Annotated[bool, typer.Option("--status", help="Show its servers.", rich_help_panel=_CHANGE)] = False
-    down: Annotated[bool, typer.Option("--down", help="End it; nothing stays.", rich_help_panel=_CHANGE)] = False
+    PANEL: ClassVar[str] = "Change a deployment on Ray"
+
+    status: Annotated[bool, typer.Option("--status", help="Show the servers of the deployment.")] = False
+    down: Annotated[bool, typer.Option("--down", help="Stop all servers and remove the deployment.")] = False
     scale: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Have so many shard servers of each group of ranks.",
-            rich_help_panel=_CHANGE,
+            help="Scale to this many shard servers per group of ranks.",
             show_default=False,
         ),
     ] = None
     scale_rankers: Annotated[
         int | None,
-        typer.Option(min=1, help="Have so many rankers.", rich_help_panel=_CHANGE, show_default=False),
+        typer.Option(min=1, help="Scale to this many rankers.", show_default=False),
     ] = None
     roll: Annotated[
-        bool, typer.Option("--roll", help="Serve ARCHIVE, another version in its store.", rich_help_panel=_CHANGE)
+        bool,
+        typer.Option("--roll", help="Switch to ARCHIVE, another version in the same model store."),
     ] = False
-    rollback: Annotated[
-        bool, typer.Option("--rollback", help="Serve the version before this one again.", rich_help_panel=_CHANGE)
-    ] = False
+    rollback: Annotated[bool, typer.Option("--rollback", help="Switch back to the previous version.")] = False
 
     @property
     def scales(self) -> bool:
-        """Whether a number of servers is to change."""
+        """Whether the number of servers changes."""
         return self.scale is not None or self.scale_rankers is not None
 
     def check(self, archive: Path | None) -> None:
-        """Raises ConfigError for two at a time, and for an archive where none is needed or none where one is."""
+        """Raises ConfigError for two actions at once, for a missing archive and for an archive that the action does not
+        take."""
         given = [
             name
             for name, wanted in (
@@ -148,74 +150,91 @@ class Action:
             if wanted
         ]
         if len(given) > 1:
-            raise ConfigError(f"got {' and '.join(given)}: one at a time")
+            raise ConfigError(f"got {' and '.join(given)}; give one at a time")
         needed = not given or self.roll
         if needed and archive is None:
-            raise ConfigError("no archive: give the folder of the one to deploy, or --status, --down, --scale")
+            raise ConfigError(
+                "got no archive: give the archive folder to deploy, or --status, --scale, --rollback or --down"
+            )
         if not needed and archive is not None:
-            raise ConfigError(f"{given[0]} is about what is deployed; leave out {archive}")
+            raise ConfigError(f"{given[0]} takes no archive; leave out {archive}")
 
 
 @dataclass(frozen=True)
 class ManifestOptions:
-    """What manifests say beside the servers."""
+    """Options of the Kubernetes manifests."""
 
-    k8s: Annotated[bool, typer.Option("--k8s", help="Write Kubernetes manifests.", rich_help_panel=_K8S)] = False
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the manifests.", rich_help_panel=_K8S, show_default=False)
-    ] = None
-    image: Annotated[str, typer.Option(help="Image that has recinfer, see docker/.", rich_help_panel=_K8S)] = (
+    PANEL: ClassVar[str] = "Kubernetes"
+
+    k8s: Annotated[bool, typer.Option("--k8s", help="Write Kubernetes manifests.")] = False
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the manifests.", show_default=False)] = None
+    image: Annotated[str, typer.Option(help="Container image with recinfer; docker/ builds one.")] = (
         "recinfer:0.2.0-cpu"
     )
-    namespace: Annotated[str, typer.Option(help="Where everything lives.", rich_help_panel=_K8S)] = "recinfer"
+    namespace: Annotated[str, typer.Option(help="Namespace of all objects.")] = "recinfer"
     claim: Annotated[
         str,
-        typer.Option(help="PersistentVolumeClaim with <model>/<version>/ archives.", rich_help_panel=_K8S),
+        typer.Option(help="PersistentVolumeClaim of the model store, with archives at <model>/<version>."),
     ] = "recinfer-models"
     token_secret: Annotated[
         str | None,
-        typer.Option(help="Secret with the key 'token'.", rich_help_panel=_K8S, show_default="<name>-token"),
+        typer.Option(
+            help="Secret that holds the bearer token under the key 'token'.",
+            show_default="<name>-token",
+        ),
     ] = None
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How many servers, and how large."""
+    """Number and size of the servers, and when to scale them."""
 
-    cpus: Annotated[str, typer.Option(help="Cores that each server asks for.")] = "1"
+    PANEL: ClassVar[str] = "Servers"
+
+    cpus: Annotated[str, typer.Option(help="CPU cores to request per server.")] = "1"
     queue_depth: Annotated[
-        int, typer.Option(min=1, help="Requests that wait in a server (Ray: are in it) above which there is one more.")
+        int,
+        typer.Option(
+            min=1, help="Add a server when this many requests are queued per server (Ray: queued or running)."
+        ),
     ] = 16
     busy_percent: Annotated[
         int,
         typer.Option(
-            min=1, max=100, help="Of a shard server's time (Kubernetes: of cores too) above which there is one more."
+            min=1,
+            max=100,
+            help="Add a shard server when its busy time (Kubernetes: also its CPU use) exceeds this percentage.",
         ),
     ] = BUSY_PERCENT
-    replicas: Annotated[
-        int | None, typer.Option(min=1, help="Shard servers of each group of ranks.", show_default="2")
+    replicas: Annotated[int | None, typer.Option(min=1, help="Shard servers per group of ranks.", show_default="2")] = (
+        None
+    )
+    rankers: Annotated[
+        int | None, typer.Option(min=1, help="Rankers, the servers that clients call.", show_default="2")
     ] = None
-    rankers: Annotated[int | None, typer.Option(min=1, help="Rankers, which callers talk to.", show_default="2")] = None
     max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="Shard servers that load may bring it to.", show_default="no scaling")
+        int | None,
+        typer.Option(min=1, help="Most shard servers per group of ranks when autoscaling.", show_default="no scaling"),
     ] = None
     max_rankers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="The same of rankers.", show_default="Kubernetes: four times --rankers; Ray: no scaling"
+            min=1,
+            help="Most rankers when autoscaling.",
+            show_default="Kubernetes: four times --rankers; Ray: no scaling",
         ),
     ] = None
-    ranks_per_shard: Annotated[int, typer.Option(min=1, help="Ranks that one shard server holds.")] = 1
+    ranks_per_shard: Annotated[int, typer.Option(min=1, help="Ranks per shard server.")] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeployOptions:
-    """All of them."""
+    """All options of ``recinfer deploy``."""
 
     archive: Annotated[Path | None, typer.Argument(help="Archive folder.", show_default=False)] = None
     ray: RayOptions
     action: Action
     k8s: ManifestOptions
     servers: ServerOptions
-    name: Annotated[str | None, typer.Option(help="Of the deployment.", show_default="the model's name")] = None
+    name: Annotated[str | None, typer.Option(help="Name of the deployment.", show_default="the model's name")] = None
     as_json: JsonOption = False

@@ -1,4 +1,4 @@
-"""``recinfer deploy`` on a Ray cluster: deploy, status, scale, roll, down."""
+"""Deploys, scales, updates and removes a deployment on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["run_ray"]
 
 
 def run_ray(options: DeployOptions, output: Output) -> None:
-    """Do what was asked of the cluster."""
+    """Run the action of ``options`` on the Ray cluster."""
     action, archive, name, wait = options.action, options.archive, options.name, options.ray.wait
     action.check(archive)
     from recinfer.deploy.ray import client
@@ -37,7 +37,10 @@ def run_ray(options: DeployOptions, output: Output) -> None:
             _show(found, output)
         elif action.down:
             left = client.down(name)
-            output.show("[green]gone[/green]" + (f"; by name: {', '.join(left)}" if left else ""))
+            output.show(
+                "[green]removed[/green]"
+                + (f"; the controller was gone, so these were removed by name: {', '.join(left)}" if left else "")
+            )
             output.finish({"removed_by_name": left})
         elif action.scales:
             client.scale(name, action.scale, action.scale_rankers)
@@ -52,8 +55,8 @@ def run_ray(options: DeployOptions, output: Output) -> None:
             client.deploy(spec)
             try:
                 found = client.wait_until_ready(spec.name, wait, output.note)
-            except BaseException:  # also Ctrl-C: half a deployment is of no use, and keeps its places
-                output.note("taking it down again")
+            except BaseException:  # also Ctrl-C: an incomplete deployment serves nothing and holds resources
+                output.note("removing the incomplete deployment")
                 client.down(spec.name)
                 raise
             _show(found, output)
@@ -92,18 +95,21 @@ def _bounds(count: int | None, least: int | None, most: int | None) -> Bounds:
 
 
 def _check_fits(archive: Path, status: dict[str, Any]) -> None:
-    """Raises ConfigError when an archive cannot take the place of the one that is served."""
+    """Raises ConfigError if an archive cannot replace the served one."""
     from recinfer.deploy.groups import footprint
 
     found = footprint(archive)
     here = sorted({rank for server in status["servers"] for rank in server["ranks"]})
     there = sorted(rank for group in found.groups for rank in group.ranks)
     if found.model != status["model"]:
-        raise ConfigError(f"{archive} is of model {found.model!r}, and {status['name']} serves {status['model']!r}")
+        raise ConfigError(
+            f"{archive} is an archive of model {found.model!r}, but {status['name']} serves {status['model']!r}; "
+            f"deploy it under another --name"
+        )
     if here != there:
         raise ConfigError(
-            f"{archive} is cut for {len(there)} ranks, and {status['name']} has servers for {len(here)}; "
-            "deploy it under another --name, or cut it with recinfer reshard"
+            f"{archive} has {len(there)} ranks, but {status['name']} has servers for {len(here)}; deploy it under "
+            f"another --name, or run recinfer reshard"
         )
 
 

@@ -1,4 +1,4 @@
-"""``recinfer export``: a checkpoint and a plan to an archive that any server can open."""
+"""``recinfer export``: writes an archive from a checkpoint and a plan."""
 
 from __future__ import annotations
 
@@ -37,36 +37,52 @@ EXAMPLE = "Example: recinfer export --checkpoint movielens.ckpt --plan plan.json
 
 def run(
     checkpoint: CheckpointOption,
-    out: Annotated[Path, typer.Option("--out", help="Archive folder to write, by custom *.rqa.")],
+    out: Annotated[Path, typer.Option("--out", help="Archive folder to write, usually named *.rqa.")],
     model: ModelOption = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="Plan of `recinfer plan`; brings its precisions.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="Plan from `recinfer plan`; it also sets the precisions.")
+    ] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, max=65536, help="Plan for this many ranks now, on CPU.")
+        int | None,
+        typer.Option(min=1, max=65536, help="Make a plan for this many CPU ranks instead of reading --plan."),
     ] = None,
     precision: Annotated[
         Precision | None, typer.Option(help="Element type of the stored rows.", show_default="int8, or the plan's")
     ] = None,
     table_precision: TablePrecisionOption = None,
     name: Annotated[
-        str | None, typer.Option(help="Model name to serve under.", show_default="the checkpoint's")
+        str | None, typer.Option(help="Name that the model is served under.", show_default="the checkpoint's")
     ] = None,
-    version: Annotated[str | None, typer.Option(help="Model version.", show_default="the checkpoint's, or 1")] = None,
-    num_dense: Annotated[int | None, typer.Option(min=0, help="Dense inputs, when it cannot be read off.")] = None,
+    version: Annotated[
+        str | None, typer.Option(help="Version of the model.", show_default="the checkpoint's, or 1")
+    ] = None,
+    num_dense: Annotated[
+        int | None, typer.Option(min=0, help="Number of dense inputs, when export cannot infer it from the model.")
+    ] = None,
     eval_data: Annotated[
         Path | None,
-        typer.Option("--eval-data", help="Held-out rows; measures float and quantized AUC.", show_default=False),
+        typer.Option(
+            "--eval-data",
+            help="Held-out rows to measure the AUC of the float and the quantized model on.",
+            show_default=False,
+        ),
     ] = None,
-    format: Annotated[DataFormat, typer.Option("--format", help="What those rows are.")] = DataFormat.criteo,
-    eval_limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only.", show_default="all")] = None,
-    eval_output: Annotated[str | None, typer.Option(help="Output that holds the logits, of several.")] = None,
+    format: Annotated[DataFormat, typer.Option("--format", help="Format of --eval-data.")] = DataFormat.criteo,
+    eval_limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first N rows of --eval-data.", show_default="all")
+    ] = None,
+    eval_output: Annotated[
+        str | None, typer.Option(help="Name of the output that holds the logits, for models with several outputs.")
+    ] = None,
     max_auc_drop: Annotated[
-        float | None, typer.Option(min=0, help="Write nothing if more of the AUC is lost on --eval-data.")
+        float | None, typer.Option(min=0, help="Fail if quantization lowers the AUC on --eval-data by more than this.")
     ] = None,
     missing: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FEATURE=POLICY",
-            help="A feature left out of Predict: reject, empty (no ids), or an id for every sample; repeatable, '*' is all others.",
+            help="Policy for a feature missing from a Predict request: reject, empty (no ids), or an id to use for "
+            "every sample; repeatable. '*' means all other features.",
             show_default="reject",
         ),
     ] = None,
@@ -74,28 +90,31 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="FEATURE=POLICY",
-            help="An id beyond its table: reject, or default (the default row, counted); repeatable, '*' is all others.",
+            help="Policy for an id outside its table: reject, or default (use the default row and count it); "
+            "repeatable. '*' means all other features.",
             show_default="reject, or the feature contract's",
         ),
     ] = None,
     reference: ReferenceOption = None,
     missing_shards: Annotated[
         MissingShards,
-        typer.Option(help="What a ranker may do without a rank: refuse, or answer with default rows, flagged."),
+        typer.Option(
+            help="What a ranker may do when a rank is unavailable: error, or default-rows (flagged in the response)."
+        ),
     ] = MissingShards.error,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an archive that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing archive.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Quantize, shard and pack a checkpoint into an archive, and check the archive against the float model.
+    """Quantize and shard a checkpoint into an archive, and check the archive against the float model.
 
-    Tables stream through in bounded chunks. The archive appears under its name only when it is whole.
+    Memory use is bounded: tables are read in chunks. An archive appears under --out only when it is complete.
     """
     from recinfer.inference.evaluation import EvalData
     from recinfer.inference.export import export_archive
     from recinfer.inference.recorded import RecordedReference
 
     if max_auc_drop is not None and eval_data is None:
-        raise ConfigError("--max-auc-drop needs rows to measure on: --eval-data FILE --format FORMAT")
+        raise ConfigError("--max-auc-drop needs rows to measure on: give --eval-data FILE and --format FORMAT")
     output = Output(as_json)
     started = time.perf_counter()
     reader, module = open_checkpoint(checkpoint, model)
@@ -172,10 +191,18 @@ def _plan(
         )
     plan = Plan.load(path)
     if world_size not in (None, plan.world_size):
-        raise ConfigError(f"--world-size {world_size}, but {path} is a plan for {plan.world_size}; give one of the two")
+        raise ConfigError(
+            f"--world-size {world_size}, but {path} is a plan for {plan.world_size} ranks; give only one of the two"
+        )
     if per_table:
-        raise ConfigError("--table-precision with --plan: precisions are part of a plan; give it to `recinfer plan`")
+        raise ConfigError(
+            "got --table-precision and --plan, but a plan sets the precisions; give --table-precision to `recinfer "
+            "plan`"
+        )
     other = sorted({t.precision.value for t in plan.tables} - {precision.value.upper()} if precision else ())
     if precision and other:
-        raise ConfigError(f"--precision {precision.value}, but {path} plans {', '.join(other).lower()}; plan again")
+        raise ConfigError(
+            f"--precision {precision.value}, but {path} is a plan for {', '.join(other).lower()}; run `recinfer plan "
+            f"--precision {precision.value}`"
+        )
     return plan

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formats sizes and times for tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["mebibytes", "milliseconds"]
 
 
 def mebibytes(num_bytes: int) -> str:
-    """``1536000`` as ``"1.5 MiB"``; small ones in KiB."""
+    """``1536000`` as ``"1.5 MiB"``; less than 1 MiB in KiB."""
     return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
 
 

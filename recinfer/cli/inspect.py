@@ -1,4 +1,4 @@
-"""``recinfer inspect``: what an archive, a plan or a delta holds."""
+"""``recinfer inspect``: shows the contents of an archive, a plan or a delta."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ EXAMPLE = "Example: recinfer inspect movielens.rqa --json | tail -1"
 
 
 def run(
-    path: Annotated[Path, typer.Argument(help="Archive folder, plan.json or delta (.rqd).", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="Archive folder, plan file (JSON) or delta (.rqd).", show_default=False)],
     device: Annotated[
-        str | None, typer.Option("--device", help="Say which kernel would look rows up on cpu or cuda, and why.")
+        str | None,
+        typer.Option("--device", help="Also show which lookup kernel an archive would use on cpu or cuda, and why."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what an archive, a plan or a .rqd file holds: tables, where each piece is, precisions, sizes, hashes.
+    """Show the contents of an archive, a plan file or an .rqd file: tables, shards, precisions, sizes and hashes.
 
-    Of a delta: which rows of which tables it changes, its size, and the archive and the delta that it goes on.
+    For a delta: the tables and rows that it changes, its size, and the archive and earlier delta that it applies to.
     """
     output = Output(as_json)
     kernel = None
@@ -67,7 +68,7 @@ def run(
         output.show(*format_plan(plan))
         output.finish(describe_plan(plan))
     else:
-        raise NotFoundError(f"nothing at {path}; expected an archive folder, a plan.json or a delta (.rqd)")
+        raise NotFoundError(f"{path} does not exist; expected an archive folder, a plan.json or a delta (.rqd)")
 
 
 def describe_archive(manifest: Manifest) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def _delta_tables(delta: Delta, num_bytes: int) -> list[Table]:
     about = Table(show_header=False, box=None, title=title, title_justify="left")
     about.add_row("created", info.created)
     about.add_row("archive", info.base)
-    about.add_row("goes on", "the archive alone" if info.sequence == 1 else f"delta {info.previous}")
+    about.add_row("applies to", "the archive" if info.sequence == 1 else f"the archive after delta {info.previous}")
     about.add_row("size", f"{mebibytes(num_bytes)}, {delta.num_rows:,} rows of {len(info.tables)} tables")
     about.add_row("other files", escape(", ".join(file.path for file in info.files)) or "none")
     tables = Table("table", "changed rows", "bytes")
@@ -193,7 +194,7 @@ def _tables(manifest: Manifest) -> list[Table]:
     if dense:
         outputs = ", ".join(o.name for o in dense.outputs)
         about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {escape(dense.runs_on)}")
-    about.add_row("raw rows", "yes, it holds its feature contract" if manifest.contract else "no feature contract")
+    about.add_row("raw rows", "yes, the archive has a feature contract" if manifest.contract else "no feature contract")
     if manifest.missing_shards == "default_rows":
         about.add_row("missing shards", "default rows instead, flagged")
     tables = Table("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max error")
@@ -208,7 +209,7 @@ def _tables(manifest: Manifest) -> list[Table]:
 
 
 def _policies(manifest: Manifest) -> Table:
-    """What becomes of a prediction that lacks a feature, and of an id out of range: a row for features of one answer."""
+    """The policies for missing features and out-of-range ids, one table row for all features with the same policies."""
     by_policy: dict[tuple[str, str], list[str]] = {}
     for f in manifest.features:
         missing = f"id {f.missing}" if isinstance(f.missing, int) else f.missing

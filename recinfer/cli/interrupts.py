@@ -1,4 +1,4 @@
-"""Signals that end a command: a Ctrl-C that Python would lose, and a SIGTERM that is to leave nothing half done."""
+"""Signal handling of commands: a Ctrl-C that Python would drop, and cleaning up on SIGTERM."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _AGAIN_S = 0.01
 
 @contextmanager
 def never_lost() -> Iterator[None]:
-    """Within, a Ctrl-C that could not be raised where it landed (in a ``__del__`` or a callback of C code) is raised a moment
-    later, and nothing is said of the first.
+    """Inside the block, raise a Ctrl-C again that Python dropped because it arrived in a ``__del__`` or a callback of C
+    code.
 
-    Imports alone run such callbacks by the hundred (importlib drops its locks in them), and so do destructors. Python
-    prints "Exception ignored in ..." there and goes on as if nobody had asked it to stop. Uses SIGALRM from a lost one on;
-    does nothing outside the main thread, which has no Ctrl-C.
+    Imports run hundreds of such callbacks (importlib releases its locks in them). Python prints "Exception ignored in
+    ..." there and continues. A dropped Ctrl-C is raised again by SIGALRM a moment later, and the message is not
+    printed. Does nothing outside the main thread, because only the main thread receives Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -55,9 +55,9 @@ def never_lost() -> Iterator[None]:
 
 @contextmanager
 def cleaning_up_on_sigterm() -> Iterator[None]:
-    """Within, SIGTERM is raised as Ctrl-C is, so that what is half done is removed; then the process ends by SIGTERM after all.
+    """Inside the block, SIGTERM raises KeyboardInterrupt, so that cleanup code runs; then the process ends by SIGTERM.
 
-    A second one changes nothing. Does nothing outside the main thread, which has no signals.
+    A second SIGTERM has no effect. Does nothing outside the main thread, which has no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

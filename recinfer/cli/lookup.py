@@ -1,4 +1,4 @@
-"""``recinfer lookup``: ids to embeddings, from a running server."""
+"""``recinfer lookup``: looks ids up in a running server and prints their embeddings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ class LookupOptions:
     target: TargetOption
     feature: Annotated[
         list[str],
-        typer.Option("--feature", metavar="NAME=IDS", help="Ids of a feature: 3,7; samples by ';', weights by ':'."),
+        typer.Option(
+            "--feature",
+            metavar="NAME=IDS",
+            help="Ids of a feature, as in C1=3,7. Separate samples by ';' and give weights after ':'. Repeatable.",
+        ),
     ]
     client: ClientOptions
     as_json: JsonOption = False
@@ -41,7 +45,7 @@ class LookupOptions:
 
 @takes(LookupOptions)
 def run(options: LookupOptions) -> None:
-    """Look embeddings up in a running server."""
+    """Look up the embeddings of ids in a running server."""
     from rich.table import Table
 
     output = Output(options.as_json)
@@ -84,10 +88,14 @@ def parse_features(texts: list[str]) -> FeatureArrays:
     pairs = [parse_pair(text, "--feature", _EXPECTED, allow_empty=True) for text in texts]
     bags = {name: [_parse_bag(bag, text) for bag in ids.split(";")] for (name, ids), text in zip(pairs, texts)}
     if len(bags) < len(pairs):
-        raise ConfigError(f"--feature: a name is given twice in {', '.join(texts)}; expected each once, samples by ';'")
+        raise ConfigError(
+            f"--feature: a name occurs twice in {', '.join(texts)}; give each feature once and separate samples by ';'"
+        )
     sizes = {name: len(samples) for name, samples in bags.items()}
     if len(set(sizes.values())) > 1:
-        raise ConfigError(f"--feature: numbers of samples differ: {sizes}; expected the same for all features")
+        raise ConfigError(
+            f"--feature: got different numbers of samples, {sizes}; expected the same number for all features"
+        )
     return as_features({name: _column(name, samples) for name, samples in bags.items()})
 
 
@@ -109,7 +117,7 @@ def _parse_bag(text: str, whole: str) -> list[tuple[int, float | None]]:
         try:
             bag.append((int(id_), float(weight) if weight else None))
         except ValueError:
-            raise ConfigError(f"--feature {whole!r}: {part!r} is no id; expected {_EXPECTED}") from None
+            raise ConfigError(f"--feature {whole!r}: {part!r} is not an id; expected {_EXPECTED}") from None
     return bag
 
 

@@ -1,4 +1,4 @@
-"""The ``recinfer`` command: one verb for each stage of the pipeline, in its order."""
+"""The ``recinfer`` command line: its subcommands in the order of the pipeline, and its entry point."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="recinfer",
-    help="From a recommendation model's checkpoint to a quantized, sharded, running service.",
+    help="Take a recommendation model from a training checkpoint to a quantized, sharded, running service.",
     epilog="Start with: recinfer demo",
     no_args_is_help=True,
     add_completion=True,
@@ -88,7 +88,8 @@ def _root(
 
 def main() -> None:
     """Run the command line; the ``recinfer`` script."""
-    # What a verb loads, torch above all, stays: going through all of it again and again took a seventh of its import.
+    # The modules that a command imports, torch above all, live until the process ends. Full collections over them took
+    # a seventh of the import time.
     gc.set_threshold(*gc.get_threshold()[:2], 100)
     try:
         with never_lost():

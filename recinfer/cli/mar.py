@@ -1,4 +1,4 @@
-"""``recinfer mar``: an archive to what TorchServe loads."""
+"""``recinfer mar``: writes a TorchServe model archive that serves an archive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = "Example: recinfer mar movielens.rqa --export-path model_store"
 
 
 class ArchiveFormat(StrEnum):
-    """TorchServe's forms of a model archive that make sense for large tables."""
+    """The TorchServe archive formats that suit large tables."""
 
     no_archive = "no-archive"
     zip_store = "zip-store"
@@ -25,26 +25,33 @@ class ArchiveFormat(StrEnum):
 
 def run(
     archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)],
-    export_path: Annotated[Path, typer.Option("--export-path", help="TorchServe's model store.")],
+    export_path: Annotated[Path, typer.Option("--export-path", help="Folder of TorchServe's model store.")],
     archive_format: Annotated[
-        ArchiveFormat, typer.Option("--archive-format", help="no-archive is a folder, zip-store one file.")
+        ArchiveFormat, typer.Option("--archive-format", help="no-archive writes a folder, zip-store one file.")
     ] = ArchiveFormat.no_archive,
     model_name: Annotated[
-        str | None, typer.Option("--model-name", help="TorchServe's name for it.", show_default="the archive's")
+        str | None, typer.Option("--model-name", help="Name of the model in TorchServe.", show_default="the archive's")
     ] = None,
     archive_at: Annotated[
         Path | None,
-        typer.Option("--archive-at", help="Where TorchServe finds the archive, if not where it is now (a container)."),
+        typer.Option("--archive-at", help="Path of the archive as TorchServe sees it, for example in a container."),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes; they share the archive's memory.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests that a worker gets at once.")] = 1,
-    max_batch_delay_ms: Annotated[int, typer.Option(min=1, help="How long a batch may wait to fill.")] = 1,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an entry of that name.")] = False,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Number of worker processes; they share the archive's memory.")
+    ] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Most requests that TorchServe merges into one batch.")] = 1,
+    max_batch_delay_ms: Annotated[
+        int, typer.Option(min=1, help="Longest time to wait for a batch to fill, in milliseconds.")
+    ] = 1,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite an existing TorchServe archive of that name.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack an archive for TorchServe, with recinfer's handler.
+    """Write a TorchServe model archive that serves an archive with recinfer's handler.
 
-    The entry is small and names the archive's folder, which has to stay. docs/how-to/torchserve.md starts TorchServe on it.
+    The TorchServe archive is small: it refers to the archive's folder, so keep the folder in place.
+    docs/how-to/torchserve.md shows how to start TorchServe.
     """
     from recinfer.serving.mar import pack
 

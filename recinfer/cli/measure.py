@@ -1,4 +1,4 @@
-"""What the demo measures through the client: scores of the held-out rows, and how long requests take."""
+"""Measures a served model through the client: quality on held-out rows, and latency."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCORE_BATCH = 1024
 
 @dataclass(frozen=True)
 class Quality:
-    """Of logits on the held-out rows; ``auc`` is nan when they hold one class only."""
+    """AUC and log-loss on the held-out rows; ``auc`` is nan if they hold only one class."""
 
     auc: float
     log_loss: float
@@ -29,7 +29,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds a request takes through the client, one request at a time."""
+    """Latency in seconds through the client, one request at a time."""
 
     call: Literal["lookup", "predict"]
     batch: int
@@ -46,7 +46,7 @@ def quality_of(labels: NDArray[np.float32], logits: NDArray[np.float32]) -> Qual
 
 
 def served_logits(client: InferenceClient, examples: Examples) -> NDArray[np.float32]:
-    """The model's only output ``[N]`` for all examples, in order, as the server gives it."""
+    """The served model's only output ``[N]`` for all examples, in order."""
     import torch
 
     found = [
@@ -59,7 +59,7 @@ def served_logits(client: InferenceClient, examples: Examples) -> NDArray[np.flo
 def measure_latency(
     client: InferenceClient, call: Literal["lookup", "predict"], examples: Examples, batch_size: int, requests: int
 ) -> Latency:
-    """Time ``requests`` requests of ``batch_size`` rows, one after another, each with other rows."""
+    """Time ``requests`` requests of ``batch_size`` rows, one after another, with different rows each."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""``recinfer migrate``: programs written for TorchRec, made to import recinfer."""
+"""``recinfer migrate``: rewrites a TorchRec program to import recinfer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 def run(
-    path: Annotated[Path, typer.Argument(help="A Python file, or a folder: the .py files below it.")],
-    write: Annotated[bool, typer.Option("--write", help="Change the files; without it nothing is written.")] = False,
+    path: Annotated[Path, typer.Argument(help="A Python file, or a folder whose .py files are all rewritten.")],
+    write: Annotated[bool, typer.Option("--write", help="Change the files instead of showing a diff.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Rewrite a program's imports and uses of torchrec to recinfer, and list the names that are not here.
+    """Rewrite a program's uses of torchrec to recinfer, and list the names that recinfer lacks.
 
-    Shows a diff and writes nothing, unless told to. Strings, comments and formatting stay as they are.
+    Shows a diff; --write changes the files. Strings, comments and formatting are left alone.
     Exit code: 0 if recinfer has every name that the program uses, 1 if not.
     """
     from recinfer.errors import InputError
@@ -80,8 +80,8 @@ def _show_names(output: Output, changes: list[FileChange], unread: list[str]) ->
 
     for change in changes:
         for m in change.missing:
-            say(f"{m.path}:{m.line}: {m.name} is not here; " + (m.instead or "nothing is known to use instead"))
+            say(f"{m.path}:{m.line}: {m.name} is not in recinfer; " + (m.instead or "no replacement is known"))
         for line, what in change.by_hand:
-            say(f"{change.path}:{line}: left as it is: {what}")
+            say(f"{change.path}:{line}: not changed: {what}")
     for message in unread:
         say(message)

@@ -1,4 +1,4 @@
-"""Opening what several verbs start from: a checkpoint with its module on meta, and precisions by table."""
+"""Options and helpers for commands that read a checkpoint: opening it with its model, and precisions by table."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ __all__ = [
 ]
 
 CheckpointOption = Annotated[
-    Path, typer.Option("--checkpoint", help="Folder of torch.distributed.checkpoint, or a .pt state dict.")
+    Path, typer.Option("--checkpoint", help="Checkpoint: a torch.distributed.checkpoint folder or a .pt state dict.")
 ]
 ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
         metavar="PKG.MODULE:FUNCTION",
-        help="Function that returns your nn.Module on meta; without it the checkpoint's model.json says.",
+        help="Function that returns your nn.Module on the meta device. Default: the model that the checkpoint's "
+        "model.json describes.",
         show_default=False,
     ),
 ]
@@ -41,14 +42,16 @@ TablePrecisionOption = Annotated[
     typer.Option(
         "--table-precision",
         metavar="TABLE=PRECISION",
-        help="Another precision for one table, named as `plan` and `inspect` print it (MODULE.TABLE), or for all tables of a name; repeatable.",
+        help="Precision of one table (MODULE.TABLE, as `plan` and `inspect` print it) or of all tables with a name; "
+        "repeatable.",
     ),
 ]
 ReferenceOption = Annotated[
     Path | None,
     typer.Option(
         "--reference",
-        help="Inputs and float outputs recorded in training (.npz or .pt); write nothing if this model gives others.",
+        help="Inputs and float outputs recorded in training (.npz or .pt). Export fails if this model's outputs "
+        "differ from them.",
         show_default=False,
     ),
 ]

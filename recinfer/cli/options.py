@@ -1,4 +1,4 @@
-"""The choices and small parsers that several verbs share."""
+"""Option choices and parsers that several commands share."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class DataFormat(StrEnum):
 
 
 class Device(StrEnum):
-    """Where shards live and lookups run."""
+    """Device that holds the tables and runs the lookups."""
 
     cpu = "cpu"
     cuda = "cuda"
 
 
 class MissingShards(StrEnum):
-    """What a ranker does, or may do, without a rank."""
+    """What a ranker does, or may do, when a rank is unavailable."""
 
     error = "error"
     default_rows = "default-rows"
 
     @property
     def in_manifest(self) -> Literal["reject", "default_rows"]:
-        """What an archive's manifest says to allow it."""
+        """The value of the archive's manifest that allows this."""
         return "default_rows" if self is MissingShards.default_rows else "reject"
 
 
@@ -55,7 +55,7 @@ class RequestKind(StrEnum):
 
 
 def parse_pair(text: str, option: str, expected: str, *, allow_empty: bool = False) -> tuple[str, str]:
-    """``NAME=VALUE`` in two; raises ConfigError naming the option."""
+    """``NAME=VALUE`` as a pair; raises ConfigError naming the option."""
     name, equals, value = text.partition("=")
     if not (name and equals and (value or allow_empty)):
         raise ConfigError(f"{option} {text!r}: expected {expected}")

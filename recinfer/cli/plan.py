@@ -1,4 +1,4 @@
-"""``recinfer plan``: a checkpoint's tables to a plan that says which rank holds which piece."""
+"""``recinfer plan``: plans which rank holds which shard of a checkpoint's tables."""
 
 from __future__ import annotations
 
@@ -25,30 +25,36 @@ EXAMPLE = "Example: recinfer plan --checkpoint movielens.ckpt --world-size 2 --p
 
 def run(
     checkpoint: CheckpointOption,
-    world_size: Annotated[int, typer.Option(min=1, max=65536, help="Ranks to place the tables on.")],
-    out: Annotated[Path, typer.Option("--out", help="Plan to write (JSON).")],
+    world_size: Annotated[int, typer.Option(min=1, max=65536, help="Number of ranks to place the tables on.")],
+    out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON).")],
     model: ModelOption = None,
-    device: Annotated[Device, typer.Option(help="Where the ranks compute.")] = Device.cpu,
-    hbm_gb: Annotated[float | None, typer.Option(min=0, help="Device memory of a rank, GiB.")] = None,
-    ddr_gb: Annotated[float | None, typer.Option(min=0, help="Host memory of a rank, GiB.")] = None,
+    device: Annotated[Device, typer.Option(help="Device that the ranks compute on.")] = Device.cpu,
+    hbm_gb: Annotated[float | None, typer.Option(min=0, help="Device memory per rank, in GiB.")] = None,
+    ddr_gb: Annotated[float | None, typer.Option(min=0, help="Host memory per rank, in GiB.")] = None,
     precision: Annotated[Precision, typer.Option(help="Element type of the stored rows.")] = Precision.int8,
     table_precision: TablePrecisionOption = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows a request, for the estimates.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per request, for the time estimates.")] = 512,
     hardware: Annotated[
         Path | None,
-        typer.Option("--hardware", help="Measured figures of `recinfer calibrate`.", show_default="typical"),
+        typer.Option("--hardware", help="Hardware figures, written by `recinfer calibrate`.", show_default="typical"),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw load and memory of each rank here.")
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Also plot load and memory of each rank to this file."),
     ] = None,
     timeout_seconds: Annotated[
-        float | None, typer.Option(min=0.01, help="Take the best plan found by then.", show_default="search to the end")
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="Stop the search after this time and keep the best plan found.",
+            show_default="search to the end",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Decide which rank holds which piece of which table.
+    """Plan which rank holds which shard of which table.
 
-    Needs no GPU and none of the weights: it looks at the shapes alone. The plan is data; `recinfer inspect` shows it.
+    The planner reads shapes only: it needs no GPU and no weights. Show the written plan with `recinfer inspect`.
     """
     from recinfer.distributed.planner import plan_inference
     from recinfer.distributed.planner.model.hardware import HardwareProfile

@@ -1,4 +1,4 @@
-"""Latency under load as a picture: for each number of callers, how many requests took how long."""
+"""Plots the latency distribution for each number of concurrent callers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["plot_latency"]
 
 
 def plot_latency(results: Sequence[LoadResult], path: Path) -> None:
-    """Write one curve for each result: latency by the share of requests within it, the tail stretched."""
+    """Write one curve per result: latency by percentile, with a stretched axis for the tail."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -32,7 +32,7 @@ def plot_latency(results: Sequence[LoadResult], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([1, 2, 10, 100, 1000, 10000], ["0", "50 %", "90 %", "99 %", "99.9 %", "99.99 %"])
-    axes.set_xlabel("share of requests answered within")
+    axes.set_xlabel("share of requests with at most this latency")
     axes.set_ylabel("ms")
     axes.grid(alpha=0.3)
     if axes.lines:

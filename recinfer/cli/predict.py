@@ -1,4 +1,4 @@
-"""``recinfer predict``: rows to scores, from a running server."""
+"""``recinfer predict``: scores rows with a running server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ALL_FAIL = 10_000  # rows, after which a file that only fails is given up
 
 
 class InputFormat(StrEnum):
-    """Forms of ``--input``: raw rows, or ids and numbers as JSON."""
+    """Formats of ``--input``: raw rows, or ids and numbers as JSON."""
 
     csv = "csv"
     criteo = "criteo"
@@ -58,25 +58,36 @@ class PredictOptions:
     target: TargetOption
     input: Annotated[
         Path | None,
-        typer.Option("--input", help="Rows as the training data had them, or JSON (see below).", show_default=False),
+        typer.Option(
+            "--input",
+            help="File with raw rows in a format of the training data, or JSON with ids (see above).",
+            show_default=False,
+        ),
     ] = None
     rows: Annotated[
         Path | None,
-        typer.Option("--rows", help="Any number of rows of ids: .csv, .jsonl or .parquet.", show_default=False),
+        typer.Option(
+            "--rows",
+            help="File with any number of rows of ids: .csv, .jsonl or .parquet (see above).",
+            show_default=False,
+        ),
     ] = None
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time, with --rows.")] = 4
+    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests, with --rows.")] = 4
     format: Annotated[
-        InputFormat | None, typer.Option("--format", help="What the rows are.", show_default="by the file's suffix")
+        InputFormat | None, typer.Option("--format", help="Format of --input.", show_default="by the file's suffix")
     ] = None
-    out: Annotated[Path | None, typer.Option("--out", help="Write the scores here, CSV, one row each.")] = None
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows a request.")] = 1024
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the scores to this CSV file, one row per input row.")
+    ] = None
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per request.")] = 1024
     client: ClientOptions
     as_json: JsonOption = False
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """All rows: dense inputs ``[N, d]``, ids, and those of one sample that go with all; ``model`` and ``version``: what the input names."""
+class _Input:
+    """All rows of an input: dense inputs ``[N, d]``, ids, context features, and the model and version that the input
+    names."""
 
     dense: NDArray[Any]
     features: FeatureArrays
@@ -89,27 +100,28 @@ class _Asked:
 def run(options: PredictOptions) -> None:
     """Score rows with a running server.
 
-    Raw rows become ids by the feature contract that the server gives out with the model, the one that training used. A
-    CSV's header names the contract's columns; a .csv without a header is read as Criteo's.
-    JSON holds ids: {"dense": [[0.1, ...], ...], "features": {"C1": [[3, 7], [5]], ...}}. It may have "context", features of
-    one sample that go with all rows, and "model" and "version", as --model and --version.
+    --input reads raw rows or JSON with ids. The client converts raw rows to ids by the model's feature contract, which
+    it reads from the server. A CSV file's header names the contract's columns; a .csv file without a header is read in
+    Criteo's format. JSON holds ids: {"dense": [[0.1, ...], ...], "features": {"C1": [[3, 7], [5]], ...}}. It may also
+    have "context" (features of one sample that apply to all rows), "model" and "version".
 
-    --rows reads a file of any length as it goes: a JSON object a line, {"C1": [3, 7], "tags": {"ids": [4], "weights": [0.5]},
-    "dense": [0.1]}; or CSV and parquet with a column a feature and one "dense", in CSV ids separated by spaces, 3 7 or 3:0.5 7:2. A
-    row that fails costs no other; --out then has the reason in its last column, and the exit code is 1.
+    --rows streams a file of any length. JSON lines: one object per line, {"C1": [3, 7], "tags": {"ids": [4], "weights":
+    [0.5]}, "dense": [0.1]}. CSV and parquet: one column per feature and a column "dense"; in CSV separate ids by
+    spaces, as in 3 7 or with weights 3:0.5 7:2. A row that fails does not affect other rows: the last column of --out
+    holds its error, and the exit code is 1.
     """
     output, source = Output(options.as_json), options.input
     if (source is None) == (options.rows is None):
-        raise ConfigError("got both or neither of --input and --rows; give one of them")
+        raise ConfigError("got both --input and --rows, or neither; give one of them")
     if source is None:
         return _score_rows(options, output)
     kind = options.format or _format_of(source)
-    asked = _from_json(source) if kind is InputFormat.json else None
-    with open_client(options.target, _named(options.client, asked)) as client:
-        if asked is None:
-            asked = _from_rows(source, kind, client)
-        outputs, missing = _predict(client, asked, options.batch_size)
-    num_rows = asked.features.batch
+    parsed = _from_json(source) if kind is InputFormat.json else None
+    with open_client(options.target, _named(options.client, parsed)) as client:
+        if parsed is None:
+            parsed = _from_rows(source, kind, client)
+        outputs, missing = _predict(client, parsed, options.batch_size)
+    num_rows = parsed.features.batch
     if missing:
         output.show(missing_text(missing))
     output.show(_table(outputs, num_rows))
@@ -148,7 +160,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
             if names is None and row.outputs is not None:
                 names = list(row.outputs)
                 writer.writerow(["row", *names, "error"])
-                writer.writerows([at, *("" for _ in names), said] for at, said in waiting)
+                writer.writerows([at, *("" for _ in names), error] for at, error in waiting)
                 waiting.clear()
             if row.outputs is not None:
                 cells = [_text(row.outputs[name]) for name in names or ()]
@@ -158,7 +170,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
             elif names is None:
                 waiting.append((row.index, str(row.error)))
                 if len(waiting) > _ALL_FAIL and row.error is not None:
-                    output.note(f"none of the first {len(waiting):,} rows was answered")
+                    output.note(f"all of the first {len(waiting):,} rows failed")
                     raise row.error
             else:
                 writer.writerow([row.index, *("" for _ in names), str(row.error)])
@@ -182,46 +194,47 @@ def _format_of(path: Path) -> InputFormat:
     kind = _BY_SUFFIX.get(path.suffix.lower())
     if kind is None:
         known = ", ".join(sorted(_BY_SUFFIX))
-        raise ConfigError(f"--input {path}: the suffix {path.suffix!r} says no format; say --format, or use {known}")
+        raise ConfigError(f"--input {path}: unknown suffix {path.suffix!r}; give --format, or use one of {known}")
     return kind
 
 
-def _named(options: ClientOptions, asked: _Asked | None) -> ClientOptions:
-    """``options`` with the model and version that the input names; raises ConfigError where they name others."""
-    if asked is None:
+def _named(options: ClientOptions, parsed: _Input | None) -> ClientOptions:
+    """``options`` with the model and version that the input names; raises ConfigError if ``options`` name different
+    ones."""
+    if parsed is None:
         return options
-    model = _one_of("model", options.model, asked.model)
-    return replace(options, model=model, version=_one_of("version", options.version, asked.version))
+    model = _one_of("model", options.model, parsed.model)
+    return replace(options, model=model, version=_one_of("version", options.version, parsed.version))
 
 
 def _one_of(name: str, given: str, own: str) -> str:
     if given and own and given != own:
-        raise ConfigError(f"--{name}: got {given!r}, and {own!r} in the input; leave one of them out")
+        raise ConfigError(f"--{name}: got {given!r}, but the input names {own!r}; leave one of them out")
     return given or own
 
 
-def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Asked:
-    """Raw rows, by the served model's contract."""
+def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Input:
+    """Raw rows, converted by the served model's feature contract."""
     from recinfer.data import read_columns, read_csv
     from recinfer.data.tables import first_line
 
     about = client.get_model()
     if about.contract is None:
         raise ConfigError(
-            f"{client.target} serves {about.name} {about.version}, whose archive has no feature contract, so raw rows "
-            "cannot become ids; send ids as JSON (--format json)"
+            f"{client.target} serves {about.name} {about.version}, whose archive has no feature contract to convert "
+            f"raw rows with; send ids as JSON (--format json)"
         )
     if kind is InputFormat.csv and not set(about.contract.columns).isdisjoint(_fields(first_line(path))):
-        return _Asked(*about.contract.apply_arrays(read_csv(path)))
-    return _Asked(*about.contract.apply_arrays(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)))
+        return _Input(*about.contract.apply_arrays(read_csv(path)))
+    return _Input(*about.contract.apply_arrays(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)))
 
 
 def _fields(line: str) -> list[str]:
     return next(csv.reader([line]), [])
 
 
-def _from_json(path: Path) -> _Asked:
-    """A JSON body, in the form that the TorchServe handler takes too."""
+def _from_json(path: Path) -> _Input:
+    """The rows of a JSON file; the TorchServe handler accepts the same format."""
     import numpy as np
 
     from recinfer.serving.wire import json_codec
@@ -231,20 +244,21 @@ def _from_json(path: Path) -> _Asked:
     request = pb.PredictRequest.FromString(json_codec.predict_request(json_codec.parse_json(path.read_bytes())))
     features = features_of(request.features)
     if features.batch < 1:
-        raise InputError(f"{path}: got no sample, expected at least one")
+        raise InputError(f"{path}: got no samples, expected at least one")
     dense = np.frombuffer(request.dense, np.float32).reshape(features.batch, -1)
     context = features_of(request.context) if request.HasField("context") else None
-    return _Asked(dense, features, context, request.model, request.version)
+    return _Input(dense, features, context, request.model, request.version)
 
 
-def _predict(client: InferenceClient, asked: _Asked, batch_size: int) -> tuple[dict[str, NDArray[Any]], list[int]]:
-    """The model's outputs for all rows, asked for ``batch_size`` rows at a time, and the ranks that some lacked."""
+def _predict(client: InferenceClient, parsed: _Input, batch_size: int) -> tuple[dict[str, NDArray[Any]], list[int]]:
+    """The model's outputs for all rows, requested ``batch_size`` rows at a time, and the ranks missing from any
+    response."""
     import numpy as np
 
     found = []
-    for start in range(0, asked.features.batch, batch_size):
-        features = asked.features.rows(start, start + batch_size)
-        found.append(client.predict(asked.dense[start : start + batch_size], features, context=asked.context))
+    for start in range(0, parsed.features.batch, batch_size):
+        features = parsed.features.rows(start, start + batch_size)
+        found.append(client.predict(parsed.dense[start : start + batch_size], features, context=parsed.context))
     missing = sorted({rank for outputs in found for rank in outputs.missing})
     return {name: np.concatenate([outputs[name] for outputs in found]) for name in found[0]}, missing
 
@@ -259,7 +273,7 @@ def _table(outputs: dict[str, NDArray[Any]], num_rows: int) -> Table:
 
 
 def _write(path: Path, outputs: dict[str, NDArray[Any]]) -> None:
-    """CSV with one column for each output, several values of a row separated by spaces."""
+    """Write a CSV with one column per output; several values of a row are separated by spaces."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(outputs)

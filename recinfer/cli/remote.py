@@ -35,7 +35,7 @@ def parse_ranks(text: str) -> list[int]:
         found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
         first, last = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, -1)
         if not first <= last < MAX_RANKS:
-            raise ConfigError(f"ranks: got {text[:80]!r}, expected numbers below {MAX_RANKS}, as in 0,1 or 0-3")
+            raise ConfigError(f"--ranks: got {text[:80]!r}, expected numbers below {MAX_RANKS}, as in 0,1 or 0-3")
         ranks += range(first, last + 1)
     return sorted(set(ranks))
 
@@ -71,7 +71,7 @@ def serve_ranks(
         known = ModelStore(store)
         paths = known.newest_of_all(functools.partial(_added, tables, store), ArchiveError)
     if deltas and len(paths) != 1:
-        raise ConfigError(f"delta: got {len(paths)} archives; a delta goes with one archive")
+        raise ConfigError(f"--delta: got {len(paths)} archives; a delta applies to exactly one archive")
     if deltas:
         tables.add(paths[0], deltas)
 
@@ -109,7 +109,8 @@ def _added(tables: ShardTables, store: Path, name: str, version: str) -> Path:
 
 
 def shard_fan_out(path: Path, security: Security, missing: str | None, max_response_bytes: int) -> FanOut:
-    """Who asks the shards of shards.json; raises ConfigError. ``max_response_bytes``: of a rank's rows for one request."""
+    """The fan-out to the shard servers of shards.json; raises ConfigError. ``max_response_bytes``: of a rank's rows for
+    one request."""
     from recinfer.serving.shards.fan_out import FanOut
     from recinfer.serving.shards.replicas import ReplicaPool
 

@@ -1,4 +1,4 @@
-"""``recinfer reshard``: an archive to one with other shards, without the checkpoint."""
+"""``recinfer reshard``: writes an archive with different shards from an archive, without the checkpoint."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ def run(
     out: Annotated[Path, typer.Option("--out", help="Archive folder to write.")],
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, max=65536, help="Plan the tables for this many ranks.", show_default="the plan's"),
+        typer.Option(min=1, max=65536, help="Make a plan for this many ranks.", show_default="the plan's"),
     ] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="Cut by this plan instead.", show_default=False)] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Shard by this plan instead.", show_default=False)] = None,
     device: Annotated[
-        Device | None, typer.Option(help="Where the ranks compute.", show_default="as in the archive's plan")
+        Device | None, typer.Option(help="Device that the ranks compute on.", show_default="as in the archive's plan")
     ] = None,
     missing_shards: Annotated[
         MissingShards | None,
-        typer.Option(help="What a ranker may do without a rank.", show_default="as in the archive"),
+        typer.Option(
+            help="What a ranker may do when a rank is unavailable: error, or default-rows (flagged in the response).",
+            show_default="as in the archive",
+        ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an archive that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing archive.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Cut an archive's tables for another number of ranks, or by another plan; rows stay as they are, bit for bit.
+    """Shard an archive again for another number of ranks or another plan, with bit-identical rows.
 
-    The old archive's hashes are checked on the way, and the new one must give the old golden answers.
+    The command checks the old archive's hashes and that the new archive gives the same golden outputs.
     """
     from recinfer.archive.reader import open_archive
     from recinfer.distributed.planner.plan import Plan
@@ -50,13 +53,16 @@ def run(
     if plan is not None:
         chosen = Plan.load(plan)
         if world_size not in (None, chosen.world_size):
-            raise ConfigError(f"--world-size {world_size}, but {plan} is for {chosen.world_size}; give one of the two")
+            raise ConfigError(
+                f"--world-size {world_size}, but {plan} is a plan for {chosen.world_size} ranks; give only one of "
+                f"the two"
+            )
         if device is not None and device.value != chosen.compute_device:
             raise ConfigError(
-                f"--device {device.value}, but {plan} is for {chosen.compute_device}; give one of the two"
+                f"--device {device.value}, but {plan} is a plan for {chosen.compute_device}; give only one of the two"
             )
     elif world_size is None and device is None and missing_shards is None:
-        raise ConfigError("give --world-size N, --plan plan.json, or what else is to change")
+        raise ConfigError("nothing to change: give --world-size N, --plan FILE, --device or --missing-shards")
     elif world_size is None and device is None:
         chosen = open_archive(archive).plan
     else:

@@ -1,4 +1,4 @@
-"""Rows of ids in a file, CSV, JSON lines or parquet, as :meth:`InferenceClient.predict_many` takes them; read as they are asked for."""
+"""Streams rows of ids from CSV, JSON lines or parquet files for :meth:`InferenceClient.predict_many`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _READ_ROWS = 4096  # of a parquet file at a time
 
 
 def read_rows(path: Path) -> Iterator[Any]:
-    """The rows of ``path``; an InputError stands for one that cannot be read.
+    """Yields the rows of ``path``, and an InputError in place of each row that cannot be read.
 
     Raises:
         ConfigError: a suffix that names no format, or a parquet file where pyarrow is not installed.
@@ -31,13 +31,14 @@ def read_rows(path: Path) -> Iterator[Any]:
     }
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise ConfigError(f"--rows {path}: the suffix {path.suffix!r} names no format, expected {', '.join(readers)}")
-    path.stat()  # one that is not there is said now, and not with the first row
+        raise ConfigError(f"--rows {path}: unknown suffix {path.suffix!r}, expected {', '.join(readers)}")
+    path.stat()  # fails now for a missing file, not at the first row
     return reader(path)
 
 
 def _csv(path: Path) -> Iterator[Any]:
-    """A column a feature, its ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and ``dense``, numbers."""
+    """Read one column per feature, with ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and ``dense``,
+    numbers."""
     with path.open(newline="") as file:
         reader = csv.DictReader(file, strict=True)
         while True:
@@ -50,7 +51,7 @@ def _csv(path: Path) -> Iterator[Any]:
                 return
             try:
                 if None in cells or None in cells.values():
-                    raise ValueError(f"not as many cells as the header has, {len(reader.fieldnames or ())}")
+                    raise ValueError(f"got another number of cells than the header has, {len(reader.fieldnames or ())}")
                 yield {name: _cell(name, text) for name, text in cells.items()}
             except ValueError as error:
                 yield InputError(f"line {reader.line_num}: {error}")
@@ -71,7 +72,8 @@ def _cell(name: str, text: str) -> Any:
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
-    """An object a line: ``{"user": 3, "clicks": [1, 2], "tags": {"ids": [4], "weights": [0.5]}, "dense": [0.1]}``."""
+    """Read one object per line: ``{"user": 3, "clicks": [1, 2], "tags": {"ids": [4], "weights": [0.5]}, "dense":
+    [0.1]}``."""
     with path.open() as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -96,7 +98,8 @@ def _weighted(name: str, value: Any) -> Any:
 
 
 def _parquet(path: Path) -> Iterator[Any]:
-    """A column a feature, integers or lists of them, ``dense``, and ``tags.weights`` for the weights of ``tags``."""
+    """Read one column per feature (integers or lists of integers), ``dense``, and ``tags.weights`` for the weights of
+    ``tags``."""
     from recinfer.arrow import pyarrow_for
     from recinfer.columns import WEIGHTS_SUFFIX
 

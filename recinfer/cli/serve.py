@@ -1,4 +1,4 @@
-"""``recinfer serve``: archives behind a gRPC port."""
+"""``recinfer serve``: serves archives over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ EXAMPLE = "Example: recinfer serve movielens.rqa --port 8500"
 
 @takes(ServeOptions)
 def run(options: ServeOptions) -> None:
-    """Serve lookups and predictions of archives over gRPC, with health and reflection.
+    """Serve embedding lookups and predictions of one or more archives over gRPC and REST.
 
-    The port also answers the gRPC form of the Open Inference Protocol (KServe v2).
+    The gRPC port serves recinfer's own protocol, the Open Inference Protocol (KServe v2), the health service and
+    reflection. --http-port adds REST.
 
-    Ctrl-C and SIGTERM finish the requests in flight and stop.
+    On Ctrl-C or SIGTERM the server finishes the requests in flight and exits.
     """
     options = worker_options(options)
     ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
@@ -37,7 +38,7 @@ def run(options: ServeOptions) -> None:
     _check_roles(options)
     security = security_of(options.security, worker=options.worker)
     security.check_host(options.address.host)
-    security.credentials()  # a file that is not there is found before any table is read
+    security.credentials()  # fails for a missing file before any table is read
     address, models = options.address, options.models
     if address.log_json:
         from recinfer.serving.server.telemetry.observe import log_as_json
@@ -52,9 +53,9 @@ def run(options: ServeOptions) -> None:
         _serve_ranks(ranks, options, security, output)
         return
     if models.admin and models.model_store is None:
-        raise ConfigError("admin: it loads versions from a model store; give --model-store DIR")
+        raise ConfigError("--admin needs a model store to load versions from; give --model-store DIR")
     if (models.poll is not None or models.model_config is not None) and models.model_store is None:
-        raise ConfigError("poll and model-config: they say what of a model store is served; give --model-store DIR")
+        raise ConfigError("--poll and --model-config choose versions of a model store; give --model-store DIR")
     if models.workers > 1 and not options.worker:
         supervise(
             models.workers,
@@ -76,11 +77,11 @@ def run(options: ServeOptions) -> None:
 
 
 def security_of(options: SecurityOptions, *, worker: bool = False) -> Security:
-    """How the server is protected; raises ConfigError.
+    """The security settings of the server; raises ConfigError for a token file that cannot be read.
 
     Args:
-        worker: of a supervisor, which puts its own token into the environment of its workers: one that takes the place of
-            another has the same as the others then, whatever the file says by now.
+        worker: whether this process is a worker. The supervisor passes its token in the environment of its workers, so
+            that a restarted worker has the token of the others even if the file has changed.
     """
     from recinfer.serving.server.security import Security
     from recinfer.serving.wire.tls import read_token
@@ -114,12 +115,12 @@ def _serve_ranks(ranks: list[int], options: ServeOptions, security: Security, ou
 
 
 def _check_ports(address: AddressOptions) -> None:
-    """Raises ConfigError for two servers on one port, which workers, who share theirs, would both open."""
+    """Raises ConfigError for two listeners on one port; workers share their ports, so binding would not fail."""
     ports = {"--port": address.port, "--http-port": address.http_port, "--metrics-port": address.metrics_port}
     at: dict[int, str] = {}
     for name, port in ports.items():
         if port and (other := at.setdefault(port, name)) != name:
-            raise ConfigError(f"got {other} {port} and {name} {port}, expected a port for each; 0 takes a free one")
+            raise ConfigError(f"got {other} {port} and {name} {port}, expected different ports; 0 picks a free port")
 
 
 def _check_roles(options: ServeOptions) -> None:
@@ -130,11 +131,14 @@ def _check_roles(options: ServeOptions) -> None:
             "got --ranks and --shards: a shard server has --ranks, a ranker --shards; start one of each kind"
         )
     if roles.ranks is None and roles.socket_port:
-        raise ConfigError("--socket-port is a shard server's: give --ranks with it")
+        raise ConfigError("--socket-port is an option of shard servers; give --ranks too")
     if roles.shards is None and roles.missing_shards is not None:
-        raise ConfigError("--missing-shards says what a ranker does: give --shards shards.json with it")
+        raise ConfigError("--missing-shards is an option of rankers; give --shards shards.json too")
     if roles.shards is not None and device is not Device.cpu:
-        raise ConfigError(f"--device {device.value}: a ranker's rows are on its shards, and its dense part on the CPU")
+        raise ConfigError(
+            f"got --device {device.value} with --shards: a ranker runs on the CPU and its shard servers hold the "
+            f"tables; leave --device out"
+        )
     odd = [
         name
         for name, given in (
@@ -148,4 +152,6 @@ def _check_roles(options: ServeOptions) -> None:
         if given
     ]
     if roles.ranks is not None and odd:
-        raise ConfigError(f"{', '.join(odd)}: a shard server answers rankers alone; give it to the ranker")
+        raise ConfigError(
+            f"got {', '.join(odd)} with --ranks, but a shard server serves rankers only; give it to the ranker"
+        )

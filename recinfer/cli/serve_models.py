@@ -1,4 +1,4 @@
-"""``recinfer serve`` of whole models: a server, one worker of several, or a ranker whose rows are on shard servers."""
+"""Runs ``recinfer serve`` for whole models: as a single server, as a worker, or as a ranker."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
 
 
 def _on_hangup(fan_out: FanOut | None, following: _Following) -> Callable[[], None] | None:
-    """What SIGHUP does; None: it ends the process."""
+    """The action of SIGHUP; None if SIGHUP ends the process."""
     if fan_out is None and not following.wanted:
         return None
 
@@ -88,7 +88,7 @@ def _on_hangup(fan_out: FanOut | None, following: _Following) -> Callable[[], No
 
 
 class _Following:
-    """What ``--poll`` and ``--model-config`` ask for; a worker's supervisor does it for all workers.
+    """Follows the model store as ``--poll`` and ``--model-config`` say. A supervisor does this for all its workers.
 
     Raises:
         ConfigError: the file is bad, and nothing is served yet.
@@ -124,18 +124,18 @@ class _Following:
         return versions if self._poller is None else self._poller.choice(model).of(versions)
 
     def start(self, server: Server) -> None:
-        """Look at the store from now on."""
+        """Start to poll the store."""
         self.server = server
         if self._loop is not None:
             self._loop.start()
 
     def reload(self) -> None:
-        """Look at it now; also from a signal handler."""
+        """Poll the store now; safe to call from a signal handler."""
         if self._loop is not None:
             self._loop.reload()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         if self._loop is not None:
             self._loop.stop()
 
@@ -162,7 +162,7 @@ def _fan_out(roles: RoleOptions, limits: LimitOptions, security: Security) -> Fa
 
 
 def limits_of(options: LimitOptions) -> Limits:
-    """The options as servers take them."""
+    """The limits of the options, for a server."""
     from recinfer.serving.wire.limits import Limits
 
     return Limits(
@@ -186,7 +186,7 @@ def _batching(options: BatchOptions) -> BatchConfig:
 
 
 def _loading(tables: TableOptions) -> dict[str, Any]:
-    """Options of :func:`recinfer.load` but for ``lock``, which is for the archives that are named."""
+    """Arguments of :func:`recinfer.load`, without ``lock``, which applies only to the archives on the command line."""
     return {
         "device": tables.device.value,
         "preload": tables.preload,
@@ -214,7 +214,8 @@ def _models(
     state: dict[str, Any] | None,
     following: _Following,
 ) -> list[ServedModel]:
-    """The archives that are named, then those of the store; a restarted worker's are those that it had."""
+    """The archives on the command line, then those of the store; a restarted worker loads the versions that it served
+    before."""
     from recinfer.serving.engine.store import restore
 
     models = _named(options, fan_out, restarted=state is not None)
@@ -231,14 +232,16 @@ def _models(
 
 
 def _named(options: ServeOptions, fan_out: FanOut | None, *, restarted: bool) -> list[ServedModel]:
-    """The archives that are named; without those that a worker which is started again finds gone."""
+    """The archives on the command line; a restarted worker skips those that no longer exist."""
     from recinfer.inference.predictor import load
     from recinfer.serving.engine.registry import ServedModel
 
     tables, folder, deltas = options.tables, options.models.model_store, options.models.delta or []
     models = []
     if deltas and len(options.archives or []) != 1:
-        raise ConfigError(f"delta: got {len(options.archives or [])} archives; a delta goes with one archive")
+        raise ConfigError(
+            f"--delta: got {len(options.archives or [])} archives; a delta applies to exactly one archive"
+        )
     for archive in options.archives or []:
         version = ""
         try:
@@ -260,7 +263,7 @@ def _named(options: ServeOptions, fan_out: FanOut | None, *, restarted: bool) ->
 
 
 def _newest(store: ModelStore, named: list[ServedModel], following: _Following) -> list[ServedModel]:
-    """The newest version of each model of the store, but for those that are ``named`` already."""
+    """The newest version of each model in the store, except models that are ``named`` on the command line."""
     from recinfer.serving.engine.registry import ServedModel
 
     here = {(model.name, model.version) for model in named}
@@ -291,18 +294,18 @@ def _newest_of_shards(
 
 
 def _engine_of(model: ServedModel) -> str:
-    """A line of what runs the dense part of a model."""
+    """A line that names the engine of a model's dense part."""
     from recinfer.archive.manifest import engine_text
 
     predictor = model.predictor
     if predictor.engine is None:
-        return f"{model.name} {model.version} has no dense part: lookups only"
+        return f"{model.name} {model.version} has no dense part: it serves lookups only"
     reason = predictor.engine_reason
     return f"the dense part of {model.name} {model.version} runs on {engine_text(predictor.engine, reason)}"
 
 
 class _Life:
-    """What happens, and what is told, when the server starts, is ready and has stopped."""
+    """Reports the start, readiness and stop of the server to the user and to the supervisor."""
 
     def __init__(
         self,
@@ -338,7 +341,7 @@ class _Life:
         served = [f"{m.name} {m.version}" for m in self._models]
         engines = [_engine_of(m) for m in self._models]
         http_port, shown = self._server.http_port, self._server.metrics_port
-        if self._link is None:  # else the supervisor says it, once for all workers
+        if self._link is None:  # otherwise the supervisor prints it once for all workers
             tls = self._options.security.tls_cert is not None
             ports = {"http_port": http_port, "metrics_port": shown}
             show_addresses(output, ", ".join(served), address.host, port, **ports, tls=tls, engines=engines)

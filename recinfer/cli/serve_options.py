@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -22,28 +22,32 @@ __all__ = [
     "TableOptions",
 ]
 
-_LIMITS = "Limits"
-
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Where the server listens, and where it tells of itself."""
+    """Addresses that the server listens on, and its log format."""
 
-    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one and prints it.")] = 8500
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="TCP port for gRPC; 0 picks a free port and prints it.")
+    ] = 8500
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     http_port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help="Also REST, on this TCP port: TensorFlow Serving's V1, the Open Inference Protocol, and /docs; 0: a free one.",
+            help="Also serve REST on this TCP port: TensorFlow Serving's V1, the Open Inference Protocol, and /docs; "
+            "0 picks a free port.",
         ),
     ] = None
     metrics_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Prometheus metrics, and at / a page for people.")
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Serve Prometheus metrics and a status page on this TCP port; 0 picks a free port."
+        ),
     ] = None
     log_json: Annotated[
-        bool, typer.Option("--log-json", help="Log to stderr as JSON, one line a request with its id.")
+        bool, typer.Option("--log-json", help="Write the log to stderr as JSON, with one line per request.")
     ] = False
 
 
@@ -51,29 +55,42 @@ class AddressOptions:
 class TableOptions:
     """How tables are held and looked up."""
 
-    device: Annotated[Device, typer.Option(help="Where lookups run; cuda puts rank r on GPU r.")] = Device.cpu
-    preload: Annotated[bool, typer.Option("--preload", help="Read all pages before the first request.")] = False
-    lock: Annotated[bool, typer.Option("--lock", help="Also keep them in memory (mlock).")] = False
-    lookup_threads: Annotated[
-        int, typer.Option(min=1, max=64, help="Threads that one large lookup may use where that is faster.")
-    ] = 1
+    PANEL: ClassVar[str] = "Tables"
+
+    device: Annotated[Device, typer.Option(help="Device for embedding lookups; cuda puts rank r on GPU r.")] = (
+        Device.cpu
+    )
+    preload: Annotated[
+        bool, typer.Option("--preload", help="Read all pages of the tables before the first request.")
+    ] = False
+    lock: Annotated[bool, typer.Option("--lock", help="Read all pages and lock them in memory (mlock).")] = False
+    lookup_threads: Annotated[int, typer.Option(min=1, max=64, help="Most threads that one large lookup may use.")] = 1
     join_columns: Annotated[
-        bool, typer.Option("--join-columns", help="Copy tables cut by columns into whole rows: faster, not shared.")
+        bool,
+        typer.Option(
+            "--join-columns",
+            help="Copy column-wise sharded tables into whole rows: faster, but the copy is not shared between "
+            "processes.",
+        ),
     ] = False
     reuse_outputs: Annotated[
-        bool, typer.Option("--reuse-outputs", help="Keep the memory of answers above 32 MiB for the next ones.")
+        bool, typer.Option("--reuse-outputs", help="Reuse the memory of responses above 32 MiB for later responses.")
     ] = False
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What is served beside the archives that are named, and by how many processes."""
+    """Deltas, the model store, and how many processes serve the models."""
 
-    delta: Annotated[list[Path] | None, typer.Option("--delta", help="Delta to apply first; repeatable, in order.")] = (
-        None
-    )
+    PANEL: ClassVar[str] = "Models and workers"
+
+    delta: Annotated[
+        list[Path] | None,
+        typer.Option("--delta", help="Delta to apply to the archive before serving; repeatable, in order."),
+    ] = None
     model_store: Annotated[
-        Path | None, typer.Option(help="Folder of <model>/<version> archives: the newest version of each is served.")
+        Path | None,
+        typer.Option(help="Folder with archives at <model>/<version>; the newest version of each model is served."),
     ] = None
     poll: Annotated[
         float | None,
@@ -81,7 +98,7 @@ class ModelOptions:
             "--poll",
             min=0.01,
             metavar="SECONDS",
-            help="Look at the model store so often: versions that appear are served, those that disappear are not.",
+            help="Read the model store this often: load versions that appear, unload versions that disappear.",
             show_default=False,
         ),
     ] = None
@@ -89,89 +106,101 @@ class ModelOptions:
         Path | None,
         typer.Option(
             "--model-config",
-            help="TOML or JSON: which models and versions of the store, labels and weights. Read again on SIGHUP and with --poll.",
+            help="TOML or JSON file with the models, versions, labels and weights to serve from the store. The "
+            "server reads it again on SIGHUP and with --poll.",
             show_default=False,
         ),
     ] = None
     admin: Annotated[
-        bool, typer.Option("--admin", help="Let callers load, unload and weigh versions of the model store.")
+        bool,
+        typer.Option(
+            "--admin", help="Enable the Admin API: load, unload, label and weight versions of the model store."
+        ),
     ] = False
-    workers: Annotated[int, typer.Option(min=1, max=256, help="Processes that share the port and the archive.")] = 1
+    workers: Annotated[
+        int,
+        typer.Option(min=1, max=256, help="Number of serving processes; they share the port and the archive's memory."),
+    ] = 1
     worker_timeout: Annotated[
         float,
-        typer.Option(min=1, help="Seconds without an answer after which a worker that hangs is killed and replaced."),
+        typer.Option(min=1, help="Kill and replace a worker that gives no response for this many seconds."),
     ] = 10.0
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How requests share runs, and how many may wait."""
+    """How many samples one run may merge, and how many requests may be queued."""
 
-    max_batch: Annotated[int, typer.Option(min=1, help="Samples that requests may share a run with.")] = 1024
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused at once.")] = 512
+    PANEL: ClassVar[str] = "Batching"
+
+    max_batch: Annotated[int, typer.Option(min=1, help="Most samples that the scheduler merges into one run.")] = 1024
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Most queued requests; further requests fail at once with RESOURCE_EXHAUSTED.")
+    ] = 512
 
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """How large one request may be, and what all of them may hold."""
+    """Limits on one request, and on the memory of all requests."""
 
-    max_samples: Annotated[int, typer.Option(min=1, help="Samples in one request.", rich_help_panel=_LIMITS)] = 16_384
-    max_ids: Annotated[int, typer.Option(min=1, help="Ids in one request.", rich_help_panel=_LIMITS)] = 4_194_304
-    max_features: Annotated[int, typer.Option(min=1, help="Features in one request.", rich_help_panel=_LIMITS)] = 4_096
-    max_message_mib: Annotated[
-        int, typer.Option(min=1, max=2047, help="MiB of one request.", rich_help_panel=_LIMITS)
-    ] = 64
-    max_response_mib: Annotated[
-        int, typer.Option(min=1, max=2047, help="MiB of one answer's vectors.", rich_help_panel=_LIMITS)
-    ] = 256
+    PANEL: ClassVar[str] = "Limits"
+
+    max_samples: Annotated[int, typer.Option(min=1, help="Most samples in one request.")] = 16_384
+    max_ids: Annotated[int, typer.Option(min=1, help="Most ids in one request.")] = 4_194_304
+    max_features: Annotated[int, typer.Option(min=1, help="Most features in one request.")] = 4_096
+    max_message_mib: Annotated[int, typer.Option(min=1, max=2047, help="Largest request, in MiB.")] = 64
+    max_response_mib: Annotated[int, typer.Option(min=1, max=2047, help="Largest response, in MiB of vectors.")] = 256
     memory_budget_mib: Annotated[
         int,
-        typer.Option(
-            min=32, help="MiB that the requests and answers of a process hold at a time.", rich_help_panel=_LIMITS
-        ),
+        typer.Option(min=32, help="Memory of all requests and responses of one process, in MiB."),
     ] = 256
-    max_streams: Annotated[int, typer.Option(min=1, help="Open calls of one connection.", rich_help_panel=_LIMITS)] = (
-        4_096
-    )
+    max_streams: Annotated[int, typer.Option(min=1, help="Most open calls on one connection.")] = 4_096
 
 
 @dataclass(frozen=True)
 class SecurityOptions:
-    """Who may call, and how calls are hidden from others."""
+    """Authentication and TLS."""
+
+    PANEL: ClassVar[str] = "Security"
 
     token_file: Annotated[
-        Path | None, typer.Option(help="File with the bearer token of all calls; RECINFER_TOKEN does the same.")
+        Path | None,
+        typer.Option(help="File with the bearer token that every call must carry. Default: RECINFER_TOKEN."),
     ] = None
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file of the server's certificate chain.")] = None
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's private key.")] = None
     tls_client_ca: Annotated[
-        Path | None, typer.Option(help="PEM file of the authority of clients' certificates (mutual TLS).")
+        Path | None,
+        typer.Option(help="PEM file of the certificate authority that signs client certificates (mutual TLS)."),
     ] = None
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a token.")] = False
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow --host beyond loopback without a token.")] = False
 
 
 @dataclass(frozen=True)
 class RoleOptions:
-    """Whether it is one of several hosts of a model."""
+    """The role of this server when several hosts serve one model."""
+
+    PANEL: ClassVar[str] = "Several hosts"
 
     ranks: Annotated[
-        str | None, typer.Option(help="Be a shard server: map and serve only these ranks, as in 0,1 or 0-3.")
+        str | None, typer.Option(help="Run as a shard server that holds only these ranks, as in 0,1 or 0-3.")
     ] = None
     socket_port: Annotated[
         int,
         typer.Option(
             min=0,
             max=65535,
-            help="TCP port of a shard server where rankers look up; 0: a free one, which they find.",
+            help="TCP port of a shard server for lookups from rankers; 0 picks a free port, which rankers discover.",
         ),
     ] = 0
     shards: Annotated[
-        Path | None, typer.Option(help="Be a ranker: look up at the shard servers that this shards.json lists.")
+        Path | None,
+        typer.Option(help="Run as a ranker that looks up embeddings in the shard servers of this shards.json."),
     ] = None
     missing_shards: Annotated[
         MissingShards | None,
         typer.Option(
-            help="A ranker without a living replica of a rank: refuse, or answer with default rows, flagged.",
+            help="When a ranker reaches no replica of a rank: error, or default-rows (flagged in the response).",
             show_default="as the archive allows",
         ),
     ] = None
@@ -179,7 +208,7 @@ class RoleOptions:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """All of them."""
+    """All options of ``recinfer serve``."""
 
     address: AddressOptions
     tables: TableOptions

@@ -1,4 +1,4 @@
-"""``recinfer serve`` as a child process for the length of a ``with`` block."""
+"""Runs ``recinfer serve`` as a child process for the duration of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ def _stop(process: subprocess.Popen[str]) -> int:
 def _last_line(log: IO[str]) -> str:
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it printed nothing"

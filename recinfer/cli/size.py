@@ -1,4 +1,4 @@
-"""``recinfer size``: how many hosts of which kind a rate needs, and what they cost, from measured capacity."""
+"""``recinfer size``: computes from measured capacity how many hosts a request rate needs and what they cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recinfer.cli.bench_capacity import Asked, LoadOptions, as_data, measure, show_measured
+from recinfer.cli.bench_capacity import LoadOptions, MeasuredServer, as_data, measure, show_measured
 from recinfer.cli.client import ClientOptions
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
 from recinfer.cli.declared import takes
@@ -34,57 +34,82 @@ EXAMPLE = (
 
 @dataclass(frozen=True)
 class HostOptions:
-    """What may be chosen from, and what it costs."""
+    """Kinds of hosts with their prices, and bounds on the deployment."""
 
     hosts: Annotated[
-        Path | None, typer.Option(help="Kinds of hosts with their prices (JSON).", show_default="made-up ones")
+        Path | None,
+        typer.Option(help="File with the kinds of hosts and their prices (JSON).", show_default="example prices"),
     ] = None
-    price: Annotated[list[str] | None, typer.Option(metavar="NAME=PRICE", help="Price of a kind; repeatable.")] = None
+    price: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PRICE", help="Price per hour of a kind of host; repeatable.")
+    ] = None
     shards: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the plan.", show_default="as many as the memory needs")
+        int | None,
+        typer.Option(
+            min=1, help="Number of ranks to shard the tables over.", show_default="as many as the memory needs"
+        ),
     ] = None
-    min_replicas: Annotated[int, typer.Option(min=1, help="Hosts of everything, so that some may be lost.")] = 2
-    max_hosts: Annotated[int, typer.Option(min=1, help="Of a deployment.")] = 1000
+    min_replicas: Annotated[
+        int, typer.Option(min=1, help="Fewest replicas of each server, so that the deployment survives lost hosts.")
+    ] = 2
+    max_hosts: Annotated[int, typer.Option(min=1, help="Most hosts in a deployment.")] = 1000
 
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """All of them."""
+    """All options of ``recinfer size``."""
 
     hosts: HostOptions
-    archive: Annotated[Path, typer.Option("--archive", help="Archive folder: the model to serve.")]
-    qps: Annotated[float | None, typer.Option(min=0.1, help="Requests a second.", show_default="the trace's")] = None
+    archive: Annotated[Path, typer.Option("--archive", help="Archive folder of the model to serve.")]
+    qps: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Requests per second that the deployment must serve.", show_default="the trace's"),
+    ] = None
     p99_ms: Annotated[
         float | None,
-        typer.Option("--p99-ms", min=0.01, help="The promise.", show_default="that of --capacity"),
+        typer.Option(
+            "--p99-ms",
+            min=0.01,
+            help="Objective: 99 % of requests get a response within this many milliseconds.",
+            show_default="that of --capacity",
+        ),
     ] = None
     capacity: Annotated[
         list[Path] | None,
         typer.Option(
-            help="What `recinfer bench capacity --out` wrote; repeatable: of a server, of a ranker and shard.",
+            help="File from `recinfer bench capacity --out`; repeatable: one of a server, one of a ranker and shard "
+            "server.",
             show_default="measured now",
         ),
     ] = None
-    trace: Annotated[Path | None, typer.Option(help="When requests come and how large they are.")] = None
-    call: Annotated[
-        RequestKind | None, typer.Option(help="What requests are.", show_default="predict, if the model can")
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Trace with arrival times and sizes of requests; see docs/how-to/measure-capacity.md."),
     ] = None
-    batch: Annotated[int, typer.Option(min=1, help="Samples a request, without a trace.")] = 1
-    ids: Annotated[float, typer.Option(min=0, help="Ids a sample and feature, without a trace.")] = 1.0
-    seconds: Annotated[float, typer.Option(min=0.2, help="Of one stretch of load, where capacity is measured.")] = 3.0
+    call: Annotated[
+        RequestKind | None, typer.Option(help="Kind of request.", show_default="predict, if the model has a dense part")
+    ] = None
+    batch: Annotated[int, typer.Option(min=1, help="Samples per request, without --trace.")] = 1
+    ids: Annotated[float, typer.Option(min=0, help="Ids per sample and feature, without --trace.")] = 1.0
+    seconds: Annotated[
+        float, typer.Option(min=0.2, help="Seconds of load per rate, when this command measures the capacity.")
+    ] = 3.0
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the measured p50 and p99 against the rate.")
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE.png", help="Plot the measured p50 and p99 against the request rate to this file."
+        ),
     ] = None
     as_json: JsonOption = False
 
 
 @takes(SizeOptions)
 def run(options: SizeOptions) -> None:
-    """Say how many hosts of which kind answer so many requests a second in time, and what they cost.
+    """Compute how many hosts of which kind serve a request rate within a p99 objective, and their cost.
 
-    The planner says how many ranks the memory needs. Capacity is measured: a real server is loaded until it no longer keeps
-    the promise (`recinfer bench capacity`), and hosts are planned for 70 % of that. Only what several shards add to each
-    other is computed. Exit code 1: no kind of host keeps the promise.
+    The planner computes how many ranks the memory needs. Capacity is measured: `recinfer bench capacity` raises the
+    load on a real server until it misses the objective, and hosts are planned for 70 % of that rate. The latency of a
+    request to several shard servers is computed from the measurement. Exit code 1: no kind of host meets the objective.
     """
     from recinfer.archive.reader import open_archive
     from recinfer.sizing.deployment import deployment
@@ -126,20 +151,25 @@ def run(options: SizeOptions) -> None:
 
 
 def _read(options: SizeOptions, manifest: Manifest) -> tuple[Measured | None, Measured | None]:
-    """What --capacity holds: of a server, and of a ranker and shard."""
+    """The measurements of --capacity: of a server, and of a ranker and shard server; None for one that is not given."""
     from recinfer.sizing.capacity import Measured
 
     found: dict[str, Measured] = {}
     for path in options.capacity or []:
         each = Measured.load(path)
         if each.what in found:
-            raise ConfigError(f"--capacity {path}: another file is of a {each.what} too; give one of each")
+            raise ConfigError(
+                f"--capacity {path}: two files measure a {each.what}; give one of a server and one of a ranker and "
+                f"shard"
+            )
         if each.model != manifest.model:
-            raise ConfigError(f"--capacity {path}: it is of {each.model}, the archive is of {manifest.model}")
+            raise ConfigError(
+                f"--capacity {path}: it measures model {each.model}, but the archive holds {manifest.model}"
+            )
         if options.p99_ms is not None and not math.isclose(each.p99_s * 1e3, options.p99_ms):
             raise ConfigError(
-                f"--capacity {path}: its knee is for a p99 within {each.p99_s * 1e3:g} ms, not {options.p99_ms:g}; measure "
-                f"that promise: recinfer bench capacity ARCHIVE --p99-ms {options.p99_ms:g} --out FILE"
+                f"--capacity {path}: its knee is for a p99 within {each.p99_s * 1e3:g} ms, not {options.p99_ms:g}; "
+                f"measure that objective: recinfer bench capacity ARCHIVE --p99-ms {options.p99_ms:g} --out FILE"
             )
         found[each.what] = each
     return found.get("server"), found.get("ranker and shard")
@@ -153,17 +183,17 @@ def _goal(options: SizeOptions, measured: Measured | None) -> Goal:
     if qps is None and options.trace is not None:
         qps = read_trace(options.trace).qps
     if qps is None:
-        raise ConfigError("--qps: give the requests a second, or a --trace that has them")
+        raise ConfigError("--qps: got none; give the requests per second, or a --trace to take them from")
     p99_s = options.p99_ms / 1e3 if options.p99_ms is not None else None if measured is None else measured.p99_s
     if p99_s is None:
-        raise ConfigError("--p99-ms: give the milliseconds within which 99 % of requests are answered")
+        raise ConfigError("--p99-ms: got none; give the objective in milliseconds, for example 20")
     return Goal(qps, p99_s, options.hosts.min_replicas)
 
 
 def _measured_now(
     options: SizeOptions, goal: Goal, manifest: Manifest, hosts: Sequence[HostType], output: Output
 ) -> tuple[Measured | None, Measured | None]:
-    """What the hosts that come into question need to be measured, in that order: one server, a ranker and a shard."""
+    """Measures the kinds of servers that the candidate deployments need: one server, then a ranker and shard server."""
     from recinfer.distributed.planner.types import PlannerError
     from recinfer.sizing.deployment import ranks_needed
 
@@ -181,9 +211,9 @@ def _measured_now(
         ids=options.ids,
         seconds=options.seconds,
     )
-    asked = Asked(options.archive)
-    server = measure(asked, load, ClientOptions(), output) if 1 in counts else None
-    sharded = measure(replace(asked, sharded=True), load, ClientOptions(), output) if counts - {1} else None
+    subject = MeasuredServer(options.archive)
+    server = measure(subject, load, ClientOptions(), output) if 1 in counts else None
+    sharded = measure(replace(subject, sharded=True), load, ClientOptions(), output) if counts - {1} else None
     for each in (server, sharded):
         if each is not None:
             show_measured(output, each)
@@ -195,7 +225,7 @@ def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Seq
 
     from recinfer.sizing.report import COLUMNS, rows
 
-    table = Table(title=f"{goal.qps:,.0f} requests a second, p99 within {goal.p99_s * 1e3:g} ms", title_justify="left")
+    table = Table(title=f"{goal.qps:,.0f} requests/s, p99 within {goal.p99_s * 1e3:g} ms", title_justify="left")
     for name in COLUMNS:
         table.add_column(name, no_wrap=True)
     shown = rows(found)
@@ -205,20 +235,18 @@ def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Seq
     output.show(table)
     best = found[0]
     if not best.meets:
-        output.show("[bold red]no kind of host keeps the promise[/bold red]; why is in the last column")
+        output.show("[bold red]no kind of host meets the objective[/bold red]; the last column gives the reason")
         return
     what = f"{best.replicas} {best.host.name} hosts, each with all tables"
     if best.rankers:
         what = f"{best.shards} shards x {best.replicas} replicas and {best.rankers} rankers on {best.host.name} hosts"
-    output.show(f"[bold green]{what}[/bold green]: {best.share:.0%} of the knee each, {best.cost:,.2f} an hour")
+    output.show(f"[bold green]{what}[/bold green]: {best.share:.0%} of the knee each, {best.cost:,.2f} per hour")
     if best.share_one_lost > 1:
-        output.show(
-            "[yellow]while one host is gone, the others get more than they can take: give --min-replicas[/yellow]"
-        )
+        output.show("[yellow]when one host fails, the others are overloaded; raise --min-replicas[/yellow]")
     for each in measured:
         where = each.machine
         output.note(
-            f"{each.what}: knee {each.knee_qps:,.0f} requests a second, measured on {where['cores']} cores of "
+            f"{each.what}: knee {each.knee_qps:,.0f} requests/s, measured on {where['cores']} cores of "
             f"{where['processor']}, {where['date']}"
         )
 
@@ -232,16 +260,23 @@ def _show_what_is_assumed(
 ) -> None:
     from recinfer.sizing.fanout import agreement
 
-    output.note("a host's knee is taken to grow with its cores; measure on the host itself where you can")
+    output.note("assumption: a host's knee grows with its number of cores; where you can, measure on the host itself")
     if sharded is not None and sharded.service_s and any(each.shards > 1 and each.replicas for each in found):
         paper = agreement(sharded)
-        said = f"p99 at {paper.qps:,.0f} requests a second: {paper.carried_s * 1e3:.2f} ms, measured {paper.measured_s * 1e3:.2f}"
+        figures = (
+            f"p99 at {paper.qps:,.0f} requests/s: {paper.carried_s * 1e3:.2f} ms, measured {paper.measured_s * 1e3:.2f}"
+        )
         if paper.agrees:
-            output.note(f"p99 of several shards is computed from the measured one; the queue on paper has a {said}")
+            output.note(
+                f"p99 with several shard servers is computed with a queueing model; on the measured server the model "
+                f"gives {figures}"
+            )
         else:
-            output.note(f"no p99 of several shards: the queue on paper does not give what was measured ({said})")
+            output.note(
+                f"no p99 with several shard servers: the queueing model disagrees with the measurement ({figures})"
+            )
     priced = {text.partition("=")[0] for text in given.price or []}
     made_up = [] if given.hosts is not None else [host.name for host in hosts if host.name not in priced]
     if made_up:
         whose = f" of {', '.join(made_up)}" if priced else ""
-        output.note(f"prices{whose} are made up; give yours: --hosts FILE or --price NAME=PRICE")
+        output.note(f"prices{whose} are examples; give yours with --hosts FILE or --price NAME=PRICE")

@@ -1,4 +1,4 @@
-"""``recinfer train``: raw rows to a trained DLRM and its checkpoint, on one process or many."""
+"""``recinfer train``: trains a DLRM on raw rows and writes its checkpoint, with one process or several."""
 
 from __future__ import annotations
 
@@ -31,28 +31,34 @@ EXAMPLE = (
 def run(
     out: Annotated[Path, typer.Option("--out", help="Checkpoint folder to write.", show_default=False)],
     data: Annotated[
-        Path | None, typer.Option("--data", help="Rows to train on, a file or a folder; not needed for synthetic.")
+        Path | None,
+        typer.Option("--data", help="File or folder with the rows to train on; not needed for --format synthetic."),
     ] = None,
-    format: Annotated[DataFormat, typer.Option("--format", help="What the rows are.")] = DataFormat.synthetic,
+    format: Annotated[DataFormat, typer.Option("--format", help="Format of the rows.")] = DataFormat.synthetic,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training split.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a rank in one step.")] = 512,
-    embedding_dim: Annotated[int, typer.Option(min=1, help="Columns of every table.")] = 16,
-    limit: Annotated[int | None, typer.Option(min=2, help="Use only this many rows.", show_default="all")] = None,
-    seed: Annotated[int, typer.Option(help="Of the split, the initial weights and synthetic rows.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per rank and training step.")] = 512,
+    embedding_dim: Annotated[int, typer.Option(min=1, help="Embedding dimension of every table.")] = 16,
+    limit: Annotated[int | None, typer.Option(min=2, help="Use only the first N rows.", show_default="all")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the split, the initial weights and synthetic rows.")] = 0,
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks to start on this host; under torchrun its own are used.", show_default="1"),
+        typer.Option(
+            min=1, help="Number of ranks to start on this host. Leave it out under torchrun.", show_default="1"
+        ),
     ] = None,
     sharding: Annotated[
         list[str] | None,
-        typer.Option(metavar="TABLE=TYPE", help="Shard a table so (table_wise, row_wise ...); '*' is all others."),
+        typer.Option(
+            metavar="TABLE=TYPE",
+            help="Sharding type of a table, such as table_wise or row_wise; repeatable. '*' means all other tables.",
+        ),
     ] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="A plan of `recinfer plan` to shard by.")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Shard by this plan, written by `recinfer plan`.")] = None,
     stream: Annotated[
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Read the rows anew in every pass instead of keeping them in memory.",
+            help="Read the rows from disk in every epoch instead of keeping them in memory.",
             show_default="for gzip, parquet, folders and files over 256 MiB",
         ),
     ] = None,
@@ -61,26 +67,28 @@ def run(
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the learning curve, for example curve.png.")] = None,
     save_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints, for --resume; kept next to --out.")
+        int | None, typer.Option(min=1, help="Write a checkpoint for --resume every N steps, next to --out.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of --save-every.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint of --save-every.")
+    ] = False,
     device: Annotated[
-        Device, typer.Option(help="Where ranks compute; cuda gives each rank a GPU of its own (NCCL).")
+        Device, typer.Option(help="Device of the ranks; cuda gives each rank its own GPU (NCCL).")
     ] = Device.cpu,
     as_json: JsonOption = False,
 ) -> None:
     """Train the reference DLRM on click or rating rows and write a checkpoint.
 
-    The checkpoint is a torch.distributed.checkpoint folder with a model.json, which holds the model's shape and how raw
-    values become ids. A tenth of the rows, chosen at random, is held out; AUC, log-loss and normalized entropy on them
-    are what is printed. With --world-size the tables are sharded over that many processes of this host; started by
-    torchrun, over its ranks on any number of hosts.
+    The checkpoint is a torch.distributed.checkpoint folder with a model.json, which holds the model's shape and its
+    feature contract (how raw values become ids). A random tenth of the rows is held out; the command prints AUC,
+    log-loss and normalized entropy on it. --world-size shards the tables over that many processes of this host. Under
+    torchrun they are sharded over its ranks, on any number of hosts.
     """
     from recinfer.training.job import TrainJob, run_job
 
     given = env.torchrun_rank()
     if given is not None and world_size not in (None, given[1]):
-        raise ConfigError(f"--world-size {world_size}: torchrun started {given[1]} ranks; leave the option out")
+        raise ConfigError(f"--world-size {world_size}, but torchrun started {given[1]} ranks; leave --world-size out")
     job = TrainJob(
         out=out,
         data=data,
@@ -103,7 +111,7 @@ def run(
     output = Output(as_json)
     started = time.perf_counter()
     if first:
-        output.note(f"rows: {data or 'made up, in the Criteo format'}")
+        output.note(f"rows: {data or 'synthetic, in the Criteo format'}")
     with cleaning_up_on_sigterm():
         report = run_job(job, world_size or 1)
     if report is None:  # not the first of torchrun's ranks

@@ -1,4 +1,4 @@
-"""``recinfer verify``: re-check every file of an archive and replay its golden requests."""
+"""``recinfer verify``: checks the hashes of an archive and replays its golden requests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ EXAMPLE = "Example: recinfer verify movielens.rqa"
 def run(
     archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)], as_json: JsonOption = False
 ) -> None:
-    """Re-hash all files of an archive and replay the requests under check/.
+    """Check the hashes of an archive's files and replay its golden requests.
 
-    Exit code 0: everything agrees. 1: the answers differ from the stored ones. 2: the archive is damaged.
+    Golden requests are the requests and outputs that export stored under check/. Exit code 0: everything agrees. 1:
+    outputs differ from the stored ones. 2: the archive is damaged.
     """
     from recinfer.inference.verify import verify
 

@@ -1,4 +1,4 @@
-"""Data: raw rows, the contract that turns them into ids and numbers for training and serving alike, and metrics."""
+"""Reads raw rows, converts them to model inputs by a feature contract, and computes metrics."""
 
 from __future__ import annotations
 

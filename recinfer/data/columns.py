@@ -1,6 +1,6 @@
-"""Raw columns: values as users have them (text, numbers, None, nan) brought to text or numbers, a whole column at once.
+"""Converts raw columns (text, numbers, None, nan) to columns of text or numbers.
 
-A missing value is None, nan or the empty text. A number and its text are the same value: 7, 7.0 and "7" all read "7".
+A missing value is None, nan or the empty text. A number and its text are the same value: 7, 7.0 and "7" all become "7".
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ _NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 def column(columns: Columns, name: str, needed_by: str) -> NDArray[Any]:
-    """One column as a 1-D array (dtype object for mixed values).
+    """The column ``name`` as a 1-D array (dtype object for mixed values).
 
     Raises:
-        InputError: no such column, or one with other than one value a row.
+        InputError: no such column, or not one value per row.
     """
     require(columns, [name], needed_by)
     values = columns[name]
     if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
-        raise InputError(f"column {name!r}: got one {type(values).__name__}, expected a list or array, one value a row")
+        raise InputError(
+            f"column {name!r}: got one {type(values).__name__}, expected a list or array with one value per row"
+        )
     if isinstance(values, list | tuple):
         kinds = set(map(type, values))
         nested = [k.__name__ for k in kinds if issubclass(k, list | tuple | dict | set | np.ndarray)]
         if nested:
             raise InputError(
-                f"column {name!r}: holds values of type {nested[0]}; expected text or numbers. For several values in a "
-                "row write one text and name its separator in the contract"
+                f"column {name!r}: holds values of type {nested[0]}; expected text or numbers. For several values "
+                f"per row, write them as one text and set the separator in the feature contract"
             )
         if kinds == {int} or kinds == {float}:
             try:
@@ -51,12 +53,12 @@ def column(columns: Columns, name: str, needed_by: str) -> NDArray[Any]:
         return array
     array = np.asarray(values)
     if array.ndim != 1:
-        raise InputError(f"column {name!r}: has shape {array.shape}, expected one value a row")
+        raise InputError(f"column {name!r}: has shape {array.shape}, expected one value per row")
     return array
 
 
 def require(columns: Columns, names: Sequence[str], needed_by: str, advice: str = "") -> None:
-    """Raise InputError, which ends with ``advice``, when some of the columns ``names`` are not there."""
+    """Raise InputError, ending with ``advice``, if some of the columns ``names`` are missing."""
     missing = [repr(name) for name in names if name not in columns]
     if missing:
         which = f"column {missing[0]}, which is" if len(missing) == 1 else f"columns {_some(missing)}, which are"
@@ -82,7 +84,7 @@ def num_rows(columns: Columns, names: Sequence[str]) -> int:
 
 
 def to_text(values: NDArray[Any], name: str) -> list[str]:
-    """The column as text, ``""`` where a value is missing; whole floats read as integers (``7.0`` as ``"7"``).
+    """The column as text, ``""`` for missing values; whole floats become integers (``7.0`` becomes ``"7"``).
 
     Raises:
         InputError: values that are neither text nor numbers; names the column and a row.
@@ -114,10 +116,10 @@ def to_text(values: NDArray[Any], name: str) -> list[str]:
 
 
 def to_numbers(values: NDArray[Any], name: str) -> NDArray[np.float64]:
-    """The column as float64, nan where a value is missing.
+    """The column as float64, nan for missing values.
 
     Raises:
-        InputError: text that is no number; names the column, the row and the text.
+        InputError: text that is not a number; names the column, the row and the text.
     """
     kind = values.dtype.kind
     if kind in "biuf":
@@ -139,12 +141,12 @@ def to_numbers(values: NDArray[Any], name: str) -> NDArray[np.float64]:
 
 
 def _missing(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where an object array holds None, nan or the empty text."""
+    """Mask of None, nan and empty text in an object array."""
     return np.asarray((values == None) | (values != values) | (values == ""), dtype=bool)  # noqa: E711
 
 
 def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:
-    """An object array of numbers as a numeric one; as it is if some have more than 64 bits (then of exact ints)."""
+    """An object array of numbers as a numeric array; unchanged if some numbers have more than 64 bits."""
     kinds = set(map(type, values))
     if any(issubclass(k, float | np.floating) for k in kinds) and len(kinds) > 1:
         return values.astype(np.float64)

@@ -1,6 +1,6 @@
-"""The feature contract: how raw columns become the model's inputs; plain data, one code for training and serving.
+"""The feature contract: plain data that defines how raw columns become a model's inputs, in training and serving.
 
-It is stored in ``model.json`` and in an archive's manifest, so that whoever has the model can feed it raw rows:
+It is stored in ``model.json`` and in an archive's manifest, so that every user of the model can convert raw rows:
 
     contract = FeatureContract(
         sparse=(SparseFeature("C1", Hash(1000)), SparseFeature("genres", Vocabulary(("Comedy", "Drama")), separator=" ")),
@@ -100,7 +100,7 @@ class SparseFeature:
 
     @property
     def source(self) -> str:
-        """The raw column."""
+        """Name of the raw column."""
         return self.column or self.name
 
     @property
@@ -116,7 +116,7 @@ class DenseFeature:
     Attributes:
         name: what it is called.
         column: the raw column; "" is ``name``.
-        fill: the raw value that stands for a missing one; None fails the call.
+        fill: the raw value used for a missing one; None makes a missing value an error.
         clip_min, clip_max: bounds of the raw value; None is no bound.
         log: take log(1 + x); needs ``clip_min`` above -1.
         shift, scale: numbers; scale is not 0.
@@ -151,11 +151,12 @@ class DenseFeature:
 
     @property
     def source(self) -> str:
-        """The raw column."""
+        """Name of the raw column."""
         return self.column or self.name
 
     def values(self, columns: Columns) -> NDArray[np.float64]:
-        """The feature for each row, float64 ``[B]``; raises InputError for what is no finite number."""
+        """The feature's value in each row, float64 ``[B]``; raises InputError for values that are not finite
+        numbers."""
         what = f"dense feature {self.name!r}"
         x = to_numbers(column(columns, self.source, what), self.source)
         missing = np.isnan(x)
@@ -178,7 +179,8 @@ class DenseFeature:
 
 @dataclass(frozen=True)
 class Label:
-    """What the model learns to predict: 1 where the column is at least ``threshold``; without one it holds 0 and 1."""
+    """The target of the model: 1 where the column is at least ``threshold``; without a threshold the column holds 0 and
+    1."""
 
     column: str
     threshold: float | None = None
@@ -218,7 +220,7 @@ class FeatureContract:
             names = [f.name for f in features]
             twice = sorted({n for n in names if names.count(n) > 1})
             if twice:
-                raise ConfigError(f"{what} features: {', '.join(twice)} there twice; expected each name once")
+                raise ConfigError(f"{what} features: duplicate names {', '.join(twice)}; expected each name once")
 
     @property
     def num_dense(self) -> int:
@@ -282,7 +284,7 @@ class FeatureContract:
             InputError: no such column, a row without a label, or labels other than 0 and 1 where no threshold is set.
         """
         if self.label is None:
-            raise ConfigError("the contract has no label; give it Label(column), to train or to measure")
+            raise ConfigError("the feature contract has no label; add Label(column) to train or to measure quality")
         values = to_numbers(column(columns, self.label.column, "the label"), self.label.column)
         bad = np.isnan(values)
         if self.label.threshold is None:
@@ -312,7 +314,7 @@ class FeatureContract:
         """The contract of :meth:`to_dict`.
 
         Raises:
-            ConfigError: another format, unknown or missing keys, values that make no contract.
+            ConfigError: another format, unknown or missing keys, or invalid values.
         """
         if not isinstance(data, Mapping) or data.get("format") != CONTRACT_FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__

@@ -1,4 +1,5 @@
-"""The Criteo display-advertising rows: label, 13 counts ``I1..I13``, 26 hex tokens ``C1..C26``; any may be empty."""
+"""Reads Criteo display-advertising rows: a label, 13 counts ``I1..I13`` and 26 hex tokens ``C1..C26``, any of which may
+be empty."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _MIN_BUCKETS = 16
 
 
 def read_criteo(path: str | os.PathLike[str], limit: int | None = None) -> dict[str, NDArray[Any]]:
-    """The rows of a file: with a header line (comma or tab), or the original form, tabs and no header.
+    """The rows of a file with a header line (comma or tab), or of the original format (tabs, no header).
 
     Args:
         path: the file; without a header 40 fields a row, or 39 where the label is missing.
@@ -45,7 +46,7 @@ def read_criteo(path: str | os.PathLike[str], limit: int | None = None) -> dict[
 
 
 def header_of(path: str | os.PathLike[str], fields: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
-    """Whether the fields of a file's first line are its header, and the names of its columns.
+    """Whether the first line of a file is a header, and the names of its columns.
 
     Raises:
         InputError: neither a name among them nor the number of fields of the original form.
@@ -55,8 +56,8 @@ def header_of(path: str | os.PathLike[str], fields: Sequence[str]) -> tuple[bool
     names = (LABEL, *DENSE, *SPARSE)
     if len(fields) not in (len(names), len(names) - 1):
         raise InputError(
-            f"{path}: the first line has {len(fields)} fields and no column name; expected a header with "
-            f"{LABEL}, {DENSE[0]}.., {SPARSE[0]}.., or {len(names)} fields a row"
+            f"{path}: the first line has {len(fields)} fields and no column names; expected a header with "
+            f"{LABEL}, {DENSE[0]}.., {SPARSE[0]}.., or {len(names)} fields per row"
         )
     return False, names[-len(fields) :]
 
@@ -74,7 +75,7 @@ def criteo_contract(columns: Columns, *, max_buckets: int = 1 << 20, seed: int =
         seed: of the hash.
 
     Raises:
-        InputError: a column is missing, or a count is no number.
+        InputError: a column is missing, or a count is not a number.
     """
     dense = [standardized(DenseFeature(name, clip_min=0.0, log=True), columns) for name in DENSE]
     sparse = []

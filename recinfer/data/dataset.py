@@ -1,4 +1,4 @@
-"""A dataset: raw columns, the contract that turns them into a model's inputs, and which rows are held out."""
+"""Loads a dataset: raw columns, their feature contract, and the split into training and held-out rows."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Dataset:
 
     @property
     def num_rows(self) -> int:
-        """Rows there are, used or not."""
+        """All rows, in the split or not."""
         return len(next(iter(self.columns.values())))
 
     def take(self, rows: NDArray[np.int64]) -> dict[str, NDArray]:
-        """The columns at ``rows`` only, as ``contract.apply`` takes them."""
+        """The columns restricted to ``rows``, as ``contract.apply`` takes them."""
         return _take(self.columns, rows)
 
 
@@ -58,12 +58,12 @@ def load_dataset(
     *,
     test_fraction: float = 0.1,
 ) -> Dataset:
-    """Read (or make) rows, hold some out, and make the contract from the others.
+    """Read or generate rows, hold some out, and fit the feature contract to the others.
 
     Args:
         path: the rows; None, and only None, for ``synthetic``.
         format: ``"criteo"`` (csv with header, or tsv without), ``"movielens"`` (RecBole's .inter, with .user and .item
-            where they lie beside it) or ``"synthetic"``.
+            if they are next to it) or ``"synthetic"``.
         limit: use only that many rows, the first of a file; None for all (synthetic: 50,000).
         seed: of the split, and of synthetic rows.
         test_fraction: part of the rows to hold out, chosen at random.
@@ -76,13 +76,13 @@ def load_dataset(
     name = format
     if format == "synthetic":
         if path is not None:
-            raise ConfigError(f"format 'synthetic' makes its rows; got the path {os.fspath(path)!r}, expected none")
+            raise ConfigError(f"format 'synthetic' generates its rows; got the path {os.fspath(path)!r}, expected none")
         columns: Mapping[str, NDArray] = generate_criteo(
             DEFAULT_SYNTHETIC_ROWS if limit is None else limit, seed
         ).columns
     else:
         if path is None:
-            raise ConfigError(f"format {format!r} needs a path to the rows (--data); only 'synthetic' makes its own")
+            raise ConfigError(f"format {format!r} needs a path to the rows (--data); only 'synthetic' generates rows")
         columns = read_columns(path, format, limit)
         name = Path(path).stem
     train, test = split_rows(len(next(iter(columns.values()))), test_fraction=test_fraction, seed=seed)
@@ -91,7 +91,8 @@ def load_dataset(
 
 
 def read_columns(path: str | os.PathLike[str], format: str, limit: int | None = None) -> dict[str, NDArray]:
-    """The raw rows of a file, as the contract of a model trained on ``format`` takes them; labels where it has them.
+    """The raw rows of a file, as the feature contract of a model trained on ``format`` takes them, with labels if it
+    has them.
 
     Args:
         path: the rows.

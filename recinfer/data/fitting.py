@@ -1,4 +1,4 @@
-"""Computes the parts of a feature contract that depend on the training rows: scales of numbers, vocabularies of text."""
+"""Fits the parts of a feature contract that depend on the training rows: scales and vocabularies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["standardized", "vocabulary"]
 
 
 def standardized(feature: DenseFeature, columns: Columns) -> DenseFeature:
-    """``feature`` with shift and scale such that these rows have mean 0 and variance 1; constant ones become 0."""
+    """``feature`` with shift and scale such that these rows have mean 0 and variance 1; a constant column becomes 0."""
     values = dataclasses.replace(feature, shift=0.0, scale=1.0).values(columns)
     if not values.size:
         return feature

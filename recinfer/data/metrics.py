@@ -1,4 +1,4 @@
-"""Metrics of predictions: the area under the ROC curve, the log-loss and the normalized entropy, in numpy."""
+"""Computes metrics of predictions in numpy: AUC, log-loss and normalized entropy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["auc", "log_loss", "normalized_entropy", "sigmoid"]
 
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """The area under the ROC curve: how often a positive scores above a negative, ties counting half.
+    """The area under the ROC curve: the probability that a positive scores above a negative; ties count half.
 
     Computed from mid-ranks (Mann-Whitney), in O(n log n). Any increasing function of the scores gives the same result,
     so logits and probabilities do alike.
@@ -23,7 +23,7 @@ def auc(labels: ArrayLike, scores: ArrayLike) -> float:
         scores: ``[n]``, finite numbers; higher means more likely positive. Torch tensors on the CPU are fine.
 
     Returns:
-        float: in [0, 1]; nan when only one class is there, since then nothing is ranked.
+        float: in [0, 1]; nan with only one class, since then nothing is ranked.
 
     Raises:
         InputError: no rows, different lengths, labels other than 0 and 1, scores that are not finite.
@@ -71,13 +71,13 @@ def log_loss(labels: ArrayLike, probabilities: ArrayLike, eps: float = 1e-15) ->
 
 
 def normalized_entropy(labels: ArrayLike, probabilities: ArrayLike, eps: float = 1e-15) -> float:
-    """The log-loss over that of always saying the labels' mean (He et al., "Practical Lessons from Predicting Clicks on
-    Ads at Facebook", 2014): 1 is no better than that, lower is better.
+    """The log-loss divided by that of a constant prediction of the labels' mean (He et al., "Practical Lessons from
+    Predicting Clicks on Ads at Facebook", 2014): 1 is as good as the constant, lower is better.
 
     Args: as :func:`log_loss`.
 
     Returns:
-        float: nan when only one class is there.
+        float: nan with only one class.
 
     >>> round(normalized_entropy([1, 0, 0, 1], [0.9, 0.1, 0.2, 0.8]), 4)
     0.237
@@ -114,5 +114,5 @@ def _flat(what: str, name: str, values: Any) -> NDArray[Any]:
     if array.dtype.kind not in "biuf":
         raise InputError(f"{what}: {name} have dtype {array.dtype}; expected numbers")
     if array.ndim > 1 and array.size != max(array.shape):
-        raise InputError(f"{what}: {name} have shape {array.shape}; expected one number a row")
+        raise InputError(f"{what}: {name} have shape {array.shape}; expected one number per row")
     return array.reshape(-1)

@@ -1,4 +1,5 @@
-"""MovieLens ratings in RecBole's files: ``.inter``, with what ``.user`` and ``.item`` beside it say of users and movies.
+"""Reads MovieLens ratings in RecBole's format: ``.inter`` files joined with the ``.user`` and ``.item`` files next to
+them.
 
 The files are tab-separated; their header names each column as ``name:type``.
 """
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 RATING_THRESHOLD = 4.0
-"""A rating of at least this is a like: the label."""
+"""Ratings of at least this value have the label 1."""
 
 _SIDES = ((".user", "user_id"), (".item", "item_id"))
 _TITLE_BUCKETS = 4096
@@ -41,7 +42,7 @@ _ZIP_BUCKETS = 1024
 
 
 def read_atomic(path: str | os.PathLike[str], limit: int | None = None) -> dict[str, NDArray[Any]]:
-    """One of RecBole's files as text by column, the types left out of the names.
+    """One of RecBole's files as text columns, without the types in their names.
 
     Raises:
         InputError: a header without ``name:type``, or rows that do not fit it; names path and line.
@@ -59,7 +60,7 @@ def strip_types(columns: dict[str, NDArray[Any]], path: str | os.PathLike[str]) 
 
 
 def read_movielens(path: str | os.PathLike[str], limit: int | None = None) -> dict[str, NDArray[Any]]:
-    """The interactions of ``path`` with the columns of their user and item, where files of the same name say them.
+    """The interactions of ``path`` with the columns of their user and item, if files of the same name have them.
 
     Args:
         path: the ``.inter`` file; ``rating`` may be missing where rows are only to be scored.
@@ -77,13 +78,13 @@ def read_movielens(path: str | os.PathLike[str], limit: int | None = None) -> di
 
 @dataclass(frozen=True)
 class SideTable:
-    """What a file beside the interactions says of each user or item.
+    """The columns of a ``.user`` or ``.item`` file.
 
     Attributes:
         path: the file.
         key: the column it is joined by.
         row_of: key -> row.
-        columns: the others, with one more row at the end, of nothing, for keys that are not there.
+        columns: the other columns, with an additional empty row at the end for missing keys.
     """
 
     path: Path
@@ -93,7 +94,7 @@ class SideTable:
 
 
 def read_sides(path: str | os.PathLike[str]) -> list[SideTable]:
-    """The ``.user`` and ``.item`` files beside ``path``, those that are there."""
+    """The ``.user`` and ``.item`` files next to ``path`` that exist."""
     found = []
     for suffix, key in _SIDES:
         side_path = Path(path).with_suffix(suffix)
@@ -113,7 +114,7 @@ def read_sides(path: str | os.PathLike[str]) -> list[SideTable]:
 def join_sides(
     columns: dict[str, NDArray[Any]], sides: Sequence[SideTable], path: str | os.PathLike[str]
 ) -> dict[str, NDArray[Any]]:
-    """Interactions with the columns of their user and item; ``""`` where a user or item is in no file.
+    """Interactions with the columns of their user and item; ``""`` for a user or item that its file lacks.
 
     Raises:
         InputError: no ``user_id`` or ``item_id`` in ``path``, or a column that two files have.
@@ -138,7 +139,7 @@ def movielens_contract(columns: Columns) -> FeatureContract:
     Other columns than user_id and item_id are left out where the rows lack them. The label is a rating of 4 or 5.
 
     Raises:
-        InputError: no user_id or item_id, or numbers that are none.
+        InputError: no user_id or item_id, or text that is not a number.
     """
     sparse = [SparseFeature(name, vocabulary(columns, name)) for name in ("user_id", "item_id")]
     sparse += [

@@ -17,7 +17,7 @@ def split_rows(
 
     Args:
         num_rows: at least 2.
-        test_fraction: part of the rows to hold out, in (0, 1); at least one row goes to each side.
+        test_fraction: share of the rows to hold out, in (0, 1); each side gets at least one row.
         seed: of the choice.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Rows of files larger than memory, block by block: csv and tsv (gzip or not) and parquet, one file or a folder of them.
+"""Streams rows of csv, tsv (also gzip) and parquet files in blocks, for data larger than memory.
 
-A block is a run of rows that every rank of a training counts alike; of each block a rank parses only its own rows where
-the format allows (tab-separated text, parquet), and turns only those into ids in any case.
+All ranks of a training see the same blocks. A rank converts only its own rows of a block to ids, and parses only these
+if the format allows (tab-separated text, parquet).
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class RowStream:
         else:
             self.files = (path,)
         if not self.files or not self.files[0].exists():
-            raise InputError(f"{path}: there is no file to read; expected a file or a folder with files")
+            raise InputError(f"{path}: found no file to read; expected a file or a folder with files")
 
     @property
     def bytes(self) -> int:
-        """Bytes of the files, packed as they are."""
+        """Size of the files in bytes, compressed or not."""
         return sum(file.stat().st_size for file in self.files)
 
     def blocks(self, rows: int, keep: Callable[[int, int], NDArray[np.int64]] | None = None) -> Iterator[Columns]:
-        """Blocks of ``rows`` rows, the last one smaller; blocks go on from one file into the next.
+        """Yields blocks of ``rows`` rows; the last one may be smaller, and a block may span files.
 
         Args:
             rows: rows of a block.
@@ -107,7 +107,7 @@ class RowStream:
         return columns
 
     def _pieces(self, file: Path, rows: int, done: int) -> Iterator[_Block]:
-        """Pieces of a file of at most ``rows`` rows, as far as the limit goes."""
+        """Yields pieces of a file with at most ``rows`` rows, up to the limit."""
         left = None if self.limit is None else self.limit - done
         read = _parquet_pieces if file.suffix in _PARQUET else _text_pieces
         for piece in read(file, rows, self.format):
@@ -120,7 +120,7 @@ class RowStream:
 
 
 def held_out_mask(rows: NDArray[np.int64], fraction: float, seed: int) -> NDArray[np.bool_]:
-    """Which row numbers are held out: about ``fraction`` of them, the same for the same seed on every machine.
+    """Mask of the held-out row numbers: about ``fraction`` of them, the same for the same seed on every machine.
 
     The choice is a hash of the row number (splitmix64's finaliser), so no rank needs to see another's rows.
     """
@@ -138,7 +138,7 @@ def held_out_mask(rows: NDArray[np.int64], fraction: float, seed: int) -> NDArra
 
 
 class _Block(abc.ABC):
-    """Rows that are read but perhaps not parsed."""
+    """Rows that are read and parsed on demand."""
 
     names: tuple[str, ...]
 
@@ -147,11 +147,11 @@ class _Block(abc.ABC):
 
     @abc.abstractmethod
     def joined(self, other: Any) -> Any:
-        """These rows and those of ``other``, of the same class, behind them."""
+        """These rows followed by those of ``other``, a block of the same class."""
 
     @abc.abstractmethod
     def cut(self, rows: int) -> tuple[Any, Any]:
-        """The first ``rows`` rows, and the others."""
+        """Two blocks: the first ``rows`` rows, and the rest."""
 
     @abc.abstractmethod
     def columns(self, places: NDArray[np.int64] | None) -> Columns:
@@ -160,7 +160,7 @@ class _Block(abc.ABC):
 
 @dataclass
 class _Lines(_Block):
-    """Lines of tab-separated text, or fields where csv quoting had to be undone to find the rows."""
+    """Lines of tab-separated text, or lists of fields if the file has csv quoting."""
 
     names: tuple[str, ...]
     rows: list[Any]
@@ -195,7 +195,7 @@ class _Lines(_Block):
 
 @dataclass
 class _Arrow(_Block):
-    """Rows of a parquet file, as Arrow holds them."""
+    """Rows of a parquet file as an Arrow table."""
 
     names: tuple[str, ...]
     table: Any

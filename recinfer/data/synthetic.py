@@ -1,9 +1,9 @@
-"""Synthetic rows in Criteo's format, with a signal that a model can learn.
+"""Generates synthetic rows in Criteo's format, with a signal that a model can learn.
 
 Columns as in the real set: ``label``, 13 counts ``I1..I13`` with a heavy tail, 26 categories ``C1..C26`` as 8 hex
-digits whose frequencies follow a bounded Zipf law; both may be empty. A click is a coin thrown with the probability
-``sigmoid(bias + dense effects + category effects + pair effects)``, which :class:`SyntheticRows` keeps, so the best AUC
-that any model could reach is known.
+digits whose frequencies follow a bounded Zipf law; both may be empty. A click is drawn with the probability
+``sigmoid(bias + dense effects + category effects + pair effects)``, which :class:`SyntheticRows` keeps, so that the
+best possible AUC is known.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ _BIAS = -1.6
 
 @dataclass(frozen=True)
 class SyntheticRows:
-    """Rows and the truth about them.
+    """Generated rows with their true probabilities.
 
     Attributes:
         columns: ``label`` (int64), ``I1..I13`` (float64, nan is empty), ``C1..C26`` (str, ``""`` is empty).
-        probability: float64 ``[rows]``, the probability each label was thrown with.
+        probability: float64 ``[rows]``, the probability that each label was drawn with.
     """
 
     columns: dict[str, NDArray]
     probability: NDArray[np.float64]
 
     def best_auc(self) -> float:
-        """The AUC of the true probabilities on these labels: no model does better but by luck."""
+        """The AUC of the true probabilities on these labels, an upper bound for every model up to chance."""
         return auc(self.columns["label"], self.probability)
 
 
 def generate_criteo(num_rows: int, seed: int = 0) -> SyntheticRows:
     """``num_rows`` rows in the format of the Criteo set; the same ``num_rows`` and seed give the same rows.
 
-    What acts how on the label depends on the seed alone, so more rows with the same seed show the same world.
+    The effects on the label depend only on the seed, so more rows with the same seed follow the same model.
 
     Raises:
         InputError: fewer than 1 row.
@@ -77,7 +77,7 @@ def generate_criteo(num_rows: int, seed: int = 0) -> SyntheticRows:
 def _dense_columns(
     world: np.random.Generator, rng: np.random.Generator, num_rows: int
 ) -> tuple[dict[str, NDArray], NDArray]:
-    """Counts, and the sum of their effects, of about unit variance; an empty one has no effect."""
+    """Count columns and the sum of their effects, with about unit variance; an empty value has no effect."""
     weights = world.normal(size=NUM_DENSE)
     weights /= np.linalg.norm(weights)
     spread, center = world.uniform(0.8, 1.6, NUM_DENSE), world.uniform(0.5, 4.0, NUM_DENSE)
@@ -94,7 +94,8 @@ def _dense_columns(
 def _sparse_columns(
     world: np.random.Generator, rng: np.random.Generator, num_rows: int
 ) -> tuple[dict[str, NDArray], NDArray, NDArray]:
-    """Categories, the sum of their own effects, and that of pairs of them, both of about unit variance."""
+    """Category columns, the sum of their own effects and the sum of their pairwise effects, each with about unit
+    variance."""
     weights = world.exponential(size=NUM_SPARSE)
     weights /= np.linalg.norm(weights)
     pairs = world.permutation(NUM_SPARSE)[: 2 * _NUM_PAIRS].reshape(2, -1)

@@ -1,4 +1,4 @@
-"""Text tables (csv, tsv) as columns: every value as the text that stands in the file."""
+"""Reads and writes text tables (csv, tsv) as columns of text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHUNK_ROWS = 1 << 16
 def read_csv(
     path: str | os.PathLike[str], delimiter: str | None = None, limit: int | None = None
 ) -> dict[str, NDArray[Any]]:
-    """The columns of a table with a header line, as text; ``contract.apply`` takes them as they are.
+    """The columns of a table with a header line, as text, ready for ``contract.apply``.
 
     Args:
         path: the file, UTF-8.
@@ -45,7 +45,7 @@ def read_csv(
 def read_table(
     path: str | os.PathLike[str], delimiter: str, names: Sequence[str] | None, limit: int | None = None
 ) -> dict[str, NDArray[Any]]:
-    """As :func:`read_csv`, for a table without a header line where ``names`` are given."""
+    """As :func:`read_csv`; with ``names``, the table has no header line."""
     path = Path(path)
     quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     try:
@@ -63,7 +63,7 @@ def read_table(
 
 
 def write_csv(path: str | os.PathLike[str], columns: Mapping[str, Any]) -> None:
-    """Write columns as a table that :func:`read_csv` reads back to the same values, missing ones as nothing.
+    """Write columns as a table that :func:`read_csv` reads back to the same values; missing values are empty.
 
     Raises:
         InputError: columns of different lengths, or values that are neither text nor numbers.
@@ -80,7 +80,7 @@ def write_csv(path: str | os.PathLike[str], columns: Mapping[str, Any]) -> None:
 
 
 def first_line(path: str | os.PathLike[str]) -> str:
-    """The first line of a text file without its end; raises InputError if it is no UTF-8 text."""
+    """The first line of a text file without its line end; raises InputError if it is not UTF-8 text."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             return file.readline(1 << 20).rstrip("\n")
@@ -93,7 +93,7 @@ def _check_header(path: Path, header: list[str]) -> None:
         raise InputError(f"{path}: the header line is {header}; expected a name for each column")
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
-        raise InputError(f"{path}: columns {', '.join(twice)} are there twice; expected each name once")
+        raise InputError(f"{path}: duplicate columns {', '.join(twice)}; expected each name once")
 
 
 def _chunks(path: Path, rows: Any, num_fields: int, limit: int | None) -> Iterator[list[list[str]]]:

@@ -1,4 +1,4 @@
-"""Text as tokens and tokens as ids, a whole column at once: split by a separator, hashed, looked up, or parsed.
+"""Splits text columns into tokens and converts tokens to ids: by hash, vocabulary or parsing.
 
 Shapes: ``B`` rows, ``T`` tokens.
 """
@@ -24,7 +24,7 @@ _WORD = 8
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a column, behind each other.
+    """The tokens of a column, concatenated.
 
     Attributes:
         joined: all text, a NUL between the pieces.
@@ -56,7 +56,7 @@ class Tokens:
 
 
 def split_tokens(text: list[str], name: str, separator: str | None = None) -> Tokens:
-    """The tokens of each row: the row itself, or its parts between ``separator``; empty ones are no tokens.
+    """The tokens of each row: the row itself, or its parts between ``separator``, without empty ones.
 
     Raises:
         InputError: text with a NUL character, which is no text, or to be split and with the character U+0001, which
@@ -95,7 +95,7 @@ def split_tokens(text: list[str], name: str, separator: str | None = None) -> To
 
 
 def hash_tokens(tokens: Tokens, seed: int, num_buckets: int) -> NDArray[np.int64]:
-    """A bucket in ``0..num_buckets - 1`` for each token: int64 ``[T]``; the same on every machine and version.
+    """The hash bucket, 0 to ``num_buckets - 1``, of each token: int64 ``[T]``, the same on every machine and version.
 
     All arithmetic is modulo 2^64. ``mix`` is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014):
     ``x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31``.
@@ -129,12 +129,12 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def look_up_tokens(tokens: Tokens, ids: Mapping[str, int], default: int) -> NDArray[np.int64]:
-    """The id of each token, ``default`` where it has none: int64 ``[T]``."""
+    """The id of each token, or ``default`` if the vocabulary lacks it: int64 ``[T]``."""
     return np.fromiter(map(ids.get, tokens.strings, repeat(default)), np.int64, len(tokens))
 
 
 def parse_tokens(tokens: Tokens, name: str) -> NDArray[np.int64]:
-    """Each token as the whole number it spells: int64 ``[T]``.
+    """Each token parsed as a whole number: int64 ``[T]``.
 
     Raises:
         InputError: a token that spells none, or none that fits 64 bits; names the column, the row and the token.

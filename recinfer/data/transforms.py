@@ -1,4 +1,4 @@
-"""How the text of a sparse feature becomes an id: by hash, by vocabulary, or by parsing it as a number."""
+"""Transforms of a feature contract that convert text to ids: hash, vocabulary and identity."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Hash:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Id = the place of the text in ``tokens``; text that is not there has the id ``out_of_vocabulary``.
+    """Id = the position of the text in ``tokens``, or ``out_of_vocabulary`` for other text.
 
     Attributes:
         tokens: different, non-empty texts.
@@ -67,7 +67,7 @@ class Vocabulary:
             raise ConfigError(f"vocabulary: token {odd[0]!r}; expected non-empty text")
         if len(self._places) != len(self.tokens):
             twice = next(t for at, t in enumerate(self.tokens) if self._places[t] != at)
-            raise ConfigError(f"vocabulary: token {twice!r} is there twice; expected each once")
+            raise ConfigError(f"vocabulary: token {twice!r} occurs twice; expected each token once")
         if self.out_of_vocabulary is not None:
             check_whole("vocabulary", "out_of_vocabulary", self.out_of_vocabulary, 0, len(self.tokens))
 
@@ -91,7 +91,8 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Identity:
-    """Id = the value, a whole number from 0 to ``num_embeddings - 1``; others go by the feature's ``out_of_range``."""
+    """Id = the value, a whole number from 0 to ``num_embeddings - 1``; the feature's ``out_of_range`` policy applies to
+    others."""
 
     kind: ClassVar[str] = "identity"
     num_embeddings: int
@@ -100,7 +101,7 @@ class Identity:
         check_whole("identity", "num_embeddings", self.num_embeddings, 1, _MAX_ROWS)
 
     def ids(self, tokens: Tokens, name: str) -> NDArray[np.int64]:
-        """The number each token spells, int64 ``[T]``, in range or not."""
+        """The number that each token spells, int64 ``[T]``, also outside the range."""
         return parse_tokens(tokens, name)
 
 

@@ -1,6 +1,6 @@
-"""Data sets at the places that TorchRec's programs import them from: random batches, Criteo, MovieLens.
+"""Datasets of TorchRec's API: random batches, Criteo and MovieLens.
 
-For training and serving from one contract of features see :mod:`recinfer.data`, which has readers of its own.
+For training and serving with one feature contract see :mod:`recinfer.data`, which has its own readers.
 """
 
 from __future__ import annotations

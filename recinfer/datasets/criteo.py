@@ -1,6 +1,6 @@
-"""The Criteo click logs: rows of the text files, and batches of the binary (npy) files made of them.
+"""Iterates over Criteo click logs: rows of the text files, and batches of binary (npy) files.
 
-The text's 40 fields are here named ``label``, ``int_0..int_12`` and ``cat_0..cat_25``, as TorchRec's programs name them.
+The text's 40 fields are named ``label``, ``int_0..int_12`` and ``cat_0..cat_25``, as TorchRec's programs name them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _to_int(text: Any) -> Any:
 
 
 COLUMN_TYPE_CASTERS: list[Callable[[Any], Any]] = [_to_int] * (1 + INT_FEATURE_COUNT) + [str] * CAT_FEATURE_COUNT
-"""What makes the value of each of ``DEFAULT_COLUMN_NAMES`` from its text; 0 where it is no number."""
+"""Converts the text of each of ``DEFAULT_COLUMN_NAMES`` to its value; 0 for text that is not a number."""
 
 
 def _named(row: list[str]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _named(row: list[str]) -> dict[str, Any]:
 
 
 class CriteoIterDataPipe(IterDataPipe):
-    """The rows of Criteo's tab-separated files, one by one; workers of a DataLoader share the files among them.
+    """The rows of Criteo's tab-separated files, one by one; the workers of a DataLoader split the files between them.
 
     Args:
         paths: the files.
@@ -110,7 +110,8 @@ def criteo_kaggle(path: str, *, row_mapper: Callable[[list[str]], Any] | None = 
 
 
 class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
-    """A rank's batches of binary Criteo files (see :meth:`BinaryCriteoUtils.tsv_to_npys`), which are read at once.
+    """A rank's batches of binary Criteo files (see :meth:`BinaryCriteoUtils.tsv_to_npys`), which are read into memory
+    at the start.
 
     Global batches go around the ranks: rank ``r`` of ``w`` gets batches ``r``, ``r + w``, ... Rows left over at the end
     are given to all ranks in equal parts (some one more), so that all have as many batches.
@@ -157,7 +158,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle_batches, self.mmap_mode = shuffle_batches, mmap_mode
         self.hashes = None if hashes is None else np.array(hashes).reshape(1, CAT_FEATURE_COUNT)
-        # TorchRec seeds numpy's global generator; one of our own gives the same numbers and disturbs nobody.
+        # TorchRec seeds numpy's global generator; a separate one gives the same numbers without side effects.
         self._random = np.random.RandomState(shuffle_training_set_random_seed)
 
         shuffle = shuffle_training_set and stage == "train"
@@ -187,7 +188,8 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         counts = [[len(array) for array in part] for part in (self.dense_arrs, self.sparse_arrs, self.labels_arrs)]
         if not paths or counts[1:] != counts[:-1]:
             raise InputError(
-                f"rows of the dense, sparse and labels files are {counts}; expected at least one file, and the same rows"
+                f"the dense, sparse and labels files have {counts} rows; expected at least one file, and the same "
+                f"rows in each"
             )
 
     def _take_half(self, first: bool) -> None:
@@ -216,7 +218,8 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         self.rank, self.world_size = 0, 1
 
     def _batch_starts(self, rows: int, drop_last: bool) -> NDArray[np.int64]:
-        """The first row of each global batch, and the end of the last; a multiple of the ranks are batches."""
+        """The first row of each global batch, and the end of the last; the number of batches is a multiple of the
+        number of ranks."""
         rounds, left = divmod(rows, self.world_size * self.batch_size)
         sizes = [self.batch_size] * (rounds * self.world_size)
         if left and not drop_last:
@@ -228,7 +231,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         return np.cumsum([0, *sizes])
 
     def _rows(self, part: list[NDArray[Any]], batch: int) -> NDArray[Any]:
-        """The rows of a global batch, which may lie in several files; a copy, for arrays of memory maps are read-only."""
+        """A copy of the rows of a global batch, which may span several files; memory-mapped arrays are read-only."""
         start, end = self._starts[batch], self._starts[batch + 1]
         pieces, before = [], 0
         for array in part:
@@ -253,7 +256,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
 
 
 def _even_bounds(rows: int, parts: int) -> NDArray[np.int64]:
-    """Bounds of ``parts`` parts of ``rows`` rows, the first ones a row larger where it does not come out even."""
+    """Bounds of ``parts`` parts of ``rows`` rows; if they do not divide evenly, the first parts have one row more."""
     sizes = np.full(parts, rows // parts)
     sizes[: rows % parts] += 1
     return np.cumsum([0, *sizes])

@@ -1,4 +1,4 @@
-"""Criteo's text files as binary (npy) files, and those cut by rows."""
+"""Converts Criteo's text files to binary (npy) files and reads ranges of their rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK_ROWS = 1 << 14
 
 
 class BinaryCriteoUtils:
-    """Functions that make and read binary Criteo files: dense, sparse and labels, one file each for every text file."""
+    """Writes and reads binary Criteo files: one each for dense features, sparse features and labels per text file."""
 
     @staticmethod
     def tsv_to_npys(
@@ -85,7 +85,7 @@ class BinaryCriteoUtils:
         if array.ndim != 2:
             raise InputError(f"{fname}: has {array.ndim} dimensions; expected 2")
         if not (0 <= start_row < len(array) and start_row + num_rows <= len(array)):
-            raise InputError(f"{fname}: has {len(array)} rows; asked for {num_rows} from row {start_row}")
+            raise InputError(f"{fname}: has {len(array)} rows; got the range of {num_rows} rows from row {start_row}")
         rows = array[start_row : start_row + num_rows]
         return rows if mmap_mode else np.array(rows)
 
@@ -98,7 +98,7 @@ class BinaryCriteoUtils:
         path_manager_key: str = PATH_MANAGER_KEY,
         output_file_suffix: str = "_contig_freq.npy",
     ) -> None:
-        """Write the ids of sparse files again, as small numbers: 2, 3, ... in the order in which they first come.
+        """Renumber the ids of sparse files as 2, 3, ... in order of first occurrence.
 
         The files are numbered together, each column by itself. An id that comes fewer than ``frequency_threshold``
         times is 1.

@@ -1,4 +1,4 @@
-"""MovieLens as GroupLens gives it: ``ratings.csv`` and ``movies.csv`` in a folder, row by row."""
+"""Iterates over MovieLens in GroupLens' format: a folder with ``ratings.csv`` and ``movies.csv``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _to_float(text: Any) -> Any:
 
 
 COLUMN_TYPE_CASTERS: list[Callable[[Any], Any]] = [_to_int, _to_int, _to_float, _to_int, str, str]
-"""What makes the value of each of ``DEFAULT_COLUMN_NAMES`` from its text; 0 where it is no number."""
+"""Converts the text of each of ``DEFAULT_COLUMN_NAMES`` to its value; 0 for text that is not a number."""
 
 
 def _named(row: list[str]) -> dict[str, Any]:

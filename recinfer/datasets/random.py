@@ -1,4 +1,4 @@
-"""Random batches of a click model, for trials and benchmarks."""
+"""Generates random batches for a click model, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _DEFAULT_IDS = 2
 
 
 class RandomRecDataset(IterableDataset[Batch]):
-    """Batches of random ids (uniform), dense features (normal) and labels (0 or 1); the same seed gives the same ones.
+    """Batches of random ids (uniform), dense features (normal) and labels (0 or 1); the same seed gives the same
+    batches.
 
     Args:
         keys: the sparse features.
@@ -29,12 +30,12 @@ class RandomRecDataset(IterableDataset[Batch]):
         num_dense: dense features.
         manual_seed: None draws from torch's own generator.
         num_batches: batches of one pass; None is without end.
-        num_generated_batches: this many batches are made and then given again and again; negative makes each anew.
+        num_generated_batches: this many batches are generated and repeated; negative generates every batch anew.
         min_ids_per_feature, min_ids_per_features: the fewest ids of a feature in an example, for all or for each;
             without either it is ``ids_per_feature``, and 0 where that is not given.
 
     Raises:
-        ConfigError: sizes that are not one for each key, or no batch to give.
+        ConfigError: not one size per key, or num_generated_batches is 0.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class RandomRecDataset(IterableDataset[Batch]):
         self.min_ids = self._for_each("min_ids_per_features", min_ids_per_features, min_ids_per_feature or 0)
         self.num_batches = num_batches
         if num_generated_batches == 0:
-            raise ConfigError("num_generated_batches is 0: there is no batch to give; negative makes each anew")
+            raise ConfigError(
+                "num_generated_batches is 0; expected a positive number, or a negative one to generate every batch anew"
+            )
         self.generator = None if manual_seed is None else torch.Generator().manual_seed(manual_seed)
         self.made = [self._make_batch() for _ in range(num_generated_batches)]
 
@@ -71,14 +74,14 @@ class RandomRecDataset(IterableDataset[Batch]):
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError("RandomRecDataset without num_batches has no end, so no length")
+            raise TypeError("RandomRecDataset without num_batches is infinite and has no length")
         return self.num_batches
 
     def _for_each(self, name: str, sizes: list[int] | None, one: int) -> list[int]:
         if sizes is None:
             return [one] * len(self.keys)
         if len(sizes) != len(self.keys):
-            raise ConfigError(f"{name} has {len(sizes)} numbers for {len(self.keys)} keys; expected one for each")
+            raise ConfigError(f"{name} has {len(sizes)} numbers for {len(self.keys)} keys; expected one per key")
         return sizes
 
     def _make_batch(self) -> Batch:

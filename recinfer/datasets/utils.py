@@ -1,4 +1,4 @@
-"""What the data sets share: the batch, rows of text files, and splits and limits of a stream."""
+"""The batch class, and helpers to read, split and limit streams of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 PATH_MANAGER_KEY = "torchrec"
-"""The only ``path_manager_key`` that is taken; it stands for files that ``open`` opens."""
+"""The only supported ``path_manager_key``; it means files that ``open`` opens."""
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class LoadFiles(IterDataPipe):
 
     def __len__(self) -> int:
         if self.length == -1:
-            raise NotImplementedError("the number of files is not known; pass length=")
+            raise NotImplementedError("the number of files is unknown; pass length=")
         return self.length
 
 
@@ -142,7 +142,7 @@ class Limit(IterDataPipe):
 
 
 class _Part(IterDataPipe):
-    """The items of a stream for which ``make_test()``, made anew for each pass, says ``wanted`` of their number."""
+    """The items of a stream whose number passes the test of ``make_test()``, which is created anew for each pass."""
 
     def __init__(self, datapipe: Iterable[Any], make_test: Callable[[], Callable[[int], bool]], wanted: bool) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def idx_split_train_val(
     decimal_places: int = 2,
     key_fn: Callable[[int], int] = int,
 ) -> tuple[IterDataPipe, IterDataPipe]:
-    """A stream in two by the number of each item: of every ``10 ** decimal_places`` the first ``train_perc`` train.
+    """Split a stream in two by item number: of every ``10 ** decimal_places`` the first ``train_perc`` train.
 
     Args:
         datapipe: the items.
@@ -179,12 +179,12 @@ def idx_split_train_val(
 def rand_split_train_val(
     datapipe: Iterable[Any], train_perc: float, random_seed: int = 0
 ) -> tuple[IterDataPipe, IterDataPipe]:
-    """A stream in two by throwing a coin for each item; the same seed gives the same two.
+    """Split a stream in two at random, item by item; the same seed gives the same split.
 
     Args:
         datapipe: the items.
         train_perc: the probability of the first stream, in (0, 1).
-        random_seed: of the coin.
+        random_seed: seed of the split.
 
     Raises:
         InputError: ``train_perc`` outside of (0, 1).
@@ -204,7 +204,7 @@ def _by_coin(probability: float, seed: int) -> Callable[[int], bool]:
 
 
 def safe_cast(val: T, dest_type: Callable[[T], T], default: T) -> T:
-    """``dest_type(val)``, or ``default`` where that is a ValueError."""
+    """``dest_type(val)``, or ``default`` if that raises ValueError."""
     try:
         return dest_type(val)
     except ValueError:
@@ -215,11 +215,11 @@ def check_path_manager(key: str) -> None:
     """Raise ConfigError for a path manager that is not the one for files that ``open`` opens."""
     if key != PATH_MANAGER_KEY:
         raise ConfigError(
-            f"path_manager_key is {key!r}: files are opened by Python's open, not by iopath; leave it out, and copy "
-            "or mount what lies elsewhere"
+            f"path_manager_key is {key!r}: only Python's open is supported; leave it out, and copy or mount remote "
+            f"files"
         )
 
 
 def _check_part(train_perc: float) -> None:
     if not 0.0 < train_perc < 1.0:
-        raise InputError(f"train_perc is {train_perc}; expected a number between 0.0 and 1.0, both left out")
+        raise InputError(f"train_perc is {train_perc}; expected a number between 0.0 and 1.0, exclusive")

@@ -1,4 +1,4 @@
-"""An archive on many machines: Kubernetes manifests from its plan, or a deployment on a Ray cluster."""
+"""Deploys an archive on several machines: Kubernetes manifests from its plan, or a deployment on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from recinfer.errors import ConfigError
 __all__ = ["BUSY_PERCENT", "check_percent"]
 
 BUSY_PERCENT = 70
-"""Per cent of its time that a server may be busy before there should be more of them: queues begin to grow there."""
+"""Busy time of a server, in percent, above which another server is added: queues begin to grow there."""
 
 
 def check_percent(found: int) -> None:
-    """Raises ConfigError unless ``found`` may stand in its place."""
+    """Raises ConfigError unless ``found`` is a percentage from 1 to 100."""
     if not 1 <= found <= 100:
-        raise ConfigError(f"busy per cent: got {found}, expected 1 to 100")
+        raise ConfigError(f"busy percent: got {found}, expected 1 to 100")

@@ -1,4 +1,4 @@
-"""Which processes an archive becomes: groups of ranks that one shard server holds, and what memory each needs."""
+"""Groups an archive's ranks into shard servers and computes the memory that each server needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LABEL = 40  # of a DNS label's 63 characters; the rest is for "-shard-NNN-NNN" 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that one shard server holds.
+    """The ranks of one shard server.
 
     Attributes:
         number: from 0.
@@ -38,27 +38,27 @@ class RankGroup:
 
     @property
     def memory_bytes(self) -> int:
-        """What a server needs with one version mapped."""
+        """Memory of a server with one version mapped, in bytes."""
         return self.table_bytes + _SHARD_OVERHEAD
 
     @property
     def memory_limit_bytes(self) -> int:
-        """The same with a second version mapped beside it, as while one rolls out."""
+        """Memory of a server with two versions mapped, as during a rollout, in bytes."""
         return 2 * self.table_bytes + _SHARD_OVERHEAD + 256 * MIB
 
     @property
     def listed(self) -> str:
-        """The ranks as ``recinfer serve --ranks`` takes them."""
+        """The ranks as an argument of ``recinfer serve --ranks``."""
         return ",".join(map(str, self.ranks))
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What of an archive runs where.
+    """The servers that an archive needs and their memory.
 
     Attributes:
-        model: as the manifest has it.
-        version: the folder's name where the archive lies at ``<model>/<version>``, as in a store; else the manifest's.
+        model: name of the model in the manifest.
+        version: the folder's name if the archive is at ``<model>/<version>``, as in a store; else the manifest's.
         groups: of ranks, all of them once.
         ranker_bytes: memory of a ranker with one version.
         ranker_limit_bytes: the same with two.
@@ -72,14 +72,14 @@ class Footprint:
 
 
 def footprint(archive: Path, ranks_per_shard: int = 1) -> Footprint:
-    """Read an archive's manifest and plan; no table is read.
+    """Compute the footprint from an archive's manifest and plan; no table is read.
 
     Args:
         archive: its folder; the shard files need not be in it.
         ranks_per_shard: consecutive ranks that one shard server holds.
 
     Raises:
-        ArchiveError: it is none.
+        ArchiveError: the folder is not an archive.
         ConfigError: ranks_per_shard is below 1.
     """
     if ranks_per_shard < 1:
@@ -105,14 +105,15 @@ def _dense_bytes(manifest: Manifest) -> int:
 
 
 def shards_json(addresses: Mapping[int, Sequence[str]], settings: Mapping[str, str] | None = None) -> str:
-    """The text of a shards.json: rank -> addresses of its replicas, and how they are asked."""
+    """The text of a shards.json: the addresses of each rank's replicas, and timeouts."""
     ranks = {str(rank): list(found) for rank, found in sorted(addresses.items())}
     more = {"settings": dict(settings)} if settings else {}
     return json.dumps({"format": FORMAT, "version": VERSION, "ranks": ranks, **more}, indent=1) + "\n"
 
 
 def dns_label(name: str) -> str:
-    """A name as a DNS label (RFC 1123) with room for what is put behind it; raises ConfigError when nothing is left."""
+    """A name as a DNS label (RFC 1123), short enough for the suffixes of object names; raises ConfigError if nothing
+    remains."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:_LABEL].strip("-")
     if not label:
         raise ConfigError(f"name: got {name[:80]!r}, expected letters or digits; give --name")

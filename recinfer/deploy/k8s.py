@@ -1,4 +1,5 @@
-"""Kubernetes manifests for an archive: a StatefulSet for each group of ranks, a Deployment of rankers, and what is around them."""
+"""Renders the Kubernetes manifests of an archive: a StatefulSet per group of ranks, a Deployment of rankers, and their
+services and policies."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from recinfer.errors import ConfigError
 __all__ = ["BUSY_METRIC", "QUEUE_METRIC", "K8sOptions", "manifests", "write_manifests"]
 
 QUEUE_METRIC = "recinfer_queue_requests"
-"""Gauge of a ranker that its HorizontalPodAutoscaler follows: requests that wait for a run."""
+"""Metric of a ranker for its HorizontalPodAutoscaler: the number of queued requests."""
 BUSY_METRIC = "recinfer_shard_busy"
-"""Gauge of a shard server that its HorizontalPodAutoscaler follows: the share of time that it is busy. It has no queue: what
-waits for it is in its sockets, or at the rankers, who ask for many requests at a time."""
+"""Metric of a shard server for its HorizontalPodAutoscaler: the share of time that it is busy. A shard server has no
+queue of its own: waiting lookups are in its sockets, or in the rankers, which merge them."""
 
 _PORT, _METRICS = 50051, 9100
 _USER = 10001
@@ -37,21 +38,21 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,61}[A-Za-z0-9_]?\Z")
 
 @dataclass(frozen=True)
 class K8sOptions:
-    """How an archive runs on Kubernetes.
+    """Options of the manifests.
 
     Attributes:
-        namespace: of everything; it is not made here.
-        image: that has ``recinfer`` on its PATH.
-        name: what all names begin with; None: the model's.
+        namespace: of all objects; the manifests do not create it.
+        image: container image with ``recinfer`` on its PATH.
+        name: prefix of all names; None: the model's name.
         replicas: shard servers of each group of ranks.
-        rankers: how many.
-        max_replicas: shard servers of a group that an autoscaler may go to; None, or as many as replicas: no autoscaler.
-        max_rankers: the same of rankers.
+        rankers: number of rankers.
+        max_replicas: most shard servers per group; None, or the value of replicas, means no autoscaler.
+        max_rankers: most rankers, in the same way.
         claim: PersistentVolumeClaim with ``<model>/<version>/`` archives.
-        token_secret: Secret whose key ``token`` all calls need; None: ``<name>-token``.
-        cpus: cores that a container asks for, as Kubernetes writes them.
-        queue_depth: requests waiting in a ranker that one more is started for.
-        busy_percent: of the cores asked for, and of a shard server's time, above which one more is started.
+        token_secret: Secret with the bearer token under the key ``token``; None: ``<name>-token``.
+        cpus: requested cores per container, in Kubernetes' notation.
+        queue_depth: queued requests per ranker above which the autoscaler adds a ranker.
+        busy_percent: share of the requested cores, and of a shard server's time, above which the autoscaler adds a pod.
     """
 
     namespace: str = "recinfer"
@@ -86,7 +87,7 @@ class K8sOptions:
         ):
             if least < 1 or (most is not None and most < least):
                 raise ConfigError(
-                    f"{what}: got {least}, at most {most}; expected at least 1, and a maximum that is not below it"
+                    f"{what}: got {least}, at most {most}; expected at least 1, and a maximum that is not smaller"
                 )
         if self.queue_depth < 1:
             raise ConfigError(f"queue depth: got {self.queue_depth}, expected at least 1")
@@ -97,16 +98,16 @@ def manifests(found: Footprint, options: K8sOptions) -> dict[str, dict[str, Any]
     """File name -> manifest, in the order to apply them; the same arguments give the same manifests.
 
     Raises:
-        ConfigError: model or version cannot be a label, or more ranks than the names have room for.
+        ConfigError: model or version is not a valid label, or the names of so many ranks are too long.
     """
     return _Renderer(found, options).all()
 
 
 def write_manifests(found: Footprint, options: K8sOptions, out: Path) -> list[Path]:
-    """Write each manifest to a file of ``out``, which is made, and a kustomization.yaml that lists them.
+    """Write each manifest to a file in ``out``, which is created, and a kustomization.yaml that lists them.
 
     Raises:
-        ConfigError: ``out`` holds YAML files that this would not write: an older plan's, which would be applied too.
+        ConfigError: ``out`` holds other YAML files, for example of an older plan, which kubectl would apply too.
     """
     texts = {name: to_yaml(manifest) for name, manifest in manifests(found, options).items()}
     kustomization = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": list(texts)}
@@ -115,7 +116,8 @@ def write_manifests(found: Footprint, options: K8sOptions, out: Path) -> list[Pa
     odd = sorted(path.name for path in out.glob("*.yaml") if path.name not in texts)
     if odd:
         raise ConfigError(
-            f"{out} holds {', '.join(odd[:5])}, which this archive has no use for: remove, or write elsewhere"
+            f"{out} holds {', '.join(odd[:5])}, which are not manifests of this archive; remove them, or choose "
+            f"another folder"
         )
     for name, text in texts.items():
         (out / name).write_text(text, encoding="utf-8")
@@ -130,12 +132,14 @@ class _Renderer:
         self.store = f"{_STORE}/{found.model}"
         self.archive = f"{self.store}/{found.version}"
         if not self.name[0].isalpha():
-            raise ConfigError(f"name: got {self.name!r}, expected a letter first, as a Service's has; give --name")
+            raise ConfigError(
+                f"name: got {self.name!r}, expected a letter first, as Kubernetes requires of a Service; give --name"
+            )
         longest = f"{self.name}-shard-{len(found.groups) - 1}"
         if len(longest) > _SET_NAME:
             raise ConfigError(
-                f"name: {longest!r} would be longer than {_SET_NAME} characters, and pods have labels made of it; "
-                "give a shorter --name"
+                f"name: {longest!r} would be longer than {_SET_NAME} characters, too long for the labels of pods; "
+                f"give a shorter --name"
             )
         for what, value in (("model", found.model), ("version", found.version)):
             if "/" in value or value in (".", ".."):
@@ -165,7 +169,7 @@ class _Renderer:
         return made
 
     def _bounds(self, role: str) -> tuple[int, int] | None:
-        """Between what an autoscaler may choose; None where there is nothing to choose."""
+        """The bounds of an autoscaler; None without autoscaling."""
         options = self.options
         if role == "shard":
             least, most = options.replicas, options.max_replicas
@@ -226,7 +230,8 @@ class _Renderer:
                 "scaleTargetRef": {"apiVersion": "apps/v1", "kind": kind, "name": name},
                 "minReplicas": bounds[0],
                 "maxReplicas": bounds[1],
-                # Whichever wants more pods. A ranker that waits for shards has an empty queue and busy cores.
+                # The metric that needs more pods decides. A ranker that waits for shards has an empty queue and busy
+                # cores.
                 "metrics": [
                     {"type": "Pods", "pods": {"metric": {"name": metric}, "target": average}},
                     {"type": "Resource", "resource": {"name": "cpu", "target": busy}},

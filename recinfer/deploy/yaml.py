@@ -1,4 +1,4 @@
-"""Plain data as YAML text: the same data gives the same bytes, and no YAML library is needed to write it."""
+"""Writes plain data as deterministic YAML text without a YAML library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:
-    """``data`` as one YAML document; mappings, lists, text, numbers and booleans, nothing empty but ``{}`` and ``[]``."""
+    """``data`` as one YAML document; mappings, lists, text, numbers and booleans, empty values only as ``{}`` and
+    ``[]``."""
     return "\n".join(_lines(data)) + "\n"
 
 
@@ -46,7 +47,7 @@ def _entry(key: str, value: Any) -> Iterator[str]:
 
 def _inline(value: Any) -> str:
     if isinstance(value, Mapping):
-        assert not value, "a mapping inside a list is written over lines"
+        assert not value, "cannot write a mapping inside a list on one line"
         return "{}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "[" + ", ".join(map(_inline, value)) + "]"

@@ -1,4 +1,4 @@
-"""A tracer for models with embedding collections: each of them is one node of the graph."""
+"""A torch.fx tracer that keeps each embedding collection as one node of the graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tracer(fx.Tracer):
         self._leaf_modules = leaf_modules or []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a call of ``m`` stays one node."""
+        """Whether a call of ``m`` is kept as one node."""
         if isinstance(m, Opaque) or type(m).__name__ in self._leaf_modules:
             return True
         return super().is_leaf_module(m, module_qualified_name)
@@ -48,8 +48,8 @@ class Tracer(fx.Tracer):
             root = get_module(root)
             if isinstance(root, Opaque):
                 raise ConfigError(
-                    f"a {type(root).__name__} is one node of a graph, so there is nothing in it to trace; trace the model "
-                    "that holds it, or use recinfer.fx.symbolic_trace, which puts it into one"
+                    f"a {type(root).__name__} is a leaf module and cannot be traced on its own; trace the model that "
+                    f"holds it, or use recinfer.fx.symbolic_trace, which wraps it in a model"
                 )
         graph = super().trace(root, concrete_args)
         _resolve_annotations(graph, root.forward if isinstance(root, nn.Module) else root)
@@ -65,9 +65,9 @@ class Tracer(fx.Tracer):
 
 
 def _resolve_annotations(graph: fx.Graph, function: Callable[..., Any]) -> None:
-    """Put classes for annotations that are text (``from __future__ import annotations``).
+    """Replace annotations that are text (``from __future__ import annotations``) by their classes.
 
-    torch.fx writes them into the code of the GraphModule as they are, where TorchScript does not know them.
+    torch.fx writes them into the code of the GraphModule unchanged, where TorchScript cannot resolve them.
     """
     try:
         hints = typing.get_type_hints(function)
@@ -79,7 +79,7 @@ def _resolve_annotations(graph: fx.Graph, function: Callable[..., Any]) -> None:
 
 
 class _Holder(nn.Module):
-    """A model that is one module."""
+    """A model that consists of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

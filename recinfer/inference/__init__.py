@@ -1,1 +1,1 @@
-"""See docs/explanation/request.md."""
+"""Exports models to archives, loads archives as predictors, and verifies, reshards and patches them."""

@@ -1,7 +1,7 @@
-"""A request's ids as numpy arrays: between the wire and the lookup there is no tensor op, only views and a few array ops.
+"""A request's features as numpy arrays, without tensor operations between the wire and the lookup.
 
-A torch operator costs more to reach than it does at the sizes of a request. Shape suffixes: F features, B batch,
-S samples of all requests, N ids. Loops run over requests and features, never over ids.
+At the sizes of a request, the dispatch of a torch operator takes longer than its work. Shape suffixes: F features, B
+batch, S samples of all requests, N ids. Loops run over requests and features, never over ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 __all__ = ["Bags", "Features", "bags_of", "merge_bags", "offsets_of"]
 
 # torch warns, once a process, that a tensor over memory that is not writable must not be written. Nothing behind this
-# module writes to ids: get that one warning over with where nobody sees it.
+# module writes to ids: trigger that warning here, where it is hidden.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
@@ -52,7 +52,7 @@ class Bags:
 
     @property
     def lengths_FB(self) -> NDArray[Any]:
-        """Ids of each bag."""
+        """Number of ids in each bag."""
         return np.subtract(self.offsets[1:], self.offsets[:-1]).reshape(len(self.keys), self.batch)
 
     def fits(self, rows_F: NDArray[np.uint64]) -> bool:
@@ -60,7 +60,7 @@ class Bags:
         values, batch = self.values, self.batch
         if not values.size:
             return True
-        # Unsigned, a negative id is huge, so the largest id of a feature says it all.
+        # Unsigned, a negative id is huge, so checking the largest id of a feature is enough.
         unsigned = values.view(np.uint64 if values.dtype == np.int64 else np.uint32)
         edges = self.offsets[::batch]
         starts = edges[:-1]
@@ -71,7 +71,7 @@ class Bags:
         return bool((np.maximum.reduceat(unsigned, starts[filled]) < rows_F[filled]).all())
 
     def kjt(self) -> KeyedJaggedTensor:
-        """The same as a KeyedJaggedTensor that shares this memory (lengths are int32 again)."""
+        """A KeyedJaggedTensor that shares this memory (lengths become int32)."""
         return KeyedJaggedTensor.from_parts_unchecked(
             list(self.keys),
             torch.from_numpy(self.values),
@@ -81,7 +81,7 @@ class Bags:
         )
 
     def arranged(self, names: tuple[str, ...]) -> Bags:
-        """These features in the order of ``names``: an absent one is empty bags, one not named is left out."""
+        """These features in the order of ``names``: absent features get empty bags, others are dropped."""
         if names == self.keys:
             return self
         plan = _plan(self.keys, names)
@@ -96,10 +96,11 @@ class Bags:
             weights = None if weights is None else _joined(weights, pieces)
         return Bags(names, batch, offsets_of(lengths_FB, values.dtype), values, weights)
 
-    def beside(self, context: Bags) -> Bags:
-        """These samples with the features of ``context``, one sample that goes with all: its bags are the first sample's.
+    def with_context(self, context: Bags) -> Bags:
+        """These samples with the features of ``context`` added, one sample that applies to all; its bags are put in the
+        first sample.
 
-        The other samples' bags of those features are empty; who looks them up writes the first one's vectors there.
+        The other samples' bags of those features are empty; the lookup copies the first sample's vectors to them.
         """
         if not self.batch:  # nothing that the context could go with
             return self.arranged(self.keys + context.keys)
@@ -114,7 +115,7 @@ class Bags:
 
 
 Features = KeyedJaggedTensor | Bags | Mapping[str, Any]
-"""What a predictor takes as the features of a request: also what :func:`recinfer.columns.as_features` reads."""
+"""Types of a request's features: bags, or anything that :func:`recinfer.columns.as_features` reads."""
 
 
 def bags_of(features: Features) -> Bags:
@@ -147,7 +148,7 @@ def bags_of(features: Features) -> Bags:
 
 def _bags_of_arrays(found: FeatureArrays) -> Bags:
     if found.batch < 1:
-        raise InputError("features: got no sample, expected at least one")
+        raise InputError("features: got no samples, expected at least one")
     offsets = offsets_of(found.lengths, found.values.dtype)
     weights = found.weights
     if weights is not None and found.weighted:
@@ -163,7 +164,7 @@ def _plain(weights: Tensor) -> Tensor:
 
 
 def offsets_of(lengths: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """``lengths`` (any shape, row-major) as offsets of ``dtype``, one more, from 0."""
+    """Offsets of ``dtype`` for ``lengths`` (any shape, row-major): one more than lengths, starting at 0."""
     offsets = np.empty(lengths.size + 1, dtype)
     offsets[0] = 0
     np.add.accumulate(lengths.reshape(-1), dtype=dtype, out=offsets[1:])
@@ -171,10 +172,10 @@ def offsets_of(lengths: NDArray[Any], dtype: Any) -> NDArray[Any]:
 
 
 def merge_bags(requests: Sequence[Bags], names: tuple[str, ...], *, weighted: bool = False) -> Bags:
-    """One batch of all requests' samples, request after request, with the features ``names`` in their order.
+    """Merge requests into one batch: their samples in order, with the features ``names`` in that order.
 
     Args:
-        requests: with whatever features, in any order; those that are absent are empty bags.
+        requests: with any features in any order; missing features become empty bags.
         weighted: keep the weights, which every request then has; otherwise they are dropped.
 
     Returns:
@@ -202,7 +203,7 @@ def merge_bags(requests: Sequence[Bags], names: tuple[str, ...], *, weighted: bo
     ends = np.add.accumulate(lengths)
     taken = lengths[order]
     offsets = offsets_of(taken, dtype)
-    # Where each id comes from: its bag's first id in the requests, less the bag's first place in the merged batch.
+    # Source of each id: its bag's first id in the requests, less the bag's first place in the merged batch.
     source = np.repeat((ends - lengths)[order] - offsets[:-1], taken)
     source += np.arange(len(source), dtype=dtype)
     weights = None
@@ -216,7 +217,7 @@ _NO_BAG = np.zeros(1, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """``taken``: which of the wanted features are there; ``source``: where each of them is."""
+    """``taken``: which of the wanted features are present; ``source``: their positions."""
 
     taken: NDArray[np.intp]
     source: NDArray[np.intp]

@@ -1,15 +1,17 @@
-"""A model's outputs compared with recorded ones: what another program computed for the same inputs.
+"""Compares a model's outputs with outputs that another program recorded for the same inputs.
 
-Two comparisons, by what is at hand:
+There are two comparisons:
 
-* An export has the checkpoint's float rows. Float rows through the exported dense program must give the recorded outputs up
+* At export, the checkpoint's float rows are available. Float rows through the exported dense program must give the
+  recorded outputs up
   to the rounding of float32 sums; each embedding of the archive must be as near to the float one as its precision allows.
-* An archive alone has quantized rows. Each element of a row is within half a step of its float value, so the dense program
-  is run on rows moved up or down by that, at random: the root mean square of what this does to an output, times
-  ``_DEVIATIONS``, is how far off the float model's output may be. Rounding errors are spread evenly over the step, so this
-  is 7 of their standard deviations, for any dense program, shared tables and repeated ids included. Where the archive's
-  output lies on a flat part of the program (a saturated sigmoid) small moves show nothing: rows are also moved by
-  ``_DEVIATIONS`` times as much, and the larger of the two figures counts.
+* An archive has only quantized rows. Each element of a row is within half a step of its float value, so the dense
+  program
+  is run on rows moved up or down by that, at random: the root mean square change of an output, times ``_DEVIATIONS``,
+  bounds the difference from the float model's output. Rounding errors are uniform over the step, so the bound is 7 of
+  their standard deviations, for any dense program, shared tables and repeated ids. On a flat part of the program (a
+  saturated sigmoid) small moves change nothing: rows are therefore also moved by ``_DEVIATIONS`` times as much, and the
+  larger result is used.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ PositionWeights = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class RowDifference:
-    """The worst element of one output in one recorded row that is too far off."""
+    """The largest difference in one output of one recorded row that exceeds its bound."""
 
     row: int
     output: str
@@ -61,7 +63,7 @@ class RowDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Recorded outputs against those of a model here.
+    """The comparison of recorded outputs with a model's outputs.
 
     Attributes:
         reference: the file's name.
@@ -69,7 +71,8 @@ class Comparison:
         rows, num_wrong: recorded rows; those with an output over its bound.
         max_difference: largest difference of the compared model from the record.
         max_bound: the largest difference that was allowed.
-        archive_difference: largest difference of the archive from the record: with ``"float"`` what the precision costs.
+        archive_difference: largest difference of the archive from the record; with ``"float"`` this is the effect of
+            the precision.
         wrong: rows over their bound, the furthest over it first, at most 10.
         blunt: outputs for which the precision allows more than the standard deviation of the recorded values, so that a
             wrong model may pass.
@@ -91,17 +94,18 @@ class Comparison:
         return not self.num_wrong
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """The comparison as plain data."""
         return {"ok": self.ok, **asdict(self)}
 
     def message(self) -> str:
-        """What is wrong, and what most often is the cause."""
+        """A message with the worst difference and its usual causes."""
         worst = self.wrong[0]
         explains = "float32 arithmetic" if self.model == "float" else "the archive's precision"
         return (
             f"{self.num_wrong} of {self.rows} rows of {self.reference} have other outputs than this model: row {worst.row}, "
-            f"output {worst.output!r}: recorded {worst.recorded:.6g}, here {worst.found:.6g}, off by {worst.difference:.3g} "
-            f"where {explains} explains {worst.bound:.3g}. The usual cause: forward concatenates pooled.values(). TorchRec's "
+            f"output {worst.output!r}: recorded {worst.recorded:.6g}, got {worst.found:.6g}, a difference of "
+            f"{worst.difference:.3g} where {explains} allows {worst.bound:.3g}. The usual cause: forward "
+            f"concatenates pooled.values(). TorchRec's "
             "DistributedModelParallel gives its blocks in the order of the sharding, recinfer in the order of the module's "
             "features; take them by name, torch.cat([pooled[name] for name in NAMES], dim=1), with NAMES as "
             "pooled.keys() printed them in training. Other causes: outputs recorded in training mode (dropout, batch norm), "
@@ -132,15 +136,16 @@ class Comparison:
         if self.blunt:
             names = ", ".join(self.blunt)
             text = (
-                f"little is proven for {names}: the precision allows more than the standard deviation of the recorded "
-                "values; compare at export, where the float rows are"
+                f"this comparison proves little for {names}: the precision's bound exceeds the standard deviation of "
+                f"the "
+                f"recorded values; compare at export, where the float rows are available"
             )
             parts.append(Text(text))
         return Group(*parts)
 
 
 def compare_archive(path: str | os.PathLike[str], reference: RecordedReference) -> Comparison:
-    """Compare an archive with recorded float outputs, within what its precision explains.
+    """Compare an archive with recorded float outputs, within the bounds of its precision.
 
     Raises:
         ArchiveError: the archive breaks a rule of FORMAT.md.
@@ -181,7 +186,7 @@ def compare_export(
         batches: ``reference.batches`` of the archive's manifest.
 
     Raises:
-        ArchiveError: an embedding of the archive is further off than its precision explains.
+        ArchiveError: an embedding of the archive differs by more than its precision allows.
     """
     manifest = predictor.manifest
     tally = _Tally(reference, manifest, batches, "float")
@@ -195,7 +200,7 @@ def compare_export(
 
 
 class _Tally:
-    """Counts the rows that are off, and keeps the worst."""
+    """Counts the rows that exceed their bounds, and keeps the worst differences."""
 
     def __init__(
         self,
@@ -219,7 +224,7 @@ class _Tally:
     def add(
         self, batch: RecordedBatch, found: Sequence[Tensor], archive: Sequence[Tensor], allowed: Sequence[Tensor]
     ) -> None:
-        """Outputs found for a batch, those of the archive, and what may lie between them and the record but for rounding."""
+        """Add a batch: its float outputs, the archive's outputs, and the allowed differences apart from rounding."""
         rows = len(batch.outputs[0])
         wrong = torch.zeros(rows, dtype=torch.bool)
         for i, name in enumerate(self._outputs):
@@ -245,7 +250,7 @@ class _Tally:
         self._wrong = sorted(self._wrong, key=lambda pair: -pair[0])[:_SHOWN]
 
     def comparison(self) -> Comparison:
-        """What was found."""
+        """The comparison of all added batches."""
         blunt = tuple(
             name
             for name, bounds, spread in zip(self._outputs, self._median_bounds, self._spread)
@@ -265,7 +270,7 @@ class _Tally:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest; NaN where one is NaN."""
+    """The largest value; NaN if one is NaN."""
     return float(values.max()) if values.numel() else 0.0
 
 
@@ -276,7 +281,7 @@ def _root_mean_squares(
     position_weights: PositionWeights,
     outputs: Sequence[Tensor],
 ) -> list[Tensor]:
-    """What other rows change in each element of the outputs, over the draws."""
+    """The root mean square change of each output element over the random draws of rows."""
     squares = [torch.zeros_like(output) for output in outputs]
     for rows in draws:
         vectors, lengths = float_embeddings(predictor.manifest, rows, batch.request, position_weights)
@@ -287,7 +292,7 @@ def _root_mean_squares(
 
 
 def _stored_rows(archive: Archive, rows: FloatRows) -> tuple[FloatRows, dict[tuple[str, str], Tensor]]:
-    """The archive's rows of these ids as float32, and how far each element [ids, dim] may be from the float model's."""
+    """The archive's rows of these ids as float32, and the rounding bound of each element, both [ids, dim]."""
     bounds = {}
     with RowReader(archive) as reader:
         for table in archive.manifest.tables:
@@ -304,7 +309,7 @@ def _stored_rows(archive: Archive, rows: FloatRows) -> tuple[FloatRows, dict[tup
 
 
 def _runs(ids: Tensor) -> list[tuple[int, int]]:
-    """Ascending ids cut where a gap is large: (first, last) places in them."""
+    """Split ascending ids at large gaps into runs: (first, last) positions."""
     cuts = ((ids[1:] - ids[:-1]) > _GAP).nonzero().flatten() + 1
     edges = [0, *cuts.tolist(), len(ids)]
     return [(first, last) for first, last in pairwise(edges) if first < last]
@@ -317,7 +322,7 @@ def _moved(
     generator: torch.Generator,
     scale: float,
 ) -> dict[tuple[str, str], Tensor]:
-    """Each element of each row moved up or down by ``scale`` times its bound."""
+    """The rows with each element moved up or down at random by ``scale`` times its bound."""
 
     def moved(table: TableInfo) -> Tensor:
         bound = bounds[table.module, table.name]

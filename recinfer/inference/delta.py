@@ -1,7 +1,7 @@
-"""From an archive and a new checkpoint of its model to a delta: every row is packed, those that differ are kept.
+"""Creates a delta from an archive and a new checkpoint: packs every row and keeps those that differ.
 
-The delta is tried before it gets its name: applied to the archive it must be as close to the new float model as an export
-must be, and its answers to the golden requests go into it.
+The delta is tested before the file appears: applied to the archive, it must be as close to the new float model as an
+export must be. Its answers to the golden requests are stored in it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class DeltaReport:
-    """What a delta holds.
+    """The report of a written delta.
 
     Attributes:
         sequence: its place in the chain.
@@ -76,7 +76,7 @@ def make_delta(
     progress: bool = True,
     overwrite: bool = False,
 ) -> DeltaReport:
-    """Write what changed between an archive and a new checkpoint.
+    """Write the delta between an archive and a new checkpoint.
 
     Args:
         base: the archive.
@@ -159,15 +159,21 @@ def _listed(files: dict[str, bytes]) -> tuple[FileInfo, ...]:
 
 
 def _check_same(old: Manifest, new: Manifest) -> None:
-    """Only numbers may differ between the archive and the model of the new checkpoint; policies stay the archive's."""
+    """Raises ConfigError unless the new checkpoint's model differs from the archive only in numbers; policies stay the
+    archive's."""
     if old.modules != new.modules:
-        raise ConfigError("the model's modules are not the archive's; a delta changes numbers only, export it anew")
+        raise ConfigError(
+            "the model's modules differ from the archive's, and a delta changes only numbers; export the model as a "
+            "new version"
+        )
     for mine, theirs in zip(old.tables, new.tables):
         if replace(mine, quantization=theirs.quantization) != theirs:
-            raise ConfigError(f"table {mine.full_name!r} is not as in the archive; export the model anew")
+            raise ConfigError(f"table {mine.full_name!r} differs from the archive's; export the model as a new version")
     parts = [None if m.dense is None else (m.dense.num_dense, m.dense.inputs, m.dense.outputs) for m in (old, new)]
     if parts[0] != parts[1]:
-        raise ConfigError("the dense part's inputs or outputs are not the archive's; export the model anew")
+        raise ConfigError(
+            "the dense part's inputs or outputs differ from the archive's; export the model as a new version"
+        )
 
 
 def _write_changes(
@@ -201,7 +207,7 @@ def _write_changes(
 
 
 def _changed_rows(old_RP: Tensor, new_RP: Tensor) -> Tensor:
-    """Numbers of the rows that differ, int64; in blocks that stay in the cache."""
+    """Row numbers, int64, of the rows that differ; compares in blocks that fit the cache."""
     width = old_RP.shape[1]
     if width % 4 == 0:  # four bytes at a time
         old_RP, new_RP = old_RP.view(torch.int32), new_RP.view(torch.int32)

@@ -1,8 +1,8 @@
-"""Pooled lookups straight from a request's bytes, by the compiled loop of recinfer.quant: for small requests.
+"""Pooled lookups of small requests directly from their bytes, with the compiled loop of recinfer.quant.
 
-Around the op's own 13 microseconds stand several times as much for arrays, tensors and dispatch, and in a server, where
-nothing of it stays in the caches, several times that. Here one call goes from lengths and ids to the answer's bytes. What
-is unusual (an id out of range, a feature unknown) is not answered here at all: the ordinary way says what is wrong.
+The operator's 13 microseconds come with several times as much for arrays, tensors and dispatch, and in a server with
+cold caches several times that. This module goes from lengths and ids to the response's bytes in one call. Unusual
+requests (an id out of range, an unknown feature) take the ordinary path, which reports the error.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _INT32_BYTES = 4  # of a length in a request
 _ALL = 0, -1
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 MAX_HEADS = 64
-"""How many of an order's ``heads`` are kept."""
+"""Most ``heads`` that an order keeps."""
 
 
 @dataclass(frozen=True, eq=False)
 class DirectOrder:
-    """What one order of a request's keys means.
+    """The prepared lookup for one order of a request's keys.
 
     Attributes:
         steps: int64 ``[S, 3]``: key, piece and first column of each part of the answer.
@@ -43,7 +43,7 @@ class DirectOrder:
         columns: sum of ``dims``.
         complete: whether every feature of the model is there.
         context_steps: as ``steps``, of the request's context.
-        heads: room for what a caller puts before answers, by whatever it depends on.
+        heads: bytes that a caller writes before responses, by key.
     """
 
     steps: NDArray[np.int64]
@@ -56,7 +56,7 @@ class DirectOrder:
 
 
 class DirectPieces:
-    """The tables of one op call, as the compiled loop takes them.
+    """The tables of one operator call, in the form of the compiled loop.
 
     Args:
         batch: tables in this process's memory, all of them ``"near"``.
@@ -85,11 +85,11 @@ class DirectPieces:
         self.widths = [read.rect.cols for read in batch.reads]
 
     def pool(self, steps: NDArray[np.int64], *bags: Any) -> Any:
-        """See ``recinfer.quant._tables.pool``, whose arguments behind ``steps`` these are."""
+        """See ``recinfer.quant._tables.pool``; these are its arguments after ``steps``."""
         return _pool(self._buffer, self._pieces, steps, *bags)
 
     def pack(self, steps: NDArray[np.int64], *bags: Any) -> Any:
-        """See ``recinfer.quant._tables.pack``, in the same way."""
+        """See ``recinfer.quant._tables.pack``; these are its arguments after ``steps``."""
         return _pack(self._buffer, self._pieces, steps, *bags)
 
 
@@ -117,15 +117,14 @@ class DirectTables:
         self._orders: LruCache[bytes | tuple[bytes, bytes], DirectOrder] = LruCache(_MAX_ORDERS)
 
     def order(self, block: bytes | tuple[bytes, bytes]) -> DirectOrder | None:
-        """The order that was :meth:`learn` ed for these bytes."""
+        """The order that :meth:`learn` stored for these bytes; None if there is none."""
         return self._orders[block]
 
     def learn(
         self, block: bytes | tuple[bytes, bytes], keys: Sequence[str], context: Sequence[str] = ()
     ) -> DirectOrder | None:
-        """Remember what ``block`` means: the keys of a request, and of its context; None when they are not features of the
-        model, each once.
-        """
+        """Store and return the order for ``block``: the keys of a request and of its context; None unless they are
+        distinct features of the model."""
         at = {key: place for place, key in enumerate(keys)}
         beside = {key: place for place, key in enumerate(context)}
         all_keys = at.keys() | beside.keys()
@@ -169,12 +168,12 @@ class DirectTables:
         part: tuple[int, int] | None = None,
         context: BagPlaces | None = None,
     ) -> Any:
-        """Float32 ``[batch, order.columns]``: see ``recinfer.quant._tables.pool``; None when an id is out of range.
+        """Float32 ``[batch, order.columns]``: see ``recinfer.quant._tables.pool``; None if an id is out of range.
 
         Args:
             bags: of the request, in ``data``.
             part: the first sample and the number of samples that are wanted; None: all.
-            context: the bags of what goes with every sample.
+            context: the bags of the context, which applies to every sample.
         """
         if part is None and context is None:
             return self.pieces.pool(order.steps, data, bags, order.columns, into)

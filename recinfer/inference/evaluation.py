@@ -1,7 +1,8 @@
-"""A float model and its quantized archive on the same held-out rows: AUC, log-loss, normalized entropy, and the loss from each table alone.
+"""Compares a float model and its quantized archive on held-out rows: AUC, log-loss, normalized entropy, and the AUC
+drop per table.
 
-The float model is not loaded: the rows that the data read are picked out while the tables stream by (FloatRows), and the
-dense program runs on them. So a model of any size is evaluated in the memory of the rows that the data touch.
+The float model is not loaded: the rows that the data needs are collected while the tables are read (FloatRows), and the
+dense program runs on them. Memory is therefore bounded by these rows, for models of any size.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _BATCH = 1024
 
 @dataclass(frozen=True)
 class Quality:
-    """Of logits on labelled rows. ``auc`` and ``normalized_entropy`` are nan when one class only is there."""
+    """Metrics of logits on labelled rows. ``auc`` and ``normalized_entropy`` are nan if the rows have only one
+    class."""
 
     auc: float
     log_loss: float
@@ -41,14 +43,14 @@ class Quality:
 
     @classmethod
     def of(cls, labels: NDArray[np.float32], logits: NDArray[np.float32]) -> Quality:
-        """The three figures."""
+        """Compute the three metrics."""
         probabilities = sigmoid(logits)
         return cls(auc(labels, logits), log_loss(labels, probabilities), normalized_entropy(labels, probabilities))
 
 
 @dataclass(frozen=True)
 class TableDrop:
-    """What quantizing one table alone, all others float, takes from the AUC."""
+    """The AUC drop from quantizing one table while all others are float."""
 
     table: str
     auc_drop: float
@@ -56,12 +58,12 @@ class TableDrop:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Both models on the same rows.
+    """Metrics of both models on the same rows.
 
     Attributes:
         rows: how many.
         float_model, quantized_model: their figures.
-        worst: tables by what each takes from the AUC, the worst first; empty unless that was asked for.
+        worst: tables by AUC drop, the largest first; empty unless requested.
     """
 
     rows: int
@@ -77,7 +79,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvalData:
-    """Labelled rows as requests of one batch each.
+    """Labelled rows, one request per batch.
 
     Attributes:
         labels: float32 ``[rows]``, 0 or 1.
@@ -88,7 +90,7 @@ class EvalData:
 
     @classmethod
     def from_columns(cls, contract: FeatureContract, columns: Mapping[str, NDArray]) -> EvalData:
-        """Raw columns through the model's contract; raises InputError for values that it refuses."""
+        """Convert raw columns by the model's feature contract; raises InputError for values that it rejects."""
         labels = contract.labels(columns).numpy()
         requests = []
         for start in range(0, len(labels), _BATCH):
@@ -102,7 +104,7 @@ class EvalData:
     def read(
         cls, path: str | os.PathLike[str], format: str, contract: FeatureContract | None, limit: int | None = None
     ) -> EvalData:
-        """The rows of a file, all of them held out or not as the caller knows.
+        """Read the rows of a file; the caller ensures that they are held out.
 
         Raises:
             ConfigError: no contract, so that raw rows mean nothing; or an unknown format.
@@ -112,7 +114,7 @@ class EvalData:
 
         if contract is None:
             raise ConfigError(
-                "evaluation needs to know how raw rows become ids: this checkpoint has no feature contract (model.json)"
+                "evaluation needs a feature contract to convert raw rows, and this checkpoint has none (model.json)"
             )
         return cls.from_columns(contract, read_columns(path, format, limit))
 
@@ -126,7 +128,7 @@ def evaluate(
     output: str | None = None,
     blame: bool = False,
 ) -> Evaluation:
-    """Run both models.
+    """Run both models on the same rows.
 
     Args:
         predictor: the archive.
@@ -166,14 +168,14 @@ def _output_index(manifest: Manifest, output: str | None) -> int:
     chosen = [i for i, o in enumerate(outputs) if output is None or o.name == output]
     if len(chosen) != 1 or outputs[chosen[0]].shape not in ((), (1,)):
         have = ", ".join(f"{o.name} {list(o.shape)}" for o in outputs) or "none: the archive has no dense part"
-        raise ConfigError(f"evaluation: expected one output of one logit a row, got {output!r}; outputs are {have}")
+        raise ConfigError(f"evaluation: expected one output with one logit per row, got {output!r}; outputs are {have}")
     return chosen[0]
 
 
 def _with_table(
     manifest: Manifest, table: TableInfo, floats: Sequence[Tensor], quantized: Sequence[Tensor]
 ) -> list[Tensor]:
-    """``floats`` with the vectors of ``table`` taken from ``quantized``."""
+    """``floats`` with the vectors of ``table`` replaced by those of ``quantized``."""
     mixed = list(floats)
     place = 0
     for module in manifest.modules:

@@ -1,7 +1,7 @@
-"""From a checkpoint and a plan to an archive: tables stream through quantization into shards, the dense part is cut out.
+"""Exports a checkpoint and a plan to an archive: quantizes tables into shards and exports the dense part.
 
-The archive is built in a temporary folder, answers its own golden requests there, is compared with the float model, is
-opened as any reader would, and only then gets its name.
+The archive is built in a temporary folder, runs its own golden requests, is compared with the float model and opened by
+the reader, and is then renamed to its target.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def export_archive(
     reference: RecordedReference | None = None,
     on_report: Callable[[ExportReport], None] | None = None,
 ) -> Archive:
-    """Quantize, shard and pack ``model`` with the weights of ``checkpoint``.
+    """Quantize and shard ``model`` with the weights of ``checkpoint`` into an archive.
 
     Args:
         model: its tables (and the rest, if wanted) on meta; it is not changed.
@@ -121,7 +121,9 @@ def export_archive(
         UnavailableError: the disk is full.
     """
     if max_auc_drop is not None and (eval_data is None or not max_auc_drop >= 0):
-        raise ConfigError(f"max_auc_drop {max_auc_drop}: expected a number of at least 0, and eval_data to measure on")
+        raise ConfigError(
+            f"max_auc_drop: got {max_auc_drop}; expected a number of at least 0, and eval_data to measure on"
+        )
     leaves = find_leaves(model)
     plan.check_model(model)
     check_precisions(plan)
@@ -135,7 +137,7 @@ def export_archive(
         try:
             check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
-            raise ConfigError(f"this model does not fit an archive: {error}") from None
+            raise ConfigError(f"this model cannot be stored in an archive: {error}") from None
         requests = make_requests(manifest)
         recorded = reference.batches(manifest) if reference else []
         wanted = [*requests, *(eval_data.requests if eval_data else ()), *(batch.request for batch in recorded)]
@@ -206,7 +208,8 @@ def _answer(
     position_weights: Mapping[str, Mapping[str, Tensor]],
     program: nn.Module | None,
 ) -> tuple[Manifest, Predictor]:
-    """Let the archive answer its requests, compare with the float model, write the answers; the final manifest."""
+    """Run the golden requests on the archive, compare with the float model, and store the answers; returns the final
+    manifest."""
     rank_files = tuple(rank_file(rects, rank, plan.hash) for rank, rects in enumerate(rects_by_rank(plan)))
     predictor = Predictor(Archive(folder.root, manifest, plan, rank_files))
     answers = [predictor.replay(request) for request in requests]
@@ -224,7 +227,7 @@ def _answer(
 
 
 def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: nn.Module | None) -> None:
-    """Raise ConfigError for outputs that are not finite: no server could be compared with them."""
+    """Raise ConfigError for outputs that are not finite, because no server could be compared with them."""
     if manifest.dense is None or program is None:
         return
     for index, answer in enumerate(answers):
@@ -235,10 +238,16 @@ def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: 
             tensors = [*program.named_parameters(), *program.named_buffers()]
             broken = [n.removeprefix("model.") for n, t in tensors if not bool(torch.isfinite(t).all())]
             cause = (
-                f"the checkpoint's {', '.join(broken[:5])} hold NaN or infinity: training diverged, or the checkpoint is damaged"
+                f"{', '.join(broken[:5])} in the checkpoint hold NaN or infinity: training diverged, or the "
+                f"checkpoint is damaged"
                 if broken
-                else "the weights are finite, so forward makes it of its inputs, which are random here (dense ones normal, "
-                "also below zero; bags also empty): look for a logarithm, a root, a division or an overflow, and clamp there"
+                else (
+                    "the weights are finite, so forward computes it from the golden request's random inputs (dense "
+                    "values are "
+                    "normal, also negative; bags may be empty): find the logarithm, root, division or overflow in "
+                    "forward and "
+                    "clamp its input"
+                )
             )
             raise ConfigError(f"the model's output {output.name!r} is {odd} of golden request {index}; {cause}")
 
@@ -251,12 +260,12 @@ def _evaluate(
     output: str | None,
     max_auc_drop: float | None,
 ) -> Evaluation:
-    """Both models on the held-out rows; table by table too when the archive is going to be refused."""
+    """Evaluate both models on the held-out rows, and table by table if the AUC drop is too large."""
     found = evaluate(predictor, rows, data, position_weights, output=output)
     if max_auc_drop is None:
         return found
     if math.isnan(found.auc_drop):
-        raise InputError("max_auc_drop: the held-out rows have one class only, so there is no AUC; give more rows")
+        raise InputError("max_auc_drop: the held-out rows have only one class, so the AUC is undefined; give more rows")
     if found.auc_drop <= max_auc_drop:
         return found
     return evaluate(predictor, rows, data, position_weights, output=output, blame=True)
@@ -267,7 +276,8 @@ def _refuse_drop(found: Evaluation, max_auc_drop: float) -> None:
         return
     worst = ", ".join(f"{drop.table} ({drop.auc_drop:+.5f})" for drop in found.worst[:5])
     raise ArchiveError(
-        f"the archive would lose {found.auc_drop:.5f} of the AUC ({found.float_model.auc:.5f} to {found.quantized_model.auc:.5f} on "
-        f"{found.rows} rows), more than {max_auc_drop:g}; it was not written. Quantized alone, tables lose: {worst}; "
-        "give the worst a wider precision"
+        f"quantization lowers the AUC by {found.auc_drop:.5f} ({found.float_model.auc:.5f} to "
+        f"{found.quantized_model.auc:.5f} on "
+        f"{found.rows} rows), more than {max_auc_drop:g}; no archive was written. AUC drop per table quantized "
+        f"alone: {worst}; give the worst a wider precision"
     )

@@ -1,4 +1,4 @@
-"""What a request's features become before they are looked up: checked, absent ones filled, ids out of range replaced.
+"""Prepares a request's features for lookup: checks them, fills in missing ones and replaces ids out of range.
 
 Everything that depends on the names alone is computed once per order of keys; the rest is a few array ops.
 Shape suffixes: F features, B batch, N ids.
@@ -28,7 +28,7 @@ _INT64 = np.iinfo(np.int64)
 
 @dataclass(frozen=True)
 class TakenFeatures:
-    """Features ready to look up; those not in them are empty bags. ``present``: what the request brought, None for all."""
+    """Features ready to look up; others are empty bags. ``present``: the features of the request, None for all."""
 
     features: Bags
     present: frozenset[str] | None
@@ -36,7 +36,7 @@ class TakenFeatures:
 
 @dataclass(frozen=True)
 class _Order:
-    """What one order of keys needs."""
+    """The prepared mapping for one order of keys."""
 
     absent: tuple[str, ...]  # they become empty bags, but for those with a default
     defaults: dict[str, int]  # absent ones that become one id each
@@ -75,7 +75,7 @@ class FeatureIntake:
     def take(
         self, features: Bags, *, need_all: bool, elsewhere: Set[str] = frozenset(), fill: bool = True
     ) -> TakenFeatures:
-        """Check and complete.
+        """Check and complete the features of a request.
 
         Args:
             features: keys in any order.
@@ -95,7 +95,7 @@ class FeatureIntake:
             raise InputError(_missing_message(missing, (*key, *sorted(elsewhere))))
         if features.weighted and (strange := [key for key in features.weighted if key not in self.weighted]):
             which = _some(sorted(self.weighted)) if self.weighted else "none"
-            raise InputError(f"weights[{strange[0]!r}]: this feature takes no weights; those that do: {which}")
+            raise InputError(f"weights[{strange[0]!r}]: this feature takes no weights; features with weights: {which}")
         if self.needs_weights:
             if features.weights is None:
                 features = replace(features, weights=np.ones(features.values.size, np.float32))
@@ -117,9 +117,9 @@ class FeatureIntake:
                 f"unknown features {', '.join(map(repr, unknown[:5]))}; this model has {_some(list(self._features))}"
             )
         if len(set(keys)) != len(keys):
-            raise InputError(f"features: {_some(keys)} repeats a name; give each feature once")
+            raise InputError(f"features: {_some(keys)} contains a name twice; give each feature once")
         if not keys:
-            raise InputError(f"features: none given; this model has {_some(list(self._features))}")
+            raise InputError(f"features: got none; this model has {_some(list(self._features))}")
         absent = [feature for name, feature in self._features.items() if name not in keys]
         low = high = replacement = None
         if self._replaces:
@@ -155,7 +155,7 @@ class FeatureIntake:
         return Bags(features.keys, features.batch, features.offsets, values, features.weights)
 
     def count_replaced(self, by_feature: Mapping[str, int]) -> None:
-        """Ids out of range became the default row, here or as raw rows became ids."""
+        """Count out-of-range ids that were replaced by the default row, here or when raw rows were converted."""
         with self._lock:
             self.replaced_ids += sum(by_feature.values())
             self.replaced.update(by_feature)
@@ -172,7 +172,7 @@ def _check_weights(weights: NDArray[np.float32] | None) -> None:
 
 
 def _fill(features: Bags, defaults: Mapping[str, int]) -> Bags:
-    """Append the absent features that become one default id a sample."""
+    """Append missing features whose policy is one default id per sample."""
     batch, weights = features.batch, features.weights
     ids = np.repeat(np.array(list(defaults.values()), features.values.dtype), batch)
     lengths = np.concatenate((features.lengths_FB.reshape(-1), np.ones(ids.size, ids.dtype)))
@@ -184,8 +184,9 @@ def _fill(features: Bags, defaults: Mapping[str, int]) -> Bags:
 
 def _missing_message(missing: Sequence[str], given: Sequence[str]) -> str:
     return (
-        f"missing features: {_some(list(map(repr, missing)), 20)}; got {_some(given)}. Predict needs them: send an "
-        f"empty list of ids for a sample that has none, or export with --missing {missing[0]}=empty to let requests leave it out"
+        f"missing features: {_some(list(map(repr, missing)), 20)}; got {_some(given)}. Predict needs all features: "
+        f"send an empty list for a sample without ids, or export with --missing {missing[0]}=empty to make the "
+        f"feature optional"
     )
 
 

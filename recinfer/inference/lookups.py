@@ -1,7 +1,7 @@
 """The interface between a predictor and its tables, and its implementation for tables in this process.
 
-A predictor says what it wants (:class:`Ask`) and goes on with what was found, so the same steps run where the rows are
-mapped here (:func:`run_now`) and where they are on other hosts and have to be waited for (:func:`run_steps`).
+A predictor is a generator that yields the lookup it needs (:class:`Ask`) and continues with the result. The same steps
+therefore run on local rows (:func:`run_now`) and on rows of other hosts, without blocking (:func:`run_steps`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Found:
-    """What lookups gave.
+    """The result of lookups.
 
     Attributes:
         parts: per module ``[B, D]`` when pooled, else JaggedTensors by output; None for a module that was not asked.
@@ -83,64 +83,65 @@ class Part:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether each id needs a weight that the request brings."""
+        """Whether each id needs a weight from the request."""
         return self.info.is_weighted and self.positions is None
 
 
 FoundCallback = Callable[["Found | None", "Exception | None"], None]
-"""Given what was found, or the error; once, on any thread."""
+"""Callback that receives the result or the error, once, on any thread."""
 
 Begin = Callable[["Sequence[Bags]", "Set[str] | None", float, FoundCallback], None]
-"""Takes requests and wanted features as :meth:`Lookups.find` does, the ``time.monotonic()`` after which nobody waits, and who is
-told."""
+"""Starts lookups: takes requests and wanted features as :meth:`Lookups.find` does, a deadline (``time.monotonic()``)
+and a callback."""
 
 
 class Lookups(Protocol):
-    """The tables of an archive, wherever they are. ``parts`` in the manifest's order."""
+    """Interface to the tables of an archive, local or remote. ``parts`` are in the manifest's order."""
 
     @property
     def parts(self) -> Sequence[Part]: ...
     @property
     def mapped(self) -> MappedShards | None:
-        """The rows that are in this process; None without any."""
+        """The rows mapped into this process; None if there are none."""
         ...
 
     @property
     def direct(self) -> DirectTables | None:
-        """The rows for lookups from a request's bytes; None where that cannot be."""
+        """The rows for lookups from a request's bytes; None if that is not supported."""
         ...
 
     @property
     def remote(self) -> Any:
-        """The same where the rows are on other hosts (recinfer.serving.shards.remote_tables.RemoteTables); None elsewhere."""
+        """The same for rows on other hosts (recinfer.serving.shards.remote_tables.RemoteTables); None otherwise."""
         ...
 
     def can_answer(self) -> bool:
-        """Whether a lookup would be answered now; never waits."""
+        """Whether a lookup would succeed now; never waits."""
         ...
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
-        """Vectors of the samples of all requests, request after request.
+        """Look up the vectors of all requests' samples, in order.
 
         Args:
-            requests: with whatever features; those that are absent are empty bags.
+            requests: with any features; missing features are empty bags.
             present: features that are wanted; modules without any of them are left out. None: all.
         """
         ...
 
     @property
     def begin(self) -> Begin | None:
-        """:meth:`find` of rows on other hosts without waiting; None where the rows are here, and find waits for nothing."""
+        """The non-blocking form of :meth:`find` for rows on other hosts; None for local rows, where find does not
+        wait."""
         ...
 
 
 LookupsOf = Callable[..., Lookups]
-"""Makes the lookups of (archive, deltas applied)."""
+"""Creates the lookups of (archive, applied deltas)."""
 
 
 @dataclass(slots=True)
 class Ask:
-    """What a predictor's steps want next."""
+    """The next lookup that a predictor's steps need."""
 
     lookups: Lookups
     requests: Sequence[Bags]
@@ -151,7 +152,7 @@ Steps = Generator[Ask, Found, T]
 
 
 def run_now(steps: Steps[T]) -> T:
-    """Run steps to their end in this thread."""
+    """Run steps to completion in this thread."""
     try:
         ask = next(steps)
         while True:
@@ -171,10 +172,10 @@ def run_steps(
     done: Callable[[T | Exception], None],
     resume: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Run steps whose lookups are on other hosts to their end, without holding a thread while those are waited for.
+    """Run steps with remote lookups to completion without blocking a thread during the lookups.
 
     Args:
-        deadline: ``time.monotonic()`` after which nobody waits for the result.
+        deadline: ``time.monotonic()`` after which the result is not needed.
         done: is given the result, or what the steps raised.
         resume: runs the next step once a lookup is there, on a thread that may compute.
     """
@@ -188,7 +189,7 @@ def run_steps(
             done(error)
         else:
             begin = ask.lookups.begin
-            assert begin is not None, "rows that are here need no steps that wait: run_now"
+            assert begin is not None, "these rows are local; use run_now"
             begin(ask.requests, ask.present, deadline, found)
 
     def found(result: Found | None, error: Exception | None) -> None:
@@ -203,15 +204,16 @@ def run_steps(
 
 @dataclass(frozen=True, eq=False)
 class _LocalPart(Part):
-    """A module whose rows are here. ``run`` takes a KeyedJaggedTensor of ``order``."""
+    """A module with local rows. ``run`` takes a KeyedJaggedTensor of ``order``."""
 
     run: Callable[[KeyedJaggedTensor], Any]
     rows: NDArray[np.uint64]
     table_batch: Callable[..., Tensor] | None
-    """The op alone, where its output is the module's: ids ``[N]`` below ``rows``, offsets, weights to ``[B, D]``."""
+    """The operator alone, if its output is the module's output: ids ``[N]`` below ``rows``, offsets, weights to ``[B,
+    D]``."""
 
     def __call__(self, bags: Bags) -> Tensor | list[JaggedTensor]:
-        """``[B, D]`` of a pooled module, else vectors by output; features that are not in ``bags`` are empty bags."""
+        """``[B, D]`` of a pooled module, else vectors by output; features missing in ``bags`` are empty bags."""
         arranged = bags.arranged(self.order)
         if self.table_batch is not None and arranged.fits(self.rows):
             # Only the op: each call on the way to it costs as much as its 26 lookups do.
@@ -300,7 +302,7 @@ def _direct(manifest: Manifest, part: _LocalPart) -> DirectTables | None:
 
 
 def output_names(manifest: Manifest) -> dict[str, list[str]]:
-    """Module path -> a name per output; a name that two modules have gets ``@<module path>`` behind it."""
+    """Module path -> a name per output; a name in two modules gets the suffix ``@<module path>``."""
     count: dict[str, int] = {}
     for module in manifest.modules:
         for name in module.outputs:
@@ -328,7 +330,7 @@ def _columns_of(features: Sequence[str], dims: Sequence[int]) -> Callable[[froze
 def sharded_module(
     archive: Archive, info: ModuleInfo, mapped: MappedShards, *, device: str = "cpu", join_columns: bool = False
 ) -> ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection:
-    """One module of an archive, its rows where the plan's compute kernels say.
+    """One module of an archive, with its rows placed by the plan's compute kernels.
 
     Args:
         archive: opened for all ranks.
@@ -364,7 +366,7 @@ def _part(
     # Position weights are made by name, so names may not repeat there. Past nn.Module's call machinery, which costs as
     # much as the op's dispatch.
     direct = fused if isinstance(fused, PooledLookup) and positions is None else None
-    # MEAN columns beside SUM ones are scaled behind the op, and padded columns dropped.
+    # With MEAN and SUM tables together, MEAN columns are scaled after the operator; padded columns are dropped.
     finished = direct is not None and direct.batch.total_dim == sum(dims) and len({t.pooling for t in tables}) == 1
     order = tuple(dict.fromkeys(info.features)) if direct is None else tuple(direct.arranger.features)
     return _LocalPart(

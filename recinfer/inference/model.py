@@ -1,6 +1,6 @@
-"""An archive ready to answer: its tables, the checks of its features and its dense program, at the state of this moment.
+"""A loaded archive: its tables, feature checks and dense part in one state.
 
-Everything is built when the archive is loaded; a call only runs, and any number run at once.
+Everything is prepared when the archive is loaded; calls are thread-safe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["LoadedModel"]
 
 
 class LoadedModel(States):
-    """One archive's tables and dense program; what answers requests with them is :mod:`recinfer.inference.together`.
+    """One archive's tables and dense part; :mod:`recinfer.inference.together` runs requests on them.
 
     Attributes:
         features: what lookup gives, in the model's order.
@@ -97,7 +97,7 @@ class LoadedModel(States):
 
     @property
     def direct(self) -> DirectTables | None:
-        """The tables for :mod:`recinfer.inference.direct`, where the model and the machine allow it."""
+        """The tables for :mod:`recinfer.inference.direct`; None if the model or the machine does not support it."""
         return self.state.lookups.direct
 
     @property
@@ -107,23 +107,24 @@ class LoadedModel(States):
 
     @property
     def manifest(self) -> Manifest:
-        """What the archive holds."""
+        """The archive's manifest."""
         return self.archive.manifest
 
     @property
     def plan(self) -> Plan:
-        """Where each rectangle of each table is."""
+        """The archive's plan: the rank of each rectangle of each table."""
         return self.archive.plan
 
     @property
     def engine(self) -> str | None:
-        """What runs the dense part: ``"onnx"``, ``"torch"``, or None without a dense part."""
+        """The engine of the dense part: ``"onnx"``, ``"torch"``, or None without a dense part."""
         engine = self.state._engine
         return None if engine is None else engine.name
 
     @property
     def engine_reason(self) -> str | None:
-        """Why torch runs the dense part and not onnxruntime, which is faster on the CPU; None where it does not."""
+        """The reason why torch runs the dense part instead of onnxruntime, which is faster on the CPU; None if
+        onnxruntime runs it."""
         dense = self.manifest.dense
         if dense is None or self.engine != "torch":
             return None
@@ -131,20 +132,20 @@ class LoadedModel(States):
             return f"the device is {self.device}"
         if self._dense_options["engine"] == "torch":
             return "it was loaded with dense_engine='torch'"
-        return dense.onnx_refused or "the archive's manifest says so"
+        return dense.onnx_refused or "the archive's manifest selects torch"
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of table rows that are mapped into this process's memory."""
+        """Bytes of table rows mapped into this process."""
         return 0 if self._mapped is None else self._mapped.buffer.numel()
 
     @property
     def replaced_ids(self) -> int:
-        """How many ids out of range became the default row, of features whose policy says so."""
+        """Number of out-of-range ids replaced by the default row, by the features' policies."""
         return self.intake.replaced_ids
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None = None) -> Steps[Found]:
-        """The vectors of checked requests, timed."""
+        """Look up the vectors of checked requests and record the time."""
         start = time.perf_counter()
         found = yield Ask(self.lookups, requests, present)
         self.stages.add("lookup", time.perf_counter() - start)
@@ -152,14 +153,15 @@ class LoadedModel(States):
 
     @at_one_state
     def select(self, found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()) -> LookupResult:
-        """The embeddings of the features ``present`` (None: all), from what each module found (None: not asked)."""
+        """The embeddings of the features ``present`` (None: all), from the result of each module (None: not looked
+        up)."""
         return selected(self.parts, found, present, missing)
 
     @at_one_state
     def run_dense_on(
         self, dense: Tensor | None, embeddings: Sequence[Tensor], lengths: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """The dense program on given embeddings, as :meth:`replay` returns them; a sequence's with its lengths."""
+        """Run the dense part on embeddings as :meth:`replay` returns them; sequences come with their lengths."""
         if self._engine is None:
             return []
         tensors = [dense] if dense is not None else []
@@ -169,7 +171,7 @@ class LoadedModel(States):
 
     @at_one_state
     def run_engine(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The dense program on its inputs, in the manifest's order."""
+        """Run the dense part on its inputs, in the manifest's order."""
         assert self._engine is not None
         start = time.perf_counter()
         outputs = [output.cpu() for output in self._engine([tensor.to(self.device) for tensor in tensors])]
@@ -177,7 +179,8 @@ class LoadedModel(States):
         return outputs
 
     def run_engine_arrays(self, arrays: Sequence[NDArray[Any]], *, counted: bool = True) -> list[NDArray[Any]]:
-        """:meth:`run_engine` of this very state, on the CPU, without tensors; its time ``counted`` among the stages."""
+        """As :meth:`run_engine`, for this state, on the CPU and with numpy arrays; ``counted`` adds its time to the
+        stages."""
         assert self._engine is not None
         start = time.perf_counter()
         outputs = self._engine.arrays(arrays)
@@ -189,10 +192,10 @@ class LoadedModel(States):
     def check_has_dense(self) -> None:
         """Raises InputError when the archive has no dense part."""
         if self._engine is None:
-            raise InputError("this archive holds embeddings only, no dense part; call lookup")
+            raise InputError("this archive has no dense part, so it cannot predict; call lookup instead")
 
     def check_dense(self, dense: Tensor | None, batch: int) -> Tensor | None:
-        """``dense`` when it is finite float32 ``[batch, num_dense]``; raises InputError."""
+        """Returns ``dense`` if it is finite float32 ``[batch, num_dense]``; raises InputError otherwise."""
         if dense is None:
             if self.num_dense:
                 raise InputError(f"dense is missing; expected float32 [{batch}, {self.num_dense}]")

@@ -1,7 +1,8 @@
-"""From a float model to a quantized one, and from that to a sharded one; names and signatures are TorchRec's.
+"""Quantizes float models and shards quantized ones, with TorchRec's names and signatures.
 
-``quantize_inference_model`` and ``shard_quant_model`` return a new model that shares the dense parameters with the one
-they were given, which is not changed. Only the embedding collections differ. ``shard_quant_model`` returns the module with its weights (TorchRec's comes without).
+``quantize_inference_model`` and ``shard_quant_model`` return a new model that shares the dense parameters with the
+given model, which is unchanged. Only the embedding collections differ. ``shard_quant_model`` returns the module with
+its weights (TorchRec returns it without).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _DEFAULT_SHARDERS: tuple[BaseQuantEmbeddingSharder, ...] = (
 
 
 def replace_modules(model: nn.Module, replacement: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
-    """A model in which every module for which ``replacement(path, module)`` is not None is that replacement.
+    """A model in which each module is replaced by ``replacement(path, module)``, unless that is None.
 
     Modules on the way to a replaced one are copied shallowly; everything else, parameters too, is shared with
     ``model``, which stays as it is.
@@ -59,7 +60,7 @@ def replace_modules(model: nn.Module, replacement: Callable[[str, nn.Module], nn
 
 
 def _float_collection(module: nn.Module) -> type[EmbeddingBagCollection] | type[EmbeddingCollection] | None:
-    """Which quantized class replaces a float collection (ours or TorchRec's, known by their attributes)."""
+    """The quantized class that replaces a float collection (recinfer's or TorchRec's, recognized by attributes)."""
     if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
         return None
     if hasattr(module, "embedding_bags") and callable(getattr(module, "embedding_bag_configs", None)):
@@ -144,7 +145,8 @@ def quantize_embeddings(
     output_dtype: torch.dtype = torch.float,
     per_table_weight_dtype: dict[str, torch.dtype] | None = None,
 ) -> nn.Module:
-    """Replace modules by class: every EmbeddingBagCollection by its quantized one, and what the caller adds.
+    """Replace modules by class: every EmbeddingBagCollection by its quantized one, and the classes that the caller
+    adds.
 
     Args:
         module: the model.
@@ -209,7 +211,7 @@ def quantize_embeddings(
 
 
 def _configs_of(module: nn.Module) -> list[BaseEmbeddingConfig]:
-    """The tables of a collection; [] of any other module."""
+    """The tables of a collection; [] for any other module."""
     for method in ("embedding_bag_configs", "embedding_configs"):
         configs = getattr(module, method, None)
         if callable(configs):
@@ -218,7 +220,7 @@ def _configs_of(module: nn.Module) -> list[BaseEmbeddingConfig]:
 
 
 def _from_float(module: nn.Module, kind: type[nn.Module], qconfig: QuantConfig) -> nn.Module:
-    """``kind.from_float(module)`` with ``qconfig`` on the module for that time."""
+    """``kind.from_float(module)``, with ``qconfig`` temporarily set on the module."""
     before = module.__dict__.get("qconfig")
     module.qconfig = qconfig  # type: ignore[assignment]
     try:
@@ -265,7 +267,7 @@ def shard_quant_model(
         the sharded model (dense parameters shared with ``model``) and its plan.
 
     Raises:
-        PlannerError: nothing fits; says what binds. ConfigError: the plan does not match, or a device is not there.
+        PlannerError: no plan fits; names the limit. ConfigError: the plan does not match, or a device does not exist.
     """
     chosen = tuple(sharders) if sharders else _DEFAULT_SHARDERS
     plan = sharding_plan or _plan(model, world_size, compute_device, device_memory_size, constraints, ddr_cap)
@@ -281,13 +283,13 @@ def shard_quant_model(
             if isinstance(module, sharder.module_type):
                 return sharder.shard(module, module_plan, env, None)  # type: ignore[call-arg]
         raise ConfigError(
-            f"module {path!r} is planned, but no sharder takes a {type(module).__name__}; quantize the model first"
+            f"module {path!r} is planned, but no sharder supports a {type(module).__name__}; quantize the model first"
         )
 
     result = replace_modules(model, sharded)
     unknown = sorted(set(plan.plan) - met)
     if unknown:
-        raise ConfigError(f"the plan names modules {', '.join(map(repr, unknown))} that the model does not have")
+        raise ConfigError(f"the plan has modules {', '.join(map(repr, unknown))}, which the model lacks")
     return result, plan
 
 

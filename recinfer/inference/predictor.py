@@ -1,7 +1,7 @@
-"""From an archive to answers: ``load(path)`` gives a Predictor with ``lookup`` and ``predict``; it knows no network.
+"""Loads an archive as a Predictor, which runs ``lookup`` and ``predict`` in this process.
 
-A request goes: intake (checks, absent features) -> one fused lookup per embedding module over the mapped shards ->
-the dense program.
+A request passes these steps: intake (checks, missing features) -> one fused lookup per embedding module over the mapped
+shards -> the dense program.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MERGE_RELATIVE, _MERGE_ABSOLUTE = 1e-3, 1e-4
 
 
 class Predictor(LoadedModel):
-    """Answers requests from one archive. Every method may be called from any number of threads at once."""
+    """Runs lookups and predictions of one archive. All methods are thread-safe."""
 
     def lookup(self, features: Features) -> LookupResult:
-        """Embeddings of the features given.
+        """Look up the embeddings of the given features.
 
         Args:
             features: some or all of the model's features, in any order; ids int32 or int64. A KeyedJaggedTensor, or what
@@ -49,42 +49,42 @@ class Predictor(LoadedModel):
 
     @at_one_state
     def lookup_steps(self, features: Features) -> Steps[LookupResult]:
-        """:meth:`lookup` for who waits in another way (see recinfer.inference.lookups)."""
+        """As :meth:`lookup`, as a generator for callers that do not block (see recinfer.inference.lookups)."""
         return lookup_one(self, features)
 
     def lookup_many(self, requests: Sequence[Features]) -> list[LookupResult | Exception]:
-        """:meth:`lookup` of each request, run together; an error stands in the place of its request's answer."""
+        """Run :meth:`lookup` for several requests together; a failed request has its error as the result."""
         return run_now(self.lookup_many_steps(requests))
 
     @at_one_state
     def lookup_many_steps(self, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
-        """:meth:`lookup_many` for who waits in another way."""
+        """:meth:`lookup_many` as a generator for callers that do not block."""
         return lookup_many(self, requests)
 
     def predict_many(self, requests: Sequence[PredictInputs]) -> list[Outputs | Exception]:
-        """:meth:`predict` of each request, run together; an error stands in the place of its request's answer."""
+        """Run :meth:`predict` for several requests together; a failed request has its error as the result."""
         return run_now(self.predict_many_steps(requests))
 
     @at_one_state
     def predict_many_steps(self, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
-        """:meth:`predict_many` for who waits in another way."""
+        """:meth:`predict_many` as a generator for callers that do not block."""
         return predict_many(self, requests)
 
     def predict(self, dense: Any, features: Features, context: Features | None = None) -> Outputs:
-        """The model's outputs.
+        """Compute the model's outputs.
 
         Args:
             dense: float32 [B, num_dense], finite, or rows of numbers; None when the model has no dense input.
-            features: all features of the model, in any order. One that is left out is refused, unless the archive was
-                exported to fill it in (``recinfer export --missing``).
-            context: features of one sample that go with every one of the B (a user's, beside its candidates'); none of
+            features: all features of the model, in any order. A missing feature is an error, unless the archive was
+                exported with a policy for it (``recinfer export --missing``).
+            context: features of one sample that apply to all B samples (a user's features with B candidates); none of
                 them in ``features``. They are looked up once.
 
         Returns:
             output name -> float32 [B, ...] (``"output"`` when forward returns one tensor).
 
         Raises:
-            InputError: as lookup, and: a feature left out; wrong shape or dtype, NaN or infinity in dense.
+            InputError: as lookup; also a missing feature, or a wrong shape, dtype, NaN or infinity in dense.
         """
         if dense is not None and not isinstance(dense, Tensor):
             dense = torch.from_numpy(as_matrix(dense))
@@ -94,16 +94,16 @@ class Predictor(LoadedModel):
     def predict_steps(
         self, dense: Tensor | None, features: Features, context: Features | None = None
     ) -> Steps[Outputs]:
-        """:meth:`predict` for who waits in another way."""
+        """:meth:`predict` as a generator for callers that do not block."""
         return predict_one(self, PredictInputs(dense, features, context))
 
     @at_one_state
     def replay(self, request: Request) -> Answer:
-        """Answer a golden request: every embedding and output, module by module."""
+        """Run a golden request; returns every embedding, module by module, and the outputs."""
         taken = self.intake.take(bags_of(request.features), need_all=True).features
         found = run_now(self.find([taken]))
         if found.missing:
-            raise UnavailableError(f"ranks {', '.join(map(str, found.missing))} do not answer")
+            raise UnavailableError(f"ranks {', '.join(map(str, found.missing))} do not respond")
         outputs: list[Tensor] = []
         if self._engine is not None:
             dense = [request.dense] if request.dense is not None and self.num_dense else []
@@ -112,7 +112,8 @@ class Predictor(LoadedModel):
 
     @at_one_state
     def check_request(self, index: int) -> None:
-        """Replay golden request ``index``; raises ArchiveError (C1, C2) when it fails or its answer is not the stored one."""
+        """Replay golden request ``index``; raises ArchiveError (C1, C2) if it fails or its answer differs from the
+        stored one."""
         request, answer = read_requests(self.archive)[index]
         try:
             given = self.replay(request)
@@ -130,7 +131,7 @@ class Predictor(LoadedModel):
 
     @at_one_state
     def check_merging(self) -> None:
-        """Run the golden requests together; where an answer differs from the one alone, requests are never merged."""
+        """Run the golden requests merged; if an answer differs from its unmerged one, requests are never merged."""
         stored = read_requests(self.archive)
         together = [PredictInputs(request.dense, request.features) for request, _ in stored]
         if self._engine is None or len(together) < 2:
@@ -164,7 +165,7 @@ def load(
         path: the archive's folder.
         device: ``"cpu"``, or ``"cuda"``: rank r's tables go to GPU r.
         preload: read all table pages now instead of at their first use.
-        lock: also keep them in memory whatever else the machine does (mlock; needs a limit, ulimit -l, that allows it).
+        lock: also lock the tables in memory (mlock; needs a sufficient limit, ulimit -l).
         check_hashes: hash the shards too (reads every byte); everything else is always hashed.
         dense_threads: threads that one call of the dense program uses; servers run many calls at once, so 1.
         dense_engine: ``"onnx"`` or ``"torch"`` instead of the manifest's choice.
@@ -174,7 +175,7 @@ def load(
             read instead of one a piece, for a copy of these tables that other processes do not share.
         reuse_outputs: keep the memory of freed outputs for the next ones, in the whole process: outputs above 32 MiB
             come in about half the time (:func:`recinfer.quant.outputs.keep_outputs`).
-        lookups: who looks up instead of this process: no shard is opened then.
+        lookups: creates lookups that replace local tables; no shard is opened then.
 
     Raises:
         ArchiveError: the archive breaks a rule of FORMAT.md, or answers its first golden request wrongly.

@@ -1,4 +1,4 @@
-"""Prepares an export: finds the tables, and makes the manifest, the dense part and the golden requests."""
+"""Prepares an export: finds the tables and creates the manifest, the dense part and the golden requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def check_precisions(plan: Plan) -> None:
-    """Raise ConfigError for a precision that no archive stores."""
+    """Raise ConfigError for a precision that archives do not support."""
     for table in plan.tables:
         if table.precision not in PACKED_TYPES:
             raise ConfigError(
@@ -61,7 +61,7 @@ def check_precisions(plan: Plan) -> None:
 
 
 def table_keys(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[tuple[str, str], str]:
-    """(module path, table) -> its key in the checkpoint, shapes checked."""
+    """(module path, table) -> its key in the checkpoint; raises CheckpointError for other shapes."""
     keys = {}
     wrong = []
     for leaf in leaves:
@@ -87,10 +87,12 @@ def dense_part(
     contract: FeatureContract | None,
     num_dense: int | None,
 ) -> tuple[Cut | None, ExportedDense | None]:
-    """The dense part cut out of the model with its weights, and exported; (None, None) without one."""
+    """The exported dense part of the model with its weights; (None, None) without one."""
     if contract is not None:
         if num_dense not in (None, contract.num_dense):
-            raise ConfigError(f"num_dense is {num_dense}; the contract has {contract.num_dense} dense columns")
+            raise ConfigError(
+                f"num_dense is {num_dense}, but the feature contract has {contract.num_dense} dense columns"
+            )
         num_dense = contract.num_dense
     cut = cut_model(model, leaves, lambda body: load_into(checkpoint, body, only=list(body.state_dict())), num_dense)
     return cut, None if cut is None else export_dense(cut)
@@ -104,7 +106,7 @@ def first_manifest(
     contract: FeatureContract | None,
     missing_shards: MissingShards = "reject",
 ) -> Manifest:
-    """The manifest as far as it is known before the dense part is cut out: Predict needs every feature."""
+    """The manifest before the export of the dense part; every feature is required in Predict."""
     tables = tuple(_table(leaf, i, plan) for leaf in leaves for i in range(len(leaf.configs)))
     precisions = {table.precision for table in tables}
     precision: Literal["int8", "int4", "int2", "fp16", "fp32", "mixed"]
@@ -132,7 +134,7 @@ def first_manifest(
 
 
 def with_dense(manifest: Manifest, cut: Cut | None, dense: ExportedDense | None) -> Manifest:
-    """The manifest of :func:`first_manifest` with the dense part, where there is one."""
+    """The manifest of :func:`first_manifest` with the dense part, if there is one."""
     if cut is None or dense is None:
         return manifest
     info = DenseInfo(
@@ -196,7 +198,7 @@ def _features(leaves: list[Leaf], contract: FeatureContract | None) -> tuple[Fea
         return tuple(FeatureInfo(name, "reject", "reject", 0) for name in names)
     odd = sorted(set(contract.feature_names) ^ set(names))
     if odd:
-        raise ConfigError(f"the contract's features are not the model's; they differ in {', '.join(odd[:8])}")
+        raise ConfigError(f"the feature contract's features differ from the model's: {', '.join(odd[:8])}")
     # What the contract calls missing is a row without a value, whose feature is there all the same.
     policies = {feature.name: feature for feature in contract.sparse}
     return tuple(FeatureInfo(n, "reject", policies[n].out_of_range, policies[n].default_row) for n in names)
@@ -205,12 +207,12 @@ def _features(leaves: list[Leaf], contract: FeatureContract | None) -> tuple[Fea
 def with_policies(
     manifest: Manifest, missing: Mapping[str, str | int] | None, out_of_range: Mapping[str, str] | None
 ) -> Manifest:
-    """The manifest with other policies for the features named; ``"*"`` names all that are not named themselves.
+    """The manifest with other policies for the named features; ``"*"`` names all other features.
 
-    A feature contract that the manifest holds gets the same ``out_of_range``, so that raw rows and ids are treated alike.
+    A feature contract in the manifest gets the same ``out_of_range``, so that raw rows and ids are treated alike.
 
     Raises:
-        ConfigError: a feature that the model does not have, or a policy that there is not.
+        ConfigError: an unknown feature or policy.
     """
     missing, out_of_range = missing or {}, out_of_range or {}
     rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
@@ -236,7 +238,7 @@ def _check_names(what: str, named: Iterable[str], known: Iterable[str]) -> None:
     if unknown:
         some = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
         raise ConfigError(
-            f"{what}: the model has no feature {unknown[0]!r}; its features are {some}, and '*' means all"
+            f"{what}: the model has no feature {unknown[0]!r}; its features are {some}, and '*' means all others"
         )
 
 

@@ -13,7 +13,7 @@ def byte_bar(what: str, total: int, show: bool) -> Iterator[Callable[[int], None
     """Yields a function that takes the number of bytes just done; draws on stderr when ``show``.
 
     Args:
-        what: the word before the bar.
+        what: the text before the bar.
         total: bytes of the whole job.
     """
     if not show:

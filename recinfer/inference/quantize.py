@@ -1,7 +1,7 @@
-"""Tables on their way from a checkpoint into shards: read, packed and measured in a few threads, written in order.
+"""Quantizes a checkpoint's tables into shards with a few threads that read, pack and measure chunks.
 
-Memory is bounded by the chunks in flight, whatever the tables' sizes. Inside a chunk the work runs over blocks that stay
-in a core's cache, which is several times faster than passes over the whole chunk.
+Memory is bounded by the chunks in flight for any table size. A chunk is processed in blocks that fit a core's cache,
+which is several times faster than passes over the whole chunk.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def quantize_tables(
     advance: Callable[[int], None],
     max_chunk_bytes: int,
 ) -> dict[tuple[str, str], QuantizationInfo]:
-    """Read, pack and measure tables; hand their packed rows on in order.
+    """Read, pack and measure tables, and pass their packed rows on in order.
 
     Args:
         tables: each with its key in the checkpoint.
         write: called in this thread with (table, first row, packed rows uint8 [R, row bytes]), rows ascending.
         collect: called in any thread with (table, first row, float32 rows), which it must not keep.
-        advance: told the bytes (of float32) done.
+        advance: called with the number of processed bytes (of float32).
         max_chunk_bytes: float bytes of a chunk; a few packed chunks are in memory at a time, and 2 MB a worker.
 
     Returns:
@@ -88,7 +88,7 @@ def quantize_tables(
 
 
 def _packed_buffer(free: list[Tensor], rows: int, width: int) -> Tensor:
-    """uint8 [rows, width], in memory that was used before where there is some: fresh pages cost as much as packing."""
+    """uint8 [rows, width], in reused memory if possible: fresh pages cost as much time as packing."""
     while free:
         buffer = free.pop()
         whole = buffer._base if buffer._base is not None else buffer.view(-1)
@@ -98,13 +98,13 @@ def _packed_buffer(free: list[Tensor], rows: int, width: int) -> Tensor:
 
 
 def _summary(error: RowError, elements: int) -> QuantizationInfo:
-    """What the manifest says of all of a table's elements."""
+    """The quantization error of a whole table, for the manifest."""
     relative = (error.squares / error.weight_squares) ** 0.5 if error.weight_squares else 0.0
     return QuantizationInfo(error.step, error.largest, (error.squares / elements) ** 0.5, relative)
 
 
 class _Worker:
-    """Reads and packs chunks; each thread with memory of its own, which serves all chunks of a width and precision."""
+    """Reads and packs chunks; each thread reuses its own buffers for all chunks of a width and precision."""
 
     def __init__(self, checkpoint: CheckpointReader, collect: Collect) -> None:
         self._checkpoint = checkpoint
@@ -133,7 +133,7 @@ def _cores() -> int:
 
 @contextmanager
 def one_thread_an_operator() -> Iterator[None]:
-    """Operators on small blocks gain nothing from more threads, and wait for all of them where cores are busy."""
+    """Run torch operators with one thread: on small blocks more threads gain nothing and wait for busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,9 @@
-"""Recorded references: a user's own inputs and float outputs, read from an ``.npz`` or ``.pt`` file without pickle.
+"""Reads recorded references: inputs and float outputs of a training program, from ``.npz`` or ``.pt`` files without
+pickle.
 
 The file holds ``F.values`` (int64 [ids]) and ``F.lengths`` (int32 [B]) for each feature F, ``F.weights`` (float32 [ids]) for
-features of weighted tables, ``dense`` (float32 [B, num_dense]), and each output under its name (``output`` where there is
-one), float32 [B, ...].
+features of weighted tables, ``dense`` (float32 [B, num_dense]), and each output under its name (``output`` if there is
+only one), float32 [B, ...].
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _FLOATS = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """Recorded rows ``first_row ...`` as a request, and the outputs recorded for them, in the manifest's order."""
+    """Recorded rows from ``first_row`` on as a request, with their recorded outputs in the manifest's order."""
 
     first_row: int
     request: Request
@@ -47,7 +48,7 @@ class RecordedReference:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RecordedReference:
-        """Read an ``.npz`` (numpy.savez) or ``.pt`` (torch.save of a dict of tensors) file; nothing in it is run.
+        """Read an ``.npz`` (numpy.savez) or ``.pt`` (torch.save of a dict of tensors) file; no code in it is run.
 
         Raises:
             InputError: another kind of file, or one that holds something else than numbers.
@@ -80,7 +81,7 @@ class RecordedReference:
                 a recorded number is not finite.
         """
         if manifest.dense is None:
-            raise ConfigError("reference: this model is embedding tables only, it has no outputs to compare")
+            raise ConfigError("reference: this model has no dense part and so no outputs to compare")
         weighted = {f for m in manifest.modules if m.is_weighted and m.position_weights is None for f in m.features}
         names = [feature.name for feature in manifest.features]
         expected = [f"{name}.{part}" for name in names for part in ("values", "lengths")]
@@ -95,7 +96,7 @@ class RecordedReference:
             )
         rows = len(self._integers(f"{names[0]}.lengths"))
         if not rows:
-            raise InputError(f"reference {self.path}: it has no rows; record at least one batch")
+            raise InputError(f"reference {self.path}: got no rows; record at least one batch")
         lengths = {name: self._lengths(name, rows) for name in names}
         offsets = {name: torch.cat([torch.zeros(1, dtype=torch.int64), n.cumsum(0)]) for name, n in lengths.items()}
         values = {
@@ -158,8 +159,8 @@ class RecordedReference:
         same = [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]  # [B] and [B, 1] are one thing
         if tensor.dtype not in _FLOATS or not same:
             raise InputError(
-                f"reference {self.path}: {name} is {_shape(tensor)}; expected float32 {list(shape)}, as the model gives it "
-                "without autocast"
+                f"reference {self.path}: {name} is {_shape(tensor)}; expected float32 {list(shape)}, as the model "
+                f"computes it without autocast"
             )
         bad = (~torch.isfinite(tensor)).nonzero()
         if len(bad):

@@ -1,4 +1,4 @@
-"""The float model's answers to golden requests, from the few rows they touch: what an export is checked against."""
+"""Computes the float model's answers to the golden requests, which an export is checked against."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FloatRows", "compare_with_float", "float_embeddings", "rounding_boun
 
 
 class FloatRows:
-    """The float rows that the golden requests read, picked out while the tables stream by."""
+    """The float rows that the golden requests read, collected while the tables are read."""
 
     def __init__(self, manifest: Manifest, requests: Sequence[Request]) -> None:
         self._ids: dict[tuple[str, str], Tensor] = {}
@@ -28,7 +28,7 @@ class FloatRows:
             self._rows[table.module, table.name] = torch.zeros(len(self._ids[table.module, table.name]), table.dim)
 
     def collect(self, module: str, table: str, first_row: int, chunk: Tensor) -> None:
-        """Take what is wanted of rows ``first_row ...``."""
+        """Collect the needed rows of a chunk that starts at row ``first_row``."""
         ids = self._ids[module, table]
         low, high = ids.numpy().searchsorted((first_row, first_row + len(chunk)))  # cheaper to call than torch's
         if low < high:
@@ -40,11 +40,11 @@ class FloatRows:
         return self._rows[key][torch.searchsorted(self._ids[key], ids)]
 
     def ids(self, table: TableInfo) -> Tensor:
-        """The ids whose rows are here, ascending."""
+        """The ids of the collected rows, ascending."""
         return self._ids[table.module, table.name]
 
     def with_rows(self, rows: Mapping[tuple[str, str], Tensor]) -> FloatRows:
-        """The same ids with other rows: (module path, table) -> float32 [ids, dim]."""
+        """A copy with other rows for the same ids: (module path, table) -> float32 [ids, dim]."""
         other = FloatRows.__new__(FloatRows)
         other._ids, other._rows = self._ids, dict(rows)
         return other
@@ -60,7 +60,7 @@ def compare_with_float(
     """The largest difference of embeddings and of outputs from the float model's.
 
     Raises:
-        ArchiveError: an embedding is further off than its precision explains: a bug, or a bad disk.
+        ArchiveError: an embedding differs by more than its precision allows: a bug, or a damaged disk.
     """
     manifest = predictor.manifest
     worst = worst_output = 0.0
@@ -74,8 +74,8 @@ def compare_with_float(
                 difference = (answer.embeddings[place] - expected).abs()
                 if difference.numel() and not bool((difference <= bound).all()):
                     raise ArchiveError(
-                        f"module {module.path!r}, {name}: the archive's embeddings are off the float model's by "
-                        f"{float(difference.max()):.3g}, where its precision explains {float(bound.max()):.3g}",
+                        f"module {module.path!r}, {name}: the archive's embeddings differ from the float model's by "
+                        f"{float(difference.max()):.3g}; its precision allows {float(bound.max()):.3g}",
                         rule="C2",
                     )
                 worst = max([worst, *difference.flatten().tolist()])
@@ -103,7 +103,7 @@ def float_embeddings(
 def _module_floats(
     manifest: Manifest, module: ModuleInfo, rows: FloatRows, request: Request, weights: Mapping[str, Tensor]
 ) -> list[tuple[str, Tensor, Tensor, Tensor | None]]:
-    """(name, float vectors, largest difference allowed, lengths of a sequence), one a tensor of the answer."""
+    """(name, float vectors, largest allowed difference, lengths of a sequence) for each tensor of the answer."""
     features = [(t, f) for t in manifest.module_tables(module.path) for f in t.features]
     if module.kind == "sequence":
         parts: list[tuple[str, Tensor, Tensor, Tensor | None]] = []
@@ -121,7 +121,7 @@ def _module_floats(
 
 
 def rounding_bound(table: TableInfo, vectors: Tensor, step: Tensor | None = None) -> Tensor:
-    """Per element of rows [N, dim]: what rounding to the table's codes may change, with room for fp16 scale and bias.
+    """Largest rounding error per element of rows [N, dim], including the rounding of scale and bias to fp16.
 
     Args:
         step: the scale step of each row, [N, 1]; the table's largest if None.

@@ -1,4 +1,4 @@
-"""What an export did to a model: error and bytes of each table, and, with held-out rows, what it did to the predictions."""
+"""The report of an export: error and size of each table and, with held-out rows, the change in model quality."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["ExportReport", "TableReport", "make_report"]
 
 _NOT_COMPARED = (
-    "compared with the checkpoint's own model as it is built here, and with nothing else; --reference FILE compares with "
-    "outputs recorded in training"
+    "compared only with the float model of this checkpoint; --reference FILE also compares with outputs "
+    "recorded in training"
 )
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -45,14 +45,14 @@ class TableReport:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """All tables, the evaluation where held-out rows were given, and the comparison where recorded outputs were."""
+    """The tables, the evaluation (with held-out rows) and the comparison (with recorded outputs)."""
 
     tables: tuple[TableReport, ...]
     evaluation: Evaluation | None
     reference: Comparison | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """The report as plain data."""
         data = asdict(self)
         data["reference"] = None if self.reference is None else self.reference.to_dict()
         if self.evaluation is not None:

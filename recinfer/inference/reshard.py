@@ -1,7 +1,7 @@
-"""From an archive to one with other shards: packed rows move as they are, no checkpoint is needed.
+"""Reshards an archive by copying packed rows, without the checkpoint.
 
 The new archive holds the same bytes of every row, the same dense part and the same golden requests and answers, which
-it must give again before it gets its name.
+it must reproduce before it is renamed to its target.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def reshard_archive(
     progress: bool = True,
     overwrite: bool = False,
 ) -> Archive:
-    """Cut an archive's tables by another plan.
+    """Shard an archive's tables by another plan.
 
     Args:
         path: the archive.
@@ -64,7 +64,7 @@ def reshard_archive(
     source = open_archive(path)
     _check_plan(plan, source)
     with archive_folder(Path(out), overwrite=overwrite) as folder:
-        # Damaged rows must not get a new, valid hash: the old one is checked beside the copying.
+        # Damaged rows must not get a new, valid hash: the old one is checked while copying.
         with ThreadPoolExecutor(1) as pool:
             hashes = [pool.submit(source.check_hash, file) for file in source.manifest.files]
             try:
@@ -98,7 +98,7 @@ def reshard_archive(
 
 
 def plan_archive(manifest: Manifest, *, world_size: int, compute_device: str = "cpu") -> Plan:
-    """A plan of an archive's tables for another number of ranks, by the same planner that `recinfer plan` uses.
+    """Plan an archive's tables for another number of ranks, with the planner of `recinfer plan`.
 
     Raises:
         ConfigError: tables of one name in two modules have different precisions, which the planner takes by name.
@@ -119,10 +119,10 @@ def plan_archive(manifest: Manifest, *, world_size: int, compute_device: str = "
 
 
 def embedding_model(manifest: Manifest) -> nn.Module:
-    """The archive's embedding modules at their paths, on meta: what the planner needs to know of the model."""
+    """The archive's embedding modules at their paths, on the meta device, as input for the planner."""
     root = nn.Module()
     for module in manifest.modules:
-        # Float, as models are; the stored precisions go to the planner beside the model.
+        # Float, as models are; the stored precisions are passed to the planner separately.
         configs = [replace(config, data_type=DataType.FP32) for config in manifest.configs(module.path)]
         meta = torch.device("meta")
         collection: nn.Module
@@ -159,8 +159,8 @@ def _check_plan(plan: Plan, archive: Archive) -> None:
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise ConfigError(
-            f"the plan does not fit the archive: {'; '.join(problems[:10])}{more}; rows move as they are stored, so "
-            "another precision needs an export from the checkpoint"
+            f"the plan does not fit the archive: {'; '.join(problems[:10])}{more}; resharding copies rows as stored; "
+            f"to change the precision, export from the checkpoint"
         )
 
 

@@ -1,4 +1,4 @@
-"""What requests are given: the embeddings of the features asked for, in the model's order, and the model's outputs."""
+"""Results of requests: the embeddings of their features, in the model's order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["FeatureSpec", "LookupResult", "Outputs", "feature_specs", "selected"
 
 @dataclass(frozen=True)
 class LookupResult:
-    """Embeddings of the features that a request brought, in the model's order.
+    """Embeddings of a request's features, in the model's order.
 
     Attributes:
-        pooled: float32 [B, sum of dims], or None when no pooled feature was asked for.
+        pooled: float32 [B, sum of dims], or None if no pooled feature was requested.
         sequences: name -> values float32 [ids, dim] with their lengths.
-        missing: ranks whose hosts did not answer, so that vectors of their rows are zero.
+        missing: ranks whose hosts did not respond; the vectors of their rows are zero.
     """
 
     pooled: KeyedTensor | None
@@ -48,7 +48,7 @@ class LookupResult:
 
 
 def feature_specs(manifest: Manifest, names: dict[str, list[str]]) -> list[FeatureSpec]:
-    """What lookup gives, in the model's order; ``names`` are those of each module's outputs, by its path."""
+    """The outputs of lookup, in the model's order; ``names`` are the output names of each module by its path."""
     missing = {feature.name: feature.missing for feature in manifest.features}
     weighted = weighted_features(manifest)
     specs = []
@@ -63,7 +63,7 @@ def feature_specs(manifest: Manifest, names: dict[str, list[str]]) -> list[Featu
 
 
 def weighted_features(manifest: Manifest) -> frozenset[str]:
-    """The features whose ids requests may bring weights for."""
+    """The features whose ids may have weights."""
     modules = [module for module in manifest.modules if module.is_weighted and module.position_weights is None]
     return frozenset(feature for module in modules for feature in module.features)
 
@@ -71,7 +71,7 @@ def weighted_features(manifest: Manifest) -> frozenset[str]:
 def selected(
     parts: Sequence[Part], found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()
 ) -> LookupResult:
-    """The embeddings of the features ``present`` (None: all), from what each module found (None: not asked)."""
+    """The embeddings of the features ``present`` (None: all), from the result of each module (None: not looked up)."""
     pooled: list[KeyedTensor] = []
     sequences: dict[str, JaggedTensor] = {}
     for part, given in zip(parts, found):
@@ -87,7 +87,7 @@ def selected(
 
 
 def tensors_of(found: Tensor | list[JaggedTensor], *, dense_input: bool = False) -> list[Tensor]:
-    """The vectors of one module; as the dense program takes them also the lengths of each sequence."""
+    """The vectors of one module; for the dense part also the lengths of each sequence."""
     if isinstance(found, Tensor):
         return [found]
     if not dense_input:

@@ -1,4 +1,4 @@
-"""What a model takes and gives, as a client has it too: needs no torch."""
+"""Specifications of a model's inputs and outputs, without a torch import."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["FeatureSpec", "Outputs"]
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """One output of lookup: its name, the table behind it, and whether a prediction may leave its feature out.
+    """One output of lookup: its name, its table, and whether its feature is optional in a prediction.
 
-    ``missing``: a prediction without the feature is refused (``"reject"``), or takes no ids (``"empty"``) or this id in
-    every sample. A lookup may leave out any feature. ``weighted``: whether requests may bring weights for its ids.
+    ``missing``: a prediction without the feature fails (``"reject"``), or uses no ids (``"empty"``) or this id in every
+    sample. A lookup may leave out any feature. ``weighted``: whether requests may bring weights for its ids.
     """
 
     name: str
@@ -26,10 +26,10 @@ class FeatureSpec:
 
 
 class Outputs(dict[str, Any]):
-    """The model's outputs by name, float32 ``[B, ...]``: tensors, or numpy arrays where a client gives those.
+    """The model's outputs by name, float32 ``[B, ...]``: tensors, or numpy arrays from a client.
 
     Attributes:
-        missing: ranks whose hosts did not answer, so that vectors of their rows were zero.
+        missing: ranks whose hosts did not respond; the vectors of their rows were zero.
     """
 
     missing: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""How long the stages of a request take: histograms with fixed bounds, cheap enough to be always on."""
+"""Histograms of the time that each stage of a request takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 
 @dataclass(frozen=True)
 class HistogramState:
-    """``counts[i]`` values are in (bounds[i - 1], bounds[i]]; the last count is of those beyond all bounds."""
+    """``counts[i]`` values are in (bounds[i - 1], bounds[i]]; the last count is of values above all bounds."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -26,7 +26,7 @@ class HistogramState:
 
     @property
     def count(self) -> int:
-        """How many values."""
+        """Number of values."""
         return sum(self.counts)
 
 
@@ -53,7 +53,7 @@ class Histogram:
             self._total += value
 
     def state(self) -> HistogramState:
-        """The counts of this moment."""
+        """The current counts."""
         with self._lock:
             return HistogramState(self._bounds, tuple(self._counts), self._total)
 
@@ -69,5 +69,5 @@ class Stages:
         self._histograms[stage].add(seconds)
 
     def state(self) -> dict[str, HistogramState]:
-        """The counts of this moment, by stage."""
+        """The current counts, by stage."""
         return {name: histogram.state() for name, histogram in self._histograms.items()}

@@ -1,4 +1,4 @@
-"""The state of a sharded model: gathered into plain tensors, or moved to another device and process group."""
+"""Gathers the state of a sharded model into plain tensors, or moves it to another device and process group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state_dict_gather(src: Mapping[str, Tensor | ShardedTensor], dst: Mapping[st
     """
     for key, target in dst.items():
         if key not in src:
-            raise InputError(f"{key!r} is not in the state to gather from; it has {len(src)} keys")
+            raise InputError(f"{key!r} is missing in the state to gather from, which has {len(src)} keys")
         source = src[key]
         if isinstance(source, ShardedTensor):
             source.gather(out=target if dist.get_rank() == 0 else None, dtype=target.dtype)

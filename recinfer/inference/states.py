@@ -1,4 +1,4 @@
-"""The states of a predictor: the archive as loaded, and as it is after each delta; a call runs on one of them."""
+"""The states of a predictor: the archive as loaded, and after each delta. A call runs on one state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def at_one_state(method: _Method) -> _Method:
-    """Run a method on the state of the moment it is called: a delta applied meanwhile does not reach it."""
+    """Run a method on the current state: deltas applied during the call do not affect it."""
 
     @functools.wraps(method)
     def run(self: States, *args: Any, **kwargs: Any) -> Any:
@@ -33,11 +33,11 @@ def at_one_state(method: _Method) -> _Method:
 
 
 class States(abc.ABC):
-    """What a predictor is at this moment, and how a delta brings it to the next one, while calls run.
+    """Holds the current state of a predictor and replaces it when a delta is applied or undone.
 
-    ``_state`` is a copy of the predictor with the rows and the dense program of the deltas applied; what does not change
-    (counters, the checks of features) is shared. Each call runs on the one state that it finds, to its end: the base is
-    such a copy too, since a call that ran on the predictor itself would meet a delta half-way.
+    ``_state`` is a copy of the predictor with the rows and the dense program after the applied deltas; unchanged parts
+    (counters, feature checks) are shared. Each call runs on one state to its end. The base is such a copy too, since a
+    call on the predictor itself could see a partly applied delta.
     """
 
     _state: Self | None
@@ -45,7 +45,7 @@ class States(abc.ABC):
     _base: Self
 
     def __init__(self: Self, archive: Archive) -> None:
-        """Called last by a subclass: the base is a copy of all that it is then."""
+        """Subclasses call this last: it copies their attributes as the base state."""
         self._state = None
         self._previous = None
         self._deltas: tuple[Delta, ...] = ()
@@ -61,25 +61,26 @@ class States(abc.ABC):
 
     @abc.abstractmethod
     def _check_answers(self) -> None:
-        """Raises ArchiveError when a golden request gets another answer than the stored one."""
+        """Raises ArchiveError if a golden request's answer differs from the stored one."""
 
     def apply_delta(self, path: str | os.PathLike[str]) -> None:
-        """Bring the model to the state of a later checkpoint, while requests run.
+        """Apply a delta: update the model to a later checkpoint while requests run.
 
-        A request (and a batch of requests that run together) sees all of the delta or nothing of it. The changed rows'
-        pages become this process's own; all others stay shared. Answers are then those of a full export.
+        A request, or a batch of merged requests, sees the whole delta or none of it. Pages of changed rows become
+        private to this process; all others stay shared. Results then equal those of a full export.
 
         Args:
             path: a delta (``*.rqd``) for this archive, the next one in its chain.
 
         Raises:
-            ArchiveError: the delta breaks a rule of DELTA.md, or its golden answers do not come out. Nothing changed.
-            UnavailableError: there is no memory for the changed rows. Nothing changed.
+            ArchiveError: the delta breaks a rule of DELTA.md, or its golden answers are not reproduced. The state is
+                unchanged.
+            UnavailableError: there is no memory for the changed rows. The state is unchanged.
         """
         self.apply(read_delta(path))
 
     def apply(self: Self, delta: Delta, *, check: bool = True) -> None:
-        """:meth:`apply_delta` of a delta that is open already; ``check``: its golden answers too."""
+        """As :meth:`apply_delta`, for an opened delta; ``check`` also replays its golden requests."""
         with self._delta_lock:
             now = self._state or self
             state = self.tried(delta, check=check)
@@ -88,7 +89,7 @@ class States(abc.ABC):
             self._state = state
 
     def undo_delta(self: Self) -> None:
-        """Go back to the state before the last delta, as atomically as it came.
+        """Return to the state before the last delta, atomically.
 
         Raises:
             InputError: no delta is applied.
@@ -96,7 +97,7 @@ class States(abc.ABC):
         with self._delta_lock:
             now = self._state or self
             if not now._deltas:
-                raise InputError("no delta is applied to this archive, so there is none to undo")
+                raise InputError("no delta is applied, so there is none to undo")
             if len(now._deltas) == 1:
                 self._state = self._base
             elif now._previous is not None:
@@ -108,7 +109,7 @@ class States(abc.ABC):
                 self._state = state.tried(now._deltas[-2], at=state)
 
     def tried(self, delta: Delta, *, at: Self | None = None, check: bool = True) -> Self:
-        """The state after ``delta``, its golden answers checked if ``check``; this predictor stays as it is.
+        """The state after ``delta``, with golden answers checked if ``check``; this predictor is unchanged.
 
         Raises:
             ArchiveError: as :meth:`apply_delta`.
@@ -140,31 +141,32 @@ class States(abc.ABC):
 
     @property
     def state(self) -> Self:
-        """The predictor of this moment: deltas that are applied later do not reach it."""
+        """A predictor with the current state; deltas applied later do not affect it."""
         return self._state or self
 
     @property
     def archive(self) -> Archive:
-        """The opened archive, as it reads after the deltas applied."""
+        """The opened archive with all deltas applied."""
         return (self._state or self)._archive
 
     @property
     def content(self) -> list[str]:
-        """SHA-256 of the archive's manifest, which lists the hashes of all else, and of each delta applied, in hex.
+        """SHA-256 (hex) of the archive's manifest, which lists the hashes of all other files, and of each applied
+        delta.
 
-        Two predictors with the same give the same answers, whatever they are called.
+        Two predictors with the same content give the same results, independent of their names.
         """
         now = self._state or self
         return [now._archive.manifest_sha256, *(delta.sha256 for delta in now._deltas)]
 
     @property
     def num_deltas(self) -> int:
-        """How many deltas are applied: the sequence number of the last one, 0 without one."""
+        """Number of applied deltas, which is the sequence number of the last one; 0 without deltas."""
         return len((self._state or self)._deltas)
 
 
 def _check_unchanged(archive: Archive) -> None:
-    """Rows are mapped from the folder again, so it must still hold what was loaded."""
+    """Raises ArchiveError if the folder changed since loading, because rows are mapped from it again."""
     try:
         text = read_inside(archive.root, "manifest.json")
     except ArchiveError:

@@ -1,7 +1,7 @@
-"""Requests answered, one alone or several by one lookup and one dense run; each gets its own answer or its own error.
+"""Runs one or several requests with one lookup and one run of the dense part; each gets its own result or error.
 
-A request may bring its context (a user, a query) once beside its candidates: the context's features are looked up for the
-first candidate and their vectors written beside the others.
+A request may have a context (a user, a query) that applies to all its candidates: the context's features are looked up
+for the first candidate and their vectors are copied to the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ __all__ = ["PredictInputs", "lookup_many", "lookup_one", "predict_many", "predic
 
 @dataclass(frozen=True)
 class PredictInputs:
-    """What Predictor.predict takes: ``dense [B, num_dense]`` or None, features of B samples, context of one or None."""
+    """The inputs of Predictor.predict: ``dense [B, num_dense]`` or None, features of B samples, context of one or
+    None."""
 
     dense: Tensor | None
     features: Features
@@ -34,7 +35,7 @@ class PredictInputs:
 
 @dataclass(frozen=True)
 class _Taken:
-    """One request after its own checks. ``shared`` names the features of its context: only their first bag is filled."""
+    """One checked request. ``shared`` names its context features, of which only the first bag is filled."""
 
     at: int
     dense: Tensor | None
@@ -50,7 +51,7 @@ def lookup_one(model: LoadedModel, features: Features) -> Steps[LookupResult]:
 
 
 def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
-    """``Predictor.lookup`` of each, with one lookup a module for all of them."""
+    """``Predictor.lookup`` of several requests, with one lookup per module."""
     if len(requests) == 1 or not model.mergeable:
         alone = []
         for request in requests:
@@ -72,7 +73,7 @@ def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[
         for at, _ in taken:
             answers[at] = error
         return answers
-    except Exception:  # one of them holds a bad id: each on its own says which
+    except Exception:  # one of them has a bad id: running each alone finds it
         for at, _ in taken:
             answers[at] = yield from _alone(lookup_one(model, requests[at]))
         return answers
@@ -82,7 +83,7 @@ def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[
 
 
 def predict_many(model: LoadedModel, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
-    """``Predictor.predict`` of each, with one lookup a module and one dense run for all of them."""
+    """``Predictor.predict`` of several requests, with one lookup per module and one run of the dense part."""
     if len(requests) == 1 or not model.mergeable:
         alone = []
         for request in requests:
@@ -104,7 +105,7 @@ def predict_many(model: LoadedModel, requests: Sequence[PredictInputs]) -> Steps
         for mine in taken:
             answers[mine.at] = error
         return answers
-    except Exception:  # one of them is wrong: each on its own says which
+    except Exception:  # one of them is invalid: running each alone finds it
         pass
     if outputs is None:
         for mine in taken:
@@ -138,18 +139,18 @@ def _take(model: LoadedModel, at: int, request: PredictInputs) -> _Taken:
         return _Taken(at, model.check_dense(request.dense, features.batch), features, frozenset())
     context = bags_of(request.context)
     if context.batch != 1:
-        raise InputError(f"context: got {context.batch} samples, expected 1; its features go with every candidate")
+        raise InputError(f"context: got {context.batch} samples, expected 1; its features apply to every candidate")
     shared = frozenset(context.keys)
     twice = shared.intersection(candidates.keys)
     if twice:
-        raise InputError(f"context: feature {min(twice)!r} is also in features, expected it in one of the two")
+        raise InputError(f"context: feature {min(twice)!r} is also in features; give it in only one of the two")
     features = intake.take(candidates, need_all=True, elsewhere=shared).features
     own = intake.take(context, need_all=False, fill=False).features
-    return _Taken(at, model.check_dense(request.dense, features.batch), features.beside(own), shared)
+    return _Taken(at, model.check_dense(request.dense, features.batch), features.with_context(own), shared)
 
 
 def _apart(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
-    """Per request, what each module found for it: ``[B, D]`` of a pooled module, JaggedTensors by feature of another."""
+    """Split results by request: per module ``[B, D]`` of a pooled module, JaggedTensors by feature of another."""
     columns: list[Sequence[Any]] = []
     for given in found:
         if isinstance(given, Tensor):
@@ -166,7 +167,7 @@ def _apart(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
 
 
 def _run(model: LoadedModel, taken: Sequence[_Taken]) -> Steps[list[Outputs] | None]:
-    """The outputs of each; None when an output is not one row a sample, so that it cannot be split."""
+    """The outputs of each request; None if an output does not have one row per sample and cannot be split."""
     batches = [mine.features.batch for mine in taken]
     total = sum(batches)
     found = yield from model.find([mine.features for mine in taken])
@@ -207,7 +208,7 @@ def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken]) -> None:
 def _repeat_sequences(
     part: Any, found: Sequence[JaggedTensor], taken: Sequence[_Taken], batches: Sequence[int]
 ) -> list[Tensor]:
-    """Per output values and lengths of the candidates; a context's list stands once for every candidate."""
+    """Per output values and lengths of the candidates; a context's list is repeated for every candidate."""
     tensors = []
     for name, sequence in zip(part.info.features, found):
         lengths = list(sequence.lengths().split(batches))

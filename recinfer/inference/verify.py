@@ -1,4 +1,4 @@
-"""``verify(path)``: every rule of the archive format, all hashes, and all golden requests replayed."""
+"""Verifies an archive: every rule of its format, all hashes, and all golden requests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ __all__ = ["VerifyReport", "verify"]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What verify found. Printed by rich as a table.
+    """The result of :func:`verify`; rich prints it as a table.
 
     Attributes:
         model, version: what the archive holds.
         num_files, num_bytes: files whose sizes and hashes were checked.
         num_requests: golden requests replayed.
         engines: dense engines they were replayed on.
-        problems: what is wrong: rule C2 (answers differ) or F6 (files that belong to nobody); empty when all is well.
+        problems: what is wrong: rule C2 (answers differ) or F6 (files that the manifest does not list); empty if there
+            are none.
         seconds: how long it took.
     """
 
@@ -42,7 +43,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything agrees."""
+        """Whether every check passed."""
         return not self.problems
 
     def __rich__(self) -> Table:
@@ -59,7 +60,7 @@ class VerifyReport:
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
-    """Check an archive wholly.
+    """Check an archive completely.
 
     Raises:
         ArchiveError: the archive is damaged (any rule that an ordinary load would refuse, or a hash). Answers that

@@ -1,4 +1,4 @@
-"""Programs written for TorchRec, made to import recinfer: what changes in each file, and which names are not here."""
+"""Migrates programs from TorchRec to recinfer: rewrites their imports and lists the names that recinfer lacks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What to use instead of names of torchrec that are not here."""
+"""The replacements for names of torchrec that recinfer lacks."""
 
 from __future__ import annotations
 
 __all__ = ["INSTEAD"]
 
-# A key that ends in .* stands for every other name below it.
+# A key that ends in .* applies to every other name below it.
 INSTEAD = {
     "torchrec.datasets.criteo.BinaryCriteoUtils.get_file_row_ranges_and_remainder": "InMemoryBinaryCriteoIterDataPipe(rank=, world_size=), which shares the rows among the ranks",
     "torchrec.datasets.criteo.BinaryCriteoUtils.shuffle": "InMemoryBinaryCriteoIterDataPipe(shuffle_training_set=True), which shuffles while it reads",
@@ -12,31 +12,44 @@ INSTEAD = {
     "torchrec.datasets.test_utils.*": "nothing: TorchRec's own tests",
     "torchrec.datasets.utils.ParallelReadConcat": "one criteo_terabyte of the files of all pipes: the workers of a DataLoader share them",
     "torchrec.distributed.batched_embedding_kernel.*": "nothing to import: create_embedding_sharding(...).create_lookup() gives the lookup modules",
-    "torchrec.distributed.batched_embedding_kernel.BaseBatchedEmbedding": "a kernel of your own has no place in recinfer's sharded modules; the kernels are dense, fused, fused_uvm and fused_uvm_caching (ParameterConstraints.compute_kernels)",
-    "torchrec.distributed.batched_embedding_kernel.BaseBatchedEmbeddingBag": "a kernel of your own has no place in recinfer's sharded modules; the kernels are dense, fused, fused_uvm and fused_uvm_caching (ParameterConstraints.compute_kernels)",
+    "torchrec.distributed.batched_embedding_kernel.BaseBatchedEmbedding": "recinfer's sharded modules do not support "
+    "custom kernels; the kernels are dense, fused, fused_uvm and fused_uvm_caching "
+    "(ParameterConstraints.compute_kernels)",
+    "torchrec.distributed.batched_embedding_kernel.BaseBatchedEmbeddingBag": "recinfer's sharded modules do not "
+    "support custom kernels; the kernels are dense, fused, fused_uvm and fused_uvm_caching "
+    "(ParameterConstraints.compute_kernels)",
     "torchrec.distributed.benchmark.*": "recinfer bench and recinfer calibrate",
     "torchrec.distributed.embedding.pad_vbe_kjt_lengths": "KeyedJaggedTensor with inverse_indices: a sharded collection takes a variable batch as it is",
     "torchrec.distributed.embedding_kernel.BaseEmbedding": "torch.nn.Module: recinfer's lookups are plain modules",
     "torchrec.distributed.embedding_kernel.get_state_dict": "state_dict() of the sharded module",
-    "torchrec.distributed.embedding_tower_sharding.*": "two modules: an EmbeddingBagCollection and the tower behind it",
-    "torchrec.distributed.embeddingbag._create_mean_pooling_divisor": "nothing: MEAN divides each table by its own bag lengths, whatever the sharding",
+    "torchrec.distributed.embedding_tower_sharding.*": "two modules: an EmbeddingBagCollection, then the tower",
+    "torchrec.distributed.embeddingbag._create_mean_pooling_divisor": "nothing: MEAN divides each table by its own "
+    "bag lengths, for any sharding",
     "torchrec.distributed.fused_embedding.*": "recinfer.modules.embedding_modules.EmbeddingCollection with recinfer.optim.apply_optimizer_in_backward",
     "torchrec.distributed.fused_embeddingbag.FusedEmbeddingBagCollectionSharder": "recinfer.distributed.embeddingbag.EmbeddingBagCollectionSharder after recinfer.optim.apply_optimizer_in_backward on the tables",
     "torchrec.distributed.global_settings.*": "nothing to set: shards are made on the device that is given",
-    "torchrec.distributed.keyed_jagged_tensor_pool.*": "nothing: no pools of rows by id; a tensor of your own beside the model",
-    "torchrec.distributed.mc_embedding.*": "managed collisions are not here yet; hash ids below num_embeddings before the lookup",
-    "torchrec.distributed.mc_embedding_modules.*": "managed collisions are not here yet; hash ids below num_embeddings before the lookup",
-    "torchrec.distributed.mc_embeddingbag.*": "managed collisions are not here yet; hash ids below num_embeddings before the lookup",
-    "torchrec.distributed.mc_modules.*": "managed collisions are not here yet; hash ids below num_embeddings before the lookup",
+    "torchrec.distributed.keyed_jagged_tensor_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a "
+    "tensor outside the model",
+    "torchrec.distributed.mc_embedding.*": "recinfer has no managed collisions yet; hash ids below num_embeddings "
+    "before the lookup",
+    "torchrec.distributed.mc_embedding_modules.*": "recinfer has no managed collisions yet; hash ids below "
+    "num_embeddings before the lookup",
+    "torchrec.distributed.mc_embeddingbag.*": "recinfer has no managed collisions yet; hash ids below num_embeddings "
+    "before the lookup",
+    "torchrec.distributed.mc_modules.*": "recinfer has no managed collisions yet; hash ids below num_embeddings "
+    "before the lookup",
     "torchrec.distributed.model_parallel.DMPCollection": "one DistributedModelParallel over all ranks; there is no 2-D parallel training",
     "torchrec.distributed.model_tracker.*": "recinfer delta: it writes the rows that changed since an archive",
-    "torchrec.distributed.object_pool.*": "nothing: no pools of rows by id; a tensor of your own beside the model",
+    "torchrec.distributed.object_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a tensor "
+    "outside the model",
     "torchrec.distributed.planner.constants.KV_CACHING_RATIO": "recinfer.distributed.planner.constants.UVM_CACHING_RATIO: there are no kernels over SSD or a key-value store",
-    "torchrec.distributed.planner.enumerators.EmbeddingTower": "two modules: an EmbeddingBagCollection and the tower behind it",
-    "torchrec.distributed.planner.enumerators.EmbeddingTowerCollection": "two modules: an EmbeddingBagCollection and the tower behind it",
+    "torchrec.distributed.planner.enumerators.EmbeddingTower": "two modules: an EmbeddingBagCollection, then the tower",
+    "torchrec.distributed.planner.enumerators.EmbeddingTowerCollection": "two modules: an EmbeddingBagCollection, "
+    "then the tower",
     "torchrec.distributed.planner.enumerators.GUARDED_COMPUTE_KERNELS": "ParameterConstraints(compute_kernels=[...]); recinfer has none of the guarded kernels",
     "torchrec.distributed.planner.enumerators.GUARDED_SHARDING_TYPES_FOR_FP_MODULES": "ParameterConstraints(sharding_types=[...]); row_wise, table_row_wise and grid_shard are never offered behind feature processors",
-    "torchrec.distributed.planner.enumerators._get_tower_index": "two modules: an EmbeddingBagCollection and the tower behind it",
+    "torchrec.distributed.planner.enumerators._get_tower_index": "two modules: an EmbeddingBagCollection, then the "
+    "tower",
     "torchrec.distributed.planner.enumerators.calculate_shard_sizes_and_offsets": "recinfer.distributed.sharding_plan.calculate_shard_sizes_and_offsets",
     "torchrec.distributed.planner.estimator.*": "recinfer.distributed.planner.shard_estimators (EmbeddingPerfEstimator), or a ShardEstimator of your own",
     "torchrec.distributed.planner.shard_estimators.calculate_shard_storages": "recinfer.distributed.planner.shard_estimators.EmbeddingStorageEstimator(topology).estimate(options)",
@@ -49,7 +62,8 @@ INSTEAD = {
     "torchrec.distributed.sharding.tw_sequence_sharding.*": "recinfer.distributed.embedding.create_embedding_sharding",
     "torchrec.distributed.sharding_plan._calculate_cw_shard_sizes_and_offsets": "recinfer.distributed.sharding_plan.calculate_shard_sizes_and_offsets",
     "torchrec.distributed.sharding_plan._calculate_uneven_rw_shard_sizes_and_offsets": "recinfer.distributed.sharding_plan.calculate_shard_sizes_and_offsets",
-    "torchrec.distributed.tensor_pool.*": "nothing: no pools of rows by id; a tensor of your own beside the model",
+    "torchrec.distributed.tensor_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a tensor "
+    "outside the model",
     "torchrec.distributed.test_utils.*": "nothing: TorchRec's own tests; start ranks with torchrun or torch.multiprocessing",
     "torchrec.distributed.train_pipeline.TrainPipelineSemiSync": "recinfer.distributed.train_pipeline.TrainPipelineSparseDist; every step sees all updates before it",
     "torchrec.distributed.train_pipeline.train_pipelines.TrainPipelineSemiSync": "recinfer.distributed.train_pipeline.TrainPipelineSparseDist; every step sees all updates before it",
@@ -65,23 +79,32 @@ INSTEAD = {
     "torchrec.inference.modules.PredictFactory": "recinfer export --model pkg:build: a function that builds the model",
     "torchrec.inference.modules.PredictModule": "the model itself; recinfer.load(archive) gives a predictor",
     "torchrec.metrics.*": "torchmetrics, or recinfer.data.metrics (AUC, log loss, normalized entropy over numpy arrays)",
-    "torchrec.models.deepfm.*": "nothing: DeepFM is not here; recinfer.models.dlrm has DLRM, DLRM_DCN and DLRM_Projection",
+    "torchrec.models.deepfm.*": "nothing: recinfer has no DeepFM; recinfer.models.dlrm has DLRM, DLRM_DCN and "
+    "DLRM_Projection",
     "torchrec.models.experimental.*": "nothing: recinfer.models.dlrm has DLRM, DLRM_DCN and DLRM_Projection",
-    "torchrec.modules.deepfm.*": "nothing: DeepFM is not here; its two modules are some lines of torch over KeyedTensor.values()",
-    "torchrec.modules.embedding_tower.*": "two modules: an EmbeddingBagCollection and the tower behind it",
+    "torchrec.modules.deepfm.*": "nothing: recinfer has no DeepFM; its two modules are some lines of torch over "
+    "KeyedTensor.values()",
+    "torchrec.modules.embedding_tower.*": "two modules: an EmbeddingBagCollection, then the tower",
     "torchrec.modules.fused_embedding_modules.*": "recinfer.modules.embedding_modules with recinfer.optim.apply_optimizer_in_backward",
     "torchrec.modules.fused_embedding_modules.fuse_embedding_optimizer": "recinfer.optim.apply_optimizer_in_backward on the tables' parameters, before sharding",
-    "torchrec.modules.hash_mc_evictions.*": "managed collisions are not here yet; hash ids below num_embeddings before the lookup",
-    "torchrec.modules.hash_mc_modules.*": "managed collisions are not here yet; hash ids below num_embeddings before the lookup",
+    "torchrec.modules.hash_mc_evictions.*": "recinfer has no managed collisions yet; hash ids below num_embeddings "
+    "before the lookup",
+    "torchrec.modules.hash_mc_modules.*": "recinfer has no managed collisions yet; hash ids below num_embeddings "
+    "before the lookup",
     "torchrec.modules.itep_embedding_modules.*": "nothing: no pruning of rows while training",
     "torchrec.modules.itep_modules.*": "nothing: no pruning of rows while training",
-    "torchrec.modules.keyed_jagged_tensor_pool.*": "nothing: no pools of rows by id; a tensor of your own beside the model",
+    "torchrec.modules.keyed_jagged_tensor_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a "
+    "tensor outside the model",
     "torchrec.modules.lazy_extension.*": "torch.nn.LazyLinear and its like",
-    "torchrec.modules.mc_embedding_modules.*": "managed collisions are not here yet; hash ids below num_embeddings before the lookup",
-    "torchrec.modules.mc_modules.*": "managed collisions are not here yet; hash ids below num_embeddings before the lookup",
-    "torchrec.modules.object_pool.*": "nothing: no pools of rows by id; a tensor of your own beside the model",
+    "torchrec.modules.mc_embedding_modules.*": "recinfer has no managed collisions yet; hash ids below "
+    "num_embeddings before the lookup",
+    "torchrec.modules.mc_modules.*": "recinfer has no managed collisions yet; hash ids below num_embeddings before "
+    "the lookup",
+    "torchrec.modules.object_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a tensor outside "
+    "the model",
     "torchrec.modules.sorted_index_select.maybe_sorted_index_select": "torch.index_select",
-    "torchrec.modules.tensor_pool.*": "nothing: no pools of rows by id; a tensor of your own beside the model",
+    "torchrec.modules.tensor_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a tensor outside "
+    "the model",
     "torchrec.pt2.*": "torch.compiler and torch.export: recinfer's modules need no wrappers",
     "torchrec.pt2.checks.is_torchdynamo_compiling": "torch.compiler.is_dynamo_compiling",
     "torchrec.sparse.jagged_tensor_validator": "nothing: KeyedJaggedTensor checks sizes and signs when it is made",

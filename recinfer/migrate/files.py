@@ -1,4 +1,4 @@
-"""Files of a program as they are read, changed and written: bytes, encoding and line ends stay what they were."""
+"""Reads and writes a program's files, preserving encoding and line ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MissingName:
         path: the file that uses it.
         line: the line, from 1.
         name: dotted, as in ``torchrec.metrics.recall``.
-        instead: what to use instead; "" where nothing is known.
+        instead: the replacement; "" if none is known.
     """
 
     path: Path
@@ -36,14 +36,14 @@ class MissingName:
 
 @dataclass(frozen=True)
 class FileChange:
-    """What migration makes of one file.
+    """The migration of one file.
 
     Attributes:
         path: the file.
         before, after: its text.
         encoding: of the text on disk.
-        missing: the names that are not here.
-        by_hand: (line, what stands there) of what names torchrec and is left as it is, such as a string.
+        missing: the names that recinfer lacks.
+        by_hand: (line, description) of uses of torchrec that are not rewritten, such as a string.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class FileChange:
 
     @property
     def changed(self) -> bool:
-        """Whether ``after`` is another text than ``before``."""
+        """Whether ``after`` differs from ``before``."""
         return self.before != self.after
 
     def diff(self) -> str:
@@ -65,7 +65,7 @@ class FileChange:
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     def write(self) -> None:
-        """Put ``after`` in the file, in the encoding that the file had."""
+        """Write ``after`` to the file in its encoding."""
         self.path.write_bytes(self.after.encode(self.encoding))
 
 
@@ -77,7 +77,7 @@ def python_files(path: str | os.PathLike[str]) -> list[Path]:
     """
     path = Path(path)
     if not path.exists():
-        raise InputError(f"{path}: is not there; expected a Python file or a folder with Python files")
+        raise InputError(f"{path}: does not exist; expected a Python file or a folder with Python files")
     return sorted(_below(path)) if path.is_dir() else [path]
 
 
@@ -94,7 +94,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """The text of a Python file with its line ends as they are, and its encoding.
+    """The text of a Python file with its original line ends, and its encoding.
 
     Raises:
         InputError: the bytes are not text of the encoding that the file has.

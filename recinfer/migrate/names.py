@@ -1,4 +1,4 @@
-"""Which names of torchrec are here, asked of the installed package, and what to use instead of those that are not."""
+"""Checks which names of torchrec the installed recinfer has, and suggests replacements for the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["instead_of", "is_here"]
 
 @functools.cache
 def is_here(name: str) -> bool:
-    """Whether recinfer has what stands at ``name``, as in ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``.
+    """Whether recinfer has an object at ``name``, as in ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``.
 
-    Modules are imported on the way. Of a class its attribute is looked at too; further than that nothing is.
+    Imports modules as needed. Attributes of classes are checked one level deep.
 
     Raises:
-        ModuleNotFoundError: a module that is here needs a package that is not installed.
+        ModuleNotFoundError: a module of recinfer needs a package that is not installed.
     """
     path, *parts = ("recinfer" + name.removeprefix("torchrec")).split(".")
     found: object = importlib.import_module(path)
@@ -38,7 +38,7 @@ def is_here(name: str) -> bool:
 
 
 def instead_of(name: str) -> str:
-    """What to use instead of a name that is not here: its own entry, or that of the nearest module or class above it."""
+    """The replacement for a missing name: its own entry, or that of the nearest enclosing class or module."""
     found = INSTEAD.get(name, "")
     while not found and name:
         found = INSTEAD.get(f"{name}.*", "") or INSTEAD.get(name, "")

@@ -1,7 +1,7 @@
-"""The imports and dotted uses of torchrec in one file, rewritten to recinfer by their places in the syntax tree.
+"""Rewrites the imports and dotted uses of torchrec in one file, by their positions in the syntax tree.
 
-Formatting, comments and strings stay as they are. Every name of torchrec becomes the same name of recinfer, also one that
-is not here: it is listed, and the program stops at it when it is run.
+Formatting, comments and strings stay as they are. Every name of torchrec becomes the same name of recinfer. A name that
+recinfer lacks is rewritten and listed; the program fails at it when it runs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _DOTTED = re.compile(r"torchrec(\.\w+)*")
 
 
 def migrate_file(path: Path) -> FileChange:
-    """What migration makes of ``path``; the file is only read.
+    """The migration of ``path``; the file is not written.
 
     Raises:
-        InputError: it is no Python text, or Python of another version.
+        InputError: it is not Python, or Python of another version.
         OSError: it cannot be read.
     """
     text, encoding = read_text(path)
@@ -37,7 +37,7 @@ def migrate_file(path: Path) -> FileChange:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise InputError(f"{path}: cannot be parsed: {error}; nothing in it was changed") from error
+        raise InputError(f"{path}: cannot be parsed: {error}; the file was not changed") from error
     found = _Uses(text, tree)
     missing = {(line, name): None for line, name in found.names if not is_here(name)}
     return FileChange(
@@ -52,11 +52,11 @@ def migrate_file(path: Path) -> FileChange:
 
 @dataclass
 class _Uses:
-    """Where a file names torchrec.
+    """The uses of torchrec in a file.
 
     Attributes:
         names: (line, dotted name) of what is imported or used.
-        by_hand: (line, text) of what is left as it is.
+        by_hand: (line, text) of uses that are not rewritten.
     """
 
     text: str
@@ -70,7 +70,7 @@ class _Uses:
         for line in self._source.splitlines(keepends=True):
             self._line_starts.append(self._line_starts[-1] + len(line))
         self._places: set[int] = set()  # bytes of the source where "torchrec" is to be replaced
-        self._bound: dict[str, str] = {}  # name in the file -> dotted name of torchrec that it stands for
+        self._bound: dict[str, str] = {}  # name in the file -> dotted name of torchrec
         self._by_own_name = False  # whether `import torchrec` binds the name itself
         nodes = list(ast.walk(self.tree))
         for node in nodes:
@@ -86,7 +86,7 @@ class _Uses:
                 self.by_hand.append((node.lineno, f"the string {node.value!r}"))
 
     def replaced(self) -> str:
-        """The text with recinfer in the place of torchrec."""
+        """The text with torchrec replaced by recinfer."""
         source = bytearray(self._source)
         for place in sorted(self._places, reverse=True):
             source[place : place + len(_THEIRS)] = _OURS.encode()
@@ -111,7 +111,7 @@ class _Uses:
             self._bound[alias.asname or alias.name] = name
 
     def _use(self, node: ast.Attribute | ast.Name) -> None:
-        """A name, or a whole chain of attributes behind one."""
+        """Record a name, or a chain of attributes that starts with one."""
         root, *parts = reversed(list(_chain(node)))
         if not isinstance(root, ast.Name) or root.id not in self._bound:
             return
@@ -127,8 +127,8 @@ class _Uses:
     def _replace(self, node: ast.alias | ast.ImportFrom | ast.Name, place: int) -> None:
         if self._source.startswith(_THEIRS.encode(), place):
             self._places.add(place)
-        else:  # Python 3.11 gives no true places for what stands in an f-string
-            self.by_hand.append((node.lineno, f"a use of {_THEIRS} whose place Python does not tell"))
+        else:  # Python 3.11 reports no exact positions inside f-strings
+            self.by_hand.append((node.lineno, f"a use of {_THEIRS} whose position Python does not report"))
 
 
 def _chain(node: ast.expr) -> Iterator[ast.expr]:

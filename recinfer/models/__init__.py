@@ -1,1 +1,1 @@
-"""Reference models: DLRM and its variants."""
+"""Reference models: DLRM, DLRM_DCN and DLRM_Projection."""

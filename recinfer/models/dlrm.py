@@ -34,7 +34,7 @@ __all__ = [
 
 
 def choose(n: int, k: int) -> int:
-    """Ways to choose ``k`` of ``n``; 0 when ``k`` is not in 0..n."""
+    """The binomial coefficient ``n`` over ``k``; 0 if ``k`` is not in 0..n."""
     if k < 0 or k > n:
         return 0
     result = 1
@@ -98,7 +98,7 @@ def _together(dense_features: Tensor, sparse_features: Tensor) -> Tensor:
 
 
 class InteractionArch(nn.Module):
-    """Dot products of all pairs of vectors (the features' and the dense one), behind the dense vector.
+    """Concatenates the dense vector and the dot products of all pairs of vectors (features and dense).
 
     Args:
         num_sparse_features: ``F``.
@@ -138,7 +138,7 @@ class InteractionArch(nn.Module):
 
 
 class InteractionDCNArch(nn.Module):
-    """A cross network over all vectors laid side by side.
+    """A cross network over the concatenation of all vectors.
 
     Args:
         num_sparse_features: ``F``.
@@ -158,7 +158,7 @@ class InteractionDCNArch(nn.Module):
 
 
 class InteractionProjectionArch(nn.Module):
-    """Dot products between two projections of all vectors, behind the dense vector.
+    """Concatenates the dense vector and the dot products between two projections of all vectors.
 
     Args:
         num_sparse_features: ``F``.
@@ -222,7 +222,7 @@ class DLRM(nn.Module):
         dense_device: where the dense parameters are made.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: inconsistent sizes.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class DLRM(nn.Module):
             part.compile(mode=compile_mode)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Logits.
+        """Compute the logits.
 
         Args:
             dense_features: float ``[B, d]``.
@@ -276,7 +276,7 @@ class DLRM_Projection(DLRM):
             is a multiple of ``D``. The others are those of :class:`DLRM`.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: inconsistent sizes.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class DLRM_DCN(DLRM):
         dcn_low_rank_dim: their rank. The others are those of :class:`DLRM`.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: inconsistent sizes.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class DLRMTrain(nn.Module):
     """A DLRM with its loss, binary cross entropy on the logits.
 
     Args:
-        dlrm_module: the model; it gives one logit an example.
+        dlrm_module: the model, with one logit per example.
     """
 
     def __init__(self, dlrm_module: DLRM) -> None:

@@ -1,4 +1,4 @@
-"""Activations with parameters of their own."""
+"""Activation functions with trainable parameters."""
 
 # Annotations stay classes here (no __future__ import): torch.fx writes text ones into its code, where TorchScript does not
 # know them.

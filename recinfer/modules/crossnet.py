@@ -78,7 +78,7 @@ class LowRankCrossNet(nn.Module):
 
 
 class VectorCrossNet(nn.Module):
-    """``x_next = x0 * <w, x> + b + x`` with one vector ``w[N]`` a layer (the first DCN).
+    """``x_next = x0 * <w, x> + b + x`` with one vector ``w[N]`` per layer (as in the first DCN).
 
     Args:
         in_features: ``N``.

@@ -131,12 +131,12 @@ class BaseEmbeddingConfig:
         data_type: element type of the float table.
         feature_names: the features that look rows up in this table (several share it).
         weight_init_max, weight_init_min: bounds of the uniform initial values; default ``±1/sqrt(num_embeddings)``.
-        num_embeddings_post_pruning: does nothing (:mod:`recinfer.ignored`): tables are not pruned.
+        num_embeddings_post_pruning: no effect (:mod:`recinfer.ignored`): tables are not pruned.
         init_fn: fills the weight in place instead of the uniform values.
         need_pos: the features carry positions (position-weighted processors).
         input_dim, total_num_buckets, use_virtual_table, virtual_table_eviction_policy, enable_embedding_update,
-            stash_weights: TorchRec's settings of tables that allocate, evict or move rows while they train. Here a table has
-            all its rows from the start: only the defaults (and ``input_dim`` equal to the rows) are taken.
+            stash_weights: TorchRec's settings of tables that allocate, evict or move rows while they train. recinfer
+                allocates all rows at the start and accepts only the defaults (and ``input_dim`` equal to the rows).
 
     Raises:
         ConfigError: rows or dim below 1; a setting of tables that allocate rows while they train.
@@ -171,9 +171,9 @@ class BaseEmbeddingConfig:
         if asked:
             given = ", ".join(f"{name}={getattr(self, name)!r}" for name in asked)
             raise ConfigError(
-                f"table {self.name!r}: got {given}; a table has all its rows from the start here, and none is "
-                "allocated, evicted or moved while it trains. Leave this out, and map ids to 0 ... "
-                f"{self.num_embeddings - 1} before the lookup (by a hash or a vocabulary)"
+                f"table {self.name!r}: got {given}; recinfer allocates all rows of a table at the start and never "
+                f"evicts or moves them. Leave this out, and map ids to 0 ... {self.num_embeddings - 1} before the "
+                f"lookup (by a hash or a vocabulary)"
             )
         of = "modules.embedding_configs.BaseEmbeddingConfig"
         warn_ignored(of, "num_embeddings_post_pruning", self.num_embeddings_post_pruning, stacklevel=4)
@@ -187,16 +187,16 @@ class BaseEmbeddingConfig:
         return -1 / math.sqrt(self.num_embeddings) if self.weight_init_min is None else self.weight_init_min
 
     def num_features(self) -> int:
-        """How many features read this table."""
+        """Number of features that read this table."""
         return len(self.feature_names)
 
 
 class QuantConfig(NamedTuple):
-    """How ``from_float`` of the quantized collections quantizes a module that carries this as ``qconfig``.
+    """The quantization settings that ``from_float`` of the quantized collections reads from ``module.qconfig``.
 
     Attributes:
-        activation: call it for an object whose ``dtype`` is that of the outputs.
-        weight: the same, of the packed rows (``qint8``, ``quint4x2``, ``quint2x4``, ``float16`` ...).
+        activation: a factory of an object whose ``dtype`` is that of the outputs.
+        weight: the same, for the packed rows (``qint8``, ``quint4x2``, ``quint2x4``, ``float16`` ...).
         per_table_weight_dtype: table -> precision, where it differs.
     """
 
@@ -206,15 +206,16 @@ class QuantConfig(NamedTuple):
 
 
 def check_table_name(what: str, name: str) -> None:
-    """Refuse a name that cannot be a key of ``nn.ModuleDict``, where collections keep tables (as TorchRec's do).
+    """Raise ConfigError for a name that cannot be a key of ``nn.ModuleDict``, which collections keep tables in (as in
+    TorchRec).
 
     Raises:
         ConfigError: an empty name, a dot, or a name that ModuleDict uses itself (``items``, ``keys`` ...).
     """
     if not name or "." in name or hasattr(torch.nn.ModuleDict(), name):
         raise ConfigError(
-            f"{what}: table name {name!r}; expected a non-empty name without dots that is no attribute of "
-            "torch.nn.ModuleDict (items, keys, values ... are taken)"
+            f"{what}: table name {name!r}; expected a non-empty name without dots that is not an attribute of "
+            f"torch.nn.ModuleDict (such as items, keys or values)"
         )
 
 
@@ -232,13 +233,12 @@ class EmbeddingConfig(BaseEmbeddingConfig):
 
 @dataclass
 class EmbeddingTableConfig(BaseEmbeddingConfig):
-    """A table as a sharded module sees it: what its collection says of it, pooled or not, in one config.
+    """The config of one table in a sharded module, for pooled and unpooled tables.
 
     Args:
         pooling: NONE for an unpooled table.
-        is_weighted: ids come with weights.
-        has_feature_processor: a feature processor makes the weights.
-        embedding_names: names of the outputs, one a feature.
+        is_weighted: ids have weights. has_feature_processor: whether a feature processor computes the weights.
+        embedding_names: names of the outputs, one per feature.
     """
 
     pooling: PoolingType = PoolingType.SUM

@@ -63,7 +63,7 @@ def reorder_inverse_indices(inverse_indices: tuple[list[str], Tensor] | None, fe
 
 
 def process_pooled_embeddings(pooled_embeddings: list[Tensor], inverse_indices: Tensor) -> Tensor:
-    """Side by side ``[B, sum(D)]``; of a variable batch, each feature's rows are spread to the full batch first."""
+    """Concatenate to ``[B, sum(D)]``; in a variable batch, each feature's rows are first expanded to the full batch."""
     if inverse_indices.numel():
         pooled_embeddings = [e.index_select(0, i) for e, i in zip(pooled_embeddings, inverse_indices.unbind(0))]
     return torch.cat(pooled_embeddings, dim=1)
@@ -74,7 +74,7 @@ def _check_tables(what: str, tables: Sequence[BaseEmbeddingConfig]) -> None:
     for table in tables:
         check_table_name(what, table.name)
         if table.name in seen:
-            raise ConfigError(f"{what}: duplicate table name {table.name!r}; every table needs a name of its own")
+            raise ConfigError(f"{what}: duplicate table name {table.name!r}; every table needs a different name")
         seen.add(table.name)
         if table.data_type not in _FLOAT_DTYPES:
             known = ", ".join(str(t) for t in _FLOAT_DTYPES)
@@ -99,7 +99,7 @@ def _fill(table: BaseEmbeddingConfig, weight: Tensor) -> None:
 
 
 class EmbeddingBagCollectionInterface(Opaque, abc.ABC, nn.Module):
-    """What every collection of pooled tables offers, float or quantized, sharded or not."""
+    """The interface of collections of pooled tables: float or quantized, sharded or not."""
 
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -153,12 +153,12 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the weights with their initial values (nothing on meta)."""
+        """Fill the weights with their initial values; no effect on the meta device."""
         for table in self._embedding_bag_configs:
             _fill(table, self.embedding_bags[table.name].weight)  # type: ignore[arg-type]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled vectors.
+        """Look up and pool.
 
         Args:
             features: at least the features of the tables, in any order.
@@ -185,7 +185,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
             elif len({p.shape[0] for p in pooled}) > 1:
                 raise InputError(
                     f"features have batch sizes {features.stride_per_key()} and no inverse indices; give "
-                    "inverse_indices, which say the row of every example"
+                    f"inverse_indices, which map every example to its row"
                 )
         values = (
             process_pooled_embeddings(pooled, inverse)
@@ -204,7 +204,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are (where they were made, if there are none)."""
+        """Device of the weights; the constructor's device if there are no weights."""
         for weight in self.parameters():
             return weight.device
         return self._device
@@ -233,7 +233,7 @@ def _pool(bag: nn.EmbeddingBag, name: str, feature: JaggedTensor, weighted: bool
     weights = feature.weights().to(bag.weight.dtype) if weighted else None
     offsets = feature.offsets()
     ids = feature.values()
-    # embedding_bag wants ids and offsets of one dtype.
+    # embedding_bag requires ids and offsets of one dtype.
     if ids.dtype != offsets.dtype:
         ids, offsets = ids.long(), offsets.long()
     try:
@@ -256,11 +256,11 @@ def _pool(bag: nn.EmbeddingBag, name: str, feature: JaggedTensor, weighted: bool
 
 
 class EmbeddingCollectionInterface(Opaque, abc.ABC, nn.Module):
-    """What every collection of unpooled tables offers, float or quantized, sharded or not."""
+    """The interface of collections of unpooled tables: float or quantized, sharded or not."""
 
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """One vector an id, of every feature."""
+        """One vector per id, for every feature."""
 
     @abc.abstractmethod
     def embedding_configs(self) -> list[EmbeddingConfig]:
@@ -324,12 +324,12 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the weights with their initial values (nothing on meta)."""
+        """Fill the weights with their initial values; no effect on the meta device."""
         for table in self._embedding_configs:
             _fill(table, self.embeddings[table.name].weight)  # type: ignore[arg-type]
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """One vector an id.
+        """Look up one vector per id.
 
         Args:
             features: at least the features of the tables, in any order.
@@ -363,11 +363,11 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         return self._need_indices
 
     def use_gather_select(self) -> bool:
-        """As given to the constructor."""
+        """The constructor's argument."""
         return self._use_gather_select
 
     def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
-        """As given to the constructor."""
+        """The constructor's argument."""
         return self._use_gather_select_per_sharding
 
     def embedding_dim(self) -> int:
@@ -384,7 +384,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are (where they were made, if there are none)."""
+        """Device of the weights; the constructor's device if there are no weights."""
         for weight in self.parameters():
             return weight.device
         return self._device

@@ -54,12 +54,12 @@ class PositionWeightedModule(BaseFeatureProcessor):
         self.position_weights = nn.ParameterDict(new_position_weights(max_feature_lengths, device).items())
 
     def reset_parameters(self) -> None:
-        """All weights to 1."""
+        """Reset all weights to 1."""
         for weight in self.position_weights.values():
             nn.init.ones_(weight)
 
     def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Ids with the weights of their positions; features without position weights pass as they came.
+        """The ids with the weights of their positions; features without position weights are unchanged.
 
         Raises:
             InputError: a bag longer than its feature allows.

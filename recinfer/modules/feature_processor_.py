@@ -1,4 +1,4 @@
-"""Feature processors that work on a JaggedTensor, or on a whole KeyedJaggedTensor: weights by position in the bag."""
+"""Feature processors for a JaggedTensor or a KeyedJaggedTensor, such as weights by position in the bag."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class FeatureProcessorsCollection(Opaque, nn.Module):
 
 
 class PositionWeightedModule(FeatureProcessor):
-    """Each id's weight is the parameter of its place in the bag: ``position_weight[max_feature_length]``, at first 1.
+    """Gives each id the weight of its position in the bag: a parameter ``position_weight[max_feature_length]``,
+    initially 1.
 
     Args:
         max_feature_length: the longest bag.
@@ -58,11 +59,11 @@ class PositionWeightedModule(FeatureProcessor):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """All weights to 1."""
+        """Reset all weights to 1."""
         nn.init.ones_(self.position_weight)
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        """Ids with the weights of their positions; weights that came are dropped.
+        """The ids with the weights of their positions; weights of the input are ignored.
 
         Raises:
             InputError: a bag longer than ``max_feature_length``.
@@ -90,12 +91,12 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         self.position_weights = nn.ParameterDict(new_position_weights(max_feature_lengths, device).items())
 
     def reset_parameters(self) -> None:
-        """All weights to 1."""
+        """Reset all weights to 1."""
         for weight in self.position_weights.values():
             nn.init.ones_(weight)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Ids with the weights of their positions; weights that came are dropped, other features get weight 1.
+        """The ids with the weights of their positions; weights of the input are ignored, other features get weight 1.
 
         Raises:
             InputError: a bag longer than its feature allows.

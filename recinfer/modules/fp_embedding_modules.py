@@ -23,10 +23,10 @@ __all__ = [
 def apply_feature_processors_to_kjt(
     features: KeyedJaggedTensor, feature_processors: Mapping[str, nn.Module]
 ) -> KeyedJaggedTensor:
-    """``features`` with the weights that the processor of each key gives; keys without one get weight 1.
+    """``features`` with the weights from the processor of each key; keys without a processor get weight 1.
 
     Raises:
-        InputError: a processor that gives no weights, or not one an id.
+        InputError: a processor that returns no weights, or not one weight per id.
     """
     weights = []
     for key in features.keys():  # noqa: SIM118 - not a dict
@@ -38,15 +38,15 @@ def apply_feature_processors_to_kjt(
         given = feature_processors[key](part).weights()
         if given.shape[0] != count:
             raise InputError(
-                f"the processor of feature {key!r} gave {given.shape[0]} weights for {count} ids; a processor may "
-                "change weights, not ids"
+                f"the processor of feature {key!r} returned {given.shape[0]} weights for {count} ids; expected one "
+                f"weight per id, since a processor may not change ids"
             )
         weights.append(given)
     return with_weights(features, weights)
 
 
 class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
-    """One processor a feature, as a collection.
+    """A collection of feature processors, one per feature.
 
     Args:
         feature_processors: feature to processor.
@@ -69,7 +69,7 @@ class FeatureProcessedEmbeddingBagCollection(Opaque, nn.Module):
         feature_processors: a collection, or one processor for each feature of the tables.
 
     Raises:
-        ConfigError: tables that take no weights, or processors that are not those of the tables' features.
+        ConfigError: tables without weights, or processors for other features than the tables'.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FeatureProcessedEmbeddingBagCollection(Opaque, nn.Module):
         super().__init__()
         if not embedding_bag_collection.is_weighted():
             raise ConfigError(
-                "FeatureProcessedEmbeddingBagCollection: the tables take no weights; build the "
+                "FeatureProcessedEmbeddingBagCollection: the tables do not take weights; build the "
                 "EmbeddingBagCollection with is_weighted=True"
             )
         features = {f for config in embedding_bag_collection.embedding_bag_configs() for f in config.feature_names}
@@ -108,7 +108,7 @@ class FeatureProcessedEmbeddingBagCollection(Opaque, nn.Module):
         """Pooled vectors, see :meth:`EmbeddingBagCollection.forward`.
 
         Raises:
-            InputError: a bag that its processor refuses.
+            InputError: a bag that its processor rejects.
         """
         if isinstance(self._feature_processors, nn.ModuleDict):
             processed = apply_feature_processors_to_kjt(features, self._feature_processors)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ class FeatureProcessedEmbeddingBagCollection(Opaque, nn.Module):
         return self._embedding_bag_collection(processed)
 
     def is_weighted(self) -> bool:
-        """True: the tables are weighted, whatever the input is."""
+        """Always True: the feature processors give every id a weight."""
         return self._embedding_bag_collection.is_weighted()
 
     def embedding_bag_collection(self) -> EmbeddingBagCollection:

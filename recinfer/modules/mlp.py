@@ -54,13 +54,13 @@ class MLP(nn.Module):
         layer_sizes: columns after each layer.
         bias: whether layers have one.
         activation: ``"relu"``, ``"sigmoid"``, ``"swish_layernorm"``, a module (shared by the layers), a function that
-            makes a module (called once a layer), or a function of a tensor.
+            creates a module (called once per layer), or a function of a tensor.
         device: where the parameters are made.
         dtype: of the parameters.
         activation_on_last: whether the last layer ends with the activation too.
 
     Raises:
-        ConfigError: an activation name that is not known.
+        ConfigError: an unknown activation name.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Positions of values in their bags, and the weights that they pick: what the position-weighted processors share."""
+"""Computes the positions of ids in their bags and their position weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def offsets_to_positions(offsets: Tensor, num_values: int) -> Tensor:
 
 
 def check_positions(name: str, positions: Tensor, max_length: int) -> None:
-    """Refuse bags longer than there are position weights (on the CPU; elsewhere the device's own check does).
+    """Raise InputError for bags longer than their position weights; on other devices than the CPU, the device checks
+    this.
 
     Raises:
         InputError: a bag is longer than ``max_length``.
@@ -43,13 +44,13 @@ def check_positions(name: str, positions: Tensor, max_length: int) -> None:
         longest = int(positions.max()) + 1
         if longest > max_length:
             raise InputError(
-                f"feature {name!r} has a bag of {longest} ids but position weights for {max_length}; "
-                "cut the bag or raise max_feature_length"
+                f"feature {name!r} has a bag of {longest} ids but only {max_length} position weights; shorten the "
+                f"bag or raise max_feature_length"
             )
 
 
 def position_weights(name: str, weight: Tensor, offsets: Tensor, num_values: int) -> Tensor:
-    """``weight[L]`` picked by the position of each value in its bag: ``[num_values]``.
+    """The weight of each value by its position in its bag: ``weight[L]`` to ``[num_values]``.
 
     Raises:
         InputError: a bag is longer than ``L``.

@@ -34,7 +34,9 @@ class KTRegroupAsDict(Opaque, nn.Module):
     ) -> None:
         super().__init__()
         if len(groups) != len(keys):
-            raise ConfigError(f"KTRegroupAsDict: got {len(groups)} groups and {len(keys)} keys; expected one a group")
+            raise ConfigError(
+                f"KTRegroupAsDict: got {len(groups)} groups and {len(keys)} keys; expected one key per group"
+            )
         self._groups = groups
         self._keys = keys
         self._dtype = None if emb_dtype is None else data_type_to_dtype(emb_dtype)

@@ -1,4 +1,5 @@
-"""Run an optimizer in the backward: for plain parameters by a hook, for sharded tables by the fused kernel."""
+"""Runs an optimizer during the backward pass: by a hook for plain parameters, by the fused kernel for sharded
+tables."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ __all__ = ["apply_optimizer_in_backward"]
 def apply_optimizer_in_backward(
     optimizer_class: type[Optimizer], params: Iterable[nn.Parameter], optimizer_kwargs: dict[str, Any]
 ) -> None:
-    """Step ``optimizer_class(params, **optimizer_kwargs)`` for each parameter as soon as its gradient is there.
+    """Step ``optimizer_class(params, **optimizer_kwargs)`` for each parameter as soon as its gradient is computed.
 
     The gradient is freed then. A module that is sharded afterwards takes the optimizer of its tables from here and runs
     it inside its lookup kernels. Called twice, both optimizers step, one after the other.

@@ -1,4 +1,4 @@
-"""Gradient clipping as a wrapper of a keyed optimizer, by value or by the norm over all ranks' gradients."""
+"""Gradient clipping by value or by norm over all ranks, as a wrapper of a keyed optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["GradientClipping", "GradientClippingOptimizer"]
 
 @unique
 class GradientClipping(Enum):
-    """What is limited."""
+    """The quantity that is clipped."""
 
     NORM = "norm"  # the norm of all gradients together
     VALUE = "value"  # every element
@@ -75,7 +75,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @property
     def last_total_grad_norm(self) -> Tensor | None:
-        """The norm before the last clipping; None when none was taken."""
+        """The norm before the last clipping; None before the first."""
         return self._last
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -105,10 +105,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
         return joined.sum() ** (1 / self._norm_type), [grad for _, grad in found]
 
     def _meetings(self) -> list[tuple[dist.ProcessGroup, ...]]:
-        """The groups that this rank reduces over, in an order that all ranks share.
+        """The process groups that this rank reduces over, in an order common to all ranks.
 
         A rank without a part of a parameter, or without a gradient in this step, still has to meet the others, and does
-        not know of them: the ranks tell each other once.
+        not have them: the ranks exchange them once.
         """
         if self._reductions is None:
             self._reductions = _meetings_of_all(set(self._pgs.values())) if self._global else []
@@ -127,7 +127,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         return total
 
     def _device(self, pg: dist.ProcessGroup) -> torch.device:
-        """Where the other ranks' gradients are: the ranks of a group of several backends must all take the same one."""
+        """The device of all ranks' gradients: the ranks of a group with several backends must use the same one."""
         for param in self.params.values():
             if isinstance(param, Tensor):
                 return param.device
@@ -135,7 +135,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def clip_grad_norm_(self) -> Tensor:
-        """Scale all gradients so that their norm is at most ``max_gradient``; gives the norm before."""
+        """Scale all gradients so that their norm is at most ``max_gradient``; returns the norm before."""
         self._last, grads = self.compute_total_grad_norm()
         scale = (self._max_gradient / (self._last + 1e-6)).clamp(max=1.0)
         for grad in grads:
@@ -157,7 +157,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The elements that lie here: of a DTensor its local part, of a sparse gradient its values, each row once."""
+    """The local elements: of a DTensor its local part, of a sparse gradient its values with duplicate rows added."""
     local = grad.to_local() if isinstance(grad, DTensor) else grad
     if not local.is_sparse:
         return local
@@ -169,7 +169,7 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _meetings_of_all(own: set[tuple[dist.ProcessGroup, ...]]) -> list[tuple[dist.ProcessGroup, ...]]:
-    """Of all that any rank names, the tuples of groups that this rank is in, sorted by the groups' names."""
+    """Of the tuples of groups that any rank has, those that this rank belongs to, sorted by the groups' names."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return sorted(own, key=_names)
     named: list[Any] = [None] * dist.get_world_size()

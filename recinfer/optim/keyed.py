@@ -1,7 +1,7 @@
-"""Optimizers whose state is keyed by parameter names, so that a checkpoint fits any order and any sharding.
+"""Optimizers whose state is keyed by parameter names, so that a checkpoint is independent of order and sharding.
 
-A state dict is ``{"state": {parameter name: {state name: value}}}``, with ``"param_groups"`` when asked for. Values may
-be tensors, ShardedTensors, DTensors, numbers or dictionaries of these; loading copies into what is there, in place. An
+A state dict is ``{"state": {parameter name: {state name: value}}}``, with ``"param_groups"`` if requested. Values may
+be tensors, ShardedTensors, DTensors, numbers or dictionaries of these; loading copies in place. An
 object of the state that has ``state_dict`` and ``load_state_dict`` saves and loads itself.
 """
 
@@ -32,7 +32,7 @@ _HOOKS = (
 
 
 class KeyedOptimizer(Optimizer):
-    """An optimizer that knows the names of its parameters.
+    """An optimizer with named parameters.
 
     Args:
         params: name -> parameter (a tensor or ShardedTensor).
@@ -60,7 +60,7 @@ class KeyedOptimizer(Optimizer):
         if stray:
             raise ConfigError(
                 f"{type(self).__name__}: {len(stray)} tensors of state or param_groups are not among the parameters "
-                f"{list(params)}; name every one in params"
+                f"{list(params)}; name all of them in params"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class KeyedOptimizer(Optimizer):
     # ------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """State by parameter name; with :meth:`save_param_groups` also the groups, their parameters as sorted names."""
+        """The state by parameter name; with :meth:`save_param_groups` also the groups, with sorted parameter names."""
         result: dict[str, Any] = {"state": {name: saved(values) for name, values in self._state_by_name().items()}}
         if self.defaults["_save_param_groups"]:
             names = {id(param): name for name, param in self.params.items()}
@@ -93,7 +93,7 @@ class KeyedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Copy the state in, and the hyper-parameters when :meth:`save_param_groups` is on.
+        """Load the state in place, and the hyper-parameters if :meth:`save_param_groups` is on.
 
         Raises:
             CheckpointError: parameters, state or groups that are missing, unexpected or of another shape; the message
@@ -114,11 +114,11 @@ class KeyedOptimizer(Optimizer):
         self.post_load_state_dict()
 
     def _optional_state(self, key: str) -> bool:
-        """Whether a state may be missing from what is loaded (it then stays as it is)."""
+        """Whether a state may be missing in the loaded state dict; it is then unchanged."""
         return False
 
     def _plan(self, name: str, own: Any, given: Any) -> Iterable[Callable[[], Any]]:
-        """Checked copies of ``given`` into ``own``, to be run when everything has been checked."""
+        """Check ``given`` and return the functions that copy it into ``own``."""
         optional = [key for key in own if key not in given and self._optional_state(str(key))]
         check_names(f"state of {name}", {k: None for k in own if k not in optional}, given)
         for key in own:
@@ -139,28 +139,28 @@ class KeyedOptimizer(Optimizer):
         return pairs
 
     def post_load_state_dict(self) -> None:
-        """Called when a state dict has been loaded; subclasses derive what depends on it."""
+        """Called after a state dict is loaded; subclasses update what depends on it."""
 
     def save_param_groups(self, save: bool) -> None:
-        """Whether :meth:`state_dict` has the groups and :meth:`load_state_dict` wants them."""
+        """Set whether :meth:`state_dict` contains the groups and :meth:`load_state_dict` requires them."""
         self.defaults["_save_param_groups"] = save
 
     # ------------------------------------------------------------------------------------------------- set-up
 
     def add_param_group(self, param_group: Any) -> None:
-        """Not for keyed optimizers.
+        """Not supported by keyed optimizers.
 
         Raises:
             NotImplementedError: always: a group's parameters have no names. Make another optimizer and combine them.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} takes no new param_group: its parameters would have no names; make another "
-            "KeyedOptimizer and join them with CombinedOptimizer"
+            f"{type(self).__name__} does not support add_param_group, because its parameters would have no names; "
+            f"create another KeyedOptimizer and combine them with CombinedOptimizer"
         )
 
     @torch.no_grad()
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Make the state that the first step would make, leaving parameters, gradients and step counts as they are.
+        """Create the state that the first step would create; parameters, gradients and step counts are unchanged.
 
         Args:
             sparse_grad_parameter_names: parameters whose gradients are sparse.
@@ -190,7 +190,7 @@ class KeyedOptimizer(Optimizer):
     # ------------------------------------------------------------------------------------------------- reports
 
     def set_optimizer_step(self, step: int) -> None:
-        """Tell optimizers that count steps themselves which step it is."""
+        """Set the step number of optimizers that count steps themselves."""
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Set hyper-parameters (``{"lr": 0.1}``) of every group that has them."""
@@ -229,7 +229,9 @@ class CombinedOptimizer(KeyedOptimizer):
             for key in optimizer.params:
                 name = self.prepend_opt_key(key, prefix)
                 if name in seen:
-                    raise ConfigError(f"CombinedOptimizer: two parameters are named {name!r}; give a part a prefix")
+                    raise ConfigError(
+                        f"CombinedOptimizer: two parameters have the name {name!r}; give an optimizer a prefix"
+                    )
                 seen.add(name)
 
     def __repr__(self) -> str:
@@ -257,7 +259,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @property
     def param_groups(self) -> Collection[Mapping[str, Any]]:  # type: ignore[override]
-        """The groups of all parts: the very dictionaries, so that setting a rate acts."""
+        """The groups of all parts; the same dictionaries, so that setting a learning rate takes effect."""
         return [group for _, o in self._optims for group in o.param_groups]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -266,12 +268,12 @@ class CombinedOptimizer(KeyedOptimizer):
             optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of every part."""
+        """Step every part."""
         for _, optimizer in self._optims:
             optimizer.step(closure=closure)
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Make the state of every part; names are the prefixed ones."""
+        """Create the state of every part; names have their prefixes."""
         names = sparse_grad_parameter_names or set()
         for prefix, optimizer in self._optims:
             own = {k for k in optimizer.params if self.prepend_opt_key(k, prefix) in names}
@@ -281,23 +283,23 @@ class CombinedOptimizer(KeyedOptimizer):
         return any(optimizer._optional_state(key) for _, optimizer in self._optims)
 
     def post_load_state_dict(self) -> None:
-        """Tell every part."""
+        """Forward to every part."""
         for _, optimizer in self._optims:
             optimizer.post_load_state_dict()
 
     def set_optimizer_step(self, step: int) -> None:
-        """Tell every part."""
+        """Forward to every part."""
         for _, optimizer in self._optims:
             optimizer.set_optimizer_step(step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Tell every part."""
+        """Forward to every part."""
         for _, optimizer in self._optims:
             optimizer.update_hyper_parameters(params_dict)
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
-    """A torch optimizer with names.
+    """A torch optimizer with named parameters.
 
     Args:
         params: name -> parameter.
@@ -324,7 +326,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
 
 class OptimizerWrapper(KeyedOptimizer):
-    """Base of what changes the step of another keyed optimizer: it shares that one's parameters, state and groups."""
+    """Base class of optimizers that wrap another keyed optimizer and share its parameters, state and groups."""
 
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self._optimizer = optimizer
@@ -345,7 +347,7 @@ class OptimizerWrapper(KeyedOptimizer):
         self._optimizer.step(closure=closure)
 
     def add_param_group(self, param_group: Any) -> None:
-        """As the wrapped optimizer's."""
+        """Forward to the wrapped optimizer."""
         self._optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -361,21 +363,21 @@ class OptimizerWrapper(KeyedOptimizer):
         return self._optimizer._optional_state(key)
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Make the wrapped optimizer's state."""
+        """Create the wrapped optimizer's state."""
         self._optimizer.init_state(sparse_grad_parameter_names)
 
     def post_load_state_dict(self) -> None:
-        """Tell the wrapped optimizer."""
+        """Forward to the wrapped optimizer."""
         self._optimizer.post_load_state_dict()
 
     def save_param_groups(self, save: bool) -> None:
-        """Tell the wrapped optimizer."""
+        """Forward to the wrapped optimizer."""
         self._optimizer.save_param_groups(save)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Tell the wrapped optimizer."""
+        """Forward to the wrapped optimizer."""
         self._optimizer.set_optimizer_step(step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Tell the wrapped optimizer."""
+        """Forward to the wrapped optimizer."""
         self._optimizer.update_hyper_parameters(params_dict)

@@ -1,4 +1,4 @@
-"""State of keyed optimizers, saved as plain values and copied back into what is there."""
+"""Saves the state of keyed optimizers as plain values and copies it back in place."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ __all__ = ["check_names", "checked_copies", "saved"]
 
 
 def check_names(what: str, own: Iterable[Any], given: Iterable[Any]) -> None:
-    """Raise CheckpointError unless both have the same names."""
+    """Raise CheckpointError unless both sets of names are equal."""
     missing, unexpected = [k for k in own if k not in given], [k for k in given if k not in own]
     if missing or unexpected:
-        raise CheckpointError(f"optimizer {what}: missing {missing}, unexpected {unexpected}; load what matches")
+        raise CheckpointError(
+            f"optimizer {what}: missing {missing}, unexpected {unexpected}; load a checkpoint of this model"
+        )
 
 
 def saved(value: Any) -> Any:
-    """``value``, with the state dicts of objects that have one in their place."""
+    """``value`` with objects replaced by their state dicts, if they have one."""
     if isinstance(value, dict):
         return {key: saved(inner) for key, inner in value.items()}
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
 
 def checked_copies(what: str, owner: Any, key: Any, given: Any) -> Iterable[Callable[[], Any]]:
-    """What is to be called to copy ``given`` into ``owner[key]``, in place; nothing is changed before all of it is checked.
+    """Checks ``given`` and returns the functions that copy it into ``owner[key]`` in place.
 
     Raises:
         CheckpointError: it is of another form; ``what`` names it.

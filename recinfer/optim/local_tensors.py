@@ -1,4 +1,4 @@
-"""The part of a tensor that this rank holds, and its position: of a ShardedTensor, a DTensor or a plain one."""
+"""Gets the local shards of a ShardedTensor, DTensor or plain tensor, with their offsets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["local_pieces", "local_tensors"]
 
 
 def local_pieces(value: Tensor | ShardedTensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """The rectangles of ``value`` on this rank, each with the offsets at which it begins; views, without autograd.
+    """The local rectangles of ``value`` with their offsets; views, without autograd.
 
     A DTensor of a sharded table may have several rectangles on a rank, or none.
     """
@@ -28,5 +28,5 @@ def local_pieces(value: Tensor | ShardedTensor) -> list[tuple[Tensor, tuple[int,
 
 
 def local_tensors(value: Tensor | ShardedTensor) -> list[Tensor]:
-    """The same without the offsets."""
+    """The local rectangles of ``value``, without offsets."""
     return [piece for piece, _ in local_pieces(value)]

@@ -1,8 +1,8 @@
-"""The table optimizers as torch optimizers: the same formulas as the fused kernels, on gradients that are tensors.
+"""The table optimizers as torch optimizers, with the same formulas as the fused kernels.
 
-Give them to :func:`recinfer.optim.apply_optimizer_in_backward.apply_optimizer_in_backward` to have a sharded module run
-the fused kernel of the same name; stepped by themselves they update parameters with sparse gradients (only the rows
-that have one) or dense ones (all rows). State: ``step`` and, as the formula has them, ``momentum1`` and ``exp_avg_sq``.
+Pass them to :func:`recinfer.optim.apply_optimizer_in_backward.apply_optimizer_in_backward` to run the fused kernel of
+the same name in a sharded module; stepped on their own they update parameters with sparse gradients (only the rows that
+have one) or dense ones (all rows). State: ``step`` and, as the formula has them, ``momentum1`` and ``exp_avg_sq``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 def in_backward_optimizer_filter(
     named_parameters: Iterator[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that no optimizer updates in the backward; with ``include``, those that one does."""
+    """The parameters that no optimizer updates in the backward pass; with ``include``, those that one does."""
     for name, parameter in named_parameters:
         if hasattr(parameter, "_in_backward_optimizers") == include:
             yield name, parameter
 
 
 class _RowOptimizer(Optimizer):
-    """Steps one formula of :mod:`recinfer.optim.row_updates`.
+    """Applies one formula of :mod:`recinfer.optim.row_updates`.
 
     Args:
         params: parameters; those with more or fewer than two dimensions count as one row.
@@ -68,7 +68,7 @@ class _RowOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -120,36 +120,36 @@ class SGD(_RowOptimizer):
 
 
 class Adagrad(_RowOptimizer):
-    """One accumulator an element."""
+    """Adagrad with one accumulator per element."""
 
     update, numbers = "ADAGRAD", frozenset({"eps", "weight_decay"})
 
 
 class Adam(_RowOptimizer):
-    """Adam; weight decay beside the step, times the rate."""
+    """Adam with decoupled weight decay, multiplied by the learning rate."""
 
     update, numbers = "ADAM", _ADAM
 
 
 class PartialRowWiseAdam(_RowOptimizer):
-    """Adam with one second moment a row."""
+    """Adam with one second moment per row."""
 
     update, numbers = "PARTIAL_ROWWISE_ADAM", _ADAM
 
 
 class LAMB(_RowOptimizer):
-    """Adam's direction, of the length of each row."""
+    """LAMB: Adam's step, scaled by the norm of each row."""
 
     update, numbers = "LAMB", _ADAM
 
 
 class PartialRowWiseLAMB(_RowOptimizer):
-    """LAMB with one second moment a row."""
+    """LAMB with one second moment per row."""
 
     update, numbers = "PARTIAL_ROWWISE_LAMB", _ADAM
 
 
 class LarsSGD(_RowOptimizer):
-    """SGD with momentum, of a rate for each row by its length and its gradient's."""
+    """LARS: SGD with momentum and a learning rate per row from the norms of the row and its gradient."""
 
     update, numbers = "LARS_SGD", frozenset({"momentum", "eta", "weight_decay"})

@@ -1,8 +1,8 @@
-"""The update of each table optimizer as one plain function on rows: weights, gradients and state in, new values out.
+"""The update formulas of the table optimizers, as functions on rows of weights, gradients and state.
 
 These are the formulas of FBGEMM's fused kernels, written with torch: the reference that the kernels are tested against,
-and what runs where FBGEMM has no kernel. Rows are ``[R, D]`` in float32; row-wise state is ``[R]``; ``t`` counts steps
-from 1. With ``g`` the gradient and ``lr`` the rate:
+and the implementation where FBGEMM has no kernel. Rows are ``[R, D]`` in float32; row-wise state is ``[R]``; ``t``
+counts steps from 1. With ``g`` the gradient and ``lr`` the rate:
 
     sgd                    w -= lr g
     adagrad                s += g^2                 w -= lr g / (sqrt(s) + eps)
@@ -14,7 +14,7 @@ from 1. With ``g`` the gradient and ``lr`` the rate:
     lars_sgd               a = lr eta |w| / (|g| + wd |w|)    m = momentum m + a (g + wd w)    w -= m
 
 Weight decay ``wd``: the last five have it in their formula. For sgd and the Adagrads, ``"l2"`` adds ``wd w`` to the
-gradient, also to the one that is accumulated, ``"decouple"`` shrinks ``w`` by ``lr wd w`` beside the step.
+gradient, also to the one that is accumulated, ``"decouple"`` shrinks ``w`` by ``lr wd w`` separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = ["UPDATES", "Hyper", "RowUpdate"]
 
 @dataclass(frozen=True)
 class Hyper:
-    """The numbers of a formula. ``weight_decay_mode`` is ``"none"``, ``"l2"`` or ``"decouple"``; ``max_norm`` 0 is off."""
+    """The hyperparameters of a formula. ``weight_decay_mode`` is ``"none"``, ``"l2"`` or ``"decouple"``; ``max_norm`` 0
+    is off."""
 
     lr: float
     eps: float = 1e-8
@@ -49,7 +50,7 @@ _Step = Callable[[Tensor, Tensor, Rows, Hyper, int], Tensor]
 
 @dataclass(frozen=True)
 class RowUpdate:
-    """One optimizer.
+    """The update formula of one optimizer.
 
     Attributes:
         states: its state and whether that is row-wise (``[R]``) or has the weights' shape.

@@ -1,4 +1,4 @@
-"""Row-wise Adagrad: one accumulator a row of a table.
+"""Row-wise Adagrad: one accumulator per table row.
 
 The update of TorchRec's and FBGEMM's default for tables (EXACT_ROWWISE_ADAGRAD). For the gradient ``g`` of one row of
 ``D`` columns: ``s += mean(g^2)``, then ``w -= lr * g / (sqrt(s) + eps)``.
@@ -22,19 +22,19 @@ _HOW_TORCH_RUNS = frozenset({"capturable", "differentiable", "foreach", "fused"}
 
 
 class RowWiseAdagrad(Optimizer):
-    """Adagrad with one accumulator a row (state ``sum``, float32 ``[rows, 1]``, and ``step``).
+    """Adagrad with one accumulator per row (state ``sum``, float32 ``[rows, 1]``, and ``step``).
 
     Gradients may be sparse (only their rows are read and written, also by ``weight_decay``) or dense (all rows).
 
     Args:
-        params: tables, ``[rows, D]`` each; a parameter of one dimension has one accumulator an element.
+        params: tables, ``[rows, D]`` each; a parameter of one dimension has one accumulator per element.
         lr: the rate.
         lr_decay: the rate of step ``t``, from 1, is ``lr / (1 + (t - 1) * lr_decay)``.
         weight_decay: times the weights, added to the gradient.
         initial_accumulator_value: what ``sum`` starts from.
         eps: added to the root of the accumulator.
         maximize: go up the gradient.
-        unused: how torch's Adagrad runs (``foreach``, ``fused``, ``differentiable``): without a meaning here.
+        unused: options of torch's Adagrad without effect here (``foreach``, ``fused``, ``differentiable``).
 
     Raises:
         ConfigError: negative numbers, or other arguments.
@@ -54,7 +54,9 @@ class RowWiseAdagrad(Optimizer):
     ) -> None:
         unknown = sorted(unused.keys() - _HOW_TORCH_RUNS)
         if unknown:
-            raise ConfigError(f"RowWiseAdagrad: unknown {unknown}; it has no such number, leave them out")
+            raise ConfigError(
+                f"RowWiseAdagrad: unknown {unknown}; RowWiseAdagrad has no such parameters, leave them out"
+            )
         numbers: dict[str, Any] = {
             "lr": lr,
             "lr_decay": lr_decay,
@@ -79,14 +81,14 @@ class RowWiseAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every table that has a gradient."""
+        """Update every table that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             for table in group["params"]:
-                if table.grad is not None and table.numel():  # a table that lies on other ranks is empty here
+                if table.grad is not None and table.numel():  # a table on other ranks is empty here
                     _update(table, table.grad, self.state[table], group)
         return loss
 
@@ -119,7 +121,8 @@ def _change(weights: Tensor, grad: Tensor, sums: Tensor, group: dict[str, Any]) 
 
 @contextmanager
 def sparse_gradients(model: nn.Module) -> Iterator[None]:
-    """Inside, every embedding bag of ``model`` gives sparse gradients; afterwards the modules are as before."""
+    """Inside the block, every embedding bag of ``model`` computes sparse gradients; afterwards the modules are as
+    before."""
     bags = [m for m in model.modules() if isinstance(m, nn.EmbeddingBag | nn.Embedding)]
     before = [bag.sparse for bag in bags]
     try:

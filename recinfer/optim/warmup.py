@@ -1,4 +1,4 @@
-"""Learning rates that change with the steps: a wrapper of a keyed optimizer that runs one stage after another."""
+"""Learning rate schedules in stages, as a wrapper of a keyed optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"]
 
 @unique
 class WarmupPolicy(Enum):
-    """How the multiplier of a stage follows from the step."""
+    """The schedule of a stage's multiplier."""
 
     NONE = "none"  # 1
     LINEAR = "linear"  # from value, at step 0, to 1, at max_iters
@@ -35,10 +35,10 @@ class WarmupPolicy(Enum):
 
 @dataclass
 class WarmupStage:
-    """One stretch of steps.
+    """One stage of a schedule.
 
     Attributes:
-        policy: how the multiplier is made.
+        policy: how the multiplier is computed.
         max_iters: the last step of the stage, counted from the start of training.
         value: of the policy.
         lr_scale: factor of every multiplier of the stage.
@@ -58,7 +58,7 @@ class WarmupStage:
 
 
 def _checked(stages: list[WarmupStage]) -> list[WarmupStage]:
-    """The stages with their defaults, and one without end after them."""
+    """The stages with their defaults, followed by one without an end."""
     last, checked = 0, []
     for stage in stages:
         if stage.max_iters <= last:
@@ -103,11 +103,11 @@ def _multiplier(stage: WarmupStage, step: int) -> float:
 class WarmupOptimizer(OptimizerWrapper):
     """Sets the learning rate of another optimizer, ``lr`` times the stage's multiplier, for each step.
 
-    Step 0 has its rate from the start. After the last stage the multiplier is 1. Where training stands is saved in the
-    state dict under ``param_name``, ``{"warmup": int64 [step, stage]}``, and so are the param_groups.
+    The rate of step 0 is set at construction. After the last stage the multiplier is 1. The step and stage are saved in
+    the state dict under ``param_name``, ``{"warmup": int64 [step, stage]}``, and so are the param_groups.
 
     Args:
-        optimizer: whose rate is set.
+        optimizer: the optimizer whose rate is set.
         stages: one after another, by ``max_iters``.
         lr: the rate at multiplier 1.
         lr_param: the key of param_groups that is set.
@@ -131,7 +131,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._lr_param = lr_param
         self._param_name = param_name
         if param_name in optimizer.params:
-            raise ConfigError(f"warmup: a parameter is named {param_name!r} already; give another param_name")
+            raise ConfigError(f"warmup: a parameter has the name {param_name!r} already; give another param_name")
         # A parameter of no elements carries the state, so that whoever saves by params and state sees it.
         self._place: Tensor = torch.zeros(2, dtype=torch.int64)
         self._carrier = nn.Parameter(torch.empty(0))
@@ -145,7 +145,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
     @params.setter
     def params(self, value: Any) -> None:
-        """Kept by the wrapped optimizer."""
+        """Not settable: the wrapped optimizer owns it."""
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -154,7 +154,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Kept by the wrapped optimizer."""
+        """Not settable: the wrapped optimizer owns it."""
 
     def _set_rate(self) -> None:
         step, stage = (int(n) for n in self._place)
@@ -163,7 +163,7 @@ class WarmupOptimizer(OptimizerWrapper):
             group[self._lr_param] = rate  # type: ignore[index]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of the wrapped optimizer; then set the next step's rate."""
+        """Step the wrapped optimizer, then set the learning rate of the next step."""
         super().step(closure)
         step, stage = (int(n) for n in self._place)
         step += 1
@@ -178,7 +178,7 @@ class WarmupOptimizer(OptimizerWrapper):
         return {**result, "state": {**result["state"], self._param_name: {"warmup": self._place}}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load the wrapped optimizer's state and where the schedule stands.
+        """Load the state of the wrapped optimizer and of the schedule.
 
         Raises:
             CheckpointError: as the wrapped optimizer; or the schedule's state is missing or names no stage.
@@ -195,6 +195,6 @@ class WarmupOptimizer(OptimizerWrapper):
         self.post_load_state_dict()
 
     def post_load_state_dict(self) -> None:
-        """Set the rate where training stands."""
+        """Set the learning rate for the loaded step."""
         super().post_load_state_dict()
         self._set_rate()

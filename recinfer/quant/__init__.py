@@ -1,1 +1,1 @@
-"""See docs/explanation/request.md."""
+"""Quantized tables: packed row formats, lookup kernels, and quantized embedding collections."""

@@ -1,7 +1,8 @@
-"""What happens to a KeyedJaggedTensor before its ids are looked up: features put in order, ids checked.
+"""Prepares a KeyedJaggedTensor for lookup: puts features in order and checks ids.
 
-On CPU the op itself refuses ids beyond a table's rows, where it can tell them (``TableBatch.knows_rows``); all it lets
-through is -1, so one minimum over the ids is the whole check. Elsewhere the largest id of each feature is compared.
+On the CPU the operator itself rejects ids beyond a table's rows, if it has the number of rows
+(``TableBatch.knows_rows``). It skips only -1, so one minimum over the ids completes the check. Elsewhere the largest id
+of each feature is compared.
 
 Shape suffixes: F features, B batch, N ids.
 """
@@ -27,12 +28,12 @@ _MAX_ORDERS = 64  # that are remembered; clients send a handful
 
 
 class FeatureArranger:
-    """Brings a KeyedJaggedTensor's features into a fixed order (repeats allowed), and checks ids.
+    """Puts a KeyedJaggedTensor's features in a fixed order (repeats allowed) and checks ids.
 
-    The permutation for each order of keys that is met is computed once.
+    The permutation for each order of keys is computed once.
 
     Args:
-        features: names in the order wanted; a repeated name reads its ids again.
+        features: names in the required order; a repeated name reads its ids again.
         rows: of each feature's table.
     """
 
@@ -48,7 +49,7 @@ class FeatureArranger:
 
     @classmethod
     def of_tables(cls, configs: Sequence[BaseEmbeddingConfig]) -> FeatureArranger:
-        """Module order, every feature once: for those who look up rank by rank."""
+        """An arranger in module order with every feature once, for lookups rank by rank."""
         features = [f for c in configs for f in c.feature_names]
         return cls(features, [c.num_embeddings for c in configs for _ in c.feature_names])
 
@@ -87,7 +88,8 @@ class FeatureArranger:
         return order, torch.tensor(order, dtype=torch.int32)
 
     def _shapes_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Meta tensors do not say how many ids each feature has; only repeated or left-out features change their sum."""
+        """Shapes for meta tensors, whose number of ids per feature is unknown; only repeated or dropped features change
+        their sum."""
         lengths = features.lengths()
         return KeyedJaggedTensor.from_parts_unchecked(
             self.features,
@@ -98,7 +100,8 @@ class FeatureArranger:
         )
 
     def _permuted(self, features: KeyedJaggedTensor, order_F: Tensor) -> KeyedJaggedTensor:
-        """``permute`` by FBGEMM's op: a third of the time of slicing tensors, until bags are many (it copies each)."""
+        """``permute`` by FBGEMM's operator: a third of the time of slicing tensors, unless there are many bags (it
+        copies each)."""
         lengths_FB = features.lengths().view(-1, features.stride())
         lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data.default(
             order_F, lengths_FB, features.values(), features.weights_or_none()
@@ -108,7 +111,8 @@ class FeatureArranger:
         )
 
     def check(self, arranged: KeyedJaggedTensor) -> None:
-        """Refuse out-of-range ids, naming the first; ``arranged`` must be in this order. Meta tensors hold none.
+        """Raise InputError for out-of-range ids, naming the first; ``arranged`` must be in this order. Meta tensors are
+        not checked.
 
         Raises:
             InputError: an id is out of range, or ids are not int32 or int64.
@@ -157,4 +161,4 @@ class FeatureArranger:
                     f"feature {name!r}, sample {sample}: id {int(ids[position])} is out of range; "
                     f"its table has rows 0 to {rows - 1}"
                 )
-        raise AssertionError("the checker refused ids that a second look finds in range")
+        raise AssertionError("the id check failed, but all ids are in range")

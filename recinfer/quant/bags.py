@@ -1,4 +1,4 @@
-"""Where bags of ids lie in the bytes of a message."""
+"""The positions of bags of ids in the bytes of a message."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["BagPlaces"]
 
 
 class BagPlaces(NamedTuple):
-    """Bags in a message's bytes, as the compiled loops take them (``Bags`` in ``_bags.h``).
+    """Bags in a message's bytes, in the form of the compiled loops (``Bags`` in ``_bags.h``).
 
     Attributes:
-        lengths_at: offset of the lengths, int32 ``[keys, batch]``, or of another width where a loop is told so.
+        lengths_at: offset of the lengths, int32 ``[keys, batch]``, or of another width that is passed to the loop.
         ids_at: offset of the ids, int64 ``[ids]``, or int32 unless ``wide``.
         ids: how many.
         wide: whether ids are 64 bits wide.

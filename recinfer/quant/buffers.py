@@ -1,6 +1,6 @@
-"""Packed rows in memory: where each rectangle of a table lies, and the buffers that hold it.
+"""Buffers of packed rows, and the position of each rectangle in them.
 
-Everything that holds packed rows says so with :class:`Placed`: a shard, whole columns of a table, a table of a kernel call.
+:class:`Placed` describes packed rows in a buffer: a shard, whole columns of a table, or a table of a kernel call.
 
 Shape suffixes: R rows, P packed bytes.
 """
@@ -23,11 +23,11 @@ __all__ = ["SLACK_BYTES", "Buffers", "Memory", "Placed", "allocate", "row_alignm
 
 _TABLE_ALIGNMENT = 128  # bytes; as FBGEMM lays tables out, so that no two share a cache line
 SLACK_BYTES = 64
-"""Bytes after the last table: vectorised kernels may read past a row's end."""
+"""Padding after the last table, in bytes: vectorised kernels may read past a row's end."""
 _COPY_BYTES = 64 << 20
 
 Memory = Literal["near", "managed", "cached"]
-"""Where a table's rows are: in the device's own memory, in the host's, or in the host's behind a cache on the device."""
+"""Memory of a table's rows: the device's, the host's, or the host's with a cache on the device."""
 
 
 def row_alignment_for(device: torch.device) -> int:
@@ -37,12 +37,12 @@ def row_alignment_for(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The packed rows of a rectangle, and where they lie: one after another from byte ``offset`` of a buffer.
+    """The packed rows of a rectangle: consecutive from byte ``offset`` of a buffer.
 
     Attributes:
-        rect: which rows and columns of which table.
+        rect: the table and its rows and columns.
         data_type: INT8, INT4, INT2, FP16 or FP32.
-        offset: of its first row.
+        offset: byte offset of its first row.
         memory: ``"near"``: the first of two :class:`Buffers`; ``"managed"``: the second, which a GPU reads over the bus;
             ``"cached"``: the second, behind a cache in GPU memory. Without a second one all is in the first.
     """
@@ -62,18 +62,18 @@ class Placed:
 
 
 def whole_table(config: BaseEmbeddingConfig) -> Placed:
-    """All of a table on rank 0, at no place yet."""
+    """A whole table on rank 0, not yet placed in a buffer."""
     return Placed(Rect(0, 0, config.num_embeddings, 0, config.embedding_dim, config.name), config.data_type)
 
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """The memory that packed rows lie in.
+    """The buffers that hold packed rows.
 
     Attributes:
         near: uint8, 1-D, on the device that looks rows up.
         managed: the same for rectangles that are not ``"near"``; None: ``near`` has those too.
-        row_alignment: rows are zero-padded to a multiple of so many bytes.
+        row_alignment: rows are zero-padded to a multiple of this many bytes.
     """
 
     near: Tensor
@@ -82,11 +82,11 @@ class Buffers:
 
     @property
     def device(self) -> torch.device:
-        """Where rows are looked up."""
+        """Device that looks the rows up."""
         return self.near.device
 
     def memory_of(self, placed: Placed) -> Memory:
-        """Which of the two it is in."""
+        """The buffer that a rectangle is in."""
         return placed.memory if self.managed is not None else "near"
 
     def rows(self, placed: Placed) -> Tensor:
@@ -96,7 +96,7 @@ class Buffers:
         return span.view(placed.rect.rows, placed.row_bytes(self.row_alignment))
 
     def write(self, placed: Placed, packed_RP: Tensor) -> None:
-        """Copy rows in. ``packed_RP`` may have other padding, and be on another device."""
+        """Write the rows of a rectangle. ``packed_RP`` may have other padding and be on another device."""
         rows, need = self.rows(placed), placed.row_bytes()
         # A copy between rows of two widths passes through memory of its size on the device.
         step = max(1, _COPY_BYTES // rows.shape[1])
@@ -107,11 +107,11 @@ class Buffers:
 def allocate(
     tables: Sequence[Placed], device: torch.device, row_alignment: int | None = None
 ) -> tuple[Buffers, list[Placed]]:
-    """Zeroed buffers, and ``tables`` placed in them in their order. The one rule by which we lay tables out.
+    """Zeroed buffers with ``tables`` placed in order.
 
     Args:
         tables: what to hold; their offsets are not read.
-        row_alignment: None: what the device needs.
+        row_alignment: None: the device's requirement.
     """
     alignment = row_alignment or row_alignment_for(device)
     placed: list[Placed] = []
@@ -129,7 +129,7 @@ def allocate(
 
 
 def _managed(size: int, device: torch.device) -> Tensor:
-    """Zeroed host memory that the GPU reads over the bus: FBGEMM's managed memory, or pinned pages without it."""
+    """Zeroed host memory that the GPU can read: FBGEMM's managed memory, or pinned pages without FBGEMM."""
     if not fbgemm.INSTALLED:
         return torch.zeros(size + SLACK_BYTES, dtype=torch.uint8, pin_memory=True)
     like = torch.zeros(1, dtype=torch.uint8, device=device)

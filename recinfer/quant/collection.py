@@ -1,4 +1,4 @@
-"""What the quantized collections share: packed tables in one buffer, their state, copies to devices."""
+"""Base class of the quantized collections: packed tables in one buffer, their state, and copies to devices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _unpacked_weights(name: str, quantized: tuple[Tensor, Tensor | None], data_t
 
 
 class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
-    """What the two collections share: the buffer, the views, state, copies to devices.
+    """Base class of both collections: the buffer, views of it, state, and copies to devices.
 
     ``C`` is the kind of config, ``L`` the lookup behind forward.
     """
@@ -68,7 +68,7 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
         super().__init__()
         names = [table.name for table in tables]
         if not tables or len(set(names)) != len(names):
-            raise ConfigError(f"tables: got names {names}; expected at least one table, and no name twice")
+            raise ConfigError(f"tables: got names {names}; expected at least one table, and different names")
         for name in names:
             check_table_name(type(self).__name__, name)
         self._configs: list[C] = [replace(table) for table in tables]
@@ -78,7 +78,7 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
         for name, quantized in (table_name_to_quantized_weights or {}).items():
             config = next((c for c in self._configs if c.name == name), None)
             if config is None:
-                raise ConfigError(f"quantized weights for unknown table {name!r}; there are: {', '.join(names)}")
+                raise ConfigError(f"quantized weights for unknown table {name!r}; the tables are: {', '.join(names)}")
             self.load_packed(name, _unpacked_weights(name, quantized, config.data_type))
 
     def _build(self, device: torch.device) -> None:
@@ -92,11 +92,11 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
         self.__dict__["_lookup"] = self._make_lookup({name: (table,) for name, table in self._placed.items()})
 
     def _make_lookup(self, pieces: Mapping[str, Sequence[Placed]]) -> L:
-        raise AssertionError("each collection makes its own lookup")
+        raise AssertionError("subclasses implement this")
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """Device of the rows."""
         return self._device
 
     @property
@@ -106,7 +106,7 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
 
     @property
     def placed(self) -> dict[str, Placed]:
-        """Where each table lies in :attr:`storage`."""
+        """The position of each table in :attr:`storage`."""
         return self._placed
 
     @property
@@ -135,7 +135,7 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
         view[:, :need].copy_(packed[:, :need])
 
     def dequantized_table(self, name: str) -> Tensor:
-        """A table as float32 [rows, dim]; for checks, it costs the whole float table."""
+        """A table as float32 [rows, dim]; allocates the whole float table."""
         config = next(c for c in self._configs if c.name == name)
         return unpack_rows(self.packed_table(name).cpu(), config.embedding_dim, config.data_type)
 
@@ -155,18 +155,18 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
             )
 
     def _holding(self, weights: Mapping[str, Tensor]) -> Self:
-        """This collection with the float tables quantized into it; nothing on meta."""
+        """Quantize the float tables into this collection and return it; no effect on the meta device."""
         if self._device.type != "meta":
             for name, weight in weights.items():
                 self.load_float(name, weight)
         return self
 
     def tbes(self) -> list[IntNBitTableBatchedEmbeddingBagsCodegen]:
-        """FBGEMM's TBE modules over the same bytes, for those who register them."""
-        raise AssertionError("each collection lists its own")
+        """FBGEMM's TBE modules over the same bytes, for registration."""
+        raise AssertionError("subclasses implement this")
 
     def copy(self, device: torch.device | str) -> Self:
-        """A copy on ``device``; rows are re-padded to what that device needs."""
+        """A copy on ``device``; rows are padded as that device requires."""
         target = torch.device(device)
         clone = copy.copy(self)
         clone._modules = dict(self._modules)

@@ -46,11 +46,11 @@ C = TypeVar("C", bound=BaseEmbeddingConfig)
 def chosen_data_types(
     configs: Sequence[BaseEmbeddingConfig], default: DataType, per_table: Mapping[str, DataType] | None = None
 ) -> dict[str, DataType]:
-    """Precision of every table; raises ConfigError when ``per_table`` names a table that is not there."""
+    """Precision of every table; raises ConfigError if ``per_table`` names an unknown table."""
     names = {config.name for config in configs}
     unknown = sorted(set(per_table or {}) - names)
     if unknown:
-        raise ConfigError(f"unknown tables {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
+        raise ConfigError(f"unknown tables {', '.join(unknown)}; the tables are: {', '.join(sorted(names))}")
     return {name: (per_table or {}).get(name, default) for name in names}
 
 
@@ -58,13 +58,13 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
     """Quantized pooled tables.
 
     Args:
-        tables: configs; ``data_type`` is the packed precision (INT8, INT4, INT2, FP16, FP32), mixed as you like.
+        tables: configs; ``data_type`` is the packed precision (INT8, INT4, INT2, FP16, FP32), in any mix.
         is_weighted: ids carry weights.
         device: ``"cpu"``, a CUDA device, or ``"meta"`` (planning).
         output_dtype: float32, float16 or bfloat16.
         table_name_to_quantized_weights: table -> (codes [R, bytes], scale and bias [R, 4 bytes] or None for floats).
-        register_tbes, quant_state_dict_split_scale_bias, cache_features_order: do nothing (:mod:`recinfer.ignored`); TBEs
-            can always be had from :meth:`tbes`, orders of keys are always cached.
+        register_tbes, quant_state_dict_split_scale_bias, cache_features_order: no effect (:mod:`recinfer.ignored`);
+        :meth:`tbes` always returns the TBEs, and orders of keys are always cached.
         row_alignment: default 1 on CPU, 16 on a GPU.
 
     ``forward(features: KeyedJaggedTensor) -> KeyedTensor``: keys in module order, values [B, sum of dims]. Tables never
@@ -87,7 +87,7 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         cache_features_order: bool = False,
     ) -> None:
         _warn_ignored("EmbeddingBagCollection", register_tbes, quant_state_dict_split_scale_bias)
-        self.__dict__["_is_weighted"] = is_weighted  # the base builds the lookup, which asks
+        self.__dict__["_is_weighted"] = is_weighted  # the base class builds the lookup, which reads this
         super().__init__(tables, device, output_dtype, table_name_to_quantized_weights, row_alignment)
 
     def _make_lookup(self, pieces: Mapping[str, Sequence[Placed]]) -> PooledLookup:
@@ -125,21 +125,21 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         per_table: Mapping[str, DataType] | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> EmbeddingBagCollection:
-        """Quantize a float collection (ours, or any with ``embedding_bags[name].weight``), table by table.
+        """Quantize a float collection (recinfer's, or any with ``embedding_bags[name].weight``), table by table.
 
         Args:
-            module: the collection; ``module.qconfig``, where it has one (how TorchRec's users say it), is a
+            module: the collection; its optional ``module.qconfig``, as in TorchRec, is a
                 ``torch.ao.quantization.QConfig`` or TorchRec's QuantConfig.
-            use_precomputed_fake_quant: does nothing (:mod:`recinfer.ignored`).
+            use_precomputed_fake_quant: no effect (:mod:`recinfer.ignored`).
             data_type: precision of all tables; None: what the weight observer of ``module.qconfig`` and its
                 ``per_table_weight_dtype`` say, INT8 without them.
             per_table: table -> precision, where it differs.
-            output_dtype: of the looked-up vectors; None: what the activation observer of ``module.qconfig`` says,
+            output_dtype: of the looked-up vectors; None: that of the activation observer of ``module.qconfig``,
                 float32 without one.
 
         Raises:
             InputError: a weight that is not finite, naming table and row.
-            ConfigError: an unknown table, or a type that lookups do not have.
+            ConfigError: an unknown table, or a type that lookups do not support.
         """
         of = "quant.embedding_modules.EmbeddingBagCollection.from_float"
         warn_ignored(of, "use_precomputed_fake_quant", use_precomputed_fake_quant)
@@ -174,7 +174,7 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
         cache_features_order: bool = False,
     ) -> None:
         _warn_ignored("EmbeddingCollection", register_tbes, quant_state_dict_split_scale_bias)
-        self.__dict__["_need_indices"] = need_indices  # the base builds the lookup, which asks
+        self.__dict__["_need_indices"] = need_indices  # the base class builds the lookup, which reads this
         super().__init__(tables, device, output_dtype, table_name_to_quantized_weights, row_alignment)
 
     def _make_lookup(self, pieces: Mapping[str, Sequence[Placed]]) -> SequenceLookup:
@@ -195,7 +195,7 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
         return self._configs
 
     def embedding_dim(self) -> int:
-        """Columns of the first table (TorchRec's collections have one width; ours may mix)."""
+        """Columns of the first table (TorchRec's collections have one width, recinfer's may have several)."""
         return self._configs[0].embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
@@ -243,7 +243,7 @@ def _data_types(
     data_type: DataType | None,
     per_table: Mapping[str, DataType] | None,
 ) -> dict[str, DataType]:
-    """Precision of every table: what is given, else what ``module.qconfig`` says, else INT8."""
+    """Precision of every table: the argument, else ``module.qconfig``, else INT8."""
     qconfig = getattr(module, "qconfig", None)
     if data_type is not None or qconfig is None:
         return chosen_data_types(configs, data_type or DataType.INT8, per_table)
@@ -254,14 +254,14 @@ def _data_types(
 
 
 def _qconfig_output(module: Any) -> torch.dtype:
-    """The element type of vectors that ``module.qconfig`` asks for: its activation's; float32 when it says none."""
+    """The output element type of ``module.qconfig``: its activation's; float32 without one."""
     qconfig = getattr(module, "qconfig", None)
     # Weight-only qconfigs have an activation that observes nothing and has no type.
     dtype: torch.dtype = getattr(qconfig.activation(), "dtype", torch.float32) if qconfig else torch.float32
     if dtype not in OUTPUT_DTYPES:
         raise ConfigError(
-            f"qconfig: the activation is {dtype}; looked-up vectors are one of {sorted(map(str, OUTPUT_DTYPES))}: "
-            "set activation=PlaceholderObserver.with_args(dtype=torch.float32)"
+            f"qconfig: the activation is {dtype}; expected one of {sorted(map(str, OUTPUT_DTYPES))}: set "
+            f"activation=PlaceholderObserver.with_args(dtype=torch.float32)"
         )
     return dtype
 
@@ -273,7 +273,7 @@ def _warn_ignored(name: str, register_tbes: bool, split_scale_bias: bool) -> Non
 
 
 def _requantized(config: Any, data_type: DataType, kind: type[C]) -> C:
-    """Our config with the packed precision, from ours or TorchRec's (read by attributes)."""
+    """A recinfer config with the packed precision, from a config of recinfer or TorchRec (read by attributes)."""
     fields: dict[str, Any] = {
         "num_embeddings": config.num_embeddings,
         "embedding_dim": config.embedding_dim,
@@ -287,4 +287,4 @@ def _requantized(config: Any, data_type: DataType, kind: type[C]) -> C:
 
 
 def quant_prep_enable_cache_features_order(module: nn.Module, module_types: list[type[nn.Module]]) -> None:
-    """TorchRec's switch for keeping the order of features between batches. Ours always do: nothing is changed."""
+    """No effect: TorchRec's switch for caching the order of features between batches, which recinfer always does."""

@@ -1,4 +1,4 @@
-"""Which kernel looks packed rows up: FBGEMM's or ours in Triton. The one place that decides."""
+"""Chooses the kernel that looks up packed rows: FBGEMM's, or recinfer's in Triton."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = ["Kernel", "choose_kernel", "table_batch"]
 
 
 class Kernel(NamedTuple):
-    """A kernel and, in one sentence, why it is the one."""
+    """A kernel and, in one sentence, the reason for the choice."""
 
     name: Literal["fbgemm", "triton"]
     reason: str
 
 
 def choose_kernel(device: torch.device | str) -> Kernel:
-    """The kernel for tables on ``device``. Needs no GPU.
+    """Choose the kernel for tables on ``device``; works without a GPU.
 
-    ``RECINFER_KERNEL`` decides where it is set. Else FBGEMM where its build for the device is installed; on CUDA without it,
-    Triton.
+    ``RECINFER_KERNEL`` decides if set. The default is FBGEMM if its build for the device is installed; on CUDA
+    otherwise Triton.
 
     Raises:
         UnavailableError: the kernel is not installed.
     """
     kind, wanted = torch.device(device).type, env.kernel()
-    no_fbgemm = "FBGEMM is not installed" if not fbgemm.INSTALLED else "FBGEMM's build here is the one for CPU"
+    no_fbgemm = "FBGEMM is not installed" if not fbgemm.INSTALLED else "the installed FBGEMM is built for the CPU only"
     have = {
         "fbgemm": fbgemm.HAS_CUDA if kind == "cuda" else fbgemm.INSTALLED,
         "triton": importlib.util.find_spec("triton") is not None,
@@ -47,7 +47,7 @@ def choose_kernel(device: torch.device | str) -> Kernel:
             raise UnavailableError(f"RECINFER_KERNEL={wanted}, but {why}; {_install(wanted, kind)}")
         return Kernel(wanted, f"RECINFER_KERNEL={wanted}")
     if have["fbgemm"]:
-        return Kernel("fbgemm", "FBGEMM is installed, and nothing else was asked for")
+        return Kernel("fbgemm", "FBGEMM is installed, and RECINFER_KERNEL requests no other kernel")
     if kind != "cuda":
         raise UnavailableError(f"{no_fbgemm}; {_install('fbgemm', kind)}")
     if have["triton"]:
@@ -67,7 +67,8 @@ def table_batch(
     *,
     output_dtype: torch.dtype = torch.float32,
 ) -> TableBatch:
-    """One call over packed tables by the kernel that :func:`choose_kernel` names; arguments as of ``TableBatch``."""
+    """A batched lookup over packed tables with the kernel that :func:`choose_kernel` chooses; arguments as of
+    ``TableBatch``."""
     if choose_kernel(buffers.device).name == "triton":
         from recinfer.quant.triton_batch import TritonBatch
 

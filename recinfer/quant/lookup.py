@@ -1,8 +1,8 @@
-"""Quantized collections as one op call each: pooled and unpooled lookups over packed tables in this process's memory.
+"""Pooled and unpooled lookups over packed tables in this process, with one operator call per collection.
 
-A table may be cut into column pieces, never into rows. Every (feature, piece) pair is a feature of the op, in the
-module's feature order, so the op writes its output already concatenated. Everything that
-depends on the tables alone is computed when the module is built; forward only runs.
+A table may be split by columns, not by rows. Every (feature, column piece) pair is a feature of the operator, in the
+module's feature order, so that the operator writes concatenated output. Everything that depends on the tables alone is
+computed when the module is built; forward only runs.
 
 Shape suffixes: F features, B batch, N ids, D output columns.
 """
@@ -48,26 +48,26 @@ def embedding_names(configs: Sequence[BaseEmbeddingConfig]) -> list[str]:
 def _reads(
     configs: Sequence[BaseEmbeddingConfig], pieces: Mapping[str, Sequence[Placed]]
 ) -> list[list[tuple[str, Placed]]]:
-    """For every feature in module order what it reads from left to right, with its name.
+    """For every feature in module order: its name and the column pieces that it reads, from left to right.
 
     Raises:
         NotFoundError: a table has no pieces.
-        ConfigError: pieces that are not whole columns of their table, or do not cover them once.
+        ConfigError: pieces that are not whole columns of their table, or do not cover the columns exactly once.
     """
     reads = []
     for config in configs:
         if config.name not in pieces:
-            raise NotFoundError(f"no packed rows for table {config.name!r}; there are: {', '.join(sorted(pieces))}")
+            raise NotFoundError(f"no packed rows for table {config.name!r}; got rows of: {', '.join(sorted(pieces))}")
         by_rect = {piece.rect: piece for piece in pieces[config.name]}
         strips = tile(config.name, config.num_embeddings, config.embedding_dim, list(by_rect))
         if any(len(strip.rects) > 1 for strip in strips):
-            raise ConfigError(f"table {config.name!r} is cut by rows; one lookup takes whole columns")
+            raise ConfigError(f"table {config.name!r} is sharded by rows; one lookup needs all rows of its columns")
         reads += [[(f, by_rect[strip.rects[0]]) for strip in strips] for f in config.feature_names]
     return reads
 
 
 def _offsets(features: KeyedJaggedTensor) -> Tensor:
-    """Offsets of the bags, kept in ``features``; by FBGEMM's op, at half the time of torch's two."""
+    """Offsets of the bags, cached in ``features``; FBGEMM's operator takes half the time of torch's two."""
     offsets = features.offsets_or_none()
     if offsets is None:
         lengths = features.lengths()
@@ -95,7 +95,7 @@ def _check_ids(arranger: FeatureArranger, arranged: KeyedJaggedTensor, *, by_op:
 
 
 class PooledLookup(nn.Module):
-    """All pooled tables of one device behind one op call.
+    """Looks up all pooled tables of one device with one operator call.
 
     Args:
         configs: the tables in module order; ``data_type`` is the packed precision.
@@ -173,7 +173,7 @@ class PooledLookup(nn.Module):
         for first, last, column, width in self._mean_runs:
             inverse_BF = (1.0 / lengths_FB[first:last].clamp(min=1).float()).t().to(out_BD.device)
             run = out_BD[:, column : column + (last - first) * width]
-            run.view(-1, last - first, width).mul_(inverse_BF.unsqueeze(2))  # in float32, whatever the output is
+            run.view(-1, last - first, width).mul_(inverse_BF.unsqueeze(2))  # in float32, for any output dtype
 
 
 def _mean_runs(reads: Sequence[Placed], widths: Sequence[int], means: Set[str]) -> list[tuple[int, int, int, int]]:
@@ -191,7 +191,7 @@ def _mean_runs(reads: Sequence[Placed], widths: Sequence[int], means: Set[str]) 
 
 
 class WidthCall(NamedTuple):
-    """The op call of all unpooled reads of one padded width.
+    """The operator call for all unpooled reads of one padded width.
 
     Attributes:
         batch: the call.
@@ -205,7 +205,7 @@ class WidthCall(NamedTuple):
 
 
 class SequenceTables:
-    """Rows of single ids from packed tables: one op call a padded width, which is the op's restriction.
+    """Looks up rows of single ids in packed tables, with one operator call per padded width, as the operator requires.
 
     Args:
         reads: what is read.
@@ -236,7 +236,7 @@ class SequenceTables:
         self.counts_ids = all(call.batch.counts_ids for call in self.calls)
 
     def __call__(self, features: KeyedJaggedTensor, *, traced: bool = False) -> list[Tensor]:
-        """Of each read, ``[ids of its key, columns]``."""
+        """Per read, ``[ids of its key, columns]``."""
         found: dict[int, Tensor] = {}
         for batch, reads, keys in self.calls:
             part = features if keys is None else features.permute(keys)
@@ -248,7 +248,7 @@ class SequenceTables:
 
 
 class SequenceLookup(nn.Module):
-    """All unpooled tables of one device.
+    """Looks up all unpooled tables of one device.
 
     Args: as :class:`PooledLookup`; ``forward(features) -> dict[str, JaggedTensor]`` in module order, values [N_f, dim].
     """

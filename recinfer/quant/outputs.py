@@ -1,4 +1,4 @@
-"""Output buffers that the process reuses between lookups."""
+"""Reuses the output buffers of lookups."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ _MOST = (1 << 31) - 1  # mallopt takes an int
 
 
 def keep_outputs(max_bytes: int = _MOST) -> bool:
-    """Let the allocator reuse freed tensors of up to ``max_bytes`` bytes, in the whole process, from now on.
+    """Let the process's allocator reuse freed tensors of up to ``max_bytes`` bytes from now on.
 
-    FBGEMM's op has no output argument, so a buffer cannot be handed to it; what can be kept is the memory. glibc maps
-    anything above 32 MiB anew at each call and the kernel clears it page by page, which takes longer than the lookup
-    that fills it. After this call freed outputs stay on the heap, and after some ten calls of a size the next ones fit
-    where earlier ones lay. The process then holds several times its largest output. Threads that start later share one heap: those of their own are unmapped when they are
-    empty, which is after each call. So call it before threads start.
+    FBGEMM's operator has no output argument, so a buffer cannot be passed to it, but its memory can be reused. glibc
+    maps every allocation above 32 MiB anew and the kernel clears it page by page, which takes longer than the lookup.
+    After this call freed outputs stay on the heap, and after about ten calls of a size later outputs reuse the memory
+    of earlier ones. The process then holds several times its largest output. Threads that start later share one heap,
+    because separate heaps are unmapped when they are empty, which is after each call. So call this before threads
+    start.
 
     Returns:
-        whether the C library took the settings; False where it is not glibc.
+        whether the C library accepted the settings; False if it is not glibc.
     """
     if not 0 < max_bytes <= _MOST:
         raise ValueError(f"max_bytes is {max_bytes}; expected 1 to {_MOST}")

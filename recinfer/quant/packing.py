@@ -1,4 +1,4 @@
-"""Float rows to packed rows (:mod:`recinfer.quant.rows`), block by block, with the error this makes.
+"""Packs float rows (:mod:`recinfer.quant.rows`) in blocks and measures the quantization error.
 
 Integer rows are packed and measured by ``_rows.c``, in one pass over a row; they are FBGEMM's rows, bit for bit.
 
@@ -21,14 +21,14 @@ from recinfer.quant.rows import CODE_BITS, FLOAT_TYPES, row_bytes
 __all__ = ["BLOCK_ELEMENTS", "RowError", "RowPacker", "pack_rows"]
 
 BLOCK_ELEMENTS = 1 << 18
-"""Elements of a block: 1 MB of float32, which stays in a core's own cache."""
+"""Elements of a block: 1 MB of float32, which fits a core's cache."""
 
 _LARGEST = 65504.0  # of fp16
 
 
 @dataclass
 class RowError:
-    """How far packed rows are from the float ones, gathered block by block.
+    """The quantization error of packed rows, accumulated over blocks.
 
     Attributes:
         step: the largest scale (0 for FP16 and FP32).
@@ -42,7 +42,7 @@ class RowError:
     weight_squares: float = 0.0
 
     def merge(self, other: RowError) -> None:
-        """Take what another has gathered of the same table."""
+        """Add the error of other rows of the same table."""
         self.step, self.largest = max(self.step, other.step), max(self.largest, other.largest)
         self.squares += other.squares
         self.weight_squares += other.weight_squares
@@ -51,16 +51,17 @@ class RowError:
 class RowPacker:
     """Packs blocks of rows of one width: fill :attr:`block`, call :meth:`pack`. For one thread at a time.
 
-    All memory and every view on it are made here once: fresh pages cost more than the work, and views a third of it.
+    All memory and views are created once: fresh pages take more time than packing, and views a third of it.
 
     Args:
         dim: columns.
         data_type: INT8, INT4, INT2, FP16 or FP32.
         measure: gather :attr:`error` as well.
-        most_rows: no more will come; keeps small jobs small.
+        most_rows: the most rows that will be packed; limits memory for small tables.
 
     Attributes:
-        block: float32 [rows, dim], the input; ``len(block)`` rows are the most to pack at a time, and the quickest.
+        block: float32 [rows, dim], the input; at most ``len(block)`` rows are packed at a time, which is also the
+            fastest.
         error: of all blocks since it was last set.
     """
 
@@ -79,7 +80,7 @@ class RowPacker:
         """Quantize and pack the first ``rows`` rows of :attr:`block`.
 
         Args:
-            out_RP: uint8 [rows, row bytes]; its rows may be longer, and are then left as they are behind that.
+            out_RP: uint8 [rows, row bytes]; its rows may be longer; the rest is unchanged.
             table, first_row: for messages.
 
         Raises:
@@ -94,7 +95,7 @@ class RowPacker:
             self._pack_codes(weight_RD, out_RP, table, first_row)
 
     def _check(self, weight_RD: Tensor, table: str, first_row: int) -> None:
-        """Raise InputError for rows that are not finite, or that fp16 scale and bias cannot describe."""
+        """Raise InputError for rows that are not finite, or whose range exceeds fp16 scale and bias."""
         good_R = torch.isfinite(weight_RD).all(dim=1)
         if self.data_type in CODE_BITS:
             low_R, high_R = weight_RD.amin(1).half(), weight_RD.amax(1)
@@ -112,8 +113,8 @@ class RowPacker:
             column = int(bad[0])
             raise InputError(f"{where}, column {column}: got {float(values[column])}; expected finite weights")
         raise InputError(
-            f"{where}: values from {float(values.min()):g} to {float(values.max()):g} do not fit {self.data_type.value} "
-            "(its fp16 numbers end at 65504); clip the row or use FP32"
+            f"{where}: values from {float(values.min()):g} to {float(values.max()):g} exceed the range of "
+            f"{self.data_type.value} (fp16 ends at 65504); clip the row or use FP32"
         )
 
     def _pack_codes(self, weight_RD: Tensor, out_RP: Tensor, table: str, first_row: int) -> None:
@@ -124,7 +125,7 @@ class RowPacker:
         )
         if not weight_squares < _LARGEST**2:
             self._check(weight_RD, table, first_row)
-        if odd:  # which of the zeros FBGEMM takes for the bias, it alone knows
+        if odd:  # FBGEMM decides which of the zeros is the bias
             rows = torch.from_numpy(self._odd[:odd].astype(np.int64))
             from recinfer.quant.tbe import quantize_rows  # FBGEMM, which rows of other elements do without
 
@@ -161,7 +162,7 @@ def pack_rows(
         table, first_row: only for messages, when the rows are a chunk of a table.
 
     Returns:
-        uint8 tensor [R, row_bytes(D, data_type, row_alignment)]. Temporary memory is bounded, whatever R.
+        uint8 tensor [R, row_bytes(D, data_type, row_alignment)]. Temporary memory is bounded for any R.
 
     Raises:
         InputError: a weight is NaN or infinite, or too large for fp16; names table, row and column.

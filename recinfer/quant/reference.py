@@ -1,6 +1,6 @@
-"""Plain-torch twins of the quantized kernels: the reference that tests compare every fast path with.
+"""Reference implementations of the quantized kernels in plain torch, for tests.
 
-Nothing here is fast, and nothing here touches FBGEMM. Formulas: row-wise asymmetric quantization with fp16 scale and
+It is slow and does not use FBGEMM. Formulas: row-wise asymmetric quantization with fp16 scale and
 bias, rounding half to even, as FBGEMM's ``FloatToFusedNBitRowwiseQuantizedSBHalf`` does on its scalar path.
 """
 
@@ -18,7 +18,7 @@ _BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
 
 
 def reference_pack(weight_RD: Tensor, data_type: DataType) -> Tensor:
-    """Packed rows of finite float weights; equal bit for bit to :func:`recinfer.quant.packing.pack_rows`."""
+    """Pack finite float weights; bit-identical to :func:`recinfer.quant.packing.pack_rows`."""
     rows, dim = weight_RD.shape
     if data_type not in _BITS:
         dtype = torch.float16 if data_type is DataType.FP16 else torch.float32

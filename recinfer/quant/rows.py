@@ -1,6 +1,6 @@
-"""The format of packed rows, FBGEMM's: how long one is, columns cut out and joined, numbers read back.
+"""The format of packed rows (FBGEMM's): sizes, slicing and joining columns, and unpacking.
 
-A packed row is bytes, in the order the table-batched-embedding (TBE) op reads them::
+A packed row is bytes, in the order that the table-batched-embedding (TBE) operator reads::
 
     INT8, INT4, INT2:  scale (fp16) | bias (fp16) | codes, low bits first | zero padding to the row alignment
     FP16, FP32:        the elements | zero padding to the row alignment
@@ -38,24 +38,24 @@ __all__ = [
 ]
 
 QPARAM_BYTES = 4
-"""Bytes of the fp16 scale and fp16 bias that lead an integer row."""
+"""Bytes of the fp16 scale and fp16 bias at the start of an integer row."""
 
 PACKED_TYPES = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32)
 """The precisions a table can be stored in."""
 
 CODE_BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
-"""Bits of a code, of the precisions that have codes."""
+"""Bits per code of the integer precisions."""
 
 FLOAT_TYPES = {DataType.FP16: torch.float16, DataType.FP32: torch.float32}
-"""What the elements are, of the precisions that have none."""
+"""Element dtype of the float precisions."""
 
 
 OUTPUT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""What looked-up vectors may be; bfloat16 by FBGEMM only."""
+"""Dtypes of looked-up vectors; bfloat16 needs FBGEMM."""
 
 
 def _check_type(data_type: DataType) -> None:
-    """Raise ConfigError for a precision that no table can be stored in."""
+    """Raise ConfigError for a precision that tables cannot be stored in."""
     if data_type not in PACKED_TYPES:
         raise ConfigError(
             f"no packed layout for {data_type}; expected one of {', '.join(t.value for t in PACKED_TYPES)}"
@@ -63,13 +63,13 @@ def _check_type(data_type: DataType) -> None:
 
 
 def columns_per_byte(data_type: DataType) -> int:
-    """How many columns share one byte: 1, or 2 for INT4 and 4 for INT2. Column cuts at its multiples are byte slices."""
+    """How many columns share one byte: 1, or 2 for INT4 and 4 for INT2. Slices at multiples of it are byte slices."""
     _check_type(data_type)
     return 8 // CODE_BITS[data_type] if data_type in CODE_BITS else 1
 
 
 def padded_dim(dim: int, data_type: DataType) -> int:
-    """``dim`` rounded up to whole bytes: the op addresses INT4 and INT2 rows by whole bytes of codes."""
+    """``dim`` rounded up to whole bytes: the operator addresses INT4 and INT2 rows by whole bytes of codes."""
     per_byte = columns_per_byte(data_type)
     return -(-dim // per_byte) * per_byte
 
@@ -86,7 +86,7 @@ def row_bytes(dim: int, data_type: DataType, row_alignment: int = 1) -> int:
 
 def _qparams(packed_RP: Tensor) -> Tensor:
     """Scale and bias of packed integer rows, fp16 [R, 2]."""
-    # clone, not contiguous(): a single row counts as contiguous whatever its stride, and view() then refuses it
+    # clone, not contiguous(): a single row counts as contiguous with any stride, and view() then fails
     return packed_RP[:, :QPARAM_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float16)
 
 
@@ -148,7 +148,7 @@ def slice_packed_columns(
     if col_start % per_byte == 0 and (col_stop % per_byte == 0 or col_stop == dim):
         first = QPARAM_BYTES + col_start // per_byte
         out[:, QPARAM_BYTES : QPARAM_BYTES + payload] = packed_RP[:, first : first + payload]
-    else:  # a cut inside a byte: the codes move, the numbers they stand for do not
+    else:  # a slice inside a byte: the codes move, their values do not
         codes = _codes(packed_RP, dim, data_type)[:, col_start:col_stop]
         out[:, QPARAM_BYTES : QPARAM_BYTES + payload] = _join_codes(codes, data_type)
     return out
@@ -157,7 +157,7 @@ def slice_packed_columns(
 def join_packed_columns(
     pieces: Sequence[tuple[int, int, Tensor]], dim: int, data_type: DataType, *, table: str = "", first_row: int = 0
 ) -> Tensor:
-    """The whole rows of which ``pieces`` are column slices: the inverse of :func:`slice_packed_columns`.
+    """Join the column slices ``pieces`` to whole rows: the inverse of :func:`slice_packed_columns`.
 
     Args:
         pieces: (col_start, col_stop, uint8 [R, row_bytes(col_stop - col_start, data_type)]), covering the columns once.
@@ -189,8 +189,8 @@ def join_packed_columns(
         if not torch.equal(packed[:, :QPARAM_BYTES], first[:, :QPARAM_BYTES]):
             row = int((packed[:, :QPARAM_BYTES] != first[:, :QPARAM_BYTES]).any(1).nonzero()[0])
             raise InputError(
-                f"table {table!r}, row {first_row + row}: its column pieces carry different scales or biases; expected "
-                "those of the whole row in each"
+                f"table {table!r}, row {first_row + row}: its column pieces have different scales or biases; "
+                f"expected those of the whole row in each"
             )
     out[:, :QPARAM_BYTES] = first[:, :QPARAM_BYTES]
     per_byte = columns_per_byte(data_type)
@@ -205,8 +205,8 @@ def join_packed_columns(
 
 
 def quantization_step(packed_RP: Tensor, dim: int, data_type: DataType) -> Tensor:
-    """The scale of every row, float32 [R]: half of it bounds the rounding error of an element (fp16 scale and bias
-    add up to ``2**-11`` of the row's largest magnitude). Zeros for FP16 and FP32."""
+    """The scale of every row, float32 [R]: half of it bounds an element's rounding error (rounding scale and bias to
+    fp16 adds up to ``2**-11`` of the row's largest magnitude). Zeros for FP16 and FP32."""
     if data_type in FLOAT_TYPES:
         return torch.zeros(packed_RP.shape[0])
     return _qparams(packed_RP)[:, 0].float()

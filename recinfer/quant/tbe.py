@@ -1,8 +1,9 @@
-"""The interface to FBGEMM's table-batched embeddings (TBE): quantize rows, look packed rows up, register TBE modules.
+"""The interface to FBGEMM's table-batched embeddings (TBE): quantizing rows, looking up packed rows, registering TBE
+modules.
 
-No other file imports FBGEMM's TBE classes. The lookup calls the op itself on tables that lie anywhere in one uint8
+No other file imports FBGEMM's TBE classes. The lookup calls the operator itself on tables anywhere in one uint8
 buffer, so tables are never copied into a module's own storage: a memory-mapped archive serves as it is. FBGEMM's
-``IntNBitTableBatchedEmbeddingBagsCodegen`` is built only for those who want the module (registration, inspection); it
+``IntNBitTableBatchedEmbeddingBagsCodegen`` is built only on request (registration, inspection); it
 shares the same bytes.
 """
 
@@ -33,8 +34,7 @@ try:
     from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 except ImportError as error:
     raise UnavailableError(
-        "FBGEMM is not installed; install recinfer with its extra 'cpu' (or 'cuda' on a GPU machine): "
-        f"pip install 'recinfer[cpu]' ({error})"
+        "FBGEMM is not installed; run pip install 'recinfer[cpu]', or 'recinfer[cuda]' on a GPU machine ({error})"
     ) from error
 
 __all__ = [
@@ -60,7 +60,7 @@ _OUTPUT_TYPES = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16,
 
 
 def embedding_location(memory: Memory, device: torch.device) -> EmbeddingLocation:
-    """FBGEMM's word for rows that are in ``memory`` when ``device`` looks them up: HOST on anything but CUDA."""
+    """FBGEMM's name for rows in ``memory`` that ``device`` looks up: HOST on any device but CUDA."""
     if device.type != "cuda":
         return EmbeddingLocation.HOST
     locations = {"managed": EmbeddingLocation.MANAGED, "cached": EmbeddingLocation.MANAGED_CACHING}
@@ -68,7 +68,7 @@ def embedding_location(memory: Memory, device: torch.device) -> EmbeddingLocatio
 
 
 def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
-    """FBGEMM's row-wise quantization with fp16 scale and bias moved before the codes, as the TBE op reads them.
+    """FBGEMM's row-wise quantization with fp16 scale and bias moved before the codes, as the TBE operator reads them.
 
     Args:
         weight_RD: finite float32 rows on CPU, contiguous.
@@ -83,7 +83,7 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
     if rows == 0:
         return torch.empty((0, QPARAM_BYTES + payload), dtype=torch.uint8)
     fill = -dim % (2 * per_byte)
-    if fill:  # the op wants an even number of bytes; repeating a column changes neither minimum nor maximum
+    if fill:  # the operator needs an even number of bytes; repeating a column changes neither minimum nor maximum
         weight_RD = torch.cat([weight_RD, weight_RD[:, :1].expand(rows, fill)], dim=1)
     fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight_RD, bits)
     out = torch.cat([fused[:, -QPARAM_BYTES:], fused[:, :payload]], dim=1)
@@ -96,13 +96,13 @@ class TableBatch(nn.Module):
     """One FBGEMM call over packed tables of any precision and width.
 
     Args:
-        reads: what each feature reads, in the order in which the ids come; features may read the same.
+        reads: the table of each feature, in the order of the ids; features may share a table.
         pooling: SUM or MEAN for bags; NONE for one row per id (then all reads have one padded width).
-        buffers: hold the rows. Kept and read, never copied or written.
+        buffers: hold the rows. They are referenced and read, never copied or written.
         output_dtype: float32, float16 or bfloat16.
 
     Attributes:
-        tables: what is read, each once.
+        tables: the tables, each once.
         widths: columns of each read in the output, padded.
         knows_rows: whether the op refuses ids beyond the tables' rows.
         counts_ids: whether it tells of ids out of range afterwards; it does not.
@@ -183,7 +183,7 @@ class TableBatch(nn.Module):
             self._through_cache = self.fbgemm_module()  # which keeps the cache's state and fills it before each lookup
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles take: all but the lock, which each object has for itself."""
+        """The state for copies and pickles: all but the lock."""
         return {name: value for name, value in vars(self).items() if name != "_cache_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -191,22 +191,22 @@ class TableBatch(nn.Module):
         self._cache_lock = threading.Lock()
 
     def _offset(self, read: Placed) -> int:
-        """Byte offset for the op. On CPU it takes one buffer, so the second one's tables lie at a distance from it.
+        """Byte offset for the operator. On CPU it takes one buffer, so tables of the second are at a distance from it.
 
-        Giving it both would not do: it takes the bytes between the offsets of two features' tables for the first one's
-        rows, in whichever buffers they are, and refuses ids beyond. A distance is larger than any table, or negative,
-        which the op reads as unsigned.
+        Passing both buffers would not work: the operator treats the bytes between the offsets of two features' tables
+        as the first one's rows, in either buffer, and rejects ids beyond. A distance is larger than any table, or
+        negative, which the operator reads as unsigned.
         """
         if self.storage.memory_of(read) == "near" or self.weights.device.type != "cpu":
             return read.offset
         return read.offset + self._managed.data_ptr() - self.weights.data_ptr()
 
     def _knows_rows(self, size: int) -> bool:
-        """Whether the op refuses every id beyond each table's rows.
+        """Whether the operator rejects every id beyond each table's rows.
 
-        It is not told the rows: it takes the bytes up to the next feature's table (or the end of the buffer) for the
-        table's. So tables must follow one another in the order of the features, with less than a row between them. It
-        lets -1 through in any case: the id of a row pruned away.
+        It does not get the number of rows: it treats the bytes up to the next feature's table (or the buffer's end) as
+        the table's. So tables must follow one another in the order of the features, with less than a row between them.
+        It always skips -1, the id of a pruned row.
         """
         reads = self.reads
         ends = [read.offset for read in reads[1:]] + [size]
@@ -221,7 +221,7 @@ class TableBatch(nn.Module):
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up ``indices`` [N] (int32 or int64), bags bounded by ``offsets`` [features x B + 1], feature-major.
 
-        With :attr:`knows_rows` ids beyond the rows raise RuntimeError, -1 is skipped; else nothing is checked here.
+        With :attr:`knows_rows` ids beyond the rows raise RuntimeError and -1 is skipped; otherwise ids are not checked.
 
         Returns:
             [B, total padded columns], or [N, padded width] when unpooled.
@@ -235,24 +235,25 @@ class TableBatch(nn.Module):
         return self._alone(indices, offsets, per_sample_weights)
 
     def without_padding(self, out_BD: Tensor) -> Tensor:
-        """The real columns of what a pooled :meth:`forward` gave."""
+        """The columns of a pooled :meth:`forward`'s result without padding."""
         return out_BD if self.real_columns is None else out_BD.index_select(1, self.real_columns)
 
     def _alone(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
         return self._op(*self._bounded, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
 
     def use_threads(self, threads: int) -> None:
-        """Let large pooled lookups on CPU run on up to ``threads`` threads, where that turns out faster; 1: never."""
+        """Let large pooled lookups on CPU use up to ``threads`` threads where measured times show that this is faster;
+        1 disables it."""
         on_host = self.weights.device.type == "cpu" and self.pooling is not PoolingType.NONE
         self._split = None
         if threads > 1 and on_host and len(self.reads) > 1:
             self._split = SplitLookup(threads, self.widths, self._part, self.output_dtype)
 
     def _part(self, first: int, last: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        """The op over features ``first:last`` alone; it takes all ids and the offsets of its bags."""
+        """Run the operator over features ``first:last`` only, with all ids and the offsets of these features' bags."""
         buffer, managed, locations, starts, types, columns, *_ = self._bounded
         if self.knows_rows and last < len(self.reads):
-            # Up to the next table, which the op would else not know of.
+            # Up to the next table, which the operator does not get otherwise.
             ahead = [int(start) for start in starts[last:] if start > starts[last - 1]]
             buffer = buffer[: min(ahead, default=buffer.numel())]
         mine = columns[first : last + 1] - columns[first]
@@ -273,11 +274,12 @@ class TableBatch(nn.Module):
         return run
 
     def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """:meth:`forward` for torch.export, on the registered buffer itself: an exported program saves it once."""
+        """:meth:`forward` for torch.export, on the registered buffer itself, so that an exported program saves it
+        once."""
         return self._op(*self._head, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
 
     def forget_cached(self) -> None:
-        """Rows of ``"cached"`` tables were written: the cache reads them anew."""
+        """Invalidate the cache after rows of ``"cached"`` tables were written."""
         if self._through_cache is not None:
             with self._cache_lock:
                 self._through_cache.reset_cache_states()

@@ -1,8 +1,8 @@
-"""One lookup on several threads: which features go to which, and whether it pays, learned from the lookups themselves.
+"""Splits a lookup over several threads where measured times show that this is faster.
 
-FBGEMM's CPU op runs on one thread and lets the interpreter go while it does. It allocates its output, so each part is
-copied to its columns of the whole; that is why lookups of one id a bag seldom gain (their output is all there is to
-write) and bags of many ids do.
+FBGEMM's CPU operator runs on one thread and releases the interpreter lock. It allocates its output, so each part is
+copied to its columns of the whole output. Lookups with one id per bag therefore seldom gain (the output is most of the
+work), and bags of many ids do.
 
 Shape suffixes: F features, B batch, N ids, D output columns.
 """
@@ -24,7 +24,8 @@ from recinfer.errors import ConfigError
 __all__ = ["SplitLookup", "Trial"]
 
 _LEAST_IDS = 16384
-"""Fewer ids take less than waking a thread and copying (65 to 95 us and 1 ns a byte measured): never split."""
+"""A lookup of fewer ids is never split: it takes less than waking a thread and copying (measured: 65 to 95 us plus 1 ns
+per byte)."""
 _TRIALS = 4  # of each way, before the faster one is kept
 _AGAIN = 128  # every so many lookups of a size the slower way gets another chance: the machine's load changes
 _CLEARLY = 0.9  # a split must win by this much, so that noise never makes a lookup slower
@@ -32,7 +33,7 @@ _KEEP = 0.75  # of the running time of a way, the rest is the newest measurement
 
 
 class Trial:
-    """Which of two ways is faster, for every size of work: both are timed a few times, then the faster one is kept."""
+    """Finds the faster of two methods for each size of work: times both a few times, then uses the faster one."""
 
     def __init__(self) -> None:
         self._seconds: dict[object, list[float]] = {}  # size -> running seconds of (one thread, split)
@@ -48,14 +49,14 @@ class Trial:
         return (split < _CLEARLY * one) is (calls % _AGAIN != 0)
 
     def record(self, size: object, split: bool, seconds: float) -> None:
-        """What a lookup took."""
+        """Record the time of a lookup."""
         known = self._seconds.setdefault(size, [0.0, 0.0])
         # The first of each way warms it up: pages, threads.
         fresh = self._calls.get(size, 0) <= 4
         known[split] = seconds if fresh or not known[split] else _KEEP * known[split] + (1 - _KEEP) * seconds
 
     def kept(self) -> dict[object, bool]:
-        """Size -> whether it is split now."""
+        """Size -> whether lookups of that size are split."""
         return {size: split < _CLEARLY * one for size, (one, split) in self._seconds.items() if one and split}
 
 
@@ -65,15 +66,16 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 
 class SplitLookup:
-    """Runs an op over F features as runs of neighbouring features, one a thread.
+    """Runs an operator over F features as runs of neighbouring features, one run per thread.
 
     Args:
-        threads: how many, the caller's own among them; 2 or more.
+        threads: number of threads, including the caller's; 2 or more.
         widths: output columns of each feature.
-        part: ``part(first, last)`` gives the op over features ``first:last``, which takes all ids and the offsets of its
+        part: ``part(first, last)`` returns the operator over features ``first:last``, which takes all ids and the
+            offsets of its
             features, and returns ``[B, sum of their widths]``.
         dtype: of the output.
-        trial: where what is learned is kept; a new one by default.
+        trial: stores the measured times; a new one by default.
 
     Raises:
         ConfigError: fewer than 2 threads.
@@ -98,7 +100,7 @@ class SplitLookup:
         self._dtype = dtype
 
     def wants(self, indices: Tensor) -> bool:
-        """Whether a lookup of these ids is large enough to think about it."""
+        """Whether a lookup of these ids is large enough to consider a split."""
         return indices.numel() >= _LEAST_IDS and self.threads > 1
 
     def __call__(
@@ -118,7 +120,7 @@ class SplitLookup:
         return out_BD
 
     def split(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
-        """On all threads, whatever is faster."""
+        """Run split over all threads, without considering measured times."""
         cuts = self._cuts(offsets, batch)
         out_BD = torch.empty((batch, self._columns[-1]), dtype=self._dtype)
         inference = torch.is_inference_mode_enabled()  # each thread has its own
@@ -141,7 +143,7 @@ class SplitLookup:
         return out_BD
 
     def _cuts(self, offsets: Tensor, batch: int) -> list[int]:
-        """Where to cut the features so that the runs have about as many bytes of ids' rows and output."""
+        """Positions that split the features into runs with about equal bytes of rows and output."""
         ids_F = torch.diff(offsets[::batch]).tolist()
         widths = [stop - start for start, stop in pairwise(self._columns)]
         costs = [ids * (64 + width) + 4 * batch * width for ids, width in zip(ids_F, widths)]

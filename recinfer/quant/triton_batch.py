@@ -1,4 +1,4 @@
-"""The Triton kernel in the place of FBGEMM's: the same calls as ``TableBatch``, for the lookups above it."""
+"""Runs the Triton kernel behind the interface of ``TableBatch``."""
 
 from __future__ import annotations
 
@@ -149,17 +149,15 @@ class TritonBatch:
         return self._new(self._bad.tolist())
 
     def without_padding(self, out_BD: Tensor) -> Tensor:
-        """``out_BD``: there is no padding."""
+        """Returns ``out_BD``, which has no padding."""
         return out_BD
 
     def use_threads(self, threads: int) -> None:
-        """Nothing: threads are FBGEMM's on CPU."""
+        """No effect: only FBGEMM on the CPU uses threads."""
 
     def forget_cached(self) -> None:
-        """Nothing: rows in host memory are read where they are."""
+        """No effect: rows in host memory are not cached."""
 
     def fbgemm_module(self) -> NoReturn:
-        """Raises UnavailableError: there is none."""
-        raise UnavailableError(
-            "the tables are looked up by Triton, which has no TBE module; set RECINFER_KERNEL=fbgemm"
-        )
+        """Raises UnavailableError: Triton has no TBE module."""
+        raise UnavailableError("the Triton kernel has no TBE module; set RECINFER_KERNEL=fbgemm")

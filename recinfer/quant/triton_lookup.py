@@ -1,8 +1,8 @@
-"""A Triton kernel that looks up packed rows: all tables of a device in one launch, on a GPU or in Triton's interpreter.
+"""A Triton kernel that looks up packed rows of all tables of a device in one launch.
 
-The kernel reads the rows of :mod:`recinfer.quant.rows` as they lie in memory. A program takes a tile of bags (or of single
-ids, unpooled) and up to 256 columns of one table; sums are float32, in the order of the ids. It also counts ids out of
-range, so that nothing has to wait for the device before a lookup.
+The kernel reads the rows of :mod:`recinfer.quant.rows` in their memory layout. A program takes a tile of bags (or of
+single ids, unpooled) and up to 256 columns of one table; sums are float32, in the order of the ids. It also counts ids
+out of range, so that a lookup need not wait for the device first.
 
 On a machine without a GPU the same code runs in Triton's interpreter: set ``TRITON_INTERPRET=1`` before Python starts. That
 is for tests; it is thousands of times slower than FBGEMM.
@@ -30,8 +30,8 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise UnavailableError(
-        "Triton is not installed; torch's CUDA builds bring it, elsewhere install recinfer with its extra 'triton': "
-        f"pip install 'recinfer[triton]' ({error})"
+        "Triton is not installed; install a CUDA build of torch, which includes it, or run pip install "
+        "'recinfer[triton]' ({error})"
     ) from error
 
 __all__ = ["Launch", "Read", "TritonTables"]
@@ -94,7 +94,7 @@ def _tile(
     row_bytes = tl.multiple_of(tl.load(chunk_ptr + 3), ALIGNMENT)
     first_row, rows = tl.load(chunk_ptr + 4), tl.load(chunk_ptr + 5)
     table_rows, default = tl.load(chunk_ptr + 6), tl.load(chunk_ptr + 7)
-    # The compiler makes wide loads and stores only of what it knows to be aligned, masks included.
+    # The compiler generates wide loads and stores only for provably aligned accesses, masks included.
     first = tl.multiple_of(tl.load(chunk_ptr + 8), 16)
     columns = tl.multiple_of(tl.load(chunk_ptr + 9), UNIT)
     out_column = tl.multiple_of(tl.load(chunk_ptr + 10), UNIT)
@@ -164,15 +164,15 @@ def _lookup(
 
 
 class Read(NamedTuple):
-    """What one lookup of a key reads.
+    """The table columns that one lookup of a key reads.
 
     Attributes:
         placed: the rows. Ids count from the table's first row: those of other rows than ``placed.rect``'s give zeros, so
             the sum over the row pieces of a table is the table's lookup.
         key: number of the input's key whose ids it takes.
-        pooling: SUM or MEAN; NONE for one row an id.
+        pooling: SUM or MEAN; NONE for one row per id.
         table_rows: rows of the whole table, beyond which ids are out of range; None: ``placed.rect.row_stop``.
-        default: the row that an id out of range stands for; None: it gives zeros, and the caller refuses the request.
+        default: the row used for an id out of range; None gives zeros, and the caller rejects the request.
     """
 
     placed: Placed
@@ -183,7 +183,8 @@ class Read(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How the kernel is cut: elements of a program's tile, and warps that run it. Measured by tools/gpu_trial.py."""
+    """Launch parameters of the kernel: elements of a program's tile, and number of warps. Measured by
+    tools/gpu_trial.py."""
 
     elements: int = 2048
     warps: int = 4
@@ -194,16 +195,17 @@ class TritonTables:
 
     Args:
         reads: in the order of the output's columns; all pooled or all unpooled. Column pieces of a table are neighbours.
-        buffers: hold the rows; kept, never copied. INT rows may begin at any byte; at an alignment of 4 or more the kernel
+        buffers: hold the rows; referenced, never copied. INT rows may begin at any byte; at an alignment of 4 or more
+            the kernel
             loads scale and bias at once.
         output_dtype: float32 or float16. Sums are float32.
-        launch: how the kernel is cut.
+        launch: launch parameters of the kernel.
 
     Attributes:
         total_dim: columns of the output: of all reads, or of the widest output of a key when unpooled.
 
     Raises:
-        ConfigError: reads that do not go together, or an output type that is not offered.
+        ConfigError: incompatible reads, or an unsupported output type.
     """
 
     def __init__(
@@ -220,14 +222,14 @@ class TritonTables:
             raise ConfigError("reads: got none; expected at least one table to look up")
         unpooled = {read.pooling is PoolingType.NONE for read in reads}
         if len(unpooled) > 1:
-            raise ConfigError("reads: got pooled and unpooled tables; expected one launch for each of the two")
+            raise ConfigError("reads: got pooled and unpooled tables; expected a separate launch for each kind")
         self.reads, self.buffers, self.output_dtype = tuple(reads), buffers, output_dtype
         self.launch = launch or Launch()
         self.pooled = not unpooled.pop()
         widths = [read.placed.rect.cols for read in reads]
         self.columns = min(_MOST_COLUMNS, max(16, _power_of_two(max(widths))))
         self._types = sum({_BITS[read.placed.data_type] for read in reads})
-        # Where each read's output is: (layer, first column). Unpooled reads of one key lie in layers of their own, but for
+        # Where each read's output is: (layer, first column). Unpooled reads of one key have separate layers, except for
         # the column pieces of one table.
         self.places: list[tuple[int, int]] = []
         self.layers = 1
@@ -254,12 +256,12 @@ class TritonTables:
         self._base = _without_storage(buffers.near)
 
     def _chunk(self, number: int, first: int) -> list[int]:
-        """What one column of programs is told."""
+        """The parameters of one column of programs."""
         read, alignment = self.reads[number], self.buffers.row_alignment
         placed, rect, (layer, out_column) = read.placed, read.placed.rect, self.places[number]
         start = placed.offset
         if self.buffers.memory_of(placed) != "near" and self.buffers.managed is not None:
-            # The kernel takes one pointer: rows in the other buffer lie at a distance from it. A GPU and its host share
+            # The kernel takes one pointer: rows in the other buffer are at a distance from it. A GPU and its host share
             # one address space, so the distance reaches pinned host memory too.
             start += self.buffers.managed.data_ptr() - self.buffers.near.data_ptr()
         table_rows = rect.row_stop if read.table_rows is None else read.table_rows
@@ -298,7 +300,7 @@ class TritonTables:
         most_ids: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Look up. Returns at once: on a GPU the answer is there when the current stream gets to it.
+        """Look up. Returns at once: on a GPU the result is ready when the current stream reaches it.
 
         Args:
             ids: int32 or int64 ``[N]``, on the tables' device.
@@ -306,7 +308,7 @@ class TritonTables:
             weights: of ids, float ``[N]``; None: 1.
             batch: B.
             bad: int32 ``[reads]``; each read's ids out of range are added to its count. Zeros for those that have no default
-                row; read it when the answer is needed anyway.
+                row; read it together with the result.
             keys: int32 ``[reads]``, the key that each read takes in this input; None: those of the reads.
             most_ids: unpooled only: no key has more ids than this; None: N.
             out: where to write, contiguous.
@@ -338,7 +340,8 @@ def _power_of_two(number: int) -> int:
 
 
 def _without_storage(buffer: Tensor) -> Tensor:
-    """A tensor that begins where ``buffer`` does. The interpreter copies the storage of every argument, which is all tables."""
+    """A tensor that starts at ``buffer``'s address. The interpreter copies the storage of every argument, which would
+    be all tables."""
     if buffer.device.type != "cpu":
         return buffer
     return torch.frombuffer((ctypes.c_uint8 * 1).from_address(buffer.data_ptr()), dtype=torch.uint8)
@@ -347,6 +350,6 @@ def _without_storage(buffer: Tensor) -> Tensor:
 def _check_can_run(device: torch.device) -> None:
     if device.type != "cuda" and isinstance(_lookup, triton.JITFunction):
         raise ConfigError(
-            f"Triton's kernel was asked to run on {device.type}; it runs on a GPU, or in Triton's interpreter, which "
-            "TRITON_INTERPRET=1 in the environment switches on before Python starts; on CPU use FBGEMM's kernel"
+            f"Triton's kernel cannot run on {device.type}; use a GPU, FBGEMM's kernel on the CPU, or Triton's "
+            f"interpreter (start Python with TRITON_INTERPRET=1)"
         )

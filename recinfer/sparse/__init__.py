@@ -1,4 +1,5 @@
-"""Ragged data of many features: KeyedJaggedTensor (ids), JaggedTensor (one feature), KeyedTensor (pooled vectors)."""
+"""Tensors of several features: KeyedJaggedTensor (ids), JaggedTensor (ids of one feature) and KeyedTensor (pooled
+vectors)."""
 
 from __future__ import annotations
 

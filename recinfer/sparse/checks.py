@@ -1,7 +1,8 @@
-"""What is refused when jagged data is built, and when looking is not allowed (tracing) or not cheap (other devices).
+"""Checks of jagged data when it is built; skipped while tracing and, where they are slow, on other devices than the
+CPU.
 
-Shapes are always checked. Numbers inside tensors (sums, signs) are checked on the CPU only: on another device each
-look would wait for the device. Nothing is checked while torch traces, exports or compiles, or on the meta device.
+Shapes are always checked. Numbers inside tensors (sums, signs) are checked on the CPU only: on other devices each check
+would wait for the device. Nothing is checked while torch traces, exports or compiles, or on the meta device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class MissingKeyError(NotFoundError, KeyError):
-    """A key is not in a keyed tensor; also a KeyError, as TorchRec raises."""
+    """Raised for a key that is not in a keyed tensor; also a KeyError, as in TorchRec."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -70,7 +71,7 @@ def check_jagged(
     if weights is not None:
         require(
             weights.dim() > 0 and weights.shape[0] == num_values,
-            f"{what}: got {tuple(weights.shape)} weights for {num_values} values; expected one weight a value",
+            f"{what}: got {tuple(weights.shape)} weights for {num_values} values; expected one weight per value",
         )
     if lengths is not None:
         _check_integers(f"{what}: lengths", lengths)
@@ -115,7 +116,7 @@ def _check_offsets(what: str, offsets: Tensor, lengths: Tensor | None, num_value
 def check_keys_per_stride(
     what: str, keys: Sequence[str], num_lengths: int, stride: int | None, stride_per_key: Sequence[int] | None
 ) -> None:
-    """Check that ``num_lengths`` is what the keys and their batch sizes ask for.
+    """Check that ``num_lengths`` matches the keys and their batch sizes.
 
     Raises:
         InputError: the number of lengths is not keys x stride (or the sum of ``stride_per_key``).
@@ -124,7 +125,7 @@ def check_keys_per_stride(
     if stride_per_key is not None:
         require(
             len(stride_per_key) == num_keys,
-            f"{what}: got {len(stride_per_key)} strides for {num_keys} keys; expected one a key",
+            f"{what}: got {len(stride_per_key)} strides for {num_keys} keys; expected one stride per key",
         )
         total = sum(stride_per_key)
         require(
@@ -143,7 +144,7 @@ def check_keys_per_stride(
 
 
 def check_distinct_keys(keys: Sequence[str]) -> None:
-    """Check that no key comes twice: sharded tables send one list of ids for a feature, and could not say which.
+    """Check that no key is repeated, because sharded tables exchange one list of ids per feature.
 
     Raises:
         InputError: naming the keys that come more than once.
@@ -151,6 +152,7 @@ def check_distinct_keys(keys: Sequence[str]) -> None:
     if len(set(keys)) < len(keys):
         repeated = sorted({key for key in keys if list(keys).count(key) > 1})
         raise InputError(
-            f"keys {repeated} come more than once in the input {list(keys)}; expected each key once: join the ids of a "
+            f"keys {repeated} occur more than once in the input {list(keys)}; expected each key once: join the ids "
+            f"of a "
             "feature in one jagged tensor, or give them different keys"
         )

@@ -1,7 +1,8 @@
 """Splits a KeyedJaggedTensor for other ranks and joins the received pieces.
 
 Shapes: ``F`` keys a rank receives, ``W`` ranks that sent. Received tensors are rank-major (rank, key, example); a
-KeyedJaggedTensor is key-major (key, rank, example); ``recat`` is the order of the (rank, key) pieces that does it.
+KeyedJaggedTensor is key-major (key, rank, example); ``recat`` is the permutation of the (rank, key) pieces between the
+two.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def received(
     stride_per_rank: list[int] | None,
     stagger: int = 1,
 ) -> Received:
-    """Bring what ``W`` ranks sent (each tensor the concatenation over ranks) into key-major order.
+    """Rearrange the tensors received from ``W`` ranks (each concatenated over ranks) into key-major order.
 
     Args:
         num_keys: ``F``.

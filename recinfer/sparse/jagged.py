@@ -1,4 +1,4 @@
-"""JaggedTensor: one ragged dimension, as values laid behind each other plus lengths (or offsets)."""
+"""JaggedTensor: rows of different length, as concatenated values plus lengths (or offsets)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class JaggedTensor(metaclass=Proxyable):
     def from_parts_unchecked(
         values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None = None
     ) -> JaggedTensor:
-        """Build without looking at the tensors; for parts whose sizes are known to fit."""
+        """Build without checks, from parts that are known to be consistent."""
         self = JaggedTensor.__new__(JaggedTensor)
         self._values = values
         self._weights = weights
@@ -108,12 +108,12 @@ class JaggedTensor(metaclass=Proxyable):
             "expected values [B, M, ...] and B lengths",
         )
         mask = torch.arange(values.shape[1], device=values.device).expand(values.shape[:2]) < lengths.unsqueeze(-1)
-        # A length above M has no values to stand for it; the constructor compares the two numbers.
+        # A length above M has too few values; the constructor compares the two numbers.
         return JaggedTensor(values[mask], weights=None if weights is None else weights[mask], lengths=lengths)
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> JaggedTensor:
-        """From one tensor a row (rows of ``values[i].shape[0]`` entries), and weights of the same shapes.
+        """From one tensor per row (rows of ``values[i].shape[0]`` entries), and weights of the same shapes.
 
         Raises:
             InputError: no rows, or weights whose rows differ in length from the values'.
@@ -136,11 +136,11 @@ class JaggedTensor(metaclass=Proxyable):
         )
 
     def to_dense(self) -> list[Tensor]:
-        """The rows as views of the values, one tensor a row."""
+        """The rows as views of the values, one tensor per row."""
         return list(self._values.split(self.lengths().tolist())) if self.lengths().numel() else []
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """The rows of weights, one tensor a row; None without weights."""
+        """The rows of weights, one tensor per row; None without weights."""
         if self._weights is None:
             return None
         return list(self._weights.split(self.lengths().tolist())) if self.lengths().numel() else []
@@ -176,7 +176,7 @@ class JaggedTensor(metaclass=Proxyable):
     def weights(self) -> Tensor:
         """``[N]``; InputError without weights."""
         if self._weights is None:
-            raise InputError("this JaggedTensor has no weights; build it with weights=, or ask weights_or_none()")
+            raise InputError("this JaggedTensor has no weights; build it with weights=, or call weights_or_none()")
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
@@ -184,7 +184,7 @@ class JaggedTensor(metaclass=Proxyable):
         return self._weights
 
     def lengths(self) -> Tensor:
-        """``[B]``, computed from the offsets once if need be."""
+        """``[B]``, computed from the offsets once if needed."""
         if self._lengths is None:
             assert self._offsets is not None
             self._lengths = offsets_to_lengths(self._offsets)
@@ -195,7 +195,7 @@ class JaggedTensor(metaclass=Proxyable):
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """``[B + 1]``, computed from the lengths once if need be."""
+        """``[B + 1]``, computed from the lengths once if needed."""
         if self._offsets is None:
             assert self._lengths is not None
             self._offsets = lengths_to_offsets(self._lengths)
@@ -206,7 +206,7 @@ class JaggedTensor(metaclass=Proxyable):
         return self._offsets
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Device of the values."""
         return self._values.device
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> JaggedTensor:
@@ -230,7 +230,8 @@ class JaggedTensor(metaclass=Proxyable):
             if mine is not None and theirs is not None:
                 require(
                     mine.shape == theirs.shape,
-                    f"JaggedTensor.copy_: {name[1:]} is {tuple(mine.shape)} here, {tuple(theirs.shape)} in the source",
+                    f"JaggedTensor.copy_: {name[1:]} has shape {tuple(mine.shape)} here, {tuple(theirs.shape)} in "
+                    f"the source",
                 )
                 mine.copy_(theirs, non_blocking=non_blocking)
             elif mine is not None:
@@ -271,7 +272,7 @@ def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
 
 
 def same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
-    """Both None, or equal shapes and close numbers."""
+    """Whether both are None, or have equal shapes and close values."""
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and a.device == b.device and torch.allclose(a, b.to(a.dtype))

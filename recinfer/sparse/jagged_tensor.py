@@ -1,4 +1,4 @@
-"""Where TorchRec keeps its sparse types: the public names of this package, and the two conversion modules."""
+"""The sparse types under TorchRec's module name, and two conversion modules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""KeyedTensor: dense tensors of several keys side by side in one tensor, and regrouping them.
+"""KeyedTensor: dense tensors of several keys, concatenated in one tensor, and regrouping them.
 
-Everything here is slices and concatenations with sizes known in Python, so that torch.export follows it.
+The operations are slices and concatenations with sizes known in Python, which torch.export can trace.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["KeyedTensor", "permute_multi_embedding", "regroup_kts"]
 
 
 class KeyedTensor(metaclass=Proxyable):
-    """Pooled embeddings: one dense block of columns a key.
+    """Pooled embeddings: one dense block of columns per key.
 
     Args:
         keys: the names, in order.
         length_per_key: how wide each key's block is along ``key_dim``.
         values: ``[B, sum(length_per_key)]`` (or any shape whose ``key_dim`` is that sum).
         key_dim: the dimension that the keys share.
-        offset_per_key, index_per_key: what could be computed, when the caller knows it.
+        offset_per_key, index_per_key: precomputed values, if the caller has them.
 
     Raises:
         InputError: as many lengths as keys, or a sum that is not the size of ``key_dim``.
@@ -58,7 +58,8 @@ class KeyedTensor(metaclass=Proxyable):
     def _check(self) -> None:
         require(
             len(self._keys) == len(self._length_per_key),
-            f"KeyedTensor: got {len(self._keys)} keys and {len(self._length_per_key)} lengths; expected one a key",
+            f"KeyedTensor: got {len(self._keys)} keys and {len(self._length_per_key)} lengths; expected one length "
+            f"per key",
         )
         shape = tuple(self._values.shape)
         require(
@@ -74,7 +75,7 @@ class KeyedTensor(metaclass=Proxyable):
     def from_parts_unchecked(
         cls, keys: list[str], length_per_key: list[int], values: Tensor, offset_per_key: list[int] | None = None
     ) -> KeyedTensor:
-        """A KeyedTensor whose parts are known to fit, without looking: for lookups, which run at microseconds."""
+        """Build without checks, for the hot path, from parts that are known to be consistent."""
         self = cls.__new__(cls)
         self._keys = keys
         self._length_per_key = length_per_key
@@ -86,14 +87,15 @@ class KeyedTensor(metaclass=Proxyable):
 
     @staticmethod
     def from_tensor_list(keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1) -> KeyedTensor:
-        """Lay ``tensors`` (one a key) side by side along ``cat_dim``.
+        """Concatenate ``tensors`` (one per key) along ``cat_dim``.
 
         Raises:
             InputError: no tensors, or not one a key.
         """
         require(
             len(keys) == len(tensors) and len(keys) > 0,
-            f"KeyedTensor.from_tensor_list: got {len(keys)} keys and {len(tensors)} tensors; expected one a key",
+            f"KeyedTensor.from_tensor_list: got {len(keys)} keys and {len(tensors)} tensors; expected one tensor per "
+            f"key",
         )
         return KeyedTensor(keys, [t.shape[key_dim] for t in tensors], torch.cat(tensors, dim=cat_dim), key_dim)
 
@@ -102,15 +104,15 @@ class KeyedTensor(metaclass=Proxyable):
         return self._keys
 
     def values(self) -> Tensor:
-        """``[B, sum(length_per_key)]``: all keys side by side."""
+        """``[B, sum(length_per_key)]``: all keys concatenated."""
         return self._values
 
     def key_dim(self) -> int:
-        """The dimension that the keys share."""
+        """The dimension that the keys are concatenated along."""
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Device of the values."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
@@ -118,7 +120,7 @@ class KeyedTensor(metaclass=Proxyable):
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Where each key starts along ``key_dim``, and the end."""
+        """Start of each key along ``key_dim``, and the end."""
         if self._offset_per_key is None:
             self._offset_per_key = prefix_sums(self._length_per_key)
         return self._offset_per_key
@@ -145,7 +147,7 @@ class KeyedTensor(metaclass=Proxyable):
 
     @staticmethod
     def regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-        """One tensor a group: the blocks of the group's keys side by side, whichever of ``keyed_tensors`` has them.
+        """One tensor per group: the concatenated blocks of the group's keys, from any of ``keyed_tensors``.
 
         A key may be in several groups. A key that several of ``keyed_tensors`` have is taken from the last one.
 
@@ -162,7 +164,7 @@ class KeyedTensor(metaclass=Proxyable):
         """:meth:`regroup`, with a name in ``keys`` for each group."""
         require(
             len(groups) == len(keys),
-            f"KeyedTensor.regroup_as_dict: got {len(groups)} groups and {len(keys)} keys; expected one a group",
+            f"KeyedTensor.regroup_as_dict: got {len(groups)} groups and {len(keys)} keys; expected one key per group",
         )
         grouped = regroup_kts(keyed_tensors, groups)
         return {key: grouped[i] for i, key in enumerate(keys)}  # by place: a symbol of torch.fx has no iterator
@@ -194,9 +196,9 @@ class KeyedTensor(metaclass=Proxyable):
         return summary("KeyedTensor", self._keys, values=self._values)
 
 
-@fx.wrap  # one node in a graph that torch.fx traces: the keyed tensors are symbols there, whose keys nobody knows
+@fx.wrap  # one node in a graph that torch.fx traces: the keyed tensors are symbols there, with unknown keys
 def regroup_kts(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-    """The work of :meth:`KeyedTensor.regroup`: neighbouring keys that stay neighbours are copied as one slice."""
+    """The implementation of :meth:`KeyedTensor.regroup`: keys that stay adjacent are copied as one slice."""
     require(len(keyed_tensors) > 0, "KeyedTensor.regroup: got no keyed tensors; expected at least one")
     places = {key: (n, i) for n, kt in enumerate(keyed_tensors) for key, i in kt._key_indices().items()}
     dim = keyed_tensors[0].key_dim()

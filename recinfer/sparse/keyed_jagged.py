@@ -1,8 +1,8 @@
-"""KeyedJaggedTensor: one ragged dimension a key, all keys' values laid behind each other, key after key.
+"""KeyedJaggedTensor: jagged values of several keys, concatenated key by key.
 
 Shapes: ``F`` keys, ``B`` batch size (the stride), ``N`` values. With a variable batch every key has its own batch
 size, split by rank: ``stride_per_key_per_rank[F][ranks]``, and ``inverse_indices`` say which row of the key's batch
-stands for each example of the full batch.
+belongs to each example of the full batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KeyedJaggedTensor(KeyedParts):
         stride_per_key_per_rank: batch size of each key on each rank, ``[F][ranks]``: a variable batch.
         stride_per_key: batch size of each key; unequal ones make a variable batch of one rank.
         length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: what could be computed, when
-            the caller knows it already; taken as they are.
+            the caller has it already; not checked.
         inverse_indices: ``(keys, int64[len(keys), full batch])`` of a variable batch.
 
     Raises:
@@ -93,7 +93,7 @@ class KeyedJaggedTensor(KeyedParts):
 
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """One key a JaggedTensor, in the dict's order; different batch sizes make a variable batch.
+        """One key per JaggedTensor, in the dict's order; different batch sizes give a variable batch.
 
         Raises:
             InputError: an empty dict, or weights for some keys only.
@@ -176,7 +176,7 @@ class KeyedJaggedTensor(KeyedParts):
         return self._jt_dict
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
-        """Cut the keys into runs of ``segments`` keys (views; a run may be empty).
+        """Split the keys into runs of ``segments`` keys (views; a run may be empty).
 
         Raises:
             InputError: the segments are not as many keys as there are.
@@ -188,7 +188,7 @@ class KeyedJaggedTensor(KeyedParts):
         return [rearrange.cut(self, start, stop) for start, stop in pairwise(prefix_sums(segments))]
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """The keys at ``indices``, in that order (a copy); a key may come twice or not at all.
+        """The keys at ``indices``, in that order (a copy); keys may be repeated or left out.
 
         Args:
             indices: places in :meth:`keys`.
@@ -292,7 +292,7 @@ class KeyedJaggedTensor(KeyedParts):
         return labels
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
-        """How much of each of :meth:`dist_tensors` goes to each rank, when rank ``r`` gets ``key_splits[r]`` keys."""
+        """The split sizes of each of :meth:`dist_tensors` by rank, when rank ``r`` gets ``key_splits[r]`` keys."""
         return distribution.splits(self, key_splits)
 
     def dist_tensors(self) -> list[Tensor]:
@@ -309,7 +309,7 @@ class KeyedJaggedTensor(KeyedParts):
         stride_per_rank: list[int] | None,
         stagger: int = 1,
     ) -> KeyedJaggedTensor:
-        """Build from what all ranks sent: see :func:`recinfer.sparse.distribution.received`."""
+        """Build from the tensors received from all ranks: see :func:`recinfer.sparse.distribution.received`."""
         parts = distribution.received(
             len(keys), tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
         )
@@ -339,7 +339,7 @@ class KeyedJaggedTensor(KeyedParts):
 
 @fx.wrap
 def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-    """See :meth:`KeyedJaggedTensor.from_jt_dict`: a function by itself, which torch.fx makes one node of."""
+    """See :meth:`KeyedJaggedTensor.from_jt_dict`: a separate function, so that torch.fx makes it one node."""
     require(len(jt_dict) > 0, "KeyedJaggedTensor.from_jt_dict: got no keys; use KeyedJaggedTensor.empty")
     parts = list(jt_dict.values())
     weighted = [k for k, jt in jt_dict.items() if jt.weights_or_none() is not None]

@@ -1,4 +1,4 @@
-"""What a KeyedJaggedTensor holds and what it can be asked: parts, their memory, batch sizes, sizes of the keys.
+"""The state of a KeyedJaggedTensor and its getters: parts, memory, batch sizes and sizes per key.
 
 Shapes: ``F`` keys, ``B`` batch size (the stride), ``N`` values.
 """
@@ -24,7 +24,7 @@ Strides = list[list[int]]
 
 
 class KeyedParts(metaclass=Proxyable):
-    """The state of a KeyedJaggedTensor and its getters; sizes are computed when first asked for, once."""
+    """The state of a KeyedJaggedTensor and its getters; sizes are computed once, on first use."""
 
     _fields = [  # noqa: RUF012 - the name and the type are TorchRec's
         "_values",
@@ -61,7 +61,7 @@ class KeyedParts(metaclass=Proxyable):
         if type(lengths) is Tensor and lengths.dim() == 2 and lengths.shape[0] == len(keys):
             lengths = lengths.reshape(-1)
         if keys and isinstance(stride_per_key_per_rank, list) and not stride_per_key_per_rank:
-            stride_per_key_per_rank = None  # what stride_per_key_per_rank() says of a fixed batch
+            stride_per_key_per_rank = None  # the value of stride_per_key_per_rank() for a fixed batch
         if stride_per_key_per_rank is None and stride_per_key is not None and len(set(stride_per_key)) > 1:
             stride_per_key_per_rank = [[s] for s in stride_per_key]
         self._set(keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank, inverse_indices)
@@ -85,7 +85,7 @@ class KeyedParts(metaclass=Proxyable):
         stride_per_key_per_rank: Tensor | Strides | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> Self:
-        """Build without looking at the tensors: for the hot path, from parts whose sizes are known to fit."""
+        """Build without checks, for the hot path, from parts that are known to be consistent."""
         self = cls.__new__(cls)
         self._set(keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank, inverse_indices)
         return self
@@ -148,7 +148,7 @@ class KeyedParts(metaclass=Proxyable):
     def weights(self) -> Tensor:
         """``[N]``; InputError without weights."""
         if self._weights is None:
-            raise InputError("this KeyedJaggedTensor has no weights; build it with weights=, or ask weights_or_none()")
+            raise InputError("this KeyedJaggedTensor has no weights; build it with weights=, or call weights_or_none()")
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
@@ -156,7 +156,7 @@ class KeyedParts(metaclass=Proxyable):
         return self._weights
 
     def lengths(self) -> Tensor:
-        """``[F * B]``, computed from the offsets once if need be."""
+        """``[F * B]``, computed from the offsets once if needed."""
         if self._lengths is None:
             assert self._offsets is not None
             self._lengths = offsets_to_lengths(self._offsets)
@@ -167,7 +167,7 @@ class KeyedParts(metaclass=Proxyable):
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """``[F * B + 1]``, computed from the lengths once if need be."""
+        """``[F * B + 1]``, computed from the lengths once if needed."""
         if self._offsets is None:
             assert self._lengths is not None
             self._offsets = lengths_to_offsets(self._lengths)
@@ -178,7 +178,7 @@ class KeyedParts(metaclass=Proxyable):
         return self._offsets
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Device of the values."""
         return self._values.device
 
     def _key_indices(self) -> dict[str, int]:
@@ -187,7 +187,7 @@ class KeyedParts(metaclass=Proxyable):
         return self._index_per_key
 
     def index_per_key(self) -> dict[str, int]:
-        """Where each key is in :meth:`keys` (the last place of a key that occurs twice)."""
+        """Index of each key in :meth:`keys` (the last one of a key that occurs twice)."""
         return self._key_indices()
 
     # ---- memory of the parts
@@ -215,7 +215,7 @@ class KeyedParts(metaclass=Proxyable):
         return size
 
     def clear_storage(self) -> int:
-        """Free the memory of the parts now, whoever else holds them; returns the bytes freed."""
+        """Free the memory of the parts now, even if other objects hold them; returns the freed bytes."""
         freed = 0
         for part in self._parts():
             storage = part.untyped_storage()
@@ -226,7 +226,7 @@ class KeyedParts(metaclass=Proxyable):
     # ---- batch sizes
 
     def variable_stride_per_key(self) -> bool:
-        """Whether keys have batch sizes of their own."""
+        """Whether keys have different batch sizes."""
         return self._stride_per_key_per_rank is not None
 
     def stride(self) -> int:
@@ -274,9 +274,9 @@ class KeyedParts(metaclass=Proxyable):
     # ---- sizes of the keys
 
     def length_per_key(self) -> list[int]:
-        """How many values each key has; computed once (waits for the device).
+        """Number of values of each key; computed once (waits for the device).
 
-        On the meta device nobody knows: the values are taken for shared out evenly, the rest to the first key.
+        On the meta device the numbers are unknown: the values are split evenly, with the remainder in the first key.
         """
         if self._length_per_key is None:
             self._length_per_key = self._compute_length_per_key()
@@ -299,21 +299,21 @@ class KeyedParts(metaclass=Proxyable):
         return segment_sums(self.lengths(), strides)
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """What :meth:`length_per_key` computed, or None."""
+        """The result of :meth:`length_per_key` if computed, else None."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Where each key's values start, and the end: ``F + 1`` numbers."""
+        """Start of each key's values, and the end: ``F + 1`` numbers."""
         if self._offset_per_key is None:
             self._offset_per_key = prefix_sums(self.length_per_key())
         return self._offset_per_key
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """What :meth:`offset_per_key` computed, or None."""
+        """The result of :meth:`offset_per_key` if computed, else None."""
         return self._offset_per_key
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Where each key's lengths start, and the end: ``F + 1`` numbers."""
+        """Start of each key's lengths, and the end: ``F + 1`` numbers."""
         if self._lengths_offset_per_key is None:
             self._lengths_offset_per_key = prefix_sums(self.stride_per_key())
         return self._lengths_offset_per_key

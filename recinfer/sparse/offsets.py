@@ -1,4 +1,4 @@
-"""Arithmetic on the lengths and offsets of jagged data; plain torch, no loop over rows.
+"""Arithmetic on the lengths and offsets of jagged data; plain torch without loops over rows.
 
 Shapes: ``F`` keys (features), ``B`` batch (stride), ``N`` values.
 """
@@ -50,7 +50,7 @@ def prefix_sums(sizes: Sequence[int]) -> list[int]:
 
 
 def segment_sums(lengths: Tensor, strides: Sequence[int]) -> list[int]:
-    """How many values each of ``F`` keys has: sums of ``lengths`` over runs of ``strides[f]`` entries.
+    """Number of values of each of ``F`` keys: sums of ``lengths`` over runs of ``strides[f]`` entries.
 
     Waits for the device when ``lengths`` is not on the CPU (one copy of ``F`` numbers).
     """
@@ -67,7 +67,7 @@ def segment_sums(lengths: Tensor, strides: Sequence[int]) -> list[int]:
 
 
 def gather_segments(tensor: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Cut ``tensor`` along dim 0 into runs of ``sizes`` and lay the runs ``order`` behind each other (a copy)."""
+    """Split ``tensor`` along dim 0 into runs of ``sizes`` and concatenate the runs ``order`` (a copy)."""
     runs = tensor.split(list(sizes))
     if not order:
         return tensor[:0]

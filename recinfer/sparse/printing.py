@@ -1,4 +1,5 @@
-"""How jagged and keyed tensors print: ``str`` in TorchRec's layout, one key a line; ``repr`` is one line of shapes."""
+"""Prints jagged and keyed tensors: ``str`` in TorchRec's layout with one key per line, ``repr`` as one line of
+shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ __all__ = ["format_jagged", "format_keyed", "format_keyed_jagged", "summary"]
 
 
 def summary(kind: str, keys: Sequence[str] | None = None, **tensors: Tensor | None) -> str:
-    """Keys, dtypes, shapes and devices in one line; never looks at a number, so it never waits for a device."""
+    """Keys, dtypes, shapes and devices in one line; reads no values, so it never waits for a device."""
     parts = [] if keys is None else [f"keys={list(keys)}"]
     parts += [f"{n}={t.dtype}{list(t.shape)} on {t.device}" for n, t in tensors.items() if t is not None]
     return f"{kind}({', '.join(parts)})"
@@ -22,7 +23,7 @@ def _rows(values: Tensor, lengths: Sequence[int]) -> list[list[Any]]:
 
 
 def format_jagged(values: Tensor, weights: Tensor | None, lengths: Tensor) -> str:
-    """A JaggedTensor as text; on meta the summary."""
+    """A JaggedTensor as text; on the meta device the summary."""
     if values.is_meta or lengths.is_meta:
         return summary("JaggedTensor", values=values, weights=weights, lengths=lengths)
     sizes = lengths.tolist()
@@ -34,7 +35,7 @@ def format_jagged(values: Tensor, weights: Tensor | None, lengths: Tensor) -> st
 def format_keyed_jagged(
     keys: Sequence[str], values: Tensor, weights: Tensor | None, lengths: Tensor, strides: Sequence[int]
 ) -> str:
-    """A KeyedJaggedTensor as text; on meta the summary."""
+    """A KeyedJaggedTensor as text; on the meta device the summary."""
     if values.is_meta or lengths.is_meta:
         return summary("KeyedJaggedTensor", keys, values=values, weights=weights, lengths=lengths)
     if not keys:
@@ -53,7 +54,7 @@ def format_keyed_jagged(
 
 
 def format_keyed(keys: Sequence[str], parts: Sequence[Tensor], values: Tensor) -> str:
-    """A KeyedTensor as text; on meta the summary."""
+    """A KeyedTensor as text; on the meta device the summary."""
     if values.is_meta:
         return summary("KeyedTensor", keys, values=values)
     if not keys:

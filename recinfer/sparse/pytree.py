@@ -1,4 +1,4 @@
-"""Registration of the sparse types with torch: pytrees (torch.export, fx, DDP) and weights-only loading.
+"""Registers the sparse types with torch as pytrees (torch.export, fx, DDP) and for weights-only loading.
 
 The keys of a KeyedJaggedTensor or KeyedTensor are static: a spec, and so an exported program, holds them in the order
 of the example. ``tree_flatten_spec``, which fills a spec from another object, therefore brings the object's keys into
@@ -66,7 +66,7 @@ def _unflatten_kjt(leaves: Any, context: _Context) -> KeyedJaggedTensor:
 
 
 def _places(what: str, wanted: list[str], keys: list[str]) -> list[int]:
-    """Where each of ``wanted`` is among ``keys``."""
+    """Index of each of ``wanted`` in ``keys``."""
     missing = [key for key in wanted if key not in keys]
     if missing:
         raise MissingKeyError(
@@ -74,8 +74,8 @@ def _places(what: str, wanted: list[str], keys: list[str]) -> list[int]:
         )
     if len(set(wanted)) != len(wanted) or len(set(keys)) != len(keys):
         raise InputError(
-            f"{what}: the spec (the exported program) has keys {wanted}, got {keys}; with a key that occurs twice only "
-            "the spec's own order can be taken: permute the keys into it"
+            f"{what}: the spec (the exported program) has keys {wanted}, got {keys}; a key occurs twice, so the keys "
+            f"must be in the spec's order: permute them"
         )
     return [keys.index(key) for key in wanted]
 
@@ -149,7 +149,7 @@ torch.serialization.add_safe_globals([JaggedTensor, KeyedJaggedTensor, KeyedTens
 
 
 def flatten_kjt_list(kjt_arr: list[KeyedJaggedTensor]) -> tuple[list[Tensor | None], list[_Context]]:
-    """The leaves of all of ``kjt_arr`` behind each other (six each), and what else is needed to rebuild them."""
+    """The leaves of all of ``kjt_arr``, concatenated (six each), and the contexts to rebuild them."""
     flat = [_flatten_kjt(kjt) for kjt in kjt_arr]
     return [leaf for leaves, _ in flat for leaf in leaves], [context for _, context in flat]
 

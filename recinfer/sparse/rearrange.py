@@ -1,4 +1,4 @@
-"""Keys behind each other, cut apart and reordered: KeyedJaggedTensors made of the keys of others."""
+"""Concatenates, splits and permutes KeyedJaggedTensors by key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def concat(kjt_list: Sequence[Keyed]) -> Keyed:
     """See :meth:`KeyedJaggedTensor.concat`."""
     require(len(kjt_list) > 0, "KeyedJaggedTensor.concat: got an empty list; expected at least one")
     weighted = {k._weights is not None for k in kjt_list}
-    require(len(weighted) == 1, "KeyedJaggedTensor.concat: got weighted and unweighted ones; give weights to all")
+    require(
+        len(weighted) == 1,
+        "KeyedJaggedTensor.concat: got weighted and unweighted tensors; give weights to all or to none",
+    )
     variables = {k.variable_stride_per_key() for k in kjt_list}
     require(
         len(variables) == 1,
@@ -53,7 +56,7 @@ def concat(kjt_list: Sequence[Keyed]) -> Keyed:
 
 
 def cut(kjt: Keyed, start: int, stop: int) -> Keyed:
-    """The keys from place ``start`` to before ``stop``, as views."""
+    """The keys ``start`` to ``stop`` (exclusive), as views."""
     if start == 0 and stop == len(kjt._keys):
         return kjt
     variable = kjt.variable_stride_per_key()
@@ -71,7 +74,7 @@ def cut(kjt: Keyed, start: int, stop: int) -> Keyed:
 
 
 def by_key(kjt: KeyedParts, compute_offsets: bool) -> dict[str, JaggedTensor]:
-    """Each key by itself, as views; ``compute_offsets``: also the offsets of each, all keys in one operation."""
+    """A KeyedJaggedTensor per key, as views; ``compute_offsets`` also computes their offsets, in one operation."""
     if not kjt._keys:
         return {}
     sizes, strides = kjt.length_per_key(), kjt.stride_per_key()

@@ -1,4 +1,4 @@
-"""Features that come as a mapping of ragged tensors (such as a tensordict's TensorDict), as a KeyedJaggedTensor."""
+"""Converts a mapping of ragged tensors (such as a tensordict's TensorDict) to a KeyedJaggedTensor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def maybe_td_to_kjt(
     wanted = list(features.keys()) if keys is None else keys
     missing = [key for key in wanted if key not in features]
     if missing:
-        raise InputError(f"features {missing} are not there; there are {list(features.keys())}")
+        raise InputError(f"features {missing} are missing; got {list(features.keys())}")
     return KeyedJaggedTensor.from_jt_dict({key: _jagged(key, features[key]) for key in wanted})
 
 
@@ -44,7 +44,7 @@ def _jagged(key: str, value: Any) -> JaggedTensor:
     if isinstance(value, JaggedTensor):
         return value
     if isinstance(value, Tensor) and value.is_nested:
-        nested: Any = value  # whose methods the stubs do not know
+        nested: Any = value  # the stubs lack its methods
         if nested.lengths() is None:
             return JaggedTensor(nested.values(), offsets=nested.offsets())
         return JaggedTensor(torch.cat(nested.unbind()), lengths=nested.lengths())  # a view with gaps between the rows

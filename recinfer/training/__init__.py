@@ -1,4 +1,4 @@
-"""Training: a dataset to a trained DLRM and its checkpoint. Nothing that serves imports this package."""
+"""Trains a DLRM on a dataset and writes its checkpoint. Serving code does not import this package."""
 
 from __future__ import annotations
 

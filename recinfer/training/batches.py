@@ -1,4 +1,4 @@
-"""Rows as tensors: all examples of a split in memory once, and batches gathered out of them.
+"""Examples as tensors in memory, and batches of them.
 
 Shapes: ``F`` sparse features, ``N`` examples, ``B`` examples of a batch, ``d`` dense features.
 """
@@ -24,7 +24,7 @@ __all__ = ["Batch", "Examples", "empty_batch"]
 
 @dataclass(frozen=True)
 class Batch(Pipelineable):
-    """What one step of training or evaluation sees.
+    """One batch of training or evaluation.
 
     Attributes:
         dense_features: float32 ``[B, d]``.
@@ -45,7 +45,7 @@ class Batch(Pipelineable):
         )
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory, from which a GPU copies while the host goes on."""
+        """The batch in page-locked memory, for asynchronous copies to a GPU."""
         return Batch(self.dense_features.pin_memory(), self.sparse_features.pin_memory(), self.labels.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
@@ -55,7 +55,7 @@ class Batch(Pipelineable):
 
 
 def empty_batch(contract: FeatureContract) -> Batch:
-    """A batch of no rows, for a rank that has none left while others do."""
+    """A batch without rows, for a rank that has no more rows while others have."""
     sparse = KeyedJaggedTensor(
         keys=list(contract.feature_names),
         values=torch.empty(0, dtype=torch.int64),
@@ -94,7 +94,7 @@ class Examples:
 
     @classmethod
     def from_columns(cls, contract: FeatureContract, columns: Any) -> Examples:
-        """The examples that ``contract`` makes of raw columns; raises InputError for values it refuses."""
+        """Convert raw columns by ``contract``; raises InputError for values that it rejects."""
         dense, sparse = contract.apply(columns)
         return cls(dense, sparse, torch.as_tensor(contract.labels(columns)))
 
@@ -106,7 +106,7 @@ class Examples:
         lengths = self._lengths_FN[:, rows].reshape(-1)
         starts = self._starts_FN[:, rows].reshape(-1)
         ends = lengths.cumsum(0)
-        # Place k of the batch lies in bag j, at starts[j] + (k - ends[j] + lengths[j]).
+        # Position k of the batch is in bag j, at starts[j] + (k - ends[j] + lengths[j]).
         shift = torch.repeat_interleave(starts - ends + lengths, lengths)
         values = self._values[shift + torch.arange(shift.numel())]
         sparse = KeyedJaggedTensor.from_parts_unchecked(self.keys, values, lengths, stride=rows.numel())
@@ -118,7 +118,7 @@ class Examples:
         return Examples(batch.dense_features, batch.sparse_features, batch.labels)
 
     def joined(self, other: Examples) -> Examples:
-        """These examples and then the others."""
+        """These examples followed by ``other``."""
         mine, theirs = self.batch(torch.arange(len(self))), other.batch(torch.arange(len(other)))
         values, lengths = [], []
         for part in (mine, theirs):
@@ -135,7 +135,7 @@ class Examples:
         return Examples(dense, sparse, torch.cat([mine.labels, theirs.labels]))
 
     def batches(self, batch_size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
-        """All examples once, ``batch_size`` at a time, the last batch smaller; shuffled if there is a generator."""
+        """All examples once, in batches of ``batch_size`` (the last may be smaller); shuffled with a generator."""
         order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
         for rows in order.split(batch_size):
             yield self.batch(rows)

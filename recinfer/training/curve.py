@@ -1,4 +1,4 @@
-"""The learning curve of a training: losses and metrics by step, as a CSV that grows with the run, and as a plot."""
+"""The learning curve of a training run: losses and metrics by step, as CSV and as a plot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLUMNS = (
 
 
 class Curve:
-    """Points of a run; each is a row of ``path`` as soon as it is added.
+    """The points of a run; each is written to ``path`` when it is added.
 
     Args:
         path: a CSV file to write, replaced if it is there; None keeps the points in memory only.
@@ -47,7 +47,7 @@ class Curve:
             self._write_all()
 
     def add_step(self, step: int, epoch: int, samples: int, train_loss: float) -> None:
-        """A point of training: the mean loss of the steps since the last one."""
+        """Add the mean training loss of the steps since the last point."""
         now = self._seconds()
         seconds, before = now - self._last[0], self._last[1]
         self._last = (now, samples)
@@ -55,12 +55,12 @@ class Curve:
         self._add(step=step, epoch=epoch, samples=samples, seconds=now, samples_per_second=rate, train_loss=train_loss)
 
     def add_evaluation(self, step: int, epoch: int, samples: int, metrics: Mapping[str, float]) -> None:
-        """Metrics on the rows held out."""
+        """Add metrics on the held-out rows."""
         self._add(step=step, epoch=epoch, samples=samples, seconds=self._seconds(), **metrics)
         self._last = (self._seconds(), samples)
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Begin with the points of an earlier run, up to where this one goes on."""
+        """Start with the points of an earlier run, up to the step where this one continues."""
         self.rows = [dict(row) for row in rows]
         if self.rows:
             self._before = self.rows[-1]["seconds"]
@@ -69,7 +69,7 @@ class Curve:
             self._write_all()
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw training loss and held-out metrics over samples; the ending of ``path`` says the format.
+        """Draw training loss and held-out metrics over samples; the suffix of ``path`` gives the format.
 
         Raises:
             UnavailableError: matplotlib is not installed.

@@ -35,7 +35,7 @@ _CONTRACT_ROWS = 500_000  # that a contract is read off, where rows are streamed
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What to train on and how; every field pickles.
+    """The settings of a training run; every field can be pickled.
 
     Attributes:
         out: checkpoint folder.
@@ -45,9 +45,9 @@ class TrainJob:
         limit: use only that many rows.
         sharding: table -> sharding type.
         plan: a plan's file.
-        stream: read rows anew in every pass; None decides by the file.
+        stream: read rows from disk in every epoch; None decides by the file.
         metrics, plot: files for the learning curve.
-        save_every, resume: checkpoints on the way.
+        save_every, resume: step checkpoints.
         device: ``cpu``, or ``cuda``: each rank on a GPU of its own.
     """
 
@@ -71,7 +71,7 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What came out, as plain data; see :class:`~recinfer.training.loop.TrainResult`."""
+    """The result of training as plain data; see :class:`~recinfer.training.loop.TrainResult`."""
 
     auc: float
     log_loss: float
@@ -90,8 +90,8 @@ def run_job(job: TrainJob, world_size: int = 1) -> TrainReport | None:
     Returns:
         the report; None on every rank of torchrun but the first.
 
-    Raises: as :func:`recinfer.training.loop.train`, and UnavailableError naming a rank that died or a device that is not
-        there.
+    Raises: as :func:`recinfer.training.loop.train`, and UnavailableError naming a rank that failed or a device
+            that is missing.
     """
     check_target(job.out)
     if env.torchrun_rank() is None:
@@ -112,7 +112,7 @@ def run_job(job: TrainJob, world_size: int = 1) -> TrainReport | None:
 
 
 def _on_new_ranks(job: TrainJob, world_size: int, function: Callable[[TrainJob], TrainReport | None]) -> TrainReport:
-    """``function`` on ranks of this host; a checkpoint that they were writing when they were stopped is removed."""
+    """Run ``function`` on ranks of this host; removes a checkpoint that they were writing when they were stopped."""
     try:
         report: TrainReport = run_ranks(world_size, function, job)
         return report
@@ -187,7 +187,8 @@ def _streams(job: TrainJob) -> bool:
 
 
 def _fit_contract(job: TrainJob) -> tuple[FeatureContract, float]:
-    """The contract that the first rows give, and the part of their labels that is 1; the same on every rank."""
+    """The feature contract fitted to the first rows, and the share of their labels that is 1; the same on every
+    rank."""
     from recinfer.data.criteo import criteo_contract
     from recinfer.data.movielens import movielens_contract
 

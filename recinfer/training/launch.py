@@ -1,4 +1,4 @@
-"""Starts the ranks of a training on this host, or joins those that torchrun started; stops all when one dies."""
+"""Starts the ranks of training on this host, or joins those that torchrun started; stops all if one fails."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ import torch.distributed as dist
 from recinfer import env
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.group_device import device_and_backend
-from recinfer.training.last_words import LastWords, is_lost_peer
+from recinfer.training.failure_reports import FailureReports, is_lost_peer
 
 __all__ = ["process_group", "run_ranks"]
 
 _GRACE = 5.0  # seconds a rank has to end before it is killed
 _START = "spawn"  # ranks begin with nothing of this process
-_told: Callable[[BaseException], None] | None = None  # on a rank of run_ranks: writes down why it fails
+_report_error: Callable[[BaseException], None] | None = None  # on a rank of run_ranks: writes its error to a file
 
 
 @contextlib.contextmanager
@@ -45,12 +45,12 @@ def process_group(device: str = "cpu", timeout: float = 600.0) -> Iterator[tuple
         timeout: seconds that a rank waits for the others in a collective.
 
     Raises:
-        UnavailableError: this process is no rank, or has no such device; or another rank was lost, names it (torchrun's ranks find that out among
-            themselves, :func:`run_ranks` sees it).
+        UnavailableError: this process is not a rank or has no such device; or another rank failed, which is named (under
+            torchrun by reports between the ranks, otherwise by :func:`run_ranks`).
     """
     place = env.torchrun_rank()
     if place is None:
-        raise UnavailableError("this process is no rank: RANK is not set; start it with torchrun or run_ranks")
+        raise UnavailableError("this process is not a rank: RANK is not set; start it with torchrun or run_ranks")
     rank, world_size = place
     here, backend = device_and_backend(device, rank, world_size)
     if here.type == "cuda":
@@ -60,16 +60,16 @@ def process_group(device: str = "cpu", timeout: float = 600.0) -> Iterator[tuple
     store.set_timeout(limit)
     group = dist.PrefixStore("default_group", store)
     dist.init_process_group(backend, store=group, rank=rank, world_size=world_size, timeout=limit)
-    words = LastWords(store, rank, world_size)
+    reports = FailureReports(store, rank, world_size)
     lost: RuntimeError | None = None
     try:
         yield rank, world_size
     except BaseException as error:
         # Before the others lose this rank, and fail too.
-        if _told is not None:
-            _told(error)
+        if _report_error is not None:
+            _report_error(error)
             raise
-        words.say(error)
+        reports.write(error)
         if not is_lost_peer(error):
             raise
         lost = error  # type: ignore[assignment]
@@ -79,19 +79,20 @@ def process_group(device: str = "cpu", timeout: float = 600.0) -> Iterator[tuple
     finally:
         dist.destroy_process_group()
     if lost is not None:
-        raise words.explain() or lost from lost
+        raise reports.explain() or lost from lost
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` on ``world_size`` new ranks of this host; what rank 0 returned.
+    """Run ``function(*args)`` on ``world_size`` new ranks of this host; returns the result of rank 0.
 
-    Each rank is a process of its own with torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
+    Each rank is a process with torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); ``function`` joins with :func:`process_group`. It must be importable by
     name, and arguments and result must pickle. Ctrl-C stops all ranks.
 
     Raises:
         RecinferError: that a rank raised, as it was raised.
-        UnavailableError: a rank died or failed otherwise; names it and says how. The others are stopped within seconds.
+        UnavailableError: a rank was killed or failed; names the rank and the reason. The others are stopped within
+            seconds.
     """
     context: Any = multiprocessing.get_context(_START)
     store = _store()
@@ -118,10 +119,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
 def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the parent stops the ranks
     env.set_torchrun(rank, world_size, port)
-    # torch says of its own ShardedTensor, which TorchRec's checkpoints are made of, that DTensor will follow it.
+    # torch deprecates its ShardedTensor, which TorchRec's checkpoints consist of, in favour of DTensor.
     warnings.filterwarnings("ignore", message="Please use DTensor instead")
-    global _told
-    _told = partial(_tell, Path(folder), rank)
+    global _report_error
+    _report_error = partial(_write_error, Path(folder), rank)
     try:
         result = function(*args)
         if rank == 0:
@@ -129,27 +130,27 @@ def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Cal
             part.write_bytes(pickle.dumps(result))
             part.rename(Path(folder) / "result")
     except BaseException as error:
-        _told(error)
+        _report_error(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _tell(folder: Path, rank: int, error: BaseException) -> None:
-    """Write down what this rank fails with and when; what it fails with afterwards is no news."""
+def _write_error(folder: Path, rank: int, error: BaseException) -> None:
+    """Write this rank's first error and its time to a file; later errors are ignored."""
     path = folder / f"error-{rank}"
     if path.exists():
         return
     known = error if isinstance(error, RecinferError) else None
-    story = time.monotonic(), type(error).__name__, known, "".join(traceback.format_exception(error))
+    record = time.monotonic(), type(error).__name__, known, "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):
         part = folder / f".error-{rank}"
-        part.write_bytes(pickle.dumps(story))
+        part.write_bytes(pickle.dumps(record))
         part.rename(path)
 
 
 def _failures(ranks: list[Any]) -> dict[int, int]:
-    """Wait until all ranks are done, or some fail: rank -> exit code of those that did."""
+    """Wait until all ranks finish or some fail; returns rank -> exit code of the failed ones."""
     alive = {process.sentinel: at for at, process in enumerate(ranks)}
     failed: dict[int, int] = {}
     end: float | None = None
@@ -185,11 +186,11 @@ def _stop(ranks: list[Any]) -> None:
 
 
 def _error(folder: Path, failed: dict[int, int]) -> Exception:
-    """What to raise: a rank that was killed or ended without a word, else the story of the one that failed first."""
-    stories = {int(path.name.rpartition("-")[2]): pickle.loads(path.read_bytes()) for path in folder.glob("error-*")}
-    rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[0] in stories))
-    if code > 0 and rank in stories:
-        rank, (_, name, known, text) = min(stories.items(), key=lambda item: item[1][0])
+    """The error to raise: a rank that was killed or wrote no error, else the error of the rank that failed first."""
+    records = {int(path.name.rpartition("-")[2]): pickle.loads(path.read_bytes()) for path in folder.glob("error-*")}
+    rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[0] in records))
+    if code > 0 and rank in records:
+        rank, (_, name, known, text) = min(records.items(), key=lambda item: item[1][0])
         if known is not None:
             return known
         return UnavailableError(f"rank {rank} failed with {name}; the other ranks were stopped\n{text}")
@@ -198,13 +199,12 @@ def _error(folder: Path, failed: dict[int, int]) -> Exception:
         hint = "; was the machine out of memory?" if -code == signal.SIGKILL else ""
     else:
         how, hint = f"ended with exit code {code}", ""
-    return UnavailableError(f"rank {rank} {how}{hint}; the other ranks were stopped. --resume goes on from the last "
-                            "checkpoint of --save-every")  # fmt: skip
+    return UnavailableError(f"rank {rank} {how}{hint}; the other ranks were stopped. --resume continues from the last checkpoint of --save-every")  # fmt: skip
 
 
 def _store() -> dist.TCPStore:
-    """Where the ranks find each other. It is here and not on rank 0: this process has the port from the moment it is
-    chosen, so that nobody else can take it; and it listens on loopback alone."""
+    """The rendezvous store of the ranks. This process hosts it instead of rank 0, because it holds the chosen port from
+    the start, so that no other process can take it. It listens on loopback only."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     limit = timedelta(minutes=10)

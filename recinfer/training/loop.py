@@ -1,4 +1,4 @@
-"""The training loop: batches in, a trained DLRM with its held-out metrics, its learning curve and its checkpoints out.
+"""The training loop: trains a DLRM, evaluates it on held-out rows, and writes its learning curve and checkpoints.
 
 The same loop runs in one process and on every rank of a process group (see :mod:`recinfer.training.launch`).
 """
@@ -47,17 +47,18 @@ _CURVE_POINTS = 200  # about so many rows of the curve in a run
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How to train.
+    """Settings of the training loop.
 
     Attributes:
         embedding_dim: columns of every table.
         epochs: passes over the training rows.
         seed: of the initial weights.
         dense_lr, sparse_lr: peak learning rates of the MLPs (Adam) and of the tables (row-wise Adagrad).
-        sharding: on several ranks, table -> sharding type; ``"*"`` for all others. What is not named the planner chooses.
+        sharding: on several ranks, table -> sharding type; ``"*"`` for all others. The planner chooses for other
+            tables.
         plan: on several ranks, a sharding made before.
         save_every: steps between checkpoints of the run under way; None for none.
-        resume: go on from the last of them.
+        resume: continue from the last of them.
         device: where this rank computes; None: the CPU.
     """
 
@@ -82,12 +83,12 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What came out of a training.
+    """The result of training.
 
     Attributes:
         auc: area under the ROC curve on the held-out rows; nan if they hold one class only.
         log_loss: mean log-loss on the held-out rows, natural logarithm.
-        normalized_entropy: log-loss over that of always saying the mean; nan if they hold one class only.
+        normalized_entropy: log-loss divided by that of a constant prediction of the mean; nan with only one class.
         train_losses: mean training loss of each epoch (of a resumed run, of the steps since).
         num_train_rows, num_test_rows: rows trained on in a pass, and rows held out.
         num_steps: updates made, those before a resume too.
@@ -141,7 +142,7 @@ def train(
     Raises:
         ConfigError: settings below 1, a contract without labels, a loss that is no longer finite.
         InputError: values that the contract refuses, or a split with no rows.
-        CheckpointError: ``out`` holds something that is no checkpoint (found before training).
+        CheckpointError: ``out`` holds files that are not a checkpoint (checked before training).
     """
     started = time.perf_counter()
     settings = TrainSettings(embedding_dim, epochs, seed, dense_lr, sparse_lr)
@@ -167,8 +168,8 @@ def fit(
     Args:
         source: this rank's batches.
         settings: how.
-        out: folder of the checkpoint; None writes none. Checkpoints of the run under way lie in
-            :func:`~recinfer.training.step_checkpoints.resume_folder` beside it and go when the run is done.
+        out: folder of the checkpoint; None writes none. Checkpoints of the running training are in
+            :func:`~recinfer.training.step_checkpoints.resume_folder` next to it and are removed when the run is done.
         curve: takes the losses and metrics; only the first rank's is used.
         progress: show a progress bar on stderr (first rank).
 
@@ -207,7 +208,7 @@ def fit(
 
 
 class _Run:
-    """A training under way on this rank."""
+    """A running training on this rank."""
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class _Run:
     # ---------------------------------------------------------------------------------------------- the loop
 
     def train(self, report: Report) -> None:
-        """All passes that are left, each with an evaluation at its end."""
+        """Run the remaining epochs, each with an evaluation at its end."""
         while self.epoch < self.settings.epochs:
             started = time.perf_counter()
             self.losses.append(self._pass(report))
@@ -303,21 +304,21 @@ class _Run:
         self.checkpoints.add(self.step, save, position, first=self.source.rank == 0)
 
     def resume(self) -> None:
-        """Take up the last whole checkpoint of the run."""
+        """Continue from the last complete checkpoint of the run."""
         if self.checkpoints is None:
-            raise CheckpointError("resume: a run without out keeps no checkpoints to go on from; give out")
+            raise CheckpointError("resume: a run without out has no checkpoints to continue from; give out")
         folder, position = self.checkpoints.last()
         if position["global_batch"] != self.source.global_batch:
             raise ConfigError(
-                f"{folder}: trained {position['global_batch']} rows a step over all ranks, this run has "
-                f"{self.source.global_batch}; give a batch size with which batch size x ranks is the same"
+                f"{folder}: was trained with {position['global_batch']} rows per step over all ranks, but this run "
+                f"has {self.source.global_batch}; choose the batch size so that batch size x ranks is the same"
             )
         self.trainer.load(folder)
         self.epoch, self.step, self.skip = position["epoch"], position["step"], position["steps_in_epoch"]
         self.curve.restore(position["curve"])
 
     def forget(self) -> None:
-        """Remove the checkpoints of the run, which is done."""
+        """Remove the step checkpoints of the finished run."""
         if self.source.rank == 0 and self.checkpoints is not None:
             self.checkpoints.forget()
 
@@ -326,7 +327,7 @@ def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:
     sharded = dist.is_available() and dist.is_initialized()
     if source.world_size > 1 and not sharded:
         raise ConfigError(
-            f"the source is for {source.world_size} ranks and there is no process group; start the ranks with "
+            f"the source is for {source.world_size} ranks, but there is no process group; start the ranks with "
             "recinfer.training.launch or torchrun"
         )
     # Small tables are made whole on every rank, so that any number of ranks starts from the same values; large ones
@@ -349,7 +350,7 @@ def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:
 
 
 def _in_step(source: BatchSource) -> Iterator[Batch]:
-    """The held-out batches of this rank, and empty ones while other ranks still have some: lookups are collective."""
+    """The held-out batches of this rank, then empty ones while other ranks have more: lookups are collective."""
     batches = source.held_out()
     while True:
         batch = next(batches, None)
@@ -369,7 +370,7 @@ def _sum(value: int) -> int:
 
 @torch.inference_mode()
 def predict_logits(model: nn.Module, examples: Examples) -> NDArray[np.float32]:
-    """The logits ``[N]`` of ``model`` (one an example) for all examples, in order."""
+    """The logits ``[N]`` of ``model`` for all examples, in order."""
     found = [
         model(batch.dense_features, batch.sparse_features).reshape(-1) for batch in examples.batches(_EVALUATION_BATCH)
     ]
@@ -378,7 +379,7 @@ def predict_logits(model: nn.Module, examples: Examples) -> NDArray[np.float32]:
 
 @contextmanager
 def _threads_for(batch_size: int) -> Iterator[None]:
-    """One thread for small batches: their operators take microseconds, and waiting for a second thread takes longer.
+    """Number of threads: one for small batches, whose operators take less time than waking a second thread.
 
     On two busy cores a step of 512 rows is 20 times slower with two threads; on idle ones it is a third faster. The
     results then do not depend on the number of cores either.
@@ -393,7 +394,8 @@ def _threads_for(batch_size: int) -> Iterator[None]:
 
 
 def _rate(step: int, num_steps: int | None) -> float:
-    """Part of the peak learning rate at a step: up in a line, then down to 0 in a line (or level, without an end)."""
+    """Fraction of the peak learning rate at a step: linear warm-up, then linear decay to 0 (or constant, if the number
+    of steps is unknown)."""
     if num_steps is None:
         return min(1.0, (step + 1) / _WARMUP_STEPS)
     warmup = max(1, round(_WARMUP * num_steps))

@@ -1,4 +1,4 @@
-"""Metrics on the held-out rows over all ranks: torchmetrics that add up what every rank has seen."""
+"""Metrics on the held-out rows of all ranks, as torchmetrics."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class LogLoss(Metric):
 
 
 class NormalizedEntropy(LogLoss):
-    """The log-loss over that of always saying the labels' mean (He et al., "Practical Lessons from Predicting Clicks on
-    Ads at Facebook", 2014): 1 is no better than that, lower is better; nan when only one class is there."""
+    """The log-loss divided by that of a constant prediction of the labels' mean (He et al., "Practical Lessons from
+    Predicting Clicks on Ads at Facebook", 2014): 1 is as good as the constant, lower is better; nan with only one
+    class."""
 
     positives: Tensor
 
@@ -103,6 +104,6 @@ def evaluate(batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")  # a rank without rows
         found = {name: float(metrics[name].compute()) for name in ("log_loss", "normalized_entropy")}
         if math.isnan(found["log_loss"]):
-            raise InputError("there are no held-out rows to evaluate on; give more data")
+            raise InputError("got no held-out rows to evaluate on; give more data")
         one_class = math.isnan(found["normalized_entropy"])
         return {"auc": math.nan if one_class else float(metrics["auc"].compute()), **found}

@@ -1,4 +1,4 @@
-"""The model that training starts from: a DLRM with one table for each sparse feature of a contract."""
+"""Builds the DLRM to train, with one table per sparse feature of a feature contract."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build_dlrm(
     Each sparse feature has its own table, named ``t_<feature>``, pooled by sum.
 
     Args:
-        contract: says the features, the rows each needs and the number of dense ones.
+        contract: the feature contract, which defines the features, their table sizes and the number of dense features.
         embedding_dim: columns of every table.
         dense_layers: columns of the bottom MLP before its last layer, which has ``embedding_dim``.
         over_layers: columns of the top MLP before its last layer, which gives the logit.
@@ -46,8 +46,8 @@ def build_dlrm(
     """
     if not contract.feature_names or not contract.num_dense:
         raise ConfigError(
-            f"a DLRM needs sparse and dense features; the contract has {len(contract.feature_names)} and "
-            f"{contract.num_dense}"
+            f"a DLRM needs sparse and dense features; the feature contract has {len(contract.feature_names)} sparse "
+            f"and {contract.num_dense} dense features"
         )
     if min((embedding_dim, *dense_layers, *over_layers)) < 1:
         raise ConfigError(
@@ -75,7 +75,7 @@ def build_dlrm(
 
 @torch.no_grad()
 def start_at_rate(model: DLRM, positive_rate: float) -> None:
-    """Set the last bias to the log-odds of ``positive_rate``, so that training need not find the base rate first."""
+    """Set the last bias to the log-odds of ``positive_rate``, so that training need not learn the base rate first."""
     rate = min(max(positive_rate, 1e-3), 1 - 1e-3)
     last = next(m for m in reversed(list(model.over_arch.modules())) if isinstance(m, nn.Linear))
     last.bias.fill_(math.log(rate / (1 - rate)))

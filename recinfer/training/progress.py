@@ -1,4 +1,4 @@
-"""The progress bar of a training, on stderr, because stdout carries the results."""
+"""The progress bar of training, on stderr."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 __all__ = ["Report", "training_progress"]
 
 Report = Callable[[int, float], None]
-"""Called after each step with the epoch (from 1) and the loss of the batch."""
+"""Callback after each step, with the epoch (from 1) and the loss of the batch."""
 
 _KEEP = 0.98  # of the running mean of the loss, each step
 
 
 @contextmanager
 def training_progress(num_steps: int | None, *, show: bool, done: int = 0, rows: int = 0) -> Iterator[Report]:
-    """A bar over ``num_steps`` steps with the running loss; nothing is shown without ``show``.
+    """A bar over ``num_steps`` steps with the running loss; only with ``show``.
 
     Args:
         num_steps: in all; None while unknown, then the bar pulses.

@@ -1,4 +1,4 @@
-"""Sources of training batches: examples in memory, or files read anew in every pass.
+"""Sources of training batches: examples in memory, or files read in every epoch.
 
 Every rank takes its share of the same global batches: step ``k`` of a pass trains on rows ``k * W * B`` to
 ``(k + 1) * W * B`` of the pass's order, rank ``r`` of ``W`` on the ``r``-th part of them. So a run on ``W`` ranks with
@@ -58,13 +58,13 @@ class BatchSource(abc.ABC):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps in a pass; None while unknown."""
+        """Steps per epoch; None while unknown."""
         return None if self.num_train_rows is None else _steps(self.num_train_rows, self.global_batch, self.world_size)
 
     @abc.abstractmethod
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
-        """This rank's batches of pass ``epoch`` (from 0), without the first ``skip`` steps; the same number on every
-        rank. The last global batch is smaller, and is left out where it holds fewer rows than there are ranks."""
+        """This rank's batches of ``epoch`` (from 0), without the first ``skip`` steps; the same number on every rank.
+        The last global batch may be smaller, and is dropped if it has fewer rows than there are ranks."""
 
     @abc.abstractmethod
     def held_out(self) -> Iterator[Batch]:
@@ -72,7 +72,7 @@ class BatchSource(abc.ABC):
 
 
 class MemorySource(BatchSource):
-    """Batches of a dataset in memory, in a new random order in every pass.
+    """Batches of a dataset in memory, in a new random order in every epoch.
 
     Args:
         dataset: rows, contract and split.
@@ -114,7 +114,7 @@ class MemorySource(BatchSource):
 
 
 class FileSource(BatchSource):
-    """Batches of files that need not fit into memory: read in order, shuffled within blocks of about 130,000 rows.
+    """Batches of files larger than memory: read in order, shuffled within blocks of about 130,000 rows.
 
     Args:
         path: a file or a folder of files, as :class:`~recinfer.data.stream.RowStream` takes them.
@@ -154,7 +154,7 @@ class FileSource(BatchSource):
         self._block_rows = math.ceil(per_block * self.global_batch / (1 - test_fraction))
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
-        """See :class:`BatchSource`. Of several ranks' last global batch nothing is used if it is not whole.
+        """See :class:`BatchSource`. With several ranks, an incomplete last global batch is dropped.
 
         After the pass ``num_train_rows`` is known.
         """
@@ -204,7 +204,7 @@ def _steps(rows: int, global_batch: int, world_size: int) -> int:
 
 
 def _share(rows: int, rank: int, world_size: int) -> slice | None:
-    """The rank's part of a global batch; None where there are fewer rows than ranks."""
+    """The rank's part of a global batch; None if there are fewer rows than ranks."""
     if rows < world_size:
         return None
     return slice(rank * rows // world_size, (rank + 1) * rows // world_size)
@@ -212,5 +212,5 @@ def _share(rows: int, rank: int, world_size: int) -> slice | None:
 
 def _examples(dataset: Dataset, rows: NDArray[np.int64], what: str) -> Examples:
     if not len(rows):
-        raise InputError(f"{dataset.name}: no {what} rows; expected at least 1, give more data")
+        raise InputError(f"{dataset.name}: got no {what} rows; expected at least 1, give more data")
     return Examples.from_columns(dataset.contract, dataset.take(rows))

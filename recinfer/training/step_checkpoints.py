@@ -1,4 +1,4 @@
-"""Checkpoints of a training under way, each with the place in the run that it was made at; the last ones are kept."""
+"""Keeps the last checkpoints of a running training, each with its position in the run."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ _KEPT = 2
 
 
 def resume_folder(out: str | os.PathLike[str]) -> Path:
-    """Where checkpoints of a run under way lie, for a run that writes to ``out``: ``<out>.steps``."""
+    """The folder of a run's step checkpoints, for a run that writes to ``out``: ``<out>.steps``."""
     target = Path(out).absolute()
     return target.with_name(f"{target.name}.steps")
 
 
 class StepCheckpoints:
-    """The checkpoints ``step-NNNNNNNNN`` in ``folder``, which is made with the first of them.
+    """The checkpoints ``step-NNNNNNNNN`` in ``folder``, which is created with the first of them.
 
-    One is whole once it has its position, which is written last and removed first.
+    A checkpoint is complete if it has its position, which is written last and removed first.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def add(self, step: int, save: Callable[[Path], None], position: dict[str, Any], *, first: bool) -> None:
-        """Have ``save`` write one; every rank calls this, and the ``first`` writes the position and removes old ones."""
+        """Write a checkpoint with ``save``; every rank calls this, and the ``first`` also writes the position and
+        removes old checkpoints."""
         target = self.folder / f"step-{step:09d}"
         if first:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -46,19 +47,19 @@ class StepCheckpoints:
                 _remove(old)
 
     def last(self) -> tuple[Path, dict[str, Any]]:
-        """The last whole one, and its position.
+        """The last complete checkpoint, and its position.
 
         Raises:
             CheckpointError: there is none.
         """
         found = self._whole()
         if not found:
-            raise CheckpointError(f"{self.folder}: there is no whole checkpoint to resume from; train without resume")
+            raise CheckpointError(f"{self.folder}: found no complete checkpoint to resume from; train without resume")
         position: dict[str, Any] = json.loads((found[-1] / _POSITION).read_text(encoding="utf-8"))
         return found[-1], position
 
     def forget(self) -> None:
-        """Remove all of them, and the folder if nothing else is in it."""
+        """Remove all step checkpoints, and the folder if it is then empty."""
         if self.folder.is_dir():
             for old in self._whole():
                 _remove(old)
@@ -66,7 +67,7 @@ class StepCheckpoints:
                 self.folder.rmdir()
 
     def _whole(self) -> list[Path]:
-        """Those that were written to their end, oldest first."""
+        """The complete checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         return sorted(p for p in self.folder.iterdir() if p.name.startswith("step-") and (p / _POSITION).is_file())

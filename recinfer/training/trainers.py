@@ -1,6 +1,6 @@
-"""One step of training, on one process or on many: the model, its optimizers and how they are stored.
+"""Trainers for one process and for several ranks: model, optimizers, steps and checkpoints.
 
-On one process the tables have sparse gradients and row-wise Adagrad of ours, and FBGEMM is not needed. On several ranks
+On one process the tables have sparse gradients and recinfer's row-wise Adagrad, without FBGEMM. On several ranks
 the model is a DistributedModelParallel: tables are sharded and updated in the backward, and the exchange of ids runs
 ahead in a training pipeline.
 """
@@ -49,7 +49,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def step(self, batches: Iterator[Batch]) -> tuple[float, int]:
-        """Train on the next batch: its mean loss and its rows. Raises StopIteration after the last."""
+        """Train on the next batch; returns its mean loss and number of rows. Raises StopIteration after the last."""
 
     @abc.abstractmethod
     def logits(self, batch: Batch) -> Tensor:
@@ -60,21 +60,21 @@ class Trainer(abc.ABC):
         """``dense`` and ``sparse``."""
 
     def set_rate(self, part: float) -> None:
-        """Set the learning rates to ``part`` of their peaks."""
+        """Set the learning rates to the fraction ``part`` of their peaks."""
         for kind, optimizer in self._optimizers().items():
             for group in optimizer.param_groups:
                 group["lr"] = self._peaks[kind] * part
 
     @abc.abstractmethod
     def save(self, folder: Path, contract: FeatureContract, name: str) -> Path:
-        """Write a checkpoint; every rank calls it. The folder appears under its name when it is whole."""
+        """Write a checkpoint; every rank calls it. The folder appears under its name when it is complete."""
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint that :meth:`save` wrote, on any number of ranks and with any sharding."""
+        """Continue from a checkpoint that :meth:`save` wrote, on any number of ranks and with any sharding."""
 
     def close(self) -> None:
-        """Leave the model as it is without training, in eval mode."""
+        """Detach training from the model and put it in eval mode."""
         self.model.eval()
 
 
@@ -237,7 +237,7 @@ class ShardedTrainer(Trainer):
 
 
 def _any_type_sharder() -> Any:
-    """The sharder of EmbeddingBagCollection with every type offered on CPU too: gloo can do them all."""
+    """The sharder of EmbeddingBagCollection with all sharding types also on the CPU, since gloo supports them."""
     from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
     class Sharder(EmbeddingBagCollectionSharder):
@@ -262,7 +262,7 @@ def _sharding_plan(
     if plan is not None:
         if plan.world_size != world_size:
             raise ConfigError(
-                f"the plan is for {plan.world_size} ranks, this training has {world_size}; plan again with "
+                f"the plan is for {plan.world_size} ranks, but training has {world_size}; run recinfer plan "
                 f"--world-size {world_size}"
             )
         made = plan.to_sharding_plan()

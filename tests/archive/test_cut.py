@@ -265,7 +265,7 @@ def fails(self, dense, features):
         (loss, r"output 'output' of forward has shape \(\) for a batch of 3"),
         (text, "returns a str"),
         (nested, "output 'a' of forward is a list"),
-        (twice, r"'ebc' is called with two inputs, 'one' and 'two'"),
+        (twice, r"'ebc' is called with two inputs, 'one' and 'two'; expected one"),
         (never, "never calls the embedding module 'ebc'"),
         (fails, "no such luck"),
     ],
@@ -314,7 +314,7 @@ def test_a_sparse_input_that_is_read_as_a_tensor_is_named_so() -> None:
             ConfigError, match=r"'sparse' was taken for the dense input, because forward uses \.values of it"
         ) as e:
             cut(Reads(), num_dense)
-        assert "if it is a KeyedJaggedTensor, forward must hand it to the embedding modules as it is" in str(e.value)
+        assert "if it is a KeyedJaggedTensor, forward must pass it to the embedding modules unchanged" in str(e.value)
 
 
 def test_a_dense_input_may_be_split_too() -> None:

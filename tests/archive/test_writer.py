@@ -58,7 +58,7 @@ def test_overwrite_replaces_nothing_but_an_archive(tmp_path: Path, what: str) ->
         (target / "mine.txt").write_text("mine")
     else:
         target.symlink_to(tmp_path)
-    with pytest.raises(ArchiveError, match="no archive"), archive_folder(target, overwrite=True):
+    with pytest.raises(ArchiveError, match="not an archive"), archive_folder(target, overwrite=True):
         pass
     assert os.path.lexists(target)
 

@@ -50,7 +50,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_code_in_the_index_is_refused_and_does_not_run(folder: Path, tmp_path: Path) -> None:
     edit(folder, lambda m: setattr(m, "planner_data", Bomb(tmp_path / "ran")))
-    with pytest.raises(CheckpointError, match=r"names (posix|nt)\.mkdir, .* refused"):
+    with pytest.raises(CheckpointError, match=r"contains (posix|nt)\.mkdir, .* could run code"):
         CheckpointReader(folder)
     assert not (tmp_path / "ran").exists()
 
@@ -111,7 +111,7 @@ def test_a_shard_outside_the_folder(folder: Path, outside: str) -> None:
         metadata.storage_data[MetadataIndex("model.a.weight", [0, 0])].relative_path = outside
 
     edit(folder, point)
-    with pytest.raises(CheckpointError, match=r"model\.a\.weight points out of the folder"):
+    with pytest.raises(CheckpointError, match=r"the file of model\.a\.weight is outside the folder"):
         CheckpointReader(folder)
 
 
@@ -145,7 +145,7 @@ def test_shards_that_do_not_make_up_their_table(
 
 def test_a_shard_without_a_place(folder: Path) -> None:
     edit(folder, lambda m: m.storage_data.pop(MetadataIndex("model.a.weight", [0, 0])))
-    with pytest.raises(CheckpointError, match=r"shard of model\.a\.weight at \(0, 0\) has no place"):
+    with pytest.raises(CheckpointError, match=r"shard of model\.a\.weight at \(0, 0\) is in no file"):
         CheckpointReader(folder)
 
 
@@ -155,7 +155,7 @@ def test_shards_swapped_by_a_wrong_index(folder: Path) -> None:
         metadata.storage_data[a], metadata.storage_data[b] = metadata.storage_data[b], metadata.storage_data[a]
 
     edit(folder, swap)
-    with pytest.raises(CheckpointError, match=r"lies \(3, 2\), expected a tensor of shape \(6, 4\)"):
+    with pytest.raises(CheckpointError, match=r"found \(3, 2\) at byte \d+, expected a tensor of shape \(6, 4\)"):
         CheckpointReader(folder).read("a.weight")
 
 
@@ -171,7 +171,7 @@ def test_another_dtype_than_promised(folder: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 not a zip", b"\x80\x02}q\x00."])
 def test_no_torch_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"no whole torch\.save file"):
+    with pytest.raises(CheckpointError, match=r"not a complete torch\.save file"):
         CheckpointReader(tmp_path / "x.pt")
 
 
@@ -184,7 +184,7 @@ def test_a_zip_of_something_else(tmp_path: Path) -> None:
 
 def test_a_state_dict_without_tensors(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="holds no tensors in a dict"):
+    with pytest.raises(CheckpointError, match="does not hold a dict of tensors"):
         CheckpointReader(tmp_path / "x.pt")
 
 

@@ -225,7 +225,7 @@ def test_a_buffer_that_nothing_can_fill_is_named(tmp_path: Path) -> None:
     torch.save(net.state_dict(), tmp_path / "net.pt")
     target = Net(device="meta")
     target.register_buffer("positions", torch.arange(3, device="meta"), persistent=False)
-    with pytest.raises(CheckpointError, match="buffers positions are on meta"):
+    with pytest.raises(CheckpointError, match="buffers positions are on the meta device"):
         load_into(CheckpointReader(tmp_path / "net.pt"), target)
 
 

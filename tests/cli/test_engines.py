@@ -17,7 +17,7 @@ from tests.cli.conftest import Exported
 from tests.e2e.commands import run, run_json
 from tests.warm import RECINFER, Program
 
-REASON = "it does not export to ONNX: "
+REASON = "the ONNX export failed: "
 
 
 @pytest.fixture(scope="module")

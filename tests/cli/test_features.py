@@ -35,11 +35,11 @@ def test_weights_follow_a_colon() -> None:
     [
         (["C1"], "expected NAME=IDS"),
         (["=3"], "expected NAME=IDS"),
-        (["C1=3,x"], "'x' is no id"),
-        (["C1=3.5"], "'3.5' is no id"),
-        (["C1=3:half"], "'3:half' is no id"),
-        (["C1=3", "C1=4"], "given twice"),
-        (["C1=3;4", "C2=5"], "numbers of samples differ"),
+        (["C1=3,x"], "'x' is not an id"),
+        (["C1=3.5"], "'3.5' is not an id"),
+        (["C1=3:half"], "'3:half' is not an id"),
+        (["C1=3", "C1=4"], "occurs twice"),
+        (["C1=3;4", "C2=5"], "got different numbers of samples"),
         (["C1=3:0.5,4"], "1 of 2 ids have weights"),
     ],
 )

@@ -112,7 +112,7 @@ def test_uses_in_f_strings_change_or_are_listed(tmp_path: Path) -> None:
     """Python before 3.12 gives no true places there."""
     change = migrate_file(write(tmp_path / "program.py", 'import torchrec\nf"{1}:{torchrec.PoolingType}"\n'))
     if "torchrec" in change.after:
-        assert change.by_hand == ((2, "a use of torchrec whose place Python does not tell"),)
+        assert change.by_hand == ((2, "a use of torchrec whose position Python does not report"),)
 
 
 def test_every_absent_name_is_absent() -> None:
@@ -153,9 +153,9 @@ def test_missing_names_are_listed_and_the_files_written(tmp_path: Path) -> None:
     write(program, "from torchrec.nowhere import This\n")
     code, out, _ = invoke("migrate", program)
     assert code == 1
-    assert f"{program}:1: torchrec.nowhere.This is not here; nothing is known to use instead\n" in out
+    assert f"{program}:1: torchrec.nowhere.This is not in recinfer; no replacement is known\n" in out
     code, _, err = invoke("migrate", tmp_path / "absent")
-    assert code == 2 and "is not there; expected a Python file or a folder" in err
+    assert code == 2 and "does not exist; expected a Python file or a folder" in err
 
 
 def test_torchrec_itself_is_never_imported(tmp_path: Path) -> None:

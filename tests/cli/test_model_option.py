@@ -57,7 +57,7 @@ def test_torchrec_that_is_not_installed(checkpoint: Path, inside: bool) -> None:
     assert code == 2
     assert len(err.strip().splitlines()) == 1
     assert "it imports 'torchrec', which is not installed" in err
-    assert "install torchrec beside recinfer, and the model works as it is" in err
+    assert "install torchrec to use the model unchanged" in err
     assert "`recinfer migrate`" in err
     said = run_json(*export(checkpoint, name), code=2)["error"]
     assert said["type"] == "UnavailableError"
@@ -68,7 +68,7 @@ def test_another_package_that_is_not_installed(checkpoint: Path) -> None:
     code, _, err = run(*export(checkpoint, "needs_another"))
     assert code == 2
     assert len(err.strip().splitlines()) == 1
-    assert "it imports 'a_package_of_nobody', which is not installed where recinfer runs; install it there" in err
+    assert "it imports 'a_package_of_nobody', which is not installed where recinfer runs; install it" in err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="torchrec is not installed")

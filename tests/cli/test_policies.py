@@ -82,6 +82,6 @@ def test_predict_says_which_features_are_missing(exported: Exported, tmp_path: P
         asked = ["predict", "--target", server.target, "--input", tmp_path / "ids.json"]
         code, _, err = run(*asked)
         said = " ".join(err.split())
-        assert code == 2 and "missing features: 'history'; got user, item, shop. Predict needs them:" in said
+        assert code == 2 and "missing features: 'history'; got user, item, shop. Predict needs all features:" in said
         (tmp_path / "ids.json").write_text(json.dumps({**body, "features": features | {"history": [[]]}}))
         assert run_json(*asked)["rows"] == 1

@@ -59,7 +59,7 @@ def test_a_running_server_is_measured(server: Server, tmp_path: Path) -> None:  
     assert Measured.load(out).model == found["model"]
     code, text, err = run("bench", "capacity", "--target", target, *SHORT, "--call", "lookup")
     assert code == 0, err
-    assert "knee: at least 25 requests a second" in text
+    assert "knee: at least 25 requests/s" in text
 
 
 @pytest.mark.parametrize("more", [(), ("--sharded",)])
@@ -77,14 +77,14 @@ def test_a_promise_that_no_rate_keeps_ends_with_one(server: Server) -> None:  # 
     target = f"127.0.0.1:{server.port}"
     code, out, _ = run("bench", "capacity", "--target", target, "--seconds", 0.2, "--p99-ms", 0.01)
     assert code == 1
-    assert "no rate keeps it: alone a request takes" in out
+    assert "no rate meets the objective: a request on an idle server takes" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "give an archive"),
-        (("none.rqa", "--target", "127.0.0.1:1"), "give an archive"),
+        ((), "give either ARCHIVE"),
+        (("none.rqa", "--target", "127.0.0.1:1"), "give either ARCHIVE"),
         (("none.rqa",), "none.rqa"),
         (("--target", "127.0.0.1:1"), "127.0.0.1:1"),
         (("--target", "127.0.0.1:1", "--out", "/nonexistent/x.json"), "--out"),
@@ -103,11 +103,11 @@ def test_what_cannot_be_measured_is_named(arguments: tuple[str, ...], says: str)
 def test_the_table_marks_the_chosen_one(options: list[object]) -> None:
     code, out, err = run(*options, "--qps", 1500, "--price", "four=2.5")
     assert code == 0, err
-    assert "1,500 requests a second, p99 within 20 ms" in out
+    assert "1,500 requests/s, p99 within 20 ms" in out
     (chosen,) = (line for line in out.splitlines() if "->" in line)
     assert all(text in chosen for text in ("four", "keeps it"))
     assert "four hosts, each with all tables: " in out
-    assert "made up" not in err
+    assert "are examples" not in err
     assert "measured on 4 cores" in err
 
 
@@ -123,7 +123,7 @@ def test_shards_are_computed_from_a_ranker_and_one_shard(options: list[object], 
     code, out, err = run(*options, "--capacity", files / "sharded.json", "--qps", 1500, "--shards", 4)
     assert code == 0, err
     assert "4 shards x" in out
-    assert "the queue on paper has a p99" in err
+    assert "the model gives p99" in err
 
 
 def test_no_kind_of_host_keeps_the_promise(options: list[object]) -> None:
@@ -131,7 +131,7 @@ def test_no_kind_of_host_keeps_the_promise(options: list[object]) -> None:
     assert found["chosen"] is None
     code, out, _ = run(*options, "--qps", 1e6, "--max-hosts", 10)
     assert code == 1
-    assert "no kind of host keeps the promise; why is in the last column" in out
+    assert "no kind of host meets the objective; the last column gives the reason" in out
     assert "more than --max-hosts 10" in out
 
 
@@ -161,10 +161,10 @@ def test_what_is_missing_is_named(options: list[object], more: tuple[object, ...
 
 def test_two_files_of_one_kind_or_of_another_model(options: list[object], files: Path, tmp_path: Path) -> None:
     again = run_json(*options, "--qps", 10, "--capacity", files / "server.json", code=2)["error"]["message"]
-    assert "another file is of a server too" in again
+    assert "two files measure a server" in again
     other = tmp_path / "other.json"
     replace(Measured.load(files / "sharded.json"), model="other").save(other)
-    assert "it is of other" in run_json(*options, "--qps", 10, "--capacity", other, code=2)["error"]["message"]
+    assert "it measures model other" in run_json(*options, "--qps", 10, "--capacity", other, code=2)["error"]["message"]
 
 
 def test_help_has_an_example() -> None:

@@ -203,7 +203,7 @@ def test_other_json_is_refused(data: Any, message: str) -> None:
         (lambda: Hash(5, seed=-1), "seed is -1"),
         (lambda: Hash(True), "num_buckets is True"),
         (lambda: Identity(2.0), "num_embeddings is 2.0"),  # type: ignore[arg-type]
-        (lambda: Vocabulary(("a", "b", "a")), "token 'a' is there twice"),
+        (lambda: Vocabulary(("a", "b", "a")), "token 'a' occurs twice"),
         (lambda: Vocabulary(("a", "")), "token ''"),
         (lambda: Vocabulary(("a",), out_of_vocabulary=2), "out_of_vocabulary is 2"),
         (lambda: SparseFeature("", Hash(3)), "name is ''"),
@@ -219,7 +219,7 @@ def test_other_json_is_refused(data: Any, message: str) -> None:
         (lambda: DenseFeature("x", log=True), "needs clip_min above -1"),
         (lambda: DenseFeature("x", scale=0), "scale is 0"),
         (lambda: Label("y", threshold=math.inf), "threshold is inf"),
-        (lambda: FeatureContract((SparseFeature("x", Hash(3)), SparseFeature("x", Hash(4)))), "x there twice"),
+        (lambda: FeatureContract((SparseFeature("x", Hash(3)), SparseFeature("x", Hash(4)))), "duplicate names x"),
         (lambda: FeatureContract((DenseFeature("x"),)), "got a DenseFeature, expected SparseFeature"),  # type: ignore[arg-type]
         (lambda: FeatureContract(), "no features"),
     ],

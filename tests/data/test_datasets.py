@@ -130,7 +130,7 @@ def test_text_becomes_binary_files_of_small_ids(text: str, tmp_path: Path) -> No
     assert np.load(labels).tolist() == [[1], [0]]
     assert criteo.BinaryCriteoUtils.get_shape_from_npy(sparse) == (2, 26)
     assert criteo.BinaryCriteoUtils.load_npy_range(sparse, 1, 1).tolist() == [[0] * 26]
-    with pytest.raises(InputError, match="has 2 rows; asked for 2 from row 1"):
+    with pytest.raises(InputError, match="has 2 rows; got the range of 2 rows from row 1"):
         criteo.BinaryCriteoUtils.load_npy_range(sparse, 1, 2)
 
     ids = np.array([[9, 4], [7, 4], [9, 5], [7, 6], [9, 4]])

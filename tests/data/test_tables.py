@@ -61,7 +61,7 @@ def test_only_a_header(tmp_path: Path) -> None:
     [
         (b"", "the header line is \\[\\]"),
         (b"a,,c\n1,2,3\n", "expected a name for each column"),
-        (b"a,b,a\n1,2,3\n", "columns a are there twice"),
+        (b"a,b,a\n1,2,3\n", "duplicate columns a"),
         (b"a,b\n1,2\n3\n4,5\n", "near line 4 has 1 fields, expected 2: 3"),
         (b"a,b\n1,2,3\n", "has 3 fields, expected 2: 1,2,3"),
         (b"a,b\n1,\xff\n", "is not UTF-8"),

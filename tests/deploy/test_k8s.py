@@ -202,7 +202,7 @@ def test_files_of_another_plan_are_not_applied_by_chance(tmp_path: Path):
         ({"replicas": 0}, "replicas"),
         ({"rankers": 3, "max_rankers": 2}, "rankers"),
         ({"queue_depth": 0}, "queue depth"),
-        ({"busy_percent": 0}, "busy per cent"),
+        ({"busy_percent": 0}, "busy percent"),
         ({"claim": "x\ny"}, "claim"),
         ({"claim": "x..y"}, "claim"),
         ({"token_secret": "-x"}, "token_secret"),

@@ -43,8 +43,8 @@ def test_without_ray_the_extra_is_named(archive: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ray", HEAD], "no archive"),
-        (["--status", "--down"], "--status and --down: one at a time"),
+        (["--ray", HEAD], "got no archive"),
+        (["--status", "--down"], "--status and --down; give one at a time"),
         (["x.rqa", "--scale", "2"], "leave out x.rqa"),
         (["--roll"], "no archive"),
         (["x.rqa", "--k8s", "--out", "y", "--ray", HEAD], "--k8s"),
@@ -105,17 +105,17 @@ def life(archive: str) -> None:
     """Of one deployment."""
     deploy = [archive, "--ray", HEAD, "--ranks-per-shard", 2, "--rankers", 1]
     refused = error_of(recinfer(*deploy, "--replicas", 30))
-    assert "no node has room for shard-0-" in refused and "free are: 127.0.0.1" in refused
+    assert "no node has resources for shard-0-" in refused and "free: 127.0.0.1" in refused
     assert ok("--ray", HEAD, "--status") == {"deployments": []}, "what was begun of it was taken back"
     made = ok(*deploy, "--replicas", 1, "--name", "one")
     assert [server["name"] for server in made["servers"]] == ["shard-0-0", "ranker-0"] and made["ready"]
-    assert "there already" in error_of(recinfer(*deploy, "--name", "one"))
+    assert "exists already" in error_of(recinfer(*deploy, "--name", "one"))
     os.kill(made["servers"][0]["pid"], 9)
     end = time.monotonic() + 240
     while not (now := ok("--ray", HEAD, "--status"))["ready"] or now["servers"][0]["restarts"] != 1:
         assert time.monotonic() < end, now
     assert now["servers"][0]["address"] == made["servers"][0]["address"]
-    assert "no model store" in error_of(recinfer(archive, "--ray", HEAD, "--roll"))
+    assert "is not in a model store" in error_of(recinfer(archive, "--ray", HEAD, "--roll"))
     assert len(ok("--ray", HEAD, "--scale", 2)["servers"]) == 3
     assert ok("--ray", HEAD, "--down", "--name", "one") == {"removed_by_name": []}
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]

@@ -240,7 +240,9 @@ def test_what_fits_nowhere_waits_and_says_so(running: Running):
     sizes, running.engine.sizes = running.engine.sizes, {host: GIB for host in running.engine.sizes}
     running.controller.scale(2, None)
     running.until(
-        lambda: any("no node has room for shard-0-1 (ranks 0, 1)" in each["why"] for each in running.servers("shard"))
+        lambda: any(
+            "no node has resources for shard-0-1 (ranks 0, 1)" in each["why"] for each in running.servers("shard")
+        )
     )
     assert not running.controller.status()["ready"]
     running.controller.scale(1, None)

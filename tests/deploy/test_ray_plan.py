@@ -93,7 +93,7 @@ def test_an_archive_in_no_store_has_one_version():
         ({"shards": Bounds(2, 3, 4)}, "replicas"),
         ({"rankers": Bounds(0, 0, 4)}, "rankers"),
         ({"queue_depth": 0}, "queue depth"),
-        ({"busy_percent": 101}, "busy per cent"),
+        ({"busy_percent": 101}, "busy percent"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str):
@@ -148,7 +148,7 @@ def test_a_server_that_keeps_ending_is_started_less_often():
 
 def test_another_controller_knows_the_members_again():
     here = replace(member("s-0", 0, Phase.draining), place=3, life=4, pid=5, stopped=True, version="7", restarts=2)
-    again = Member.from_kept(json.loads(json.dumps(here.kept())), now=9.0)
+    again = Member.from_state(json.loads(json.dumps(here.to_state())), now=9.0)
     assert again == replace(here, since=9.0)
 
 

@@ -130,7 +130,7 @@ def test_a_look_that_fails_says_why_and_one_without_the_files_is_none(tls: Tls, 
             found = prober.look([member])["shard-0-0"]
             prober.close()
             assert found.serving == bool(found.status) == (known is tls)
-            assert ("through TLS: " in found.why) == (known is not tls)
+            assert ("over TLS: " in found.why) == (known is not tls)
     gone = replace(tls, ca=str(tmp_path / "gone.pem"))
     assert missing_files(gone.files) == [gone.ca]
     prober = Prober(None, gone)

@@ -439,7 +439,7 @@ class TestGroupedPositionWeighted:
     def test_what_does_not_fit_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="max_feature_length=0"):
             GroupedPositionWeightedModule({"a": 0})
-        with pytest.raises(InputError, match="bag of 2 ids but position weights for 1"):
+        with pytest.raises(InputError, match="bag of 2 ids but only 1"):
             GroupedPositionWeightedModule({"a": 1})(features(a=([2], [1, 2])))
         with pytest.raises(RuntimeError, match="expected \\(1,\\)"):
             GroupedPositionWeightedModule({"a": 1}).load_state_dict({"position_weights.a": torch.ones(2)})

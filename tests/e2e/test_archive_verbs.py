@@ -63,7 +63,7 @@ def test_the_verbs_work_together(folder: tuple[Path, Dataset]) -> None:
 
     code, found = invoke(*base, "--out", root / "refused.rqa", "--precision", "int2", "--max-auc-drop", 0)
     if code:  # two bits may by luck lose nothing
-        assert "Quantized alone, tables lose" in found["error"]["message"]
+        assert "per table quantized alone" in found["error"]["message"]
         assert not (root / "refused.rqa").exists()
 
     code, found = invoke("reshard", root / "m.rqa", "--world-size", 3, "--out", root / "m3.rqa")

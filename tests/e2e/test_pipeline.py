@@ -240,9 +240,9 @@ def test_export_plans_by_itself(made: Made, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--world-size", 3], "is a plan for 2"),
-        (["--precision", "int4"], "plans int8"),
-        (["--table-precision", "t_C3=int4"], "precisions are part of a plan"),
+        (["--world-size", 3], "is a plan for 2 ranks"),
+        (["--precision", "int4"], "is a plan for int8"),
+        (["--table-precision", "t_C3=int4"], "a plan sets the precisions"),
         (["--table-precision", "t_C3"], "expected TABLE=PRECISION"),
         (["--table-precision", "t_C3=int3"], "unknown data type"),
     ],

@@ -73,7 +73,7 @@ def test_merged_requests_hold_each_ones_bags(kjts: list[KeyedJaggedTensor], same
 
 
 def test_a_context_is_the_first_samples():
-    both = bags_of(make(1, 3, ("a", "c"), 3, torch.int64)).beside(bags_of(make(2, 1, ("b",), 3, torch.int64)))
+    both = bags_of(make(1, 3, ("a", "c"), 3, torch.int64)).with_context(bags_of(make(2, 1, ("b",), 3, torch.int64)))
     assert both.keys == ("a", "c", "b")
     assert both.lengths_FB[2, 1:].tolist() == [0, 0]
     start, stop = both.offsets[6:8]

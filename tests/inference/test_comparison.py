@@ -228,7 +228,7 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
 def test_tables_alone_have_no_outputs(tmp_path: Path) -> None:
     model = EmbeddingBagCollection(tables=[EmbeddingBagConfig(50, 4, "t", feature_names=["f"])])
     reference = record(tmp_path / "r.npz", make_model())
-    with pytest.raises(ConfigError, match="embedding tables only"):
+    with pytest.raises(ConfigError, match="no dense part and so no outputs"):
         make_archive(tmp_path, model=model, reference=reference)
 
 

@@ -110,7 +110,7 @@ def test_bad_calls_are_refused() -> None:
         quantize_inference_model(Model(), quantization_dtype=torch.bfloat16)
     quantized = quantize_inference_model(Model())
     _, plan = shard_quant_model(quantized, world_size=2, compute_device="cpu")
-    with pytest.raises(ConfigError, match="no sharder takes a EmbeddingBagCollection; quantize the model first"):
+    with pytest.raises(ConfigError, match="no sharder supports a EmbeddingBagCollection; quantize the model first"):
         shard_quant_model(Model(), world_size=2, compute_device="cpu", sharding_plan=plan)
-    with pytest.raises(ConfigError, match=r"the plan names modules .ec., .sparse.ebc. that"):
+    with pytest.raises(ConfigError, match=r"the plan has modules .ec., .sparse.ebc., which the model lacks"):
         shard_quant_model(nn.Linear(1, 1), world_size=2, compute_device="cpu", sharding_plan=plan)

@@ -139,7 +139,7 @@ def test_a_prediction_needs_every_feature(exact: tuple[nn.Module, Predictor]) ->
     """A forgotten feature is no empty one: the answer would be another, and nobody would know."""
     predictor, dense = exact[1], torch.randn(2, 3)
     half = bag(f_cat=[[3, 4], []], f_user=[[1], [2]])
-    said = r"^missing features: 'f_item', 'f_hist'; got f_cat, f_user\. .*empty list of ids.* --missing f_item=empty"
+    said = r"^missing features: 'f_item', 'f_hist'; got f_cat, f_user\. .*empty list for a sample without ids.* --missing f_item=empty"
     with pytest.raises(InputError, match=said):
         predictor.predict(dense, half)
     # Features of a context are given, and nothing else of it is.
@@ -190,11 +190,11 @@ def test_policies(with_policies: tuple[nn.Module, Archive]) -> None:
             KeyedJaggedTensor.from_parts_unchecked(
                 ["f_user", "f_user"], torch.tensor([1, 1]), torch.tensor([1, 1]), stride=1
             ),
-            "repeats a name",
+            "contains a name twice",
         ),
-        (KeyedJaggedTensor.empty(values_dtype=torch.int64), "none given"),
+        (KeyedJaggedTensor.empty(values_dtype=torch.int64), "got none"),
         ({"f_user": [1.5]}, "expected integer ids"),
-        ({"f_user": ([1], [0.5])}, r"weights\['f_user'\]: this feature takes no weights; those that do: none"),
+        ({"f_user": ([1], [0.5])}, r"weights\['f_user'\]: this feature takes no weights; features with weights: none"),
         (None, "got a NoneType, expected a KeyedJaggedTensor"),
     ],
 )
@@ -284,7 +284,7 @@ def test_weights_and_shared_names(tmp_path: Path) -> None:
     asked = {"a": ([[1, 2], [19]], [[2, 0.5], 3]), "b": [[4], [5, 6]]}
     assert torch.equal(predictor.lookup(asked).pooled.values(), predictor.lookup(some).pooled.values())
     assert torch.equal(predictor.predict(None, asked)["output"], predictor.predict(None, some)["output"])
-    with pytest.raises(InputError, match=r"weights\['b'\]: this feature takes no weights; those that do: a"):
+    with pytest.raises(InputError, match=r"weights\['b'\]: this feature takes no weights; features with weights: a"):
         predictor.lookup(asked | {"b": ([[4], [5, 6]], [[1], [1, 1]])})
     bad = KeyedJaggedTensor(plain.keys(), plain.values(), torch.full((6,), float("nan")), lengths=plain.lengths())
     with pytest.raises(InputError, match="weight 0 is nan"):

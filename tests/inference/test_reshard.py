@@ -90,7 +90,7 @@ def test_damaged_rows_get_no_new_hash(small: tuple[nn.Module, Archive], tmp_path
 
 def test_another_precision_is_refused(small: tuple[nn.Module, Archive], tmp_path: Path) -> None:
     model, archive = small
-    with pytest.raises(ConfigError, match="needs an export"):
+    with pytest.raises(ConfigError, match="export from the checkpoint"):
         reshard_archive(archive.root, make_plan(model, 2, DataType.INT4), tmp_path / "out.rqa", progress=False)
 
 

@@ -64,7 +64,7 @@ def test_a_table_that_only_one_rank_holds() -> None:
 
 
 def test_what_is_missing_or_no_tensor_is_refused() -> None:
-    with pytest.raises(InputError, match="'x' is not in the state"):
+    with pytest.raises(InputError, match="'x' is missing in the state"):
         state_dict_gather({}, {"x": torch.zeros(1)})
     with pytest.raises(InputError, match="'x' is a str; expected a Tensor"):
         state_dict_gather({"x": "no"}, {"x": torch.zeros(1)})  # type: ignore[dict-item]

@@ -84,9 +84,14 @@ def test_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernel("cuda").name == "fbgemm"
     monkeypatch.setattr("recinfer.fbgemm.HAS_CUDA", False)  # as of fbgemm-gpu-cpu, whatever the machine
     assert choose_kernel("cpu").name == "fbgemm"
-    assert choose_kernel("cuda") == ("triton", "FBGEMM's build here is the one for CPU, and Triton is installed")
+    assert choose_kernel("cuda") == (
+        "triton",
+        "the installed FBGEMM is built for the CPU only, and Triton is installed",
+    )
     monkeypatch.setenv("RECINFER_KERNEL", "fbgemm")
-    with pytest.raises(UnavailableError, match="RECINFER_KERNEL=fbgemm, but FBGEMM's build here is the one for CPU"):
+    with pytest.raises(
+        UnavailableError, match="RECINFER_KERNEL=fbgemm, but the installed FBGEMM is built for the CPU only"
+    ):
         choose_kernel("cuda")
     monkeypatch.delenv("RECINFER_KERNEL")
     monkeypatch.setattr("recinfer.fbgemm.INSTALLED", False)

@@ -76,9 +76,9 @@ def test_dict_interface_passes_other_features() -> None:
 
 
 def test_a_bag_that_is_too_long_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InputError, match="feature 'a' has a bag of 4 ids but position weights for 3"):
+    with pytest.raises(InputError, match="feature 'a' has a bag of 4 ids but only 3"):
         PositionWeightedModuleCollection(LENGTHS)(batch())
-    with pytest.raises(InputError, match="a bag of 2 ids but position weights for 1"):
+    with pytest.raises(InputError, match="a bag of 2 ids but only 1"):
         PositionWeightedModule(1)(JaggedTensor(torch.arange(2), lengths=torch.tensor([2])))
     with pytest.raises(ConfigError, match="max_feature_length=0"):
         PositionWeightedModuleCollection({"a": 0})
@@ -131,5 +131,5 @@ def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"processors for \['a'\]; expected one for each .* \['a', 'b'\]"):
         FeatureProcessedEmbeddingBagCollection(tables(), {"a": PositionWeightedModule(3)})
     dropping = FeatureProcessedEmbeddingBagCollection(tables(), {"a": Drops(), "b": PositionWeightedModule(4)})
-    with pytest.raises(InputError, match="feature 'a' gave 0 weights for 3 ids"):
+    with pytest.raises(InputError, match="feature 'a' returned 0 weights for 3 ids"):
         dropping(short_batch())

@@ -149,7 +149,7 @@ def test_combined_names_prefixes_and_rates() -> None:
     assert torch.equal(other.state_dict()["state"]["c"]["exp_avg"], both.state_dict()["state"]["c"]["exp_avg"])
     both.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in both.params.values())
-    with pytest.raises(ConfigError, match="two parameters are named 'a'"):
+    with pytest.raises(ConfigError, match="two parameters have the name 'a'"):
         CombinedOptimizer([adam(), adam()])
 
 

@@ -101,7 +101,10 @@ def test_equality() -> None:
             "sum to 5 but there are 4 values",
         ),
         (lambda: JaggedTensor.from_dense_lengths(torch.ones(2, 3), torch.tensor([1])), r"\(2, 3\) and 1 lengths"),
-        (lambda: sample().copy_(JaggedTensor.empty_like(sample())), r"values is \(5,\) here, \(0,\) in the source"),
+        (
+            lambda: sample().copy_(JaggedTensor.empty_like(sample())),
+            r"values has shape \(5,\) here, \(0,\) in the source",
+        ),
     ],
 )
 def test_refuses(build, message: str) -> None:

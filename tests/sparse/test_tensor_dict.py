@@ -38,7 +38,7 @@ def test_a_nested_view_with_gaps_between_its_rows() -> None:
 def test_a_keyed_jagged_tensor_is_given_back_and_anything_else_refused() -> None:
     kjt = KeyedJaggedTensor(["a"], torch.tensor([1]), lengths=torch.tensor([1]))
     assert maybe_td_to_kjt(kjt) is kjt
-    with pytest.raises(InputError, match=r"features \['c'\] are not there; there are \['a', 'b'\]"):
+    with pytest.raises(InputError, match=r"features \['c'\] are missing; got \['a', 'b'\]"):
         maybe_td_to_kjt({key: nested(bags) for key, bags in BAGS.items()}, ["a", "c"])
     with pytest.raises(InputError, match="'a' is a Tensor that is not ragged"):
         maybe_td_to_kjt({"a": torch.zeros(3)})

@@ -53,7 +53,7 @@ def test_a_rank_killed_in_training_is_named_and_the_run_resumes_to_the_same_curv
         out=tmp_path / "broken", limit=1200, embedding_dim=4, batch_size=64, epochs=4, save_every=10,
         sharding={"*": "row_wise", "t_C1": "table_wise"}, metrics=tmp_path / "broken.csv",
     )  # fmt: skip
-    with pytest.raises(UnavailableError, match=r"rank 1 was killed by SIGKILL.*--resume goes on"):
+    with pytest.raises(UnavailableError, match=r"rank 1 was killed by SIGKILL.*--resume continues"):
         # By itself the other rank would wait for 600 s, and pytest ends a test after 300.
         run_ranks(2, run_until_rank_1_is_killed, job)
     assert not job.out.exists()  # no checkpoint but those on the way

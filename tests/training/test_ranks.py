@@ -106,7 +106,10 @@ def lone_rank(how: str, rank: int, port: int) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("killed", "rank 2 ended without a word, killed perhaps; this rank stops. --resume goes on"),
+        (
+            "killed",
+            "rank 2 ended without an error message and may have been killed; this rank stops. --resume continues",
+        ),
         ("raised", "rank 2 failed with ValueError: no luck on this rank; this rank stops"),
     ],
     ids=["killed", "raised"],

@@ -78,7 +78,7 @@ def test_a_half_written_checkpoint_is_not_taken(
     (folder / names[-1] / "train.json").unlink()  # as if the process had died before the end of the save
     curve = Curve()
     run(dataset, tmp_path / "out", curve, resume=True)
-    with pytest.raises(CheckpointError, match="no whole checkpoint to resume from"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint to resume from"):
         run(dataset, tmp_path / "other", Curve(), resume=True)
 
 
@@ -89,7 +89,7 @@ def test_resuming_with_other_batches_is_refused(
         stop_at(patch, 12)
         with pytest.raises(KeyboardInterrupt):
             run(dataset, tmp_path / "out", Curve())
-    with pytest.raises(ConfigError, match="trained 64 rows a step"):
+    with pytest.raises(ConfigError, match="trained with 64 rows per step"):
         run(dataset, tmp_path / "out", Curve(), resume=True, batch_size=32)
     saved = json.loads((resume_folder(tmp_path / "out") / "step-000000010" / "train.json").read_text())
     assert saved["step"] == 10

@@ -1,1 +1,2 @@
-"""An archive on a Ray cluster: Ray places, watches and restarts; requests go by gRPC between the servers themselves."""
+"""Deploys an archive on a Ray cluster: Ray places and restarts the servers; requests go directly between servers over
+gRPC."""

@@ -1,4 +1,4 @@
-"""The actor that the controller is in: one for each deployment, detached, and started again wherever there is a node."""
+"""The Ray actor of a controller: one per deployment, detached, and restarted on any node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ControllerActor"]
 
 
 class ControllerActor:
-    """Gives a Controller to callers of Ray, and the deployment's own plan to who takes it down."""
+    """Runs a Controller as a Ray actor, and returns the deployment's specification to clients that remove it."""
 
     def __init__(self, spec: Deployment) -> None:
         self._spec = spec
@@ -36,7 +36,7 @@ class ControllerActor:
         self._controller.down()
 
     def spec(self) -> Deployment:
-        """What it was made for, without the token."""
+        """The specification of its deployment, without the token."""
         from dataclasses import replace
 
         return replace(self._spec, token=None)

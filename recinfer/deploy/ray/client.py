@@ -1,4 +1,4 @@
-"""What ``recinfer deploy --ray`` does: makes a controller, and asks controllers. From Python: a deployment's rankers."""
+"""Creates and calls the controllers of deployments on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _TRIES = 3  # of a server that never served, after which a deployment is given u
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """This process as a driver of the cluster at ``address``: ``host:port`` of its head, ``auto``, or ``ray://host:port``.
+    """Connects this process as a driver to the cluster at ``address``: ``host:port`` of its head, ``auto``, or
+    ``ray://host:port``.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
@@ -43,7 +44,8 @@ def connected(address: str) -> Iterator[None]:
             .rstrip(".; ")
         )
         raise UnavailableError(
-            f"no Ray cluster at {address!r}: {first}; start one with `ray start --head`, and on this machine a node of it"
+            f"no Ray cluster at {address!r}: {first}; start one with `ray start --head`, and a node of it on this "
+            f"machine"
         ) from None
     try:
         yield
@@ -52,10 +54,10 @@ def connected(address: str) -> Iterator[None]:
 
 
 def deploy(spec: Deployment) -> None:
-    """Make the controller, which starts all servers.
+    """Create the controller of a deployment, which starts its servers.
 
     Raises:
-        ConfigError: a deployment of that name is there, or a node can be reached by anybody and there is no token.
+        ConfigError: a deployment of that name exists, or a node is reachable from other machines and there is no token.
     """
     import ray
 
@@ -74,11 +76,11 @@ def deploy(spec: Deployment) -> None:
         _check_files(nodes, spec.tls)
     if spec.name in deployments():
         raise ConfigError(
-            f"deployment {spec.name!r} is there already: take it down, roll another version (--roll), or give --name"
+            f"deployment {spec.name!r} exists already: remove it (--down), update it (--roll), or give another --name"
         )
     from recinfer.deploy.ray.actor import ControllerActor
 
-    # Ray's types do not know that an actor's methods have a remote().
+    # Ray's type stubs lack remote() on an actor's methods.
     actor: Any = ray.remote(ControllerActor).options(
         name=spec.name,
         namespace=NAMESPACE,
@@ -99,70 +101,73 @@ def deployments() -> list[str]:
 
 
 def status(name: str | None) -> dict[str, Any]:
-    """What recinfer.deploy.ray.control.Controller.status says; ``name`` None: of the only deployment.
+    """The result of recinfer.deploy.ray.control.Controller.status; ``name`` may be None if there is only one
+    deployment.
 
     Raises:
         NotFoundError: there is no such deployment, or there are several.
-        UnavailableError: its controller does not answer; it may be starting on another node.
+        UnavailableError: its controller does not respond; it may be restarting on another node.
     """
     found: dict[str, Any] = _get(_controller(name).status.remote(), _ANSWER_S)
     return found
 
 
 def rankers(name: str | None = None) -> list[str]:
-    """Addresses that requests of a deployment may go to now, as ``host:port``. Raises as ``status`` does."""
+    """Addresses of a deployment's serving rankers, as ``host:port``. Raises as ``status`` does."""
     return list(status(name)["rankers"])
 
 
 def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
-    """Have another number of servers of each shard, or of rankers. Raises ConfigError, and as ``status`` does."""
+    """Change the number of shard servers per group of ranks, or of rankers. Raises ConfigError, and as ``status``
+    does."""
     _get(_controller(name).scale.remote(shards, rankers), _ANSWER_S)
 
 
 def roll(name: str | None, version: str | None) -> str:
-    """Serve another version, None being the one before; the version that is served then. Raises RecinferError."""
+    """Switch to another version (None: the previous one) and return the served version. Raises RecinferError."""
     return str(_get(_controller(name).roll.remote(version), _ROLL_S))
 
 
-def wait_until_ready(name: str, seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
-    """The status once all servers serve.
+def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -> dict[str, Any]:
+    """Wait until all servers serve, and return the status.
 
     Args:
-        seconds: until it is given up.
-        tell: gets a line when what it waits for has changed.
+        seconds: timeout.
+        report: called with a line of text when the reason for waiting changes.
 
     Raises:
-        UnavailableError: a server has no place or ends again and again, or time is over; says which and why.
+        UnavailableError: no node has resources for a server, a server keeps failing, or the timeout expires; names the
+            server and the reason.
     """
     start = time.monotonic()
-    said = ""
+    reported = ""
     while True:
         now = status(name)
         if now["ready"]:
             return now
         waiting = [server for server in now["servers"] if server["state"] != "serving"]
         lacking = [server for server in waiting if server["why"]]
-        patient = now["whole"] and time.monotonic() - start < _ROOM_S  # others may give theirs back
+        may_free = now["whole"] and time.monotonic() - start < _ROOM_S  # other servers may release resources
         for server in lacking:
-            homeless = server["state"] == "pending" and not server["node"] and not patient
-            hopeless = server["restarts"] >= _TRIES and not now["whole"]
-            if homeless:
-                later = "; it starts when there is, or scale back" if now["whole"] else ""
+            unplaced = server["state"] == "pending" and not server["node"] and not may_free
+            failing = server["restarts"] >= _TRIES and not now["whole"]
+            if unplaced:
+                later = "; it starts when a node has; or scale down" if now["whole"] else ""
                 raise UnavailableError(f"{server['why']}{later}")
-            if hopeless:
+            if failing:
                 raise UnavailableError(f"{server['name']}: {server['why']}")
         line = "; ".join(f"{server['name']}: {server['why']}" for server in lacking[:3])
-        if line and line != said:
-            said = line
-            tell(f"waiting: {line}")
+        if line and line != reported:
+            reported = line
+            report(f"waiting: {line}")
         if time.monotonic() - start > seconds:
             raise UnavailableError(f"not ready within {seconds:g} s: {line or 'servers are missing'}")
         time.sleep(0.5)
 
 
 def down(name: str | None) -> list[str]:
-    """End a deployment: servers, actors, placement groups, files. Returns what had to be removed by its name, since the
-    controller could not, which is mostly nothing. Raises NotFoundError, UnavailableError."""
+    """Remove a deployment: servers, actors, placement groups, files. Returns the names of what the controller did not
+    remove itself, usually none. Raises NotFoundError, UnavailableError."""
     import ray
 
     actor = _controller(name)
@@ -172,7 +177,7 @@ def down(name: str | None) -> list[str]:
         tag = _get(actor.spec.remote(), _ANSWER_S).tag
         _get(actor.down.remote(), _DOWN_S)
     except RecinferError:
-        pass  # what it leaves goes by its name
+        pass  # the sweep below removes the rest by name
     ray.kill(actor, no_restart=True)
     end = time.monotonic() + _GONE_S
     gone: list[str] = []
@@ -181,7 +186,7 @@ def down(name: str | None) -> list[str]:
         if not _left(name):
             break
         if time.monotonic() > end:
-            raise UnavailableError(f"{name}: still there: {', '.join(_left(name))}")
+            raise UnavailableError(f"{name}: could not remove {', '.join(_left(name))}; run --down again")
         time.sleep(0.2)
     forget(name)
     if tag is not None:  # a guard that was killed with its ranker could not remove its folder
@@ -206,15 +211,15 @@ def _controller(name: str | None) -> Any:
         name = there[0]
     if name is None or name not in there:
         which = "got none" if name is None else f"got {name!r}"
-        raise NotFoundError(f"deployment: {which}, there are: {', '.join(there) or 'none'}")
+        raise NotFoundError(f"deployment: {which}, expected one of: {', '.join(there) or 'none exist'}")
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
-        raise NotFoundError(f"deployment: {name!r} has just gone") from None
+        raise NotFoundError(f"deployment: {name!r} was removed meanwhile") from None
 
 
 def _get(answer: Any, seconds: float) -> Any:
-    """The answer of a controller, or its error as it raised it."""
+    """The result of a controller's call; raises the error that the controller raised."""
     import ray
 
     try:
@@ -224,33 +229,36 @@ def _get(answer: Any, seconds: float) -> Any:
             raise error.cause from None
         raise
     except ray.exceptions.GetTimeoutError:
-        raise UnavailableError(f"the controller did not answer within {seconds:g} s; try again, or --down") from None
+        raise UnavailableError(
+            f"the controller did not respond within {seconds:g} s; try again, or remove the deployment with --down"
+        ) from None
     except ray.exceptions.RayActorError as error:
         first = str(error).strip().splitlines()[0]
-        raise UnavailableError(f"the controller is gone, or starts on another node: {first}") from None
+        raise UnavailableError(f"the controller failed or is restarting on another node: {first}") from None
 
 
 def _check_host(security: Security, host: str) -> None:
-    """As every server does itself, but before one is started, and with the options that there are here."""
+    """Raises ConfigError if ``host`` needs a token; servers check this too, but only after they start."""
     try:
         security.check_host(host)
     except ConfigError:
         raise ConfigError(
-            f"node {host} can be reached from other machines, and there is no token: set RECINFER_TOKEN, give "
-            "--token-file or --tls-client-ca, or say --insecure"
+            f"node {host} is reachable from other machines, and there is no token: set RECINFER_TOKEN, or give "
+            f"--token-file, --tls-client-ca or --insecure"
         ) from None
 
 
 def _check_files(nodes: list[dict[str, Any]], tls: Tls) -> None:
-    """Have every node look for the files of TLS; raises ConfigError naming nodes and files."""
+    """Check on every node that the TLS files are readable; raises ConfigError naming nodes and files."""
     found = _on_every_node(nodes, missing_files, tls.files)
-    missing = [f"node {host} has no {', '.join(gone)}" for host, gone in sorted(found.items()) if gone]
+    missing = [f"node {host} cannot read {', '.join(gone)}" for host, gone in sorted(found.items()) if gone]
     if missing:
-        raise ConfigError(f"TLS: {'; '.join(missing)} that can be read; put each file at its path on every node")
+        raise ConfigError(f"TLS: {'; '.join(missing)}; put each file at its path on every node")
 
 
 def _on_every_node(nodes: list[dict[str, Any]], run: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
-    """``run(argument)`` on each of ``nodes``: by address what came back within half a minute."""
+    """Run ``run(argument)`` on each of ``nodes``; returns the results by address, without nodes that do not respond in
+    30 s."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -263,13 +271,14 @@ def _on_every_node(nodes: list[dict[str, Any]], run: Callable[[Any], Any], argum
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
     found = {}
     for answer in ready:
-        with suppress(ray.exceptions.RayError):  # the node has gone
+        with suppress(ray.exceptions.RayError):  # the node failed meanwhile
             found[asked[answer]] = ray.get(answer)
     return found
 
 
 def _check_address(address: str) -> None:
-    """Find out within seconds that nobody is there: Ray takes minutes, and ends the process then."""
+    """Raises UnavailableError within seconds if nothing listens at ``address``; Ray would take minutes and end the
+    process."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if address in ("auto", "local") or not colon or not port.isdecimal():
         if address == "auto":

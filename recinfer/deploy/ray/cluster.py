@@ -1,7 +1,8 @@
-"""The engine that Ray is: a placement group for each place, a detached actor for each process, its key-value store as memory.
+"""Implements the engine on Ray: a placement group per place, a detached actor per process, and Ray's key-value store
+for state.
 
-A group has one bundle, on the node that recinfer.deploy.ray.place chose. Ray's own SPREAD does not know which bundles are
-replicas of one shard, and a group can neither grow nor give a part of itself back.
+A group has one bundle, on the node that recinfer.deploy.ray.place chose. Ray's own SPREAD does not consider which
+bundles are replicas of one shard, and a group can neither grow nor release a part of its resources.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from recinfer.deploy.ray.spec import Deployment, Need
 __all__ = ["NAMESPACE", "RayEngine", "remove_files", "sweep"]
 
 NAMESPACE = "recinfer"
-"""Ray's namespace of all names."""
+"""The Ray namespace of all names."""
 
 _LOOK_S, _RESERVE_S, _GONE_S = 2.0, 5.0, 10.0
 _GRACE_S = 15.0
@@ -37,7 +38,7 @@ class RayEngine:
         self._actors: dict[str, Any] = {}
 
     def nodes(self) -> list[Node]:
-        """The nodes that are alive, and what they have free."""
+        """The live nodes and their free resources."""
         import ray
         from ray._private.state import available_resources_per_node  # Ray 2.60 has no public name for it
 
@@ -49,7 +50,7 @@ class RayEngine:
         ]
 
     def reserve(self, member: Member, need: Need, node: Node) -> bool:
-        """A placement group of one bundle on ``node``."""
+        """Create a placement group of one bundle on ``node``."""
         from ray.util.placement_group import placement_group
 
         bundle = {"memory": float(need.memory), "CPU": need.cpus}
@@ -62,7 +63,7 @@ class RayEngine:
         return bool(group.wait(_RESERVE_S))
 
     def launch(self, member: Member, arguments: list[str], environment: dict[str, str], shards: str | None) -> None:
-        """An actor in the member's placement group."""
+        """Start an actor in the member's placement group."""
         import ray
         from ray.util.placement_group import get_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -73,7 +74,7 @@ class RayEngine:
             name=self._life(member),
             namespace=NAMESPACE,
             lifetime="detached",
-            max_restarts=0,  # the controller starts another one, which it knows the version and the port of
+            max_restarts=0,  # the controller starts another one with the right version and port
             num_cpus=need.cpus,
             memory=need.memory,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
@@ -81,7 +82,7 @@ class RayEngine:
         self._actors[self._life(member)] = actor.remote(arguments, environment, shards, self._spec.tag, _GRACE_S)
 
     def look(self, members: Collection[Member]) -> Mapping[str, Life | None]:
-        """Ask all actors at a time."""
+        """Call all actors concurrently."""
         import ray
 
         found: dict[str, Life | None] = {}
@@ -99,18 +100,18 @@ class RayEngine:
         return found
 
     def write(self, member: Member, shards: str) -> bool:
-        """The actor writes it on its node."""
+        """Have the actor write the file on its node."""
         actor = self._actor(member)
         return actor is not None and _in_time(actor.write.remote(shards))
 
     def stop(self, member: Member) -> None:
-        """The actor closes the pipe that its server lives by."""
+        """Have the actor close the pipe whose end stops its server."""
         actor = self._actor(member)
         if actor is not None:
             _in_time(actor.stop.remote())
 
     def end(self, member: Member) -> None:
-        """Kill the actor; its server gets SIGTERM and its time from the guard."""
+        """Kill the actor; the guard then sends its server SIGTERM and waits."""
         import ray
 
         actor = self._actor(member)
@@ -124,18 +125,18 @@ class RayEngine:
             _remove_group(self._place(member))
 
     def sweep(self, known: Collection[Member]) -> None:
-        """Actors and placement groups of this deployment that no member has."""
+        """Remove actors and placement groups of this deployment that belong to no member."""
         lives = {self._life(member) for member in known} | {self._spec.name}
         sweep(self._spec.name, lives, {self._place(member) for member in known})
 
     def save(self, state: str) -> None:
-        """Into Ray's key-value store, which lives as long as the cluster's head."""
+        """Write to Ray's key-value store, which lives as long as the cluster's head."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         _internal_kv_put(_key(self._spec.name), state.encode(), overwrite=True, namespace=NAMESPACE)
 
     def saved(self) -> str | None:
-        """What was kept."""
+        """The saved state."""
         from ray.experimental.internal_kv import _internal_kv_get
 
         found = _internal_kv_get(_key(self._spec.name), namespace=NAMESPACE)
@@ -148,7 +149,7 @@ class RayEngine:
         return f"{self._spec.name}/{member.name}#{member.life}"
 
     def _actor(self, member: Member) -> Any:
-        """The member's actor; None where there is none."""
+        """The member's actor; None if there is none."""
         import ray
 
         name = self._life(member)
@@ -159,7 +160,8 @@ class RayEngine:
 
 
 def sweep(name: str, lives: Collection[str] = (), places: Collection[str] = ()) -> list[str]:
-    """Kill the actors and remove the placement groups of a deployment but those named; which ones that were."""
+    """Kill the actors and remove the placement groups of a deployment, except those named; returns the names of the
+    removed."""
     import ray
     from ray.util.placement_group import placement_group_table
 
@@ -178,14 +180,15 @@ def sweep(name: str, lives: Collection[str] = (), places: Collection[str] = ()) 
 
 
 def forget(name: str) -> None:
-    """Remove what a controller kept."""
+    """Remove the saved state of a controller."""
     from ray.experimental.internal_kv import _internal_kv_del
 
     _internal_kv_del(_key(name), namespace=NAMESPACE)
 
 
 def remove_files(tag: str) -> int:
-    """Remove folders that rankers of a deployment left on this node, which only those of killed guards do; how many."""
+    """Remove folders that the rankers of a deployment left on this node because their guards were killed; returns the
+    number."""
     found = list(Path(tempfile.gettempdir()).glob(f"recinfer-{tag}-*"))
     for folder in found:
         shutil.rmtree(folder, ignore_errors=True)
@@ -210,17 +213,17 @@ def _answer(answer: Any) -> Life | None:
         life: Life = ray.get(answer)
         return life
     except ray.exceptions.RayError as error:
-        _log.info("an actor is gone: %s", str(error).splitlines()[0])
+        _log.info("an actor has ended: %s", str(error).splitlines()[0])
         return None
 
 
 def _in_time(answer: Any) -> bool:
-    """Whether a call was made; the actor may be gone."""
+    """Whether the call succeeded; the actor may have ended."""
     import ray
 
     try:
         ray.get(answer, timeout=_LOOK_S)
     except ray.exceptions.RayError as error:
-        _log.info("an actor did not answer: %s", str(error).splitlines()[0])
+        _log.info("an actor did not respond: %s", str(error).splitlines()[0])
         return False
     return True

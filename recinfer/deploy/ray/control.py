@@ -1,7 +1,7 @@
-"""The controller of a deployment: every second it looks at all servers, and does what brings them to what is wanted.
+"""The controller of a deployment: every second it checks all servers and acts to reach the wanted state.
 
-It knows no Ray: an Engine runs the processes. It holds nothing that a request needs, so servers go on without it; what it
-has to know is kept by the engine, and a controller that takes over goes on from there.
+It does not depend on Ray: an Engine runs the processes. Requests do not need the controller, so servers continue
+without it. The engine stores its state, and a new controller continues from there.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SKIP = 1000  # numbers that the last controller may have used without noting it
 _log = logging.getLogger(__name__)
 
 Kind = int | None
-"""A group of ranks by number, or None: the rankers."""
+"""Number of a group of ranks, or None for the rankers."""
 
 
 class Controller:
     """Runs one deployment from ``start`` to ``down``. All methods may be called from any thread.
 
     Args:
-        spec: what is to run; numbers of servers and the version may have been changed since, and are kept.
+        spec: the deployment; its numbers of servers and version are initial values, which saved state overrides.
         engine: runs the processes.
     """
 
@@ -69,14 +69,15 @@ class Controller:
             self._restore(json.loads(self._kept))
 
     def start(self) -> None:
-        """Begin to look and act, in a thread."""
+        """Start the control loop in a thread."""
         self._thread = threading.Thread(target=self._run, name="recinfer-control", daemon=True)
         self._thread.start()
 
     # -- what is asked of it -----------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """What is there, as JSON: name, model, version, and each server as ``recinfer deploy --status`` shows it."""
+        """The state of the deployment as JSON values: name, model, version, and each server as ``recinfer deploy
+        --status`` shows it."""
         members = sorted(self._members.values(), key=lambda m: (m.group is None, m.group or 0, m.name))
         return {
             "name": self.spec.name,
@@ -90,7 +91,7 @@ class Controller:
             "rankers": self._targets(),
             "servers": [
                 {
-                    **member.shown(),
+                    **member.status(),
                     "ranks": [] if member.group is None else list(self.spec.groups[member.group]),
                     "load": round(requests_in(member, self._probes), 1),
                     "busy": None if member.group is None else round(busy_share(member, self._probes), 2),
@@ -100,7 +101,7 @@ class Controller:
         }
 
     def scale(self, shards: int | None, rankers: int | None) -> None:
-        """Have another number of servers of each group, or of rankers; None: as it is. Raises ConfigError."""
+        """Change the number of servers per group, or of rankers; None leaves it unchanged. Raises ConfigError."""
         asked: list[tuple[str, int, list[Kind], Bounds]] = []
         if shards is not None:
             asked.append(("replicas", shards, [kind for kind in self._kinds if kind is not None], self.spec.shards))
@@ -108,9 +109,7 @@ class Controller:
             asked.append(("rankers", rankers, [None], self.spec.rankers))
         for what, count, _, bounds in asked:
             if count < 1 or (bounds.scales and not bounds.least <= count <= bounds.most):
-                limits = (
-                    f"{bounds.least} to {bounds.most}, between which load chooses" if bounds.scales else "1 or more"
-                )
+                limits = f"{bounds.least} to {bounds.most}, the bounds of autoscaling" if bounds.scales else "1 or more"
                 raise ConfigError(f"{what}: got {count}, expected {limits}")
         with self._step:
             for _, count, kinds, _ in asked:
@@ -121,7 +120,7 @@ class Controller:
         return self._versions.roll(version)
 
     def down(self) -> None:
-        """End all servers, rankers first, and give all places back. The controller does nothing after that."""
+        """Stop all servers, rankers first, and release all resources. The controller stops too."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(60.0)
@@ -138,18 +137,18 @@ class Controller:
         self._prober.close()
         self._versions.close()
 
-    # -- one look, and what follows from it --------------------------------------------------------------------------
+    # -- one step of the control loop --------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
                 self.step()
-            except Exception:  # the next look may go well, and nobody else looks
-                _log.exception("deployment %s: a look failed", self.spec.name)
+            except Exception:  # the next step may succeed
+                _log.exception("deployment %s: a step of the controller failed", self.spec.name)
             self._stopping.wait(_PERIOD_S)
 
     def step(self) -> None:
-        """One look at all servers, and what follows from it."""
+        """Check all servers once, and act on the result."""
         members = [member for member in self._members.values() if member.phase is not Phase.pending]
         lives = self._engine.look(members)
         nodes = self._engine.nodes()
@@ -175,14 +174,14 @@ class Controller:
             self._save()
 
     def _judge(self, member: Member, lives: Mapping[str, Life | None], nodes: set[str], now: float) -> None:
-        """What a look says about one server."""
+        """Update the phase of one server from its process state and its probe."""
         life = lives.get(member.name)
         probe = self._probes.get(member.name, Probe())
         if member.name not in lives and member.node in nodes:
             if self._missed(member, _MISSES if member.pid else int(_START_S / 10)):
-                self._lost(member, "whoever watches it does not answer", nodes, now)
+                self._lost(member, "the actor that runs it does not respond", nodes, now)
         elif life is None or not life.running:
-            gone = f"node {member.host} is gone" if member.node not in nodes else "whoever watched it is gone"
+            gone = f"node {member.host} is lost" if member.node not in nodes else "the actor that ran it has ended"
             self._lost(member, gone if life is None else life.why, nodes, now)
         elif member.phase is Phase.draining:
             member.rate = probe.rate
@@ -192,21 +191,21 @@ class Controller:
             member.enter(Phase.serving, now)
         elif member.phase is Phase.serving and not probe.answers:
             if self._missed(member, _MISSES):
-                self._lost(member, "its health does not answer", nodes, now)
+                self._lost(member, "its health service does not respond", nodes, now)
         else:
-            why = "it takes no requests yet" if probe.answers else probe.why or "it starts"
+            why = "it is not ready yet" if probe.answers else probe.why or "it is starting"
             member.enter(Phase.starting, now, member.why if member.restarts else why)
             if now - member.since > _START_S:
-                self._lost(member, f"it took no requests within {_START_S:g} s", nodes, now)
+                self._lost(member, f"it was not ready within {_START_S:g} s", nodes, now)
 
     def _missed(self, member: Member, most: int) -> bool:
-        """Count a look that found nothing; whether that is enough."""
+        """Count a failed check; returns whether there were ``most`` in a row."""
         key = member.process
         self._misses[key] = self._misses.get(key, 0) + 1
         return self._misses[key] >= most
 
     def _lost(self, member: Member, why: str, nodes: set[str], now: float) -> None:
-        """The process is gone, or of no use: end what is left of it, and have it start again."""
+        """End a failed process and schedule its restart."""
         self._engine.end(member)
         self._misses.pop(member.process, None)
         self._written.pop(member.process, None)
@@ -219,7 +218,7 @@ class Controller:
         member.restarts += 1
         member.pause = backoff(member.pause, now - member.since if served else 0.0)
         member.again_at = now + member.pause
-        # Callers know a ranker by its port: the next process takes the same one, unless that was what went wrong.
+        # Clients have a ranker's address: the next process takes the same port, unless this one never served.
         member.wish = member.port if served else 0
         member.port = member.metrics_port = member.pid = member.memory = 0
         member.rate = 0.0
@@ -229,7 +228,7 @@ class Controller:
             member.node = member.host = ""
 
     def _count(self, now: float) -> None:
-        """As many members of each kind as are wanted."""
+        """Add or remove members until each kind has the wanted number."""
         for kind in self._kinds:
             here = [m for m in self._members.values() if m.group == kind and m.phase is not Phase.draining]
             for _ in range(self._wanted[kind] - len(here)):
@@ -250,7 +249,7 @@ class Controller:
         return name
 
     def _list(self) -> None:
-        """Tell rankers who is there, where that has changed."""
+        """Write shards.json to the rankers whose copy is outdated."""
         self._listed = addresses_by_group(len(self.spec.groups), self._members.values(), self._listed)
         self._text = shards_text(self.spec.groups, self._listed, self.spec.settings())
         text = self._text
@@ -260,7 +259,8 @@ class Controller:
                 self._written[member.process] = text
 
     def _place(self, nodes: list[Node], now: float) -> None:
-        """A place and a process for each member that has none: all places first, so that a lack of room is seen early."""
+        """Reserve resources and start processes for pending members; all reservations come first, to detect a lack of
+        resources early."""
         waiting = [m for m in self._members.values() if m.phase is Phase.pending and m.again_at <= now]
         for member in waiting:
             if not member.placed:
@@ -269,7 +269,7 @@ class Controller:
             if not member.placed:
                 continue
             if member.group is None and self._text is None:
-                member.why = "it waits for the shards"
+                member.why = "it waits for the shard servers"
                 continue
             self._serial += 1
             member.life = self._serial
@@ -293,13 +293,13 @@ class Controller:
         member.place = self._serial
         if not self._engine.reserve(member, need, node):
             self._engine.free(member)
-            member.why = f"{node.host} had no room for it after all"
+            member.why = f"{node.host} did not have the resources when they were reserved"
             return nodes
         member.node, member.host, member.why = node.id, node.host, ""
         return taken(nodes, node, need)
 
     def _drain(self, now: float) -> None:
-        """Nobody sends requests to them any more: end them. ``_lost`` forgets them then."""
+        """Stop draining members that receive no more requests; ``_lost`` removes them when they end."""
         for member in self._members.values():
             if member.phase is not Phase.draining:
                 continue
@@ -314,7 +314,7 @@ class Controller:
                 member.stopped, member.since = True, now
 
     def _unlisted(self, member: Member) -> bool:
-        """Whether every ranker has read that a shard server is not there any more."""
+        """Whether no ranker lists a shard server any more."""
         return not any(member.address in probe.outstanding for probe in self._probes.values())
 
     # -- load --------------------------------------------------------------------------------------------------------
@@ -327,21 +327,22 @@ class Controller:
                 total = sum(servers_needed(member, self._probes, self.spec) for member in serving)
                 wanted = self._followers[kind].wanted(now, total, self._wanted[kind], bounds)
                 if wanted != self._wanted[kind]:
-                    _log.info("%s: %s: %d, work for %.1f", self.spec.name, _kind_name(kind), wanted, total)
+                    _log.info(
+                        "%s: %s: scaling to %d, the load needs %.1f", self.spec.name, _kind_name(kind), wanted, total
+                    )
                     self._wanted[kind] = wanted
 
     # -- small things ------------------------------------------------------------------------------------------------
 
     def _targets(self) -> list[str]:
-        """Addresses of the rankers that callers may use."""
+        """Addresses of the serving rankers."""
         members = list(self._members.values())
         return sorted(m.address for m in members if m.group is None and m.phase is Phase.serving and m.address)
 
     def _is_ready(self) -> bool:
-        """Whether as many serve as are wanted, and every ranker was told of every shard server.
+        """Whether the wanted number of servers serves, and every ranker has the current shards.json.
 
-        Takes no lock, since a look may hold it for long: so it is worked out from what members say now, and does not ask
-        whether the look that changed them is over.
+        Takes no lock, since a step may hold it for long, and therefore computes from the members as they are now.
         """
         members = list(self._members.values())
         counts = all(sum(m.group == kind for m in members) == self._wanted[kind] for kind in self._kinds)
@@ -372,7 +373,7 @@ class Controller:
             "whole": self._whole,
             "wanted": [[kind, count] for kind, count in self._wanted.items()],
             "listed": {str(group): list(found) for group, found in self._listed.items()},
-            "members": [member.kept() for member in self._members.values()],
+            "members": [member.to_state() for member in self._members.values()],
         }
         text = json.dumps(state, sort_keys=True)
         if text != self._kept:
@@ -385,9 +386,9 @@ class Controller:
         self._serial, self._whole = state["serial"], state["whole"]
         self._wanted = {kind: count for kind, count in state["wanted"]}
         self._listed = {int(group): tuple(found) for group, found in state["listed"].items()}
-        members = [Member.from_kept(kept, now) for kept in state["members"]]
+        members = [Member.from_state(saved, now) for saved in state["members"]]
         self._members = {member.name: member for member in members}
-        self._engine.sweep(members)  # what the last controller began and could not note
+        self._engine.sweep(members)  # leftovers that the last controller did not save
         self._serial += _SKIP
 
 

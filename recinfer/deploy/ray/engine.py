@@ -1,4 +1,4 @@
-"""What a controller needs of whatever runs the servers: places, processes on them, and a memory of its own."""
+"""The interface between a controller and the system that runs its servers: placement, processes and saved state."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ class Engine(Protocol):
     """Runs processes for members: by ``member.place`` and ``member.life``, which are never used twice."""
 
     def nodes(self) -> list[Node]:
-        """The nodes that are alive, and what they have free."""
+        """The live nodes and their free resources."""
 
     def reserve(self, member: Member, need: Need, node: Node) -> bool:
-        """Reserve a place for ``member`` on a node; whether it was had."""
+        """Reserve resources for ``member`` on a node; returns whether that succeeded."""
 
     def launch(self, member: Member, arguments: list[str], environment: dict[str, str], shards: str | None) -> None:
-        """Start a process at the member's place: see recinfer.deploy.ray.process.ServerProcess."""
+        """Start a process on the member's reserved resources: see recinfer.deploy.ray.process.ServerProcess."""
 
     def look(self, members: Collection[Member]) -> Mapping[str, Life | None]:
-        """How the processes of members are, by name; None: it is gone, with whoever watched it. Who does not answer in
-        time is left out."""
+        """The states of the members' processes by name; None for a process whose actor has ended. Members without a
+        response in time are left out."""
 
     def write(self, member: Member, shards: str) -> bool:
-        """Give a ranker another shards.json; whether it has it."""
+        """Write another shards.json for a ranker; returns whether that succeeded."""
 
     def stop(self, member: Member) -> None:
-        """Have its process finish its requests and end."""
+        """Ask its process to finish its requests and exit."""
 
     def end(self, member: Member) -> None:
-        """End its process now; nothing happens when there is none."""
+        """End its process now; no effect without one."""
 
     def free(self, member: Member) -> None:
-        """Give its place back; nothing happens when it has none."""
+        """Release its resources; no effect without any."""
 
     def sweep(self, known: Collection[Member]) -> None:
-        """End the processes and free the places of this deployment that are not those of ``known``."""
+        """End the processes and release the resources of this deployment that do not belong to ``known``."""
 
     def save(self, state: str) -> None:
-        """Keep ``state`` for a controller that takes over."""
+        """Save ``state`` for a controller that takes over."""
 
     def saved(self) -> str | None:
-        """What was kept; None: nothing."""
+        """The saved state; None if there is none."""

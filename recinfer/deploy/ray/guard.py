@@ -1,8 +1,10 @@
-"""``python -m recinfer.deploy.ray.guard``: a command that ends with whoever started it, and what it leaves behind.
+"""``python -m recinfer.deploy.ray.guard``: runs a command that ends with its starter, and removes its folder
+afterwards.
 
-The guard's stdin is a pipe that its starter holds and never writes to. When it ends, because the starter closed it or is
-gone, the guard sends SIGTERM to the command, after the grace SIGKILL, and removes the folder. A guard that is killed takes
-the command along: the kernel sends it SIGKILL. The first line on stdout is ``{"pid": N}``; the rest is the command's.
+The guard's stdin is a pipe that its starter holds and never writes to. When the pipe ends, because the starter closed
+it or ended, the guard sends SIGTERM to the command, then SIGKILL after the grace period, and removes the folder. If the
+guard is killed, the kernel sends the command SIGKILL. The first line on stdout is ``{"pid": N}``; the rest is the
+command's.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def _wait(child: subprocess.Popen[bytes], signals: int, grace: float) -> int:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, its starter, is gone; ends at once if it is gone already."""
+    """Have the kernel kill this process when its starter ``parent`` ends; exits at once if it has ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # before the kernel was asked
         os._exit(128 + signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""How many servers the load asks for: the rule that Kubernetes' HorizontalPodAutoscaler has, on what servers say of theirs."""
+"""Computes the number of servers that the load needs, by the rule of Kubernetes' HorizontalPodAutoscaler."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ _TOLERANCE = 0.1
 
 
 def requests_in(member: Member, probes: Mapping[str, Probe]) -> float:
-    """Requests that are in a server at a time: in a ranker as it counts them; at a shard server the calls that rankers wait
-    for, since it sees none before it gets to it. ``probes``: of the last look at all servers, by name."""
+    """Requests in a server at once: in a ranker by its own count; in a shard server the calls that rankers wait for,
+    because its queue is in its sockets. ``probes``: the last probes of all servers, by name."""
     if member.group is None:
         return probes.get(member.name, Probe()).inside
     return sum(probe.outstanding.get(member.address, 0) for probe in probes.values())
 
 
 def busy_share(member: Member, probes: Mapping[str, Probe]) -> float:
-    """Of its time, 0 to 1; of a ranker 0."""
+    """The share of time that a shard server is busy, 0 to 1; 0 for a ranker."""
     held = probes.get(member.name, Probe()).status.get("held") or {}
     return float(held.get("busy", 0.0))
 
 
 def servers_needed(member: Member, probes: Mapping[str, Probe], spec: Deployment) -> float:
-    """How many servers what one does would keep as loaded as they may be: by the requests in it and, of a shard server, by
-    its time. Rankers put together what waits for one, so that few calls are under way to it however full it is."""
+    """Number of fully loaded servers that the load of one server amounts to: by its requests and, for a shard server,
+    by its busy time. Busy time is needed because rankers merge lookups, so an overloaded shard server has few open
+    calls."""
     return max(requests_in(member, probes) / spec.queue_depth, 100 * busy_share(member, probes) / spec.busy_percent)
 
 
 class LoadFollower:
-    """Follows how many servers of one kind are needed, as :func:`servers_needed` has it.
+    """Smooths the number of servers of one kind that :func:`servers_needed` gives.
 
     Args:
-        cool_down: seconds; servers go when none of the numbers that were right within it needed them.
+        cool_down: seconds of low load before the number falls.
     """
 
     def __init__(self, cool_down: float) -> None:
@@ -50,20 +51,21 @@ class LoadFollower:
         self._since: float | None = None
 
     def wanted(self, now: float, total: float, count: int, bounds: Bounds) -> int:
-        """How many there should be.
+        """The number of servers that there should be.
 
         Args:
             now: ``time.monotonic()``.
-            total: sum over the servers. Not their mean, which says too much while servers start and take no load yet.
-            count: how many there are, or will be when those that start have.
-            bounds: what may be chosen.
+            total: sum of :func:`servers_needed` over the servers (a mean would be too high while servers start without
+                load).
+            count: current number, including servers that are starting.
+            bounds: allowed numbers.
         """
         if self._since is None:
             self._since = now
         self._sums.append((now, total))
         while self._sums[0][0] < now - _WINDOW_S:
             self._sums.popleft()
-        if now - self._since < _WINDOW_S:  # nothing is known yet
+        if now - self._since < _WINDOW_S:  # too early to decide
             return count
         needed = sum(value for _, value in self._sums) / len(self._sums)
         right = count if abs(needed / count - 1.0) <= _TOLERANCE else math.ceil(needed)
@@ -72,9 +74,9 @@ class LoadFollower:
         while self._wanted[0][0] < now - self._cool_down:
             self._wanted.popleft()
         if right > count:
-            self._sums.clear()  # the next look is at what the new ones made of it
+            self._sums.clear()  # measure anew with the added servers
             self._since = now
             return right
-        if now - self._wanted[0][0] < 0.9 * self._cool_down:  # not yet as long as that
+        if now - self._wanted[0][0] < 0.9 * self._cool_down:  # the load has not been low for the whole cool-down
             return count
         return min(count, max(number for _, number in self._wanted))

@@ -1,4 +1,5 @@
-"""The servers of a deployment as its controller knows them: what becomes of each, who is listed, who goes first."""
+"""The controller's records of a deployment's servers: their phases, the shards.json they form, and which to remove
+first."""
 
 from __future__ import annotations
 
@@ -17,30 +18,31 @@ _FIRST_S, _MOST_S = 1.0, 30.0
 
 
 class Phase(StrEnum):
-    """What a server is at."""
+    """The state of a server in its deployment."""
 
-    pending = "pending"  # no place for it, or waiting before it starts again
-    starting = "starting"  # its process is there, and does not take requests yet
+    pending = "pending"  # waits for a node, or for its next start
+    starting = "starting"  # the process runs but is not ready
     serving = "serving"
-    draining = "draining"  # nobody new is sent to it, and then it ends
+    draining = "draining"  # gets no new requests and then stops
 
 
 @dataclass
 class Member:
-    """One server, through all its processes.
+    """One server of a deployment, across restarts of its process.
 
     Attributes:
-        name: in the deployment, as in ``shard-0-2`` or ``ranker-1``.
-        group: of ranks; None: a ranker.
+        name: name in the deployment, such as ``shard-0-2`` or ``ranker-1``.
+        group: number of its group of ranks; None for a ranker.
         phase: see Phase.
-        place: the number of its place, which is one placement group; ``node`` and ``host`` say where. 0: none.
-        life: of its process, in the same way; ``restarts`` of them ended unasked.
-        port, metrics_port, pid: of the process that is there; 0: none yet. ``wish``: the port that the next one tries.
-        memory: bytes resident; ``rate``: requests a second; ``version``: what it serves.
-        again_at: ``time.monotonic()`` before which it is not started again; ``pause``: how long that took last.
+        place: number of its placement group, on ``node`` and ``host``; 0 for none.
+        life: number of its process; ``restarts`` counts processes that ended unexpectedly.
+        port, metrics_port, pid: of the running process; 0 for none. ``wish``: the port that the next process tries
+        first.
+        memory: resident bytes; ``rate``: requests per second; ``version``: the served version.
+        again_at: earliest ``time.monotonic()`` of the next start; ``pause``: the last delay, in seconds.
         since: ``time.monotonic()`` of its last change of phase.
-        why: what keeps it from serving.
-        stopped: it was told to end; ``since`` says when.
+        why: the reason why it is not serving.
+        stopped: it received the request to stop, at ``since``.
     """
 
     name: str
@@ -76,22 +78,22 @@ class Member:
 
     @property
     def address(self) -> str:
-        """Where it listens; empty while it does not."""
+        """Address that it listens on; empty if its process is not listening."""
         return join_address(self.host, self.port) if self.port else ""
 
     @property
     def process(self) -> str:
-        """A name of the process that it has now."""
+        """Name of its current process."""
         return f"{self.name}/{self.life}"
 
     def enter(self, phase: Phase, now: float, why: str = "") -> None:
-        """Go to another phase."""
+        """Change to ``phase``."""
         if phase is not self.phase:
             self.phase, self.since = phase, now
         self.why = why
 
-    def shown(self) -> dict[str, Any]:
-        """What ``recinfer deploy --status`` says of it by itself, as JSON."""
+    def status(self) -> dict[str, Any]:
+        """Its own part of ``recinfer deploy --status``, as JSON values."""
         return {
             "name": self.name,
             "role": self.role,
@@ -108,26 +110,26 @@ class Member:
             "why": self.why,
         }
 
-    def kept(self) -> dict[str, Any]:
-        """What another controller needs to go on with it, as JSON. Times are this process's own, and stay out."""
+    def to_state(self) -> dict[str, Any]:
+        """The state that a new controller needs, as JSON values, without times, which are local to this process."""
         return {k: v for k, v in asdict(self).items() if k not in ("again_at", "since", "rate", "memory")}
 
     @classmethod
-    def from_kept(cls, kept: Mapping[str, Any], now: float) -> Member:
-        """The opposite."""
-        return cls(**{**kept, "phase": Phase(kept["phase"])}, since=now)
+    def from_state(cls, state: Mapping[str, Any], now: float) -> Member:
+        """The member of :meth:`to_state`."""
+        return cls(**{**state, "phase": Phase(state["phase"])}, since=now)
 
 
 def backoff(last: float, lived: float) -> float:
-    """Seconds to wait before a server starts again: none after a long life, twice as long after each short one."""
+    """Seconds to wait before a restart: none after a long run, twice the last delay after a short run."""
     return 0.0 if lived >= _STEADY_S else min(_MOST_S, max(_FIRST_S, 2 * last))
 
 
 def addresses_by_group(
     groups: int, members: Iterable[Member], last: Mapping[int, tuple[str, ...]]
 ) -> dict[int, tuple[str, ...]]:
-    """Which servers of each group are listed: those that serve; where none does, the last ones, so that rankers can say
-    whom they miss. A group that never had one is not in it."""
+    """The addresses to list for each group: its serving servers, or, if none serves, the last listed ones, which
+    rankers then name in their errors. A group that never had a server is left out."""
     serving: dict[int, list[str]] = {}
     for member in members:
         if member.group is not None and member.phase is Phase.serving and member.address:
@@ -141,15 +143,16 @@ def shards_text(
     listed: Mapping[int, tuple[str, ...]],
     settings: Mapping[str, str] | None = None,
 ) -> str | None:
-    """shards.json; None while a group has never had a server: rankers refuse a file that lacks a rank."""
+    """The text of shards.json; None while a group has never had a server, because rankers reject a file that lacks a
+    rank."""
     if len(listed) < len(groups):
         return None
     return shards_json({rank: listed[number] for number, ranks in enumerate(groups) for rank in ranks}, settings)
 
 
 def to_remove(members: Iterable[Member], count: int) -> list[Member]:
-    """The ``count`` members of one kind to do without: those that do not serve, then those that share a node with another
-    one, then the youngest."""
+    """The ``count`` members of one kind to remove: first those that do not serve, then those that share a node, then
+    the newest."""
     left = [member for member in members if member.phase is not Phase.draining]
     gone: list[Member] = []
     for _ in range(min(count, len(left))):

@@ -1,4 +1,5 @@
-"""Which node a server goes to: one with room, away from those that do the same, then where most memory is left."""
+"""Chooses the node of a server: one with enough resources, first without a server of the same group, then with the most
+free memory."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ __all__ = ["Node", "choose_node", "taken"]
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster that is alive.
+    """A live machine of the cluster.
 
     Attributes:
-        id: the cluster's name for it.
+        id: the cluster's id of the node.
         host: its address.
-        memory, cpus: that nothing has reserved.
+        memory, cpus: unreserved resources.
     """
 
     id: str
@@ -33,10 +34,10 @@ def choose_node(what: str, need: Need, nodes: Collection[Node], same: Iterable[s
 
     Args:
         what: the server, for messages.
-        same: ids of the nodes that have one which does the same, each as often as it has them.
+        same: ids of the nodes with servers of the same group, once per server.
 
     Raises:
-        UnavailableError: no node has room; says what is needed and what there is.
+        UnavailableError: no node has the resources; names the needed and the free ones.
     """
     room = [node for node in nodes if node.memory >= need.memory and node.cpus >= need.cpus]
     if not room:
@@ -44,15 +45,15 @@ def choose_node(what: str, need: Need, nodes: Collection[Node], same: Iterable[s
             f"{node.host} {_gib(node.memory)} and {node.cpus:g} CPUs" for node in sorted(nodes, key=lambda n: n.host)
         )
         raise UnavailableError(
-            f"no node has room for {what}: it needs {_gib(need.memory)} of memory and {need.cpus:g} CPUs; "
-            f"free are: {free or 'no nodes'}"
+            f"no node has resources for {what}: it needs {_gib(need.memory)} of memory and {need.cpus:g} CPUs; free: "
+            f"{free or 'no nodes'}"
         )
     held = list(same)
     return max(room, key=lambda node: (-held.count(node.id), node.memory, node.cpus, node.host))
 
 
 def taken(nodes: Iterable[Node], node: Node, need: Need) -> list[Node]:
-    """``nodes`` with what a server takes of one of them."""
+    """``nodes`` after a server takes its resources from one of them."""
     return [
         replace(each, memory=each.memory - need.memory, cpus=each.cpus - need.cpus) if each.id == node.id else each
         for each in nodes

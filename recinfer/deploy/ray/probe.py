@@ -1,4 +1,4 @@
-"""Looks at a server from outside: does it take requests, and what has it counted."""
+"""Probes a server: its health and its metrics."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ __all__ = ["Probe", "Prober"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _TIMEOUT_S = 2.0
 _THREADS = 16
-_LAST = "last error: "  # of gRPC's, behind what it says first of all addresses
+_LAST = "last error: "  # in gRPC's message, after a text about all addresses
 _UNCOUNTED = frozenset({"State", "Prepare", "ListModels", "Load", "Unload", "SetDefault"})  # the control's own calls
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a look found.
+    """The result of a probe.
 
     Attributes:
-        answers: its health service answered; ``serving``: and that it takes requests.
-        why: it did not answer, as gRPC says it; empty without TLS, where it is no more than that nobody listens yet.
-        status: as recinfer.serving.server.telemetry.metrics has it; empty when it was not to be had.
-        rate: requests a second since the last look.
-        inside: requests that were in the server at a time, on average since the last look (waiting or at work): the
-            seconds that those spent in it which were answered since then, by the seconds that have passed.
+        answers: whether its health service responds; ``serving``: whether it is ready.
+        why: gRPC's reason for a failed call; empty without TLS, where it only means that the server does not listen
+            yet.
+        status: as recinfer.serving.server.telemetry.metrics has it; empty if it was not available.
+        rate: requests per second since the last probe.
+        inside: average number of requests in the server (queued or running) since the last probe: the seconds that the
+            completed requests spent in it, divided by the elapsed seconds.
     """
 
     answers: bool = False
@@ -49,24 +50,24 @@ class Probe:
 
     @property
     def version(self) -> str:
-        """The versions that it serves."""
+        """The served version or versions."""
         if self.status.get("held"):
             return ", ".join(dict.fromkeys(version["version"] for version in self.status["held"]["versions"]))
         return ", ".join(model["version"] for model in self.status.get("models", []) if model["weight"])
 
     @property
     def outstanding(self) -> dict[str, int]:
-        """A ranker's calls that shard servers have not answered, by address."""
+        """Open calls of a ranker to shard servers, by their address."""
         found = (self.status.get("shards") or {}).get("replicas", [])
         return {replica["address"]: int(replica["outstanding"]) for replica in found}
 
 
 class Prober:
-    """Keeps a connection to each server's health, and what it had counted when it was last looked at.
+    """Keeps a connection to each server's health service, and the counters of its last probe.
 
     Args:
-        token: of the servers; None: they have none.
-        tls: of theirs; None: none.
+        token: bearer token of the servers; None for none.
+        tls: TLS settings of the servers; None for none.
     """
 
     def __init__(self, token: str | None, tls: Tls | None = None) -> None:
@@ -79,10 +80,11 @@ class Prober:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="recinfer-probe")
 
     def look(self, members: list[Member]) -> dict[str, Probe]:
-        """By name, all at a time; members without a port are left out.
+        """Probe all members concurrently; returns results by name, without members that have no port.
 
         Raises:
-            ConfigError: a file of TLS is not on this node: nothing is known then, so nobody may be taken for gone.
+            ConfigError: a TLS file is missing on this node. No server's state is known then, so none may be treated as
+                failed.
         """
         if self._tls is not None and self._context is None:
             self._credentials, self._context = self._tls.credentials(), self._tls.context()
@@ -123,7 +125,7 @@ class Prober:
             self._forget(address)  # a server that starts again there is not to wait for this one's patience
             if self._tls is None:
                 return None, ""
-            return None, f"its health does not answer through TLS: {(error.details() or '').rpartition(_LAST)[2]}"
+            return None, f"its health service does not respond over TLS: {(error.details() or '').rpartition(_LAST)[2]}"
 
     def _channel(self, address: str) -> grpc.Channel:
         options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
@@ -151,7 +153,7 @@ class Prober:
         return {}
 
     def _since_last(self, key: str, status: Mapping[str, Any]) -> tuple[float, float]:
-        """Requests a second, and seconds spent in them a second."""
+        """Requests per second, and seconds spent in them per second."""
         if not status:
             return 0.0, 0.0
         count = sum(item["count"] for item in status["requests"] if item["method"] not in _UNCOUNTED)
@@ -165,7 +167,7 @@ class Prober:
 
 
 class _Connection(http.client.HTTPConnection):
-    """To a server's metrics: through TLS where there is a context, and then to who has ``name`` in the certificate."""
+    """A connection to a server's metrics, over TLS with a context; ``name`` is the expected name in the certificate."""
 
     def __init__(self, host: str, port: int, context: ssl.SSLContext | None, name: str) -> None:
         super().__init__(host, port, timeout=_TIMEOUT_S)

@@ -24,14 +24,14 @@ _FILE = "shards.json"
 
 @dataclass(frozen=True)
 class Life:
-    """How a server process is.
+    """The state of a server process.
 
     Attributes:
-        running: it has not ended.
-        port, metrics_port: where it listens; 0 before it does.
+        running: whether it has not ended.
+        port, metrics_port: the ports that it listens on; 0 before that.
         pid: of the server; 0 before it has started.
-        memory: bytes resident, mapped tables that were read included.
-        why: what it said when it could not start, or how it ended.
+        memory: resident bytes, including mapped tables that were read.
+        why: its error message, or how it ended.
     """
 
     running: bool
@@ -43,17 +43,18 @@ class Life:
 
 
 class ServerProcess:
-    """Starts at once; ends with the process that made it (see recinfer.deploy.ray.guard). No call waits for the server.
+    """Runs a server that ends with the process that started it (see recinfer.deploy.ray.guard). No method blocks on the
+    server.
 
     Args:
         arguments: of ``recinfer serve``.
         environment: on top of this process's own.
-        shards: a ranker's shards.json; it is written to a folder that is gone when the server is. None: no ranker.
-        tag: in that folder's name.
+        shards: a ranker's shards.json, written to a folder that is removed with the server; None for a shard server.
+        tag: part of that folder's name.
         grace: seconds that the server has to finish its requests.
 
     Attributes:
-        folder: where shards.json is; None: no ranker.
+        folder: folder of shards.json; None for a shard server.
     """
 
     def __init__(
@@ -84,37 +85,37 @@ class ServerProcess:
             env=inherited,
             start_new_session=True,
         )
-        self._said: dict[str, Any] = {}
-        self._reader = threading.Thread(target=self._read, name="recinfer-said", daemon=True)
+        self._output: dict[str, Any] = {}
+        self._reader = threading.Thread(target=self._read, name="recinfer-output", daemon=True)
         self._reader.start()
 
     @property
     def guard_pid(self) -> int:
-        """Of the process between this one and the server."""
+        """Process id of the guard between this process and the server."""
         return self._process.pid
 
     def look(self) -> Life:
-        """How it is now."""
+        """The current state."""
         code = self._process.poll()
         if code is not None:
             self._reader.join(1.0)
-        said = dict(self._said)
-        pid = int(said.get("pid", 0))
-        why = said["error"]["message"] if "error" in said else ""
+        output = dict(self._output)
+        pid = int(output.get("pid", 0))
+        why = output["error"]["message"] if "error" in output else ""
         if code is not None and not why:
             why = f"ended with exit code {code}" if code < 128 else f"was killed by signal {code - 128}"
         running = code is None
         return Life(
             running=running,
-            port=int(said.get("port") or 0),
-            metrics_port=int(said.get("metrics_port") or 0),
+            port=int(output.get("port") or 0),
+            metrics_port=int(output.get("metrics_port") or 0),
             pid=pid,
             memory=_resident(pid) if running and pid else 0,
             why=why,
         )
 
     def write(self, shards: str) -> None:
-        """Put another shards.json in the place of the last; the ranker reads it within half a second."""
+        """Replace shards.json; the ranker reads it within half a second."""
         if self.folder is None or not self.folder.is_dir():
             return  # it has ended, and its folder is gone
         new = self.folder / f"{_FILE}.new"
@@ -122,13 +123,13 @@ class ServerProcess:
         new.replace(self.folder / _FILE)
 
     def stop(self) -> None:
-        """Have it finish its requests and end; ``look`` says when it has."""
+        """Ask it to finish its requests and exit; ``look`` shows when it has."""
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, after at most ``seconds``; what it said before it did is then known."""
+        """Wait at most ``seconds`` for its end; returns whether it ended. Its last output is then available."""
         end = time.monotonic() + seconds
         try:
             self._process.wait(seconds)
@@ -143,7 +144,7 @@ class ServerProcess:
             with suppress(ValueError):
                 found = json.loads(line)
                 if isinstance(found, dict):
-                    self._said.update(found)
+                    self._output.update(found)
 
 
 def _resident(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""Another version on all rankers: loaded by all of them, or by none, before one of them switches."""
+"""Rolls out another version to all rankers: all load it, or none does, before any of them switches."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _log = logging.getLogger(__name__)
 
 
 class Versions:
-    """The version that a deployment serves, and how it becomes another one. Thread-safe.
+    """The version that a deployment serves, and the rollout of another one. Thread-safe.
 
     Args:
-        spec: of the deployment; its version is the first.
-        rankers: gives the addresses of those that serve.
-        committed: called when another version has become the one that servers start with, before rankers switch.
+        spec: the deployment; its version is the first served.
+        rankers: returns the addresses of the serving rankers.
+        committed: called when servers start with the new version from now on, before rankers switch.
 
     Attributes:
         current: the version that is served.
-        previous: the one before it; None: there was none.
+        previous: the version before it; None if there was none.
     """
 
     def __init__(self, spec: Deployment, rankers: Callable[[], list[str]], committed: Callable[[], None]) -> None:
@@ -39,30 +39,32 @@ class Versions:
         self.previous: str | None = None
         self._rolling = threading.Lock()
         self._fixing: set[str] = set()
-        self._beside = ThreadPoolExecutor(4, thread_name_prefix="recinfer-versions")
+        self._background = ThreadPoolExecutor(4, thread_name_prefix="recinfer-versions")
 
     @property
     def rolling(self) -> bool:
-        """Whether a roll-out is under way."""
+        """Whether a rollout is in progress."""
         return self._rolling.locked()
 
     def roll(self, version: str | None) -> str:
-        """Serve another version of the store, None being the one before; returns the version served now.
+        """Switch to another version of the store (None: the previous one); returns the served version.
 
         Raises:
-            ConfigError: there is no store, or nothing to go back to.
-            UnavailableError: no ranker serves, or another roll-out is under way.
-            RecinferError: the version was refused, and nothing has changed.
+            ConfigError: there is no store, or no previous version.
+            UnavailableError: no ranker serves, or another rollout is in progress.
+            RecinferError: a server rejected the version; the served version is unchanged.
         """
         spec = self._spec
         if spec.store is None:
             raise ConfigError(
-                f"versions: {spec.archive} is in no model store; deploy an archive that lies at STORE/{spec.model}/VERSION"
+                f"versions: {spec.archive} is not in a model store; deploy an archive at STORE/{spec.model}/VERSION"
             )
         if version is None and self.previous is None:
-            raise ConfigError(f"rollback: {spec.name} has served {self.current} alone; nothing to go back to")
+            raise ConfigError(
+                f"rollback: {spec.name} has served only version {self.current}; there is no previous version"
+            )
         if not self._rolling.acquire(blocking=False):
-            raise UnavailableError("versions: a roll-out is under way; wait for it")
+            raise UnavailableError("versions: another rollout is in progress; try again when it has finished")
         try:
             wanted = version or self.previous
             assert wanted is not None
@@ -73,21 +75,21 @@ class Versions:
             self._rolling.release()
 
     def follow(self, address: str, process: str, version: str) -> None:
-        """Look at one ranker: where it serves another version than the others, it is told beside. It started, or was away,
-        while they changed.
+        """Switch one ranker to the current version, in the background, if it serves another one because it started or
+        was unreachable during a rollout.
 
         Args:
-            address, version: of the ranker, and what it serves; empty: not known.
-            process: names its process.
+            address: of the ranker. version: the version that it serves; empty if unknown.
+            process: name of its process.
         """
         odd = self._spec.store is not None and version not in ("", self.current)
         if odd and process not in self._fixing and not self.rolling:
             self._fixing.add(process)
-            self._beside.submit(self._fix, process, address, self.current)
+            self._background.submit(self._fix, process, address, self.current)
 
     def close(self) -> None:
-        """Begin nothing more."""
-        self._beside.shutdown(wait=False, cancel_futures=True)
+        """Cancel work that has not started."""
+        self._background.shutdown(wait=False, cancel_futures=True)
 
     def _connect(self, address: str) -> AdminClient:
         tls = self._spec.tls
@@ -100,9 +102,9 @@ class Versions:
     def _roll(self, version: str) -> None:
         model = self._spec.model
         load_everywhere(self._rankers(), model, version, self._connect)
-        self.previous, self.current = self.current, version  # who starts from now on starts with it
+        self.previous, self.current = self.current, version  # servers that start from now on use it
         self._committed()
-        # What goes wrong from here on is seen to when the ranker is looked at next.
+        # A ranker that fails from here on is switched by `follow` at the next step.
         for address in self._rankers():
             self._try(address, lambda at: activate(at, model, version, self._connect))
         for address in self._rankers():
@@ -122,17 +124,17 @@ class Versions:
 
 
 def load_everywhere(rankers: Sequence[str], model: str, version: str, connect: Connect) -> list[str]:
-    """Phase one: every ranker has its shards map and check the version, and replays its golden requests.
+    """Phase one: have every ranker load the version through its shard servers and replay the golden requests.
 
     Args:
         rankers: their addresses.
         connect: address -> admin client.
 
     Returns:
-        Those that have it. One that is gone meanwhile is not among them: it starts again with what is served then.
+        The rankers that loaded it. A ranker that fails meanwhile is left out: it restarts with the served version.
 
     Raises:
-        RecinferError: a ranker or shard refused it; it is unloaded where it was loaded, and nothing has changed.
+        RecinferError: a ranker or shard server rejected it; it is unloaded again everywhere.
     """
     fresh: list[str] = []
     done: list[str] = []
@@ -151,18 +153,20 @@ def load_everywhere(rankers: Sequence[str], model: str, version: str, connect: C
                     admin.unload(model, version)
             raise
     if not done:
-        raise UnavailableError(f"no ranker is there to load version {version!r}; nothing has changed")
+        raise UnavailableError(
+            f"no ranker is serving, so none can load version {version!r}; the served version is unchanged"
+        )
     return done
 
 
 def activate(address: str, model: str, version: str, connect: Connect) -> None:
-    """Have a ranker answer from ``version``, which it loads if it must. Raises RecinferError."""
+    """Make ``version`` the default of a ranker, loading it if needed. Raises RecinferError."""
     with connect(address) as admin:
         here = _versions(admin, model)
         if version not in here:
             try:
                 here = admin.load(model, version)[model]
-            except InputError:  # somebody else was faster
+            except InputError:  # another client loaded it meanwhile
                 here = _versions(admin, model)
                 if version not in here:
                     raise
@@ -171,7 +175,7 @@ def activate(address: str, model: str, version: str, connect: Connect) -> None:
 
 
 def tidy(address: str, model: str, keep: Sequence[str | None], connect: Connect) -> None:
-    """Unload all versions but those in ``keep`` and those that requests go to. Raises RecinferError."""
+    """Unload all versions except those in ``keep`` and those that receive requests. Raises RecinferError."""
     with connect(address) as admin:
         for version, found in _versions(admin, model).items():
             if version not in keep and not found.weight:

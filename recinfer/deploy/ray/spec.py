@@ -1,4 +1,4 @@
-"""What is to run where: a deployment as plain data, and the command of each of its servers."""
+"""The specification of a deployment as plain data, and the command line of each of its servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Bounds", "Deployment", "Need", "cores", "deployment_of", "store_of"]
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many servers of one kind: ``start`` at first, and between ``least`` and ``most`` as load asks for."""
+    """Number of servers of one kind: ``start`` initially, then between ``least`` and ``most`` depending on load."""
 
     start: int
     least: int
@@ -25,7 +25,7 @@ class Bounds:
 
     @property
     def scales(self) -> bool:
-        """Whether load has a say."""
+        """Whether the number depends on load."""
         return self.least < self.most
 
     def check(self, what: str) -> None:
@@ -33,13 +33,13 @@ class Bounds:
         if not 1 <= self.least <= self.start <= self.most:
             raise ConfigError(
                 f"{what}: got {self.start} between {self.least} and {self.most}; "
-                "expected at least 1, and the number between minimum and maximum"
+                "expected minimum <= number <= maximum, with a minimum of at least 1"
             )
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a node must have for one server: bytes of memory and CPUs."""
+    """Resources of one server: bytes of memory and CPUs."""
 
     memory: int
     cpus: float
@@ -50,22 +50,22 @@ class Deployment:
     """An archive on a cluster.
 
     Attributes:
-        name: of the deployment; what all names begin with.
-        tag: of this run of it alone; in the names of files.
-        model: as the manifest has it.
-        version: that is served first: the folder's name in the store, without one the manifest's.
+        name: name of the deployment and prefix of all names.
+        tag: unique to this run of the deployment; part of file names.
+        model: name of the model in the manifest.
+        version: the version served first: the folder's name in the store, or the manifest's without a store.
         archive: its folder, on every node.
-        store: folder of ``<model>/<version>/`` on every node; None: the version stays what it is.
+        store: folder of ``<model>/<version>/`` on every node; None if the version cannot change.
         groups: the ranks of each shard.
         shard_memory: bytes of each group's servers; ``ranker_memory``: of a ranker.
-        cpus: of each server, for placing alone.
-        shards, rankers: how many of each group, and how many rankers.
-        queue_depth: requests that are in a server at a time, on average, above which there should be one more.
-        busy_percent: of a shard server's time, above which there should be one more too.
-        cool_down: seconds that load must have been low for before there is one less.
-        token: bearer token of all servers; None: none.
-        insecure: listen beyond this machine without one.
-        tls: of all servers, and of who asks them; None: none.
+        cpus: CPUs per server, used only for placement.
+        shards, rankers: bounds on the shard servers per group, and on the rankers.
+        queue_depth: average number of requests in a server above which a server is added.
+        busy_percent: busy share of a shard server's time above which a shard server is added.
+        cool_down: seconds of low load before a server is removed.
+        token: bearer token of all servers; None for none.
+        insecure: allow listening beyond loopback without a token.
+        tls: TLS of all servers and their clients; None for no TLS.
     """
 
     name: str
@@ -95,11 +95,11 @@ class Deployment:
         check_percent(self.busy_percent)
 
     def need(self, group: int | None) -> Need:
-        """Of a server of ``group``, None being the rankers."""
+        """Resources of a server of ``group``; None means a ranker."""
         return Need(self.ranker_memory if group is None else self.shard_memory[group], self.cpus)
 
     def bounds(self, group: int | None) -> Bounds:
-        """Of ``group``, None being the rankers."""
+        """Bounds of ``group``; None means the rankers."""
         return self.rankers if group is None else self.shards
 
     def archive_of(self, version: str) -> str:
@@ -107,24 +107,25 @@ class Deployment:
         return self.archive if self.store is None else str(Path(self.store) / self.model / version)
 
     def arguments(self, group: int | None, version: str, host: str, port: int = 0) -> list[str]:
-        """Of ``recinfer serve``, but a ranker's ``--shards``."""
-        said = [self.archive_of(version), "--host", host, "--port", str(port), "--metrics-port", "0"]
+        """Arguments of ``recinfer serve``, except a ranker's ``--shards``."""
+        arguments = [self.archive_of(version), "--host", host, "--port", str(port), "--metrics-port", "0"]
         if self.store is not None:
-            said += ["--model-store", self.store]
+            arguments += ["--model-store", self.store]
         if group is not None:
-            said += ["--ranks", ",".join(map(str, self.groups[group])), "--preload"]
+            arguments += ["--ranks", ",".join(map(str, self.groups[group])), "--preload"]
         elif self.store is not None:
-            said.append("--admin")
+            arguments.append("--admin")
         if self.tls is not None:
-            said += self.tls.arguments()
-        return [*said, "--insecure"] if self.insecure else said
+            arguments += self.tls.arguments()
+        return [*arguments, "--insecure"] if self.insecure else arguments
 
     def settings(self) -> dict[str, str]:
-        """How rankers ask shards, as shards.json has it."""
+        """Settings of shards.json for the connections from rankers to shard servers."""
         return {} if self.tls is None else self.tls.settings()
 
     def environment(self) -> dict[str, str]:
-        """Of all servers. The token goes this way: every user of a node can read the arguments of a process."""
+        """Environment of all servers. It carries the token, because every user of a node can read a process's
+        arguments."""
         threads = {"OMP_NUM_THREADS": "1"}
         return threads if self.token is None else {**threads, "RECINFER_TOKEN": self.token}
 
@@ -133,17 +134,18 @@ def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str,
     """The deployment of an archive.
 
     Args:
-        found: what of it runs where.
+        found: its groups of ranks and their memory.
         store: None: the folder two above the archive, where the one above has the model's name.
         options: as Deployment has them; ``name`` may be None, the model's name as a label.
 
     Raises:
-        ConfigError: numbers that do not fit, or an archive that is not where the store would have it.
+        ConfigError: inconsistent numbers, or an archive that is not at its place in the store.
     """
     archive = archive.resolve()
     if store is not None and archive.parent != store.resolve() / found.model:
         raise ConfigError(
-            f"model store: {archive} is not {store.resolve() / found.model}/<version>; put it there, or leave out the store"
+            f"model store: {archive} is not at {store.resolve() / found.model}/<version>; move it there, or leave "
+            f"out --model-store"
         )
     store = store_of(archive, found.model)
     name = options.pop("name", None)
@@ -164,7 +166,7 @@ def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str,
 
 
 def store_of(archive: Path, model: str) -> Path | None:
-    """The model store that ``archive`` is in as ``<model>/<version>``; None when it is in none."""
+    """The model store that has ``archive`` at ``<model>/<version>``; None if it is in no store."""
     return archive.parent.parent if archive.parent.name == model else None
 
 
@@ -172,5 +174,5 @@ def cores(text: str) -> float:
     """``"2"``, ``"0.5"`` or ``"500m"`` as a number; raises ConfigError."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m?)", text)
     if found is None:
-        raise ConfigError(f"cpus: got {text!r}, expected as in 2, 0.5 or 500m")
+        raise ConfigError(f"cpus: got {text!r}, expected a number as in 2, 0.5 or 500m")
     return float(found[1]) / (1000 if found[2] else 1)

@@ -1,4 +1,5 @@
-"""TLS of a deployment: files that are on every node, and how its own callers (rankers, the controller) use them."""
+"""TLS settings of a deployment: files on every node, and the credentials of its own clients (rankers, the
+controller)."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ class Tls:
     """PEM files, each at the same absolute path on every node; a node may have its own certificate and key there.
 
     Attributes:
-        cert, key: certificate chain and key of every server. With ``client_ca`` rankers show it to shards, and the
-            controller to all, so it must be good for both ends.
-        ca: the authority of these certificates, which rankers and the controller check servers by.
-        client_ca: the authority of the certificates that callers must show (mutual TLS); None: they need none.
-        name: in the servers' certificates, where it is not the node's address.
+        cert, key: certificate chain and key of every server. With ``client_ca``, rankers present it to shard servers
+        and the controller presents it to all servers, so it must be valid for server and client use.
+        ca: the certificate authority of these certificates, which rankers and the controller verify servers with.
+        client_ca: the certificate authority of client certificates (mutual TLS); None if clients need none.
+        name: host name in the servers' certificates, if it differs from the node's address.
     """
 
     cert: str
@@ -35,44 +36,44 @@ class Tls:
     def __post_init__(self) -> None:
         for path in self.files:
             if not Path(path).is_absolute():
-                raise ConfigError(f"TLS: got {path!r}, expected an absolute path, at which every node has the file")
+                raise ConfigError(f"TLS: got {path!r}, expected an absolute path that exists on every node")
 
     @property
     def files(self) -> list[str]:
-        """All of them, each once."""
+        """All files, each once."""
         return list(dict.fromkeys(filter(None, (self.cert, self.key, self.ca, self.client_ca))))
 
     @property
     def shown(self) -> tuple[str, str] | None:
-        """Certificate and key that a caller shows; None: nobody asks for them."""
+        """Certificate and key that a client presents; None if servers do not ask for one."""
         return None if self.client_ca is None else (self.cert, self.key)
 
     def arguments(self) -> list[str]:
-        """Of ``recinfer serve``."""
-        said = ["--tls-cert", self.cert, "--tls-key", self.key]
-        return said if self.client_ca is None else [*said, "--tls-client-ca", self.client_ca]
+        """Arguments of ``recinfer serve``."""
+        arguments = ["--tls-cert", self.cert, "--tls-key", self.key]
+        return arguments if self.client_ca is None else [*arguments, "--tls-client-ca", self.client_ca]
 
     def settings(self) -> dict[str, str]:
-        """Of shards.json: see recinfer.serving.shards.config.ShardsSettings."""
+        """Settings of shards.json: see recinfer.serving.shards.config.ShardsSettings."""
         cert, key = self.shown or (None, None)
-        told = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key, "tls_name": self.name}
-        return {name: value for name, value in told.items() if value is not None}
+        values = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key, "tls_name": self.name}
+        return {name: value for name, value in values.items() if value is not None}
 
     def caller(self) -> dict[str, Path | None]:
-        """Keywords of recinfer.serving.client.client.InferenceClient, but the name."""
+        """Keyword arguments of recinfer.serving.client.client.InferenceClient, except the name."""
         cert, key = self.shown or (None, None)
-        told = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key}
-        return {name: None if path is None else Path(path) for name, path in told.items()}
+        values = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key}
+        return {name: None if path is None else Path(path) for name, path in values.items()}
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Of a gRPC channel to a server. Raises ConfigError naming a file that is not here."""
+        """Credentials of a gRPC channel to a server. Raises ConfigError naming a missing file."""
         self.check_here()
         found = credentials_of(*self.caller().values())
         assert found is not None
         return found
 
     def context(self) -> ssl.SSLContext:
-        """Of an HTTP connection to a server's metrics. Raises ConfigError."""
+        """SSL context of an HTTP connection to a server's metrics. Raises ConfigError."""
         self.check_here()
         try:
             context = ssl.create_default_context(cafile=self.ca)
@@ -83,7 +84,7 @@ class Tls:
         return context
 
     def check_here(self) -> None:
-        """Raises ConfigError naming files that this machine has not, or may not read."""
+        """Raises ConfigError naming files that this machine cannot read."""
         gone = missing_files(self.files)
         if gone:
             raise ConfigError(f"TLS: cannot read {', '.join(gone)} here; every node needs the file at this path")
@@ -97,7 +98,8 @@ class Tls:
         ca: Path | None,
         name: str | None,
     ) -> Tls | None:
-        """What options say; None: no TLS. Paths are made absolute, links are not followed. Raises ConfigError."""
+        """The TLS settings of command-line options; None for no TLS. Paths become absolute; links are not followed.
+        Raises ConfigError."""
         given = {"--tls-cert": cert, "--tls-key": key, "--tls-ca": ca}
         lacking = [option for option, path in given.items() if path is None]
         if len(lacking) == len(given) and client_ca is None and name is None:
@@ -105,14 +107,14 @@ class Tls:
         if cert is None or key is None or ca is None:
             raise ConfigError(
                 f"TLS: {' and '.join(lacking)} missing; expected the servers' --tls-cert and --tls-key, and --tls-ca, "
-                "the authority by which rankers and the controller check them"
+                "the certificate authority that rankers and the controller verify them with"
             )
         paths = {"cert": cert, "key": key, "ca": ca, "client_ca": client_ca}
         return cls(**{k: None if path is None else str(path.absolute()) for k, path in paths.items()}, name=name)  # type: ignore[arg-type]
 
 
 def missing_files(paths: list[str]) -> list[str]:
-    """Those of ``paths`` that are no readable file on this machine."""
+    """Those of ``paths`` that are not readable files on this machine."""
     missing = []
     for path in paths:
         try:

@@ -77,8 +77,8 @@ def test_the_command_line(archive: Path, tmp_path: Path):
     two = write_shards(tmp_path / "two.json", {0: ["127.0.0.1:1"], 1: ["127.0.0.1:1"]})
     three = write_shards(tmp_path / "three.json", {0: ["127.0.0.1:1"], 1: ["127.0.0.1:1"], 2: ["127.0.0.1:1"]})
     assert "got --ranks and --shards" in serve(archive, "--ranks", "0", "--shards", two)
-    assert "the archive is cut for 2, its ranks are 0 to 1" in serve(archive, "--ranks", "0,5")
-    assert "ranks: got 'x'" in serve(archive, "--ranks", "x")
+    assert "the archive has 2 ranks, 0 to 1" in serve(archive, "--ranks", "0,5")
+    assert "--ranks: got 'x'" in serve(archive, "--ranks", "x")
     assert "expected numbers below 65536" in serve(
         archive, "--ranks", "0-99999999999"
     )  # no list of that length is made
@@ -87,7 +87,7 @@ def test_the_command_line(archive: Path, tmp_path: Path):
     assert "give --shards" in serve(archive, "--missing-shards", "default-rows")
     said = serve(archive, "--shards", two, "--missing-shards", "default-rows")
     assert "does not allow default rows" in said and "reshard it with" in said
-    assert "a shard server answers rankers alone" in serve(archive, "--ranks", "0", "--workers", 2)
+    assert "a shard server serves rankers only" in serve(archive, "--ranks", "0", "--workers", 2)
     assert "give --ranks" in serve(archive, "--socket-port", 5)
     assert "nothing to serve" in serve("--ranks", "0")
 
