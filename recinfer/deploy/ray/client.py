@@ -18,6 +18,7 @@ from recinfer.serving.server.security import Security
 
 __all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
 
+_log = logging.getLogger(__name__)
 _REACH_S, _ANSWER_S, _DOWN_S, _ROLL_S = 3.0, 30.0, 150.0, 3600.0
 _GONE_S, _ROOM_S = 20.0, 15.0
 _TRIES = 3  # of a server that never served, after which a deployment is given up
@@ -190,7 +191,15 @@ def down(name: str | None) -> list[str]:
         time.sleep(0.2)
     forget(name)
     if tag is not None:  # a guard that was killed with its ranker could not remove its folder
-        _on_every_node([node for node in ray.nodes() if node["Alive"]], remove_files, tag)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        cleaned = _on_every_node(nodes, remove_files, tag)
+        if silent := sorted({node["NodeManagerAddress"] for node in nodes} - set(cleaned)):
+            _log.warning(
+                "nodes %s did not respond in %g s: remove folders named recinfer-%s-* from their temporary folders",
+                ", ".join(silent),
+                _ANSWER_S,
+                tag,
+            )
     return gone
 
 
