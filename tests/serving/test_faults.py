@@ -315,7 +315,9 @@ def test_sigterm_ends_what_was_begun(archive: Path):
     """Forty large requests are in the server when the signal comes: each gets its answer, and new callers get none."""
     dense, kjt = make_request(0, 12_000)
     data = codec.encode_predict_request(dense, kjt)
-    with serving(archive, "--metrics-port", "0", program=("-c", PATIENT)) as (process, ready):
+    # The default budget of 256 MiB may refuse the last of them, if they come faster than they are answered.
+    options = ("--metrics-port", "0", "--memory-budget-mib", "2048")
+    with serving(archive, *options, program=("-c", PATIENT)) as (process, ready):
         url = f"http://127.0.0.1:{ready['metrics_port']}/status.json"
         with grpc.insecure_channel(f"127.0.0.1:{ready['port']}") as channel:
             predict = channel.unary_unary(f"/{SERVICE_NAME}/Predict")
