@@ -1,7 +1,8 @@
-"""Arguments of TorchRec's that do nothing here, and what happens to a program that gives one.
+"""Lists TorchRec's arguments that have no effect in recinfer, and warns about them.
 
-What asks for something that recinfer does not do warns once, or is refused where the result would be another. For the
-rest nothing is lost: any value gives the same result. docs/explanation/coming-from-torchrec.md has the first two.
+An argument that requests something recinfer does not do warns once, or is an error if the result would differ. All other
+listed arguments are ignored because the result is the same for any value. docs/explanation/coming-from-torchrec.md lists
+those that warn and those that are errors.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ __all__ = ["IGNORED", "Ignored", "IgnoredArgumentWarning", "warn_ignored"]
 
 
 class IgnoredArgumentWarning(UserWarning):
-    """An argument was given that does nothing here."""
+    """Warning about an argument that has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Parameters that do nothing.
+    """Parameters without effect.
 
     Attributes:
-        of: functions and classes that take them, without ``recinfer.``.
+        of: functions and classes with these parameters, without ``recinfer.``.
         parameters: their names; ``*`` for all of a class.
-        happens: what follows when one is given: a warning, a ConfigError, or nothing since nothing is lost.
-        why: what is here instead.
+        happens: the consequence of passing one: a warning, a ConfigError, or nothing.
+        why: the reason, or what recinfer does instead.
     """
 
     of: tuple[str, ...]
@@ -38,8 +39,8 @@ _BAGS = "quant.embedding_modules.EmbeddingBagCollection"
 _ROWS = "quant.embedding_modules.EmbeddingCollection"
 _TABLE = "modules.embedding_configs.BaseEmbeddingConfig"
 _ALL_ROWS = "a table has all its rows from the start: none is allocated, evicted or moved while it trains"
-_KNOWN = "precomputed by the caller in TorchRec; the other arguments say it"
-_FOR_READERS = "noted for who reads it"
+_KNOWN = "precomputed by the caller in TorchRec; here it follows from the other arguments"
+_FOR_READERS = "stored for callers, not used"
 
 IGNORED = (
     Ignored((_BAGS, _ROWS), ("register_tbes",), "warns", "TBE modules are no submodules; `tbes()` gives them"),
@@ -96,12 +97,14 @@ IGNORED = (
         "nothing",
         "orders of keys are always cached",
     ),
-    Ignored(("modules.regroup.KTRegroupAsDict",), ("multi_device",), "nothing", "the keyed tensors say where they are"),
+    Ignored(
+        ("modules.regroup.KTRegroupAsDict",), ("multi_device",), "nothing", "devices are those of the keyed tensors"
+    ),
     Ignored(
         ("modules.embedding_modules.EmbeddingCollection",),
         ("use_gather_select", "use_gather_select_per_sharding"),
         "nothing",
-        "how TorchRec gathers its outputs; they are the same",
+        "only selects how TorchRec gathers outputs, which are the same",
     ),
     Ignored(
         ("inference.modules.shard_quant_model",),
@@ -140,7 +143,7 @@ IGNORED = (
         "nothing",
         "buffers are where the input is",
     ),
-    Ignored(("distributed.dist_data.EmbeddingsAllToOneReduce",), ("cat_dim",), "nothing", "a sum has none"),
+    Ignored(("distributed.dist_data.EmbeddingsAllToOneReduce",), ("cat_dim",), "nothing", "a sum concatenates nothing"),
     Ignored(("distributed.dist_data.KJTAllToAllTensorsAwaitable",), ("splits",), "nothing", _KNOWN),
     Ignored(
         ("distributed.comm_ops.alltoall_pooled", "distributed.comm_ops.All2AllPooledInfo"),
@@ -172,7 +175,7 @@ IGNORED = (
         ("distributed.planner.types.ShardingOption.module_pooled",),
         ("sharding_option_name",),
         "nothing",
-        "the module itself says whether it pools",
+        "derived from the module itself",
     ),
     Ignored(
         ("distributed.planner.enumerators.EmbeddingEnumerator",),
@@ -181,20 +184,18 @@ IGNORED = (
         "options always come in the order of the modules",
     ),
     Ignored(("distributed.train_pipeline.EvalPipelineSparseDist",), ("optimizer",), "nothing", "nothing is trained"),
-    Ignored(
-        ("distributed.types.LazyAwaitable",), ("args", "kwargs"), "nothing", "for classes that have other bases too"
-    ),
+    Ignored(("distributed.types.LazyAwaitable",), ("args", "kwargs"), "nothing", "passed on for multiple inheritance"),
 )
 _WHY = {(of, parameter): row.why for row in IGNORED for of in row.of for parameter in row.parameters}
 
 
 def warn_ignored(of: str, parameter: str, given: object, stacklevel: int = 3) -> None:
-    """Warn that ``parameter`` of ``of``, a row of :data:`IGNORED`, does nothing, if it is ``given`` (not None, False or 0).
+    """Warn that ``parameter`` of ``of``, a row of :data:`IGNORED`, has no effect, if it is ``given`` (not None, False or 0).
 
-    The default filter of :mod:`warnings` prints one warning a place in the program.
+    The default filter of :mod:`warnings` prints one warning per place in the program.
 
     Args:
-        stacklevel: as of :func:`warnings.warn`; 3 is the caller of who calls this.
+        stacklevel: as of :func:`warnings.warn`; 3 is the caller of the function that calls this.
     """
     if given:
         what = of if parameter == "*" else f"{of}: {parameter}"

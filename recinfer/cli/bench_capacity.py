@@ -1,4 +1,4 @@
-"""``recinfer bench capacity``: the highest rate at which a real server keeps a promised p99, measured."""
+"""``recinfer bench capacity``: measures the highest request rate at which a real server meets its p99 objective."""
 
 from __future__ import annotations
 
@@ -31,33 +31,36 @@ EXAMPLE = (
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The promise, and the requests that come."""
+    """The objective and the requests."""
 
-    p99_ms: Annotated[float, typer.Option("--p99-ms", min=0.01, help="99 % of requests are answered within this.")]
+    p99_ms: Annotated[
+        float,
+        typer.Option("--p99-ms", min=0.01, help="The latency objective: 99 % of requests must be answered within it."),
+    ]
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="When requests come and how large they are: JSON lines or CSV; see docs/how-to/measure-capacity.md."
+            help="Trace of arrival times and request sizes, JSON lines or CSV; see docs/how-to/measure-capacity.md."
         ),
     ] = None
     call: Annotated[
-        RequestKind | None, typer.Option(help="What requests are.", show_default="predict, if the model can")
+        RequestKind | None, typer.Option(help="Kind of requests.", show_default="predict, if the model can")
     ] = None
-    batch: Annotated[int, typer.Option(min=1, help="Samples a request, without a trace.")] = 1
-    ids: Annotated[float, typer.Option(min=0, help="Ids a sample and feature, without a trace.")] = 1.0
-    seconds: Annotated[float, typer.Option(min=0.2, help="Of one stretch of load; some 20 to 40 are needed.")] = 3.0
+    batch: Annotated[int, typer.Option(min=1, help="Samples per request, without a trace.")] = 1
+    ids: Annotated[float, typer.Option(min=0, help="Ids per sample and feature, without a trace.")] = 1.0
+    seconds: Annotated[float, typer.Option(min=0.2, help="Length of one stretch of load; 20 to 40 are needed.")] = 3.0
     max_qps: Annotated[float, typer.Option("--max-qps", min=1, help="Highest rate to try.")] = 100_000.0
-    seed: Annotated[int, typer.Option(min=0, help="Of the moments at which requests come.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the arrival times.")] = 0
 
 
 @dataclass(frozen=True)
 class CapacityOptions:
-    """All of them."""
+    """All options of the command."""
 
     load: LoadOptions
     client: ClientOptions
     archive: Annotated[
-        Path | None, typer.Argument(help="Archive folder: a server of it is started.", show_default=False)
+        Path | None, typer.Argument(help="Archive folder, of which a server is started.", show_default=False)
     ] = None
     target: Annotated[
         str | None, typer.Option("--target", metavar="HOST:PORT", help="Measure this running server instead.")
@@ -65,7 +68,7 @@ class CapacityOptions:
     sharded: Annotated[
         bool, typer.Option("--sharded", help="Start a ranker and one shard server that holds all ranks instead.")
     ] = False
-    out: Annotated[Path | None, typer.Option("--out", help="Write what was measured (JSON), for recinfer size.")] = None
+    out: Annotated[Path | None, typer.Option("--out", help="Write the measurements (JSON), for recinfer size.")] = None
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw p50 and p99 against the rate.")
     ] = None
@@ -76,16 +79,18 @@ class CapacityOptions:
 def capacity(options: CapacityOptions) -> None:
     """Load a real server at rising rates and find the highest at which 99 % of requests are answered in time: the knee.
 
-    Requests come at their own moments (a trace's, or independent ones), however slow the server is, and latency counts from
-    the moment at which a request was due. The server is started here with the archive, or is a running one (--target), which
-    is better: on one machine the load takes cores from the server. Takes one to three minutes. Exit code 1: no rate keeps
-    the promise.
+    Requests are sent at scheduled times (of a trace, or a Poisson process), however slow the server is, and latency
+    counts from the scheduled time. The command starts a server of the archive, or loads a running one (--target), which
+    is better: on one machine the load generator takes cores from the server. It takes one to three minutes. Exit code
+    1: no rate meets the objective.
     """
     from recinfer.sizing.report import check_picture, check_place, draw_curve
 
     output = Output(options.as_json)
     if (options.archive is None) == (options.target is None):
-        raise ConfigError("give an archive, of which a server is started, or --target HOST:PORT of a running one")
+        raise ConfigError(
+            "give either an archive, of which a server is started, or --target HOST:PORT of a running server"
+        )
     if options.plot is not None:
         check_picture(options.plot)
     if options.out is not None:
@@ -106,7 +111,7 @@ def capacity(options: CapacityOptions) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """The server that is measured: of an archive, as a ranker and a shard server where ``sharded``, or at a target."""
+    """The server to measure: of an archive, as a ranker and a shard server if ``sharded``, or at a target."""
 
     archive: Path | None = None
     target: str | None = None
@@ -114,12 +119,12 @@ class Asked:
 
     @property
     def what(self) -> str:
-        """What :class:`recinfer.sizing.capacity.Measured` calls it."""
+        """Its name in :class:`recinfer.sizing.capacity.Measured`."""
         return "ranker and shard" if self.sharded else "server"
 
 
 def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Output) -> Measured:
-    """Start the server that is asked for, load it, and stop it."""
+    """Start the server, load it, and stop it."""
     from recinfer.sizing.capacity import Measured, find_knee, this_machine
     from recinfer.sizing.load import Driver, encode_requests
 
@@ -133,7 +138,7 @@ def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Outp
         trace = _trace(load, model)
         name, version = client.model, client.version
         requests = encode_requests(model, call, trace, name=name, version=version, seed=load.seed)
-        # A request that takes ten times as long as promised is lost; so a stretch ends soon after its last request.
+        # A request that takes ten times the objective is lost, so a stretch ends soon after its last request.
         timeout = max(1.0, load.p99_ms / 100)
         with Driver(target, call, requests, **{**arguments, "timeout": timeout}) as driver, output.bar("") as progress:
             found = find_knee(
@@ -161,7 +166,7 @@ def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Outp
 
 @contextmanager
 def _server(asked: Asked) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-    """Its target, and the seconds of processor that its processes have used so far."""
+    """The server's address, and a function that returns the CPU seconds of its processes so far."""
     from recinfer.sizing.server_process import ServerProcess, ranker_and_shard
 
     if asked.target is not None:
@@ -200,13 +205,13 @@ def _trace(load: LoadOptions, model: ModelDescription) -> Trace:
 
 
 def show_measured(output: Output, found: Measured) -> None:
-    """The table of rates, the knee, and what limits it."""
+    """Show the measured rates and the knee."""
     from rich.table import Table
 
-    kind = f"{found.call.capitalize()} of {found.batch:g} samples, {found.ids:g} ids a sample"
-    title = f"{found.what} of {found.model} {found.version}: {kind}; promise: p99 within {found.p99_s * 1e3:g} ms"
+    kind = f"{found.call.capitalize()} of {found.batch:g} samples, {found.ids:g} ids per sample"
+    title = f"{found.what} of {found.model} {found.version}: {kind}; objective: p99 within {found.p99_s * 1e3:g} ms"
     table = Table(title=title, title_justify="left")
-    for name in ("requests/s", "p50 ms", "p99 ms", "least to most", "in time", "sent late by, p99", "promise"):
+    for name in ("requests/s", "p50 ms", "p99 ms", "p99, range", "in time", "sent late, p99", "objective"):
         table.add_column(name, justify="right")
     for point in found.points:
         table.add_row(
@@ -216,27 +221,29 @@ def show_measured(output: Output, found: Measured) -> None:
             f"{_ms(point.spread_s[0])} to {_ms(point.spread_s[1])}",
             f"{point.within:.2%}",
             f"{_ms(point.late_s)} ms",
-            "[green]kept[/green]" if point.kept else "[red]broken[/red]",
+            "[green]met[/green]" if point.kept else "[red]missed[/red]",
         )
     output.show(table)
     if not found.knee_qps:
         output.show(
-            f"[bold red]no rate keeps it[/bold red]: alone a request takes {_ms(found.alone_s[100])} ms (median)"
+            f"[bold red]no rate meets the objective[/bold red]: a lone request takes {_ms(found.alone_s[100])} ms "
+            "(median)"
         )
         return
     least = "at least " if found.at_least else ""
-    output.show(f"[bold green]knee: {least}{found.knee_qps:,.0f} requests a second[/bold green]; plan for 70 % of it")
+    output.show(f"[bold green]knee: {least}{found.knee_qps:,.0f} requests per second[/bold green]; plan for 70 % of it")
     if found.cpu_s:
         used = ", ".join(f"{name} {found.knee_qps * each:.2f}" for name, each in found.cpu_s.items())
         output.note(f"cores in use at the knee: {used} of {found.machine['cores']}")
     if found.driver_late:
         output.note(
-            "the load itself was late near the knee, so the server may take more: load it from another machine (--target)"
+            "the load generator was late near the knee, so the real knee may be higher: load the server from "
+            "another machine (--target)"
         )
 
 
 def as_data(found: Measured) -> dict[str, Any]:
-    """What ``--json`` prints; milliseconds."""
+    """The data for ``--json``; times in milliseconds."""
     return {
         "what": found.what,
         "model": found.model,

@@ -28,13 +28,13 @@ __all__ = ["EXAMPLE", "NAME", "run"]
 NAME = "size"
 EXAMPLE = (
     "Example: recinfer size --archive movielens.rqa --qps 20000 --p99-ms 10\n\n"
-    "With what was measured before: recinfer size --archive movielens.rqa --qps 20000 --capacity capacity.json"
+    "With an earlier measurement: recinfer size --archive movielens.rqa --qps 20000 --capacity capacity.json"
 )
 
 
 @dataclass(frozen=True)
 class HostOptions:
-    """What may be chosen from, and what it costs."""
+    """The available hosts and their prices."""
 
     hosts: Annotated[
         Path | None, typer.Option(help="Kinds of hosts with their prices (JSON).", show_default="made-up ones")
@@ -43,35 +43,41 @@ class HostOptions:
     shards: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the plan.", show_default="as many as the memory needs")
     ] = None
-    min_replicas: Annotated[int, typer.Option(min=1, help="Hosts of everything, so that some may be lost.")] = 2
-    max_hosts: Annotated[int, typer.Option(min=1, help="Of a deployment.")] = 1000
+    min_replicas: Annotated[
+        int, typer.Option(min=1, help="Minimum replicas of each server, so that some may fail.")
+    ] = 2
+    max_hosts: Annotated[int, typer.Option(min=1, help="Most hosts of a deployment.")] = 1000
 
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """All of them."""
+    """All options of the command."""
 
     hosts: HostOptions
     archive: Annotated[Path, typer.Option("--archive", help="Archive folder: the model to serve.")]
-    qps: Annotated[float | None, typer.Option(min=0.1, help="Requests a second.", show_default="the trace's")] = None
+    qps: Annotated[float | None, typer.Option(min=0.1, help="Requests per second.", show_default="the trace's")] = None
     p99_ms: Annotated[
         float | None,
-        typer.Option("--p99-ms", min=0.01, help="The promise.", show_default="that of --capacity"),
+        typer.Option(
+            "--p99-ms", min=0.01, help="The latency objective for 99 % of requests.", show_default="that of --capacity"
+        ),
     ] = None
     capacity: Annotated[
         list[Path] | None,
         typer.Option(
-            help="What `recinfer bench capacity --out` wrote; repeatable: of a server, of a ranker and shard.",
+            help="File of `recinfer bench capacity --out`; repeatable: one of a server, one of a ranker and shard.",
             show_default="measured now",
         ),
     ] = None
-    trace: Annotated[Path | None, typer.Option(help="When requests come and how large they are.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Trace of arrival times and request sizes.")] = None
     call: Annotated[
-        RequestKind | None, typer.Option(help="What requests are.", show_default="predict, if the model can")
+        RequestKind | None, typer.Option(help="Kind of requests.", show_default="predict, if the model can")
     ] = None
-    batch: Annotated[int, typer.Option(min=1, help="Samples a request, without a trace.")] = 1
-    ids: Annotated[float, typer.Option(min=0, help="Ids a sample and feature, without a trace.")] = 1.0
-    seconds: Annotated[float, typer.Option(min=0.2, help="Of one stretch of load, where capacity is measured.")] = 3.0
+    batch: Annotated[int, typer.Option(min=1, help="Samples per request, without a trace.")] = 1
+    ids: Annotated[float, typer.Option(min=0, help="Ids per sample and feature, without a trace.")] = 1.0
+    seconds: Annotated[float, typer.Option(min=0.2, help="Length of one stretch of load, if capacity is measured.")] = (
+        3.0
+    )
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the measured p50 and p99 against the rate.")
     ] = None
@@ -80,11 +86,11 @@ class SizeOptions:
 
 @takes(SizeOptions)
 def run(options: SizeOptions) -> None:
-    """Say how many hosts of which kind answer so many requests a second in time, and what they cost.
+    """Compute how many hosts of which kind a request rate needs, and their price.
 
-    The planner says how many ranks the memory needs. Capacity is measured: a real server is loaded until it no longer keeps
-    the promise (`recinfer bench capacity`), and hosts are planned for 70 % of that. Only what several shards add to each
-    other is computed. Exit code 1: no kind of host keeps the promise.
+    The planner computes how many ranks the memory needs. Capacity is measured: a real server is loaded until it misses
+    the objective (`recinfer bench capacity`), and hosts are planned for 70 % of that rate. Only the latency of several
+    shards together is computed. Exit code 1: no kind of host meets the objective.
     """
     from recinfer.archive.reader import open_archive
     from recinfer.sizing.deployment import deployment
@@ -126,20 +132,22 @@ def run(options: SizeOptions) -> None:
 
 
 def _read(options: SizeOptions, manifest: Manifest) -> tuple[Measured | None, Measured | None]:
-    """What --capacity holds: of a server, and of a ranker and shard."""
+    """The measurements in --capacity: of a server, and of a ranker and shard."""
     from recinfer.sizing.capacity import Measured
 
     found: dict[str, Measured] = {}
     for path in options.capacity or []:
         each = Measured.load(path)
         if each.what in found:
-            raise ConfigError(f"--capacity {path}: another file is of a {each.what} too; give one of each")
+            raise ConfigError(f"--capacity {path}: another file measures a {each.what} too; give at most one of each")
         if each.model != manifest.model:
-            raise ConfigError(f"--capacity {path}: it is of {each.model}, the archive is of {manifest.model}")
+            raise ConfigError(
+                f"--capacity {path}: it measures model {each.model}, the archive has model {manifest.model}"
+            )
         if options.p99_ms is not None and not math.isclose(each.p99_s * 1e3, options.p99_ms):
             raise ConfigError(
-                f"--capacity {path}: its knee is for a p99 within {each.p99_s * 1e3:g} ms, not {options.p99_ms:g}; measure "
-                f"that promise: recinfer bench capacity ARCHIVE --p99-ms {options.p99_ms:g} --out FILE"
+                f"--capacity {path}: its knee is for a p99 within {each.p99_s * 1e3:g} ms, not {options.p99_ms:g}; "
+                f"measure that objective: recinfer bench capacity ARCHIVE --p99-ms {options.p99_ms:g} --out FILE"
             )
         found[each.what] = each
     return found.get("server"), found.get("ranker and shard")
@@ -153,7 +161,7 @@ def _goal(options: SizeOptions, measured: Measured | None) -> Goal:
     if qps is None and options.trace is not None:
         qps = read_trace(options.trace).qps
     if qps is None:
-        raise ConfigError("--qps: give the requests a second, or a --trace that has them")
+        raise ConfigError("--qps: give the requests per second, or a --trace that has them")
     p99_s = options.p99_ms / 1e3 if options.p99_ms is not None else None if measured is None else measured.p99_s
     if p99_s is None:
         raise ConfigError("--p99-ms: give the milliseconds within which 99 % of requests are answered")
@@ -163,7 +171,7 @@ def _goal(options: SizeOptions, measured: Measured | None) -> Goal:
 def _measured_now(
     options: SizeOptions, goal: Goal, manifest: Manifest, hosts: Sequence[HostType], output: Output
 ) -> tuple[Measured | None, Measured | None]:
-    """What the hosts that come into question need to be measured, in that order: one server, a ranker and a shard."""
+    """Measure what the kinds of hosts need: one server, or a ranker and a shard server, or both."""
     from recinfer.distributed.planner.types import PlannerError
     from recinfer.sizing.deployment import ranks_needed
 
@@ -195,7 +203,9 @@ def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Seq
 
     from recinfer.sizing.report import COLUMNS, rows
 
-    table = Table(title=f"{goal.qps:,.0f} requests a second, p99 within {goal.p99_s * 1e3:g} ms", title_justify="left")
+    table = Table(
+        title=f"{goal.qps:,.0f} requests per second, p99 within {goal.p99_s * 1e3:g} ms", title_justify="left"
+    )
     for name in COLUMNS:
         table.add_column(name, no_wrap=True)
     shown = rows(found)
@@ -205,20 +215,18 @@ def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Seq
     output.show(table)
     best = found[0]
     if not best.meets:
-        output.show("[bold red]no kind of host keeps the promise[/bold red]; why is in the last column")
+        output.show("[bold red]no kind of host meets the objective[/bold red]; the last column has the reasons")
         return
     what = f"{best.replicas} {best.host.name} hosts, each with all tables"
     if best.rankers:
         what = f"{best.shards} shards x {best.replicas} replicas and {best.rankers} rankers on {best.host.name} hosts"
     output.show(f"[bold green]{what}[/bold green]: {best.share:.0%} of the knee each, {best.cost:,.2f} an hour")
     if best.share_one_lost > 1:
-        output.show(
-            "[yellow]while one host is gone, the others get more than they can take: give --min-replicas[/yellow]"
-        )
+        output.show("[yellow]while one host is down, the others are overloaded: increase --min-replicas[/yellow]")
     for each in measured:
         where = each.machine
         output.note(
-            f"{each.what}: knee {each.knee_qps:,.0f} requests a second, measured on {where['cores']} cores of "
+            f"{each.what}: knee {each.knee_qps:,.0f} requests per second, measured on {where['cores']} cores of "
             f"{where['processor']}, {where['date']}"
         )
 
@@ -232,16 +240,16 @@ def _show_what_is_assumed(
 ) -> None:
     from recinfer.sizing.fanout import agreement
 
-    output.note("a host's knee is taken to grow with its cores; measure on the host itself where you can")
+    output.note("the knee of a host is assumed to be proportional to its cores; measure on the host itself if possible")
     if sharded is not None and sharded.service_s and any(each.shards > 1 and each.replicas for each in found):
         paper = agreement(sharded)
-        said = f"p99 at {paper.qps:,.0f} requests a second: {paper.carried_s * 1e3:.2f} ms, measured {paper.measured_s * 1e3:.2f}"
+        said = f"p99 at {paper.qps:,.0f} requests per second: {paper.carried_s * 1e3:.2f} ms, measured {paper.measured_s * 1e3:.2f}"
         if paper.agrees:
-            output.note(f"p99 of several shards is computed from the measured one; the queue on paper has a {said}")
+            output.note(f"p99 of several shards is computed by a queue model, which has a {said}")
         else:
-            output.note(f"no p99 of several shards: the queue on paper does not give what was measured ({said})")
+            output.note(f"no p99 of several shards: the queue model disagrees with the measurement ({said})")
     priced = {text.partition("=")[0] for text in given.price or []}
     made_up = [] if given.hosts is not None else [host.name for host in hosts if host.name not in priced]
     if made_up:
         whose = f" of {', '.join(made_up)}" if priced else ""
-        output.note(f"prices{whose} are made up; give yours: --hosts FILE or --price NAME=PRICE")
+        output.note(f"prices{whose} are made up; pass yours with --hosts FILE or --price NAME=PRICE")

@@ -50,7 +50,7 @@ def test_a_running_server_is_measured(server: Server, tmp_path: Path) -> None:  
     assert Measured.load(out).model == found["model"]
     code, text, err = run("bench", "capacity", "--target", target, *SHORT, "--call", "lookup")
     assert code == 0, err
-    assert "knee: at least 25 requests a second" in text
+    assert "knee: at least 25 requests per second" in text
 
 
 @pytest.mark.parametrize("more", [(), ("--sharded",)])
@@ -62,18 +62,18 @@ def test_a_server_of_an_archive_is_started_measured_and_stopped(archive: Path, m
     assert set(found["cpu_s_per_request"]) == expected
 
 
-def test_a_promise_that_no_rate_keeps_ends_with_one(server: Server) -> None:  # noqa: F811
+def test_an_objective_that_no_rate_meets_exits_with_1(server: Server) -> None:  # noqa: F811
     target = f"127.0.0.1:{server.port}"
     code, out, _ = run("bench", "capacity", "--target", target, "--seconds", 0.2, "--p99-ms", 0.01)
     assert code == 1
-    assert "no rate keeps it: alone a request takes" in out
+    assert "no rate meets the objective: a lone request takes" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "give an archive"),
-        (("none.rqa", "--target", "127.0.0.1:1"), "give an archive"),
+        ((), "give either an archive"),
+        (("none.rqa", "--target", "127.0.0.1:1"), "give either an archive"),
         (("none.rqa",), "none.rqa"),
         (("--target", "127.0.0.1:1"), "127.0.0.1:1"),
         (("--target", "127.0.0.1:1", "--out", "/nonexistent/x.json"), "--out"),
@@ -91,9 +91,9 @@ def test_what_cannot_be_measured_is_named(arguments: tuple[str, ...], says: str)
 def test_the_table_marks_the_chosen_one(options: list[object]) -> None:
     code, out, err = run(*options, "--qps", 1500, "--price", "four=2.5")
     assert code == 0, err
-    assert "1,500 requests a second, p99 within 20 ms" in out
+    assert "1,500 requests per second, p99 within 20 ms" in out
     (chosen,) = (line for line in out.splitlines() if "->" in line)
-    assert all(text in chosen for text in ("four", "keeps it"))
+    assert all(text in chosen for text in ("four", "meets it"))
     assert "four hosts, each with all tables: " in out
     assert "made up" not in err
     assert "measured on 4 cores" in err
@@ -111,22 +111,22 @@ def test_shards_are_computed_from_a_ranker_and_one_shard(options: list[object], 
     code, out, err = run(*options, "--capacity", files / "sharded.json", "--qps", 1500, "--shards", 4)
     assert code == 0, err
     assert "4 shards x" in out
-    assert "the queue on paper has a p99" in err
+    assert "computed by a queue model, which has a p99" in err
 
 
-def test_no_kind_of_host_keeps_the_promise(options: list[object]) -> None:
+def test_no_kind_of_host_meets_the_objective(options: list[object]) -> None:
     found = run_json(*options, "--qps", 1e6, "--max-hosts", 10, code=1)
     assert found["chosen"] is None
     code, out, _ = run(*options, "--qps", 1e6, "--max-hosts", 10)
     assert code == 1
-    assert "no kind of host keeps the promise; why is in the last column" in out
+    assert "no kind of host meets the objective; the last column has the reasons" in out
     assert "more than --max-hosts 10" in out
 
 
 def test_without_a_file_the_capacity_is_measured(archive: Path, files: Path) -> None:  # noqa: F811
     asked = ["size", "--archive", archive, "--hosts", files / "hosts.json", "--qps", 5]
     found = run_json(*asked, "--p99-ms", 0.01, "--seconds", 0.2, code=1)
-    assert found["deployments"][0]["why_not"] == "no rate kept the promise"
+    assert found["deployments"][0]["why_not"] == "no rate met the objective"
     assert [each["what"] for each in found["measured"]] == ["server"]
 
 

@@ -336,7 +336,7 @@ class TestInfos:
 
     def test_a_plan_must_name_the_tables(self) -> None:
         whole = plan("table_wise", [(0, 0, 4, 4, 0)])
-        with pytest.raises(ConfigError, match=r"lacks tables \['y'\] and names unknown ones \['z'\]"):
+        with pytest.raises(ConfigError, match=r"lacks tables \['y'\] and names unknown tables \['z'\]"):
             create_sharding_infos_by_sharding(self.collection(), {"x": whole, "z": whole}, "embedding_bags.", None)
 
     def test_types_have_their_names(self) -> None:
@@ -460,5 +460,5 @@ class TestHelpers:
             optimizer_type_to_emb_opt_type(torch.optim.Rprop)
         several = torch.empty(1)
         several._optimizer_classes = [torch.optim.SGD, torch.optim.Adam]  # type: ignore[attr-defined]
-        with pytest.raises(ConfigError, match="a fused kernel runs one"):
+        with pytest.raises(ConfigError, match="a fused kernel supports only one"):
             optimizer_fused_params(several)

@@ -1,8 +1,9 @@
-"""The autograd functions of comm_ops: each collective is a request and a wait, so that compute runs between the two.
+"""The autograd functions of comm_ops: each collective is split into a request and a wait, so that computation runs in
+between.
 
 ``<Name>_Req`` starts the collective and ``<Name>_Wait`` gives its result; in the backward the wait starts the mirror
-collective and the request gives its result, so communication is under way there too while other gradients are computed.
-What to send and how to read what came is :mod:`recinfer.distributed.comm.blocks`.
+collective and the request gives its result, so communication overlaps with the computation of other gradients.
+:mod:`recinfer.distributed.comm.blocks` packs and unpacks the tensors.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ W = TypeVar("W")
 
 
 class Request(Awaitable[W]):
-    """A collective of a process group under way; ``wait()`` gives its result, once.
+    """A pending collective of a process group; ``wait()`` returns its result and may be called once.
 
     Args:
         pg: the process group.
@@ -70,7 +71,7 @@ class Request(Awaitable[W]):
 
     Attributes:
         wait_function: the ``_Waiting`` function that gives the result.
-        dummy_tensor: ties request and wait together in the graph.
+        dummy_tensor: connects request and wait in the autograd graph.
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
@@ -83,7 +84,9 @@ class Request(Awaitable[W]):
         self.pending_grad: Pending | None = None
 
     def _wait_impl(self) -> W:
-        assert self.wait_function is not None and self.pending is not None, "wait() of a request runs once"
+        assert self.wait_function is not None and self.pending is not None, (
+            "wait() of a collective may be called only once"
+        )
         return self.wait_function.apply(self.pg, self, self.dummy_tensor)  # type: ignore[attr-defined]
 
 
@@ -97,7 +100,7 @@ def _request(ctx: Any, myreq: Request, exchange: Exchange, inputs: tuple[Tensor,
 
 def _request_grad(ctx: Any) -> tuple[Tensor | None, ...]:
     myreq = ctx.myreq
-    assert myreq.pending_grad is not None, "the backward of a wait runs before that of its request"
+    assert myreq.pending_grad is not None, "the backward of the wait did not run before the backward of its request"
     flat = myreq.pending_grad.wait()
     myreq.pending_grad = None
     return (None, None, None, *myreq.exchange.receive_grad(myreq.exchange.divide(flat)))
@@ -195,7 +198,7 @@ class All2Allv_Req(_Starting):
 
     @staticmethod
     def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllVInfo, *inputs: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; the result comes from :class:`All2Allv_Wait`. One argument a table: autograd sees no lists."""
+        """Start it; the result comes from :class:`All2Allv_Wait`. One argument per table: autograd sees no lists."""
         return _request(ctx, myreq, TablesExchange(pg, a2ai), inputs)
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Putting moved pieces together: add row pieces, lay column pieces side by side, in the module's feature order.
+"""Combines received pieces to outputs: adds row pieces and concatenates column pieces, in the module's feature order.
 
-Everything is a split, sums and one concatenation, so autograd's backward is one concatenation too.
+It uses one split, sums and one concatenation, so its backward is one concatenation too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["ColumnPlan", "JoinGroups", "Sum", "combine_sums"]
 
 @dataclass(frozen=True)
 class Sum:
-    """One column piece of one output: the source pieces that add up to it.
+    """One column piece of one output, as the sum of received pieces.
 
     Attributes:
-        sources: which pieces.
-        divisor: which divisor the sum is multiplied by (1 / bag length); None for none.
+        sources: indices of the received pieces.
+        divisor: index of the factor (1 / bag length) for the sum; None: no factor.
     """
 
     sources: tuple[int, ...]
@@ -30,7 +30,7 @@ class Sum:
 
 
 class ColumnPlan:
-    """How the columns of one received tensor become output columns.
+    """Maps the columns of one received tensor to output columns.
 
     Args:
         widths: columns of each received piece, side by side.
@@ -75,7 +75,7 @@ class ColumnPlan:
 
 
 class JoinGroups:
-    """How the outputs of several groups of tables become those of the module.
+    """Maps the outputs of several groups of tables to those of the module.
 
     Args:
         groups: for each group the columns of its outputs.
@@ -102,7 +102,7 @@ class JoinGroups:
 def combine_sums(
     pieces: Sequence[Tensor], outputs: Sequence[Sequence[Sum]], divisors: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The same for pieces of different batch sizes: one tensor ``[B of the feature, D]`` an output."""
+    """Combine pieces of different batch sizes: one tensor ``[B of the feature, D]`` per output."""
     result = []
     for sums in outputs:
         columns = []

@@ -1,4 +1,4 @@
-"""The estimators as objects: they fill shards of options with milliseconds and bytes, through ``estimates``' arrays."""
+"""Estimators of options as objects: milliseconds and bytes of shards, computed by ``estimates``."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def _arrays_of_options(
 
 
 class EmbeddingPerfEstimator(ShardEstimator):
-    """Milliseconds of each shard.
+    """Estimates the milliseconds of each shard.
 
-    Training (``is_inference=False``) follows TorchRec's wall-time model. Inference is that of one process that looks
-    up one batch on all ranks: the batch is not multiplied by the world size, rows are packed, nothing runs backward.
+    Training (``is_inference=False``) follows TorchRec's wall-time model. Inference means one process that looks up one
+    batch on all ranks: the batch is not multiplied by the world size, rows are packed, and there is no backward.
 
     Args:
         topology: hardware.
@@ -141,12 +141,12 @@ class EmbeddingPerfEstimator(ShardEstimator):
         Args:
             shard_sizes: [rows, columns] of each shard.
             compute_kernel, compute_device, sharding_type: enum values.
-            batch_sizes, input_lengths, num_poolings: one a feature; samples a rank, ids a bag, bags a sample.
+            batch_sizes, input_lengths, num_poolings: one per feature; samples per rank, ids per bag, bags per sample.
             world_size, local_world_size: ranks in all and a host.
             input_data_type_size: bytes of an id.
             table_data_type_size: bytes of an element of the table.
-            output_data_type_size: bytes of an element of the output (kept for its place; the model writes elements of
-                the size that the collective carries).
+            output_data_type_size: bytes of an element of the output (not used: the model writes elements of the
+                collective's size).
             fwd_a2a_comm_data_type_size ... bwd_sr_comm_data_type_size: bytes of an element in each collective.
             hbm_mem_bw ... inter_host_bw: bytes per millisecond.
             bwd_compute_multiplier, weighted_feature_bwd_compute_multiplier: backward over forward compute.
@@ -223,12 +223,12 @@ def _arrays_of_shards(sizes: npt.NDArray[np.int64], sharding_type: str, **figure
 
 
 class EmbeddingStorageEstimator(ShardEstimator):
-    """Bytes of each shard.
+    """Estimates the bytes of each shard.
 
     Args:
         topology: hardware.
         constraints: by table name.
-        pipeline_type: how many batches of input live at once.
+        pipeline_type: decides how many batches of input are in memory at once.
         run_embedding_at_peak_memory: count the outputs too; only with a ``pipeline_type``.
         is_inference: packed rows (scale, bias and alignment included), no optimizer, one process's inputs and outputs.
     """
@@ -275,7 +275,7 @@ class EmbeddingStorageEstimator(ShardEstimator):
 
 
 class EmbeddingOffloadStats(CacheStatistics):
-    """Cache statistics from a miss-ratio histogram.
+    """Cache statistics computed from a miss-ratio histogram.
 
     Args:
         cacheability: area under the miss curve, 0 (all hits) to 1.

@@ -1,4 +1,4 @@
-"""A sharded collection of tables: which tables go together, their steps, their place in the module tree and the state."""
+"""Base of sharded collections: groups of tables that share exchanges, steps, parameters and state."""
 
 from __future__ import annotations
 
@@ -52,17 +52,18 @@ Context = TypeVar("Context", bound=ShardedCollectionContext[Any])
 
 
 class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Context], FusedOptimizerModule):
-    """What the sharded EmbeddingBagCollection and EmbeddingCollection share.
+    """Base of the sharded EmbeddingBagCollection and EmbeddingCollection.
 
-    Tables are dealt into groups; each group has one input exchange, one lookup and one output exchange. Parameters and
+    Tables are divided into groups; each group has one input exchange, one lookup and one output exchange. Parameters
+    and
     state have the keys of the unsharded module, ``<tables>.<table>.weight``.
 
     Args:
         infos: the tables in module order.
         env: the ranks.
-        device: where rows and buffers lie.
+        device: device of rows and buffers.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
-        weights_later: weights do not go with the ids.
+        weights_later: weights are not sent with the ids.
     """
 
     tables_attribute: ClassVar[str]
@@ -98,15 +99,15 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         )
 
     def _deal(self) -> list[list[EmbeddingShardingInfo]]:
-        """Which tables share their exchanges, as few groups as can be: see :meth:`_sort`."""
+        """Divide the tables into as few groups as possible, which share exchanges; see :meth:`_sort`."""
         groups: dict[str, list[EmbeddingShardingInfo]] = {}
         for info in self._infos:
             groups.setdefault(self._sort(info), []).append(info)
         return list(groups.values())
 
     def _sort(self, info: EmbeddingShardingInfo) -> str:
-        """Replicas need no exchange, and their kernels make either row updates or gradients. Pooled tables whose ranks
-        add up are apart where that is done otherwise: inside the host first, or with another codec."""
+        """Replicas need no exchange, and their kernels make either row updates or gradients. Pooled tables with sums
+        over ranks form a separate group if they are summed inside hosts first, or have another codec."""
         kind = info.param_sharding.sharding_type
         if kind == ShardingType.DATA_PARALLEL.value:
             dense = info.param_sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
@@ -158,7 +159,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         return found
 
     def _average_replicas(self) -> None:
-        """Replicas whose gradients are tensors: their gradients become the mean over the ranks."""
+        """Average the gradients of dense replicas over the ranks."""
         for i, (group, lookup) in enumerate(zip(self._groups, self._lookups)):
             dense = any(table.compute_kernel is EmbeddingComputeKernel.DENSE for table in group.embedding_tables())
             if group.replicated and dense and self._env.process_group is not None and self._env.world_size > 1:
@@ -172,9 +173,9 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
 
     @property
     def shardings(self) -> dict[str, FeatureShardingMixIn]:
-        """Sharding type -> what is where for the tables of that type.
+        """Sharding type -> sharding of the tables of that type.
 
-        The module itself exchanges all types together; these are for looking at.
+        The module itself exchanges all types together; these shardings are for inspection.
         """
         return {
             kind: self.sharding_class(members, self._env, self._device, self.qcomm_codecs_registry)
@@ -187,18 +188,18 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         return self._optim
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # Runs before the tables' own, which hand out the rows as they lie in memory.
+        # Runs before the tables' own hooks, which return the rows as they are in memory.
         self.flush()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        # Runs before the tables' own. What is loaded may lack a table: its changed rows are kept.
+        # Runs before the tables' own hooks. Tables that are missing in the loaded state keep their changed rows.
         self.flush()
         self.purge()
         super()._load_from_state_dict(*args)
 
     def reset_parameters(self) -> None:
-        """Give all tables new first values; every rank calls this."""
+        """Initialise all tables again; all ranks must call this."""
         self.purge()
         for group, lookup in zip(self._groups, self._lookups):
             group.fill(lookup.module if isinstance(lookup, DistributedDataParallel) else lookup)
@@ -212,19 +213,19 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         return KJTListSplitsAwaitable(awaitables, ctx)
 
     def compute(self, ctx: Context, dist_input: KJTList) -> list[Tensor]:
-        """Look the local rectangles up: ``[vectors, local columns]`` a group of tables.
+        """Look up the local shards: ``[vectors, local columns]`` per group of tables.
 
-        A vector stands for an example of any rank where tables are pooled, else for an id that came here.
+        A vector belongs to an example of any rank if tables are pooled, else to a received id.
         """
         return [lookup(features) for lookup, features in zip(self._lookups, dist_input)]
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[Out]:
-        """Start moving vectors to the ranks that asked for them."""
+        """Start sending vectors to the ranks of their examples."""
         steps: Any = zip(self._output_dists, output, ctx.sharding_contexts)
         return self._outputs(ctx, [output_dist(vectors, context) for output_dist, vectors, context in steps])
 
     def compute_and_output_dist(self, ctx: Context, input: KJTList) -> LazyAwaitable[Out]:
-        """Both steps; a group's vectors are under way while the next one is looked up."""
+        """Both steps; a group's vectors are sent while the next group is looked up."""
         steps: Any = zip(self._output_dists, self._lookups, input, ctx.sharding_contexts)
         return self._outputs(
             ctx, [output_dist(lookup(features), context) for output_dist, lookup, features, context in steps]
@@ -232,11 +233,11 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
 
     @abc.abstractmethod
     def _outputs(self, ctx: Context, awaitables: list[Awaitable[Any]]) -> LazyAwaitable[Out]:
-        """The module's outputs, from the vectors of each group on their way."""
+        """The module's outputs, from awaitables of each group's vectors."""
 
 
 def _held_elsewhere(info: EmbeddingShardingInfo, device: torch.device) -> nn.Parameter:
-    """What stands for a table of which this rank holds nothing: an empty parameter, marked as the other ranks' are."""
+    """The empty parameter for a table of which this rank holds no shard, with the same attributes as on other ranks."""
     dtype = data_type_to_dtype(info.embedding_config.data_type)
     parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
     if info.param_sharding.compute_kernel != EmbeddingComputeKernel.DENSE.value:
