@@ -76,6 +76,12 @@ IGNORED = (
         "the planner knows links inside a host and between hosts",
     ),
     Ignored(
+        ("distributed.planner.Topology",),
+        ("hbm_cap",),
+        "warns",
+        "for `compute_device='cpu'`: its ranks have host memory only, which `ddr_cap` limits",
+    ),
+    Ignored(
         (_TABLE,),
         (
             "input_dim",
@@ -172,6 +178,12 @@ IGNORED = (
         "for estimators of the user's own",
     ),
     Ignored(
+        ("distributed.planner.shard_estimators.EmbeddingPerfEstimator.perf_func_emb_wall_time",),
+        ("output_data_type_size",),
+        "nothing",
+        "vectors have the size that the collective sends, as in TorchRec's model",
+    ),
+    Ignored(
         ("distributed.planner.types.ShardingOption.module_pooled",),
         ("sharding_option_name",),
         "nothing",
@@ -184,7 +196,9 @@ IGNORED = (
         "options always come in the order of the modules",
     ),
     Ignored(("distributed.train_pipeline.EvalPipelineSparseDist",), ("optimizer",), "nothing", "nothing is trained"),
-    Ignored(("distributed.types.LazyAwaitable",), ("args", "kwargs"), "nothing", "passed on for multiple inheritance"),
+    Ignored(
+        ("distributed.types.LazyAwaitable",), ("args", "kwargs"), "nothing", "accepted for classes with several bases"
+    ),
 )
 _WHY = {(of, parameter): row.why for row in IGNORED for of in row.of for parameter in row.parameters}
 

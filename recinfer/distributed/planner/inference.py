@@ -64,6 +64,10 @@ def plan_inference(
         PlannerError: no plan fits; the message names the limiting memory and a change that helps.
     """
     deadline = time.monotonic() + timeout_seconds if timeout_seconds is not None else float("inf")
+    if hbm_gb is not None and compute_device == "cpu":
+        raise ConfigError(
+            f"hbm_gb={hbm_gb:g} in a plan for cpu: ranks on CPU have host memory only; set ddr_gb instead"
+        )
     if topology is None:
         caps = {"hbm_cap": hbm_gb, "ddr_cap": ddr_gb}
         sizes: dict[str, Any] = {name: gb_to_bytes(gb) for name, gb in caps.items() if gb is not None}

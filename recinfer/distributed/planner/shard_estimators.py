@@ -152,19 +152,15 @@ class EmbeddingPerfEstimator(ShardEstimator):
             bwd_compute_multiplier, weighted_feature_bwd_compute_multiplier: backward over forward compute.
             is_pooled, is_weighted: kind of lookup.
             caching_ratio, prefetch_pipeline, expected_cache_fetches: of rows in host memory behind a cache.
-            is_inference: no backward.
-            uneven_sharding_perf_multiplier: slowdown of unevenly cut tables.
+            is_inference, uneven_sharding_perf_multiplier: no backward; slowdown of unevenly cut tables.
 
         Raises:
             ConfigError: a kernel that does not run on the device, or an unknown sharding type.
         """
-        if sharding_type not in TYPE_CODES:
-            raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(TYPE_CODES)}")
-        bandwidth = kernel_bw_lookup(
-            compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw, caching_ratio, prefetch_pipeline
+        memory_bw = hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw
+        bandwidth = _checked_bandwidth(
+            sharding_type, compute_device, compute_kernel, memory_bw, caching_ratio, prefetch_pipeline
         )
-        if bandwidth is None:
-            raise ConfigError(f"kernel {compute_kernel!r} does not run on {compute_device!r}")
         topology = Topology(
             world_size,
             compute_device,
@@ -181,10 +177,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
         arrays = _arrays_of_shards(
             np.array(shard_sizes, np.int64).reshape(-1, 2),
             sharding_type,
-            batch_inputs=sum(n * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes)),
-            batch_outputs=sum(p * b for p, b in zip(num_poolings, batch_sizes)),
-            filled_outputs=sum(min(n, 1) * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes)),
-            features=len(input_lengths),
+            **_batch_figures(input_lengths, num_poolings, batch_sizes),
             pooled=is_pooled,
             weighted=is_weighted,
             element_bytes=table_data_type_size,
@@ -195,15 +188,50 @@ class EmbeddingPerfEstimator(ShardEstimator):
             fwd_sr=fwd_sr_comm_data_type_size,
             bwd_sr=bwd_sr_comm_data_type_size,
             device_bw=bandwidth,
-            misses=expected_cache_fetches,
-            cached=compute_kernel.endswith("_caching"),
-            on_host="_uvm" in compute_kernel,
-            cache_ratio=caching_ratio or 0.0,
-            optimizer_full=0.0,
-            optimizer_row_bytes=0.0,
+            **_memory_figures(compute_kernel, caching_ratio, expected_cache_fetches),
         )
         rows = training_time(arrays, topology, forward_only=is_inference, id_bytes=input_data_type_size)
         return [Perf(*row) for row in rows.tolist()]
+
+
+def _checked_bandwidth(
+    sharding_type: str,
+    compute_device: str,
+    compute_kernel: str,
+    memory_bw: tuple[float, float, float],
+    caching_ratio: float | None,
+    prefetch_pipeline: bool,
+) -> float:
+    """Bytes per millisecond at which the kernel reads rows; raises ConfigError for an unknown type or kernel."""
+    if sharding_type not in TYPE_CODES:
+        raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(TYPE_CODES)}")
+    bandwidth = kernel_bw_lookup(compute_device, compute_kernel, *memory_bw, caching_ratio, prefetch_pipeline)
+    if bandwidth is None:
+        raise ConfigError(f"kernel {compute_kernel!r} does not run on {compute_device!r}")
+    return bandwidth
+
+
+def _batch_figures(input_lengths: list[float], num_poolings: list[float], batch_sizes: list[int]) -> dict[str, float]:
+    """Ids, vectors, vectors of bags that are not empty, and features of one batch, as ShardArrays names them."""
+    figures = list(zip(input_lengths, num_poolings, batch_sizes))
+    return {
+        "batch_inputs": sum(n * p * b for n, p, b in figures),
+        "batch_outputs": sum(p * b for _, p, b in figures),
+        "filled_outputs": sum(min(n, 1) * p * b for n, p, b in figures),
+        "features": len(input_lengths),
+    }
+
+
+def _memory_figures(compute_kernel: str, caching_ratio: float | None, misses: float) -> dict[str, float | bool]:
+    """Where a kernel keeps rows, as ShardArrays names it; time does not depend on the optimizer's state."""
+    return {
+        "misses": misses,
+        "cached": compute_kernel.endswith("_caching"),
+        "on_host": "_uvm" in compute_kernel,
+        "cache_ratio": caching_ratio or 0.0,
+        "optimizer_full": 0.0,
+        "optimizer_row_bytes": 0.0,
+    }
 
 
 def _arrays_of_shards(sizes: npt.NDArray[np.int64], sharding_type: str, **figures: float | bool) -> ShardArrays:

@@ -22,7 +22,7 @@ class ParameterConstraints:
         pooling_factors: mean ids per bag, one per feature (default 1).
         num_poolings: bags per sample, one per feature (default 1).
         batch_sizes: batch of each feature when it differs from the planner's.
-        is_weighted: features carry a weight per id.
+        is_weighted: ids have weights; for modules that do not define it, such as nn.EmbeddingBag.
         cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode: passed on to the kernel.
         feature_names: the table's features, if the module does not name them.
         output_dtype: element type of the looked-up vectors.

@@ -142,7 +142,7 @@ class Topology:
     Args:
         world_size: ranks in all.
         compute_device: ``"cuda"``, ``"cpu"`` or ``"mtia"``.
-        hbm_cap: bytes of device memory per rank (default 32 GiB; 0 on CPU). A list gives one figure per rank.
+        hbm_cap: bytes of device memory per rank (default 32 GiB; on CPU 0, and a given one warns). A list gives one figure per rank.
         ddr_cap: bytes of host memory per rank (default 128 GiB). A list gives one figure per rank.
         ssd_cap, ssd_mem_bw, pod_size: do nothing (:mod:`recinfer.ignored`): no kernel keeps rows on SSD, and links are
             inside a host or between hosts.
@@ -183,6 +183,10 @@ class Topology:
     ) -> None:
         for name, given in (("ssd_cap", ssd_cap), ("ssd_mem_bw", ssd_mem_bw), ("pod_size", pod_size)):
             warn_ignored("distributed.planner.Topology", name, given)
+        if compute_device == "cpu":
+            warn_ignored(
+                "distributed.planner.Topology", "hbm_cap", any(hbm_cap) if isinstance(hbm_cap, Sequence) else hbm_cap
+            )
         if compute_device not in ("cpu", "cuda", "mtia"):
             raise ConfigError(f"compute_device {compute_device!r}; expected cuda, cpu or mtia")
         if world_size < 1:
