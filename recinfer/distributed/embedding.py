@@ -60,7 +60,7 @@ class EmbeddingCollectionContext(ShardedCollectionContext[SequenceShardingContex
     """The context of one forward, passed between its steps.
 
     Args:
-        sharding_contexts: one per group of tables that share their exchanges.
+        sharding_contexts: one per sharding.
         input_features: the input, once.
         reverse_indices: with index dedup, for each id, feature by feature, the position of the same id among those
             sent.
@@ -129,8 +129,8 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
     """Awaitable of the rows: feature -> JaggedTensor. It waits when the result is first used.
 
     Args:
-        awaitables: of each group of tables, the column pieces of its outputs.
-        pieces: for each output (group, how many column pieces).
+        awaitables: of each sharding, the column pieces of its outputs.
+        pieces: for each output (sharding, how many column pieces).
         names: names of the outputs, in module order.
         features: the feature of each output.
         ctx: the input, and how it was deduplicated.
@@ -160,8 +160,8 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
         reverse = self._reverse(features)
         by_name = features.to_dict()
         result = {}
-        for name, feature, (group, count) in zip(self._names, self._features, self._pieces):
-            columns = [next(parts[group]) for _ in range(count)]
+        for name, feature, (sharding, count) in zip(self._names, self._features, self._pieces):
+            columns = [next(parts[sharding]) for _ in range(count)]
             rows = columns[0] if count == 1 else torch.cat(columns, dim=1)
             if reverse is not None:
                 rows = rows.index_select(0, reverse[feature])
@@ -233,10 +233,10 @@ class ShardedEmbeddingCollection(ShardedCollection[dict[str, JaggedTensor], Embe
         self.module_sharding_plan = table_name_to_parameter_sharding
 
     def _column_pieces(self) -> list[tuple[int, int]]:
-        """Group and number of column pieces of each output, in module order."""
+        """Index of the sharding and number of column pieces of each output, in module order."""
         counts = {
-            (id(info), name): (g, len(self._groups[g].layout.sums[at]))
-            for g, info, name, at in self._outputs_of_groups()
+            (id(info), name): (g, len(self._shardings[g].layout.sums[at]))
+            for g, info, name, at in self._outputs_of_shardings()
         }
         return [counts[id(info), name] for info in self._infos for name in info.names()]
 

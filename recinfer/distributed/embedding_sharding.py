@@ -140,7 +140,7 @@ class ShardedCollectionContext(Multistreamable, Generic[EachContext]):
     """What one forward of a sharded collection carries between its steps.
 
     Args:
-        sharding_contexts: one per group of tables that share their exchanges.
+        sharding_contexts: one per sharding.
     """
 
     sharding_contexts: list[EachContext] = field(default_factory=list)

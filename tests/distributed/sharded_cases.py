@@ -290,7 +290,7 @@ def codecs_shrink(rank: int, world: int) -> None:
 
     reduce = Marked()
     module = sharded(case, world, qcomm_codecs_registry={CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name: reduce})
-    sorts = [{i.param_sharding.sharding_type for i in g.layout.infos} for g in module._groups]
+    sorts = [{i.param_sharding.sharding_type for i in g.layout.infos} for g in module._shardings]
     assert {"row_wise", "grid_shard"} in sorts
     close(module(batch_of(rank, 0, case)).values(), want, "no-op codecs")
 

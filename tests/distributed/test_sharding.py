@@ -41,7 +41,7 @@ from recinfer.distributed.embeddingbag import (
     create_sharding_infos_by_sharding,
     replace_placement_with_meta_device,
 )
-from recinfer.distributed.exchange.combine import ColumnPlan, JoinGroups, Sum, combine_sums
+from recinfer.distributed.exchange.combine import ColumnPlan, JoinShardings, Sum, combine_sums
 from recinfer.distributed.exchange.dedup import deduplicated
 from recinfer.distributed.exchange.features import ShardFeaturesDist, join_keys
 from recinfer.distributed.grouped_position_weighted import GroupedPositionWeightedModule
@@ -267,10 +267,10 @@ class TestCombine:
         assert [g.tolist() for g in got] == [[[0.5]] * 3, [[1.0]] * 2]
 
     def test_groups_join_in_module_order(self) -> None:
-        join = JoinGroups([[1, 2], [3]], [(0, 1), (1, 0), (0, 0)])
+        join = JoinShardings([[1, 2], [3]], [(0, 1), (1, 0), (0, 0)])
         first, second = torch.arange(3.0).view(1, 3), torch.arange(10.0, 13).view(1, 3)
         assert join([first, second]).tolist() == [[1, 2, 10, 11, 12, 0]]
-        assert JoinGroups([[1, 2]], [(0, 0), (0, 1)])([first]) is first
+        assert JoinShardings([[1, 2]], [(0, 0), (0, 1)])([first]) is first
 
     def test_output_kt(self) -> None:
         kt = construct_output_kt([torch.ones(2, 1), torch.zeros(2, 2)], ["a", "b"], [1, 2])

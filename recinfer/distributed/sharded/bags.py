@@ -22,7 +22,7 @@ from recinfer.distributed.embedding_types import (
     BaseEmbeddingSharder,
     KJTList,
 )
-from recinfer.distributed.exchange.combine import JoinGroups
+from recinfer.distributed.exchange.combine import JoinShardings
 from recinfer.distributed.sharded.collection import ShardedCollection
 from recinfer.distributed.sharded.infos import by_sharding_type, table_infos
 from recinfer.distributed.sharded.sharding import PooledSharding
@@ -66,10 +66,10 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
     """Awaitable of pooled vectors. It waits when the KeyedTensor is first used.
 
     Args:
-        awaitables: of each group of tables, ``[B, columns of the group]``.
+        awaitables: of each sharding, ``[B, its columns]``.
         embedding_dims: columns of each output.
         embedding_names: names of the outputs, in module order.
-        join: maps the groups' columns to the module's.
+        join: maps the shardings' columns to the module's.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
         awaitables: list[Awaitable[Tensor]],
         embedding_dims: list[int],
         embedding_names: list[str],
-        join: JoinGroups,
+        join: JoinShardings,
     ) -> None:
         super().__init__()
         self._awaitables = awaitables
@@ -92,7 +92,7 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
 
 @dataclass
 class EmbeddingBagCollectionContext(ShardedCollectionContext[EmbeddingShardingContext | None]):
-    """What one forward carries between its steps: a context for each group of tables that share their exchanges."""
+    """What one forward carries between its steps: a context for each sharding."""
 
 
 def create_sharding_infos_by_sharding(
