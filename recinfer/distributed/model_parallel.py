@@ -125,8 +125,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
                 kinds = ", ".join(sorted(t.__name__ for t in self._sharder_map))
                 raise ConfigError(
                     f"the plan shards module {path!r}, a {type(paths[path]).__name__}, but there is no sharder for "
-                    "that "
-                    f"class; sharders given are for: {kinds}"
+                    f"that class; sharders given are for: {kinds}"
                 )
 
     def _shard_modules(self, module: nn.Module, path: str, done: dict[int, nn.Module]) -> nn.Module:
@@ -292,8 +291,7 @@ def _default_env() -> ShardingEnv:
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise ConfigError(
             "DistributedModelParallel needs a process group; call torch.distributed.init_process_group() first, or "
-            "give "
-            "env=ShardingEnv.from_process_group(...)"
+            "give env=ShardingEnv.from_process_group(...)"
         )
     return ShardingEnv.from_process_group(dist.group.WORLD)
 

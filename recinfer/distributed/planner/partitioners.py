@@ -59,8 +59,7 @@ def proposal_problem(proposal: list[ShardingOption], topology: Topology) -> tupl
         if mode == FIXED and first.num_shards != topology.world_size:
             raise PlannerError(
                 f"table {first.fqn!r} is partitioned uniformly with {first.num_shards} shards; expected one for each "
-                "of "
-                f"{topology.world_size} ranks",
+                f"of {topology.world_size} ranks",
                 PlannerErrorType.PARTITION,
             )
         modes.append(mode)
@@ -138,8 +137,7 @@ class GreedyPerfPartitioner(Partitioner):
                     f"table {option.fqn!r} ({option.sharding_type}/{option.compute_kernel}) fits on no rank: its "
                     f"largest shard needs {bytes_to_gb(problem.hbm[s].max()):.3f} GiB hbm and "
                     f"{bytes_to_gb(problem.ddr[s].max()):.3f} GiB ddr, the rank with the most free memory has "
-                    f"{bytes_to_gb(left_h):.3f} "
-                    f"and {bytes_to_gb(left_d):.3f} left",
+                    f"{bytes_to_gb(left_h):.3f} and {bytes_to_gb(left_d):.3f} left",
                     PlannerErrorType.PARTITION,
                 )
             placer.put(at, unit, unit, ranks)

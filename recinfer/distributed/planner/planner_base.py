@@ -162,8 +162,7 @@ class EmbeddingPlannerBase(ShardingPlanner):
         if options is None:
             raise ConfigError(
                 "the hash of a planner's inputs covers the tables, which are not known yet; first call plan(module, "
-                "sharders) "
-                "or the enumerator's enumerate(module, sharders) first"
+                "sharders) or the enumerator's enumerate(module, sharders) first"
             )
         return [
             (

@@ -54,8 +54,7 @@ def _less(topology: Topology, amounts: list[Storage], why: str) -> Topology:
         if device.storage.hbm < 0 or device.storage.ddr < 0:
             raise PlannerError(
                 f"{why} need {storage_repr_in_gb(amount)} of rank {device.rank}, which has "
-                f"{storage_repr_in_gb(before)}; "
-                "give it more memory, or lower the batch size or the percentage",
+                f"{storage_repr_in_gb(before)}; give it more memory, or lower the batch size or the percentage",
                 PlannerErrorType.INSUFFICIENT_STORAGE,
             )
     return reserved

@@ -152,9 +152,8 @@ def _calibrated(
     if disagreement > _AGREEMENT:
         logger.warning(
             "the rounds of this calibration disagree by a factor of %.2f (half of the figures by more); plans from "
-            "it may "
-            "be off by as much: end what else runs on this machine, use one thread (this was measured on %d), and "
-            "calibrate again",
+            "it may be off by as much: end what else runs on this machine, use one thread (this was measured on "
+            "%d), and calibrate again",
             disagreement,
             torch.get_num_threads(),
         )

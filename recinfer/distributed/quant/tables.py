@@ -249,9 +249,8 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         if device.type != self._output_device.type:
             raise ConfigError(
                 f"copy to {device}: this module's ranks are on "
-                f"{sorted({str(d) for d in self._packed.devices.values()})}; "
-                f"shard the quantized module with a plan for {device.type}, or load the archive with "
-                f"device='{device.type}'"
+                f"{sorted({str(d) for d in self._packed.devices.values()})}; shard the quantized module with a plan "
+                f"for {device.type}, or load the archive with device='{device.type}'"
             )
         other = copy.copy(self)
         other.__dict__.update({"_modules": dict(self._modules), "_buffers": dict(self._buffers)})

@@ -47,8 +47,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
             )
             raise ConfigError(
                 f"{type(module).__name__} has parameters on the meta device ({names}) and no reset_parameters() to "
-                "give "
-                "them values; build it on a real device, or pass init_parameters=False and load a state"
+                "give them values; build it on a real device, or pass init_parameters=False and load a state"
             )
         reset()
 

@@ -299,8 +299,7 @@ class SequenceSharding(TableSharding):
         if feature_processor is not None:
             raise ConfigError(
                 f"feature_processor={type(feature_processor).__name__}: unpooled rows take no weights; use it with "
-                "tables "
-                "of bags"
+                "tables of bags"
             )
         from recinfer.distributed.embedding_lookup import GroupedEmbeddingsLookup
 

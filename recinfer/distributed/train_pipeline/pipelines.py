@@ -79,8 +79,8 @@ class _Steps(TrainPipeline[In, Out]):
         if not isinstance(result, tuple) or len(result) != 2:
             raise ConfigError(
                 "a training pipeline needs a model that returns (loss, output); "
-                f"{type(get_module(self._model)).__name__} "
-                f"returned a {type(result).__name__}. Wrap it, as models.dlrm.DLRMTrain does"
+                f"{type(get_module(self._model)).__name__} returned a {type(result).__name__}. Wrap it, as "
+                "models.dlrm.DLRMTrain does"
             )
         return result
 

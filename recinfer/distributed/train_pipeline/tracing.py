@@ -49,8 +49,7 @@ class ArgInfo:
             except (AttributeError, KeyError, IndexError, TypeError) as error:
                 raise InputError(
                     f"the batch, a {type(batch).__name__}, has no {self.path()}, which the model read when the "
-                    "pipeline "
-                    f"was built ({error}); every batch needs the fields of the first"
+                    f"pipeline was built ({error}); every batch needs the fields of the first"
                 ) from error
         return found
 

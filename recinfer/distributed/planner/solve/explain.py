@@ -82,8 +82,8 @@ def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
             tables = ", ".join(_unit_name(space, p, int(u)) for u in np.argsort(-least, kind="stable")[:3])
             text = (
                 f"All tables together need at least {_size(least.sum())} of {_MEMORIES[memory]}; the {p.world_size} "
-                "ranks "
-                f"have {_size(caps[memory].sum())} after the reservation: {int(short)} bytes short. Largest: {tables}."
+                f"ranks have {_size(caps[memory].sum())} after the reservation: {int(short)} bytes short. Largest: "
+                f"{tables}."
             )
             return text, memory
     both = np.minimum.reduceat(np.where(p.possible, p.option_hbm + p.option_ddr, np.inf), p.unit_ptr[:-1])

@@ -187,7 +187,7 @@ def _matching_option(space: SearchSpace, t: int, entry: TablePlan, topology: Top
             return option, ranks
     raise PlannerError(
         f"pinned table {entry.name!r} ({entry.sharding_type}/{entry.compute_kernel}, {len(entry.shards)} pieces) "
-        "matches "
-        f"no option of this model and topology ({topology.world_size} ranks); unpin it or plan on the same ranks",
+        f"matches no option of this model and topology ({topology.world_size} ranks); unpin it or plan on the same "
+        "ranks",
         PlannerErrorType.PLAN_LOADING_FAILED,
     )
