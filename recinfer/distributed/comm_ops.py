@@ -143,8 +143,8 @@ def alltoall_pooled(
     expected = (sum(batch_size_per_rank), dim_sum_per_rank[group.rank()])
     _check(
         tuple(a2a_pooled_embs_tensor.shape) == expected,
-        f"alltoall_pooled: got {tuple(a2a_pooled_embs_tensor.shape)} on rank {group.rank()}; batch_size_per_rank "
-        f"{batch_size_per_rank} and dim_sum_per_rank {dim_sum_per_rank} make it {expected}",
+        f"alltoall_pooled: got {tuple(a2a_pooled_embs_tensor.shape)} on rank {group.rank()}; expected {expected} "
+        f"from batch_size_per_rank {batch_size_per_rank} and dim_sum_per_rank {dim_sum_per_rank}",
     )
     info = All2AllPooledInfo(
         batch_size_per_rank, dim_sum_per_rank, dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor, codecs
@@ -186,7 +186,7 @@ def variable_batch_alltoall_pooled(
     _check(
         a2a_pooled_embs_tensor.numel() == expected,
         f"variable_batch_alltoall_pooled: got {a2a_pooled_embs_tensor.numel()} numbers on rank {group.rank()}; "
-        f"batch sizes {batch_size_per_rank_per_feature} and dims {dims} make {expected}",
+        f"expected {expected} from batch sizes {batch_size_per_rank_per_feature} and dims {dims}",
     )
     return _start(
         Variable_Batch_All2All_Pooled_Req, Variable_Batch_All2All_Pooled_Wait, group, info, [a2a_pooled_embs_tensor]
@@ -227,8 +227,8 @@ def alltoall_sequence(
         return NoWait(a2a_sequence_embs_tensor)
     _check(
         a2a_sequence_embs_tensor.dim() == 2 and a2a_sequence_embs_tensor.shape[0] == sum(output_splits),
-        f"alltoall_sequence: got {tuple(a2a_sequence_embs_tensor.shape)}; output_splits {output_splits} make "
-        f"{sum(output_splits)} rows",
+        f"alltoall_sequence: got {tuple(a2a_sequence_embs_tensor.shape)}; expected {sum(output_splits)} rows from "
+        f"output_splits {output_splits}",
     )
     info = All2AllSequenceInfo(
         embedding_dim=a2a_sequence_embs_tensor.shape[1],
@@ -271,7 +271,7 @@ def alltoallv(
     dims = [table.shape[1] for table in inputs]
     if out_split is None:
         if per_rank_split_lengths is None:
-            raise InputError("alltoallv: neither out_split nor per_rank_split_lengths is given; give one of them")
+            raise InputError("alltoallv: neither out_split nor per_rank_split_lengths is given; pass one of them")
         out_split = [tables * dims[0] for tables in per_rank_split_lengths]
     if group.size() == 1:
         return NoWait([torch.cat(inputs, dim=1)])

@@ -291,7 +291,7 @@ def _default_env() -> ShardingEnv:
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise ConfigError(
             "DistributedModelParallel needs a process group; call torch.distributed.init_process_group() first, or "
-            "give env=ShardingEnv.from_process_group(...)"
+            "pass env=ShardingEnv.from_process_group(...)"
         )
     return ShardingEnv.from_process_group(dist.group.WORLD)
 

@@ -125,7 +125,9 @@ def _kernel(param: Any, sharder: ModuleSharder[nn.Module], kind: ShardingType, d
     known = _QUANTIZED if quantized else _FLOAT
     if asked is not None:
         if asked not in known:
-            raise ConfigError(f"compute_kernel {asked!r}: {type(sharder).__name__} shards to one of {', '.join(known)}")
+            raise ConfigError(
+                f"compute_kernel {asked!r}; expected one that {type(sharder).__name__} supports: {', '.join(known)}"
+            )
         return asked
     if quantized:
         return EmbeddingComputeKernel.QUANT.value
@@ -213,7 +215,9 @@ def row_wise(
                 raise ConfigError(f"row_wise sizes sum to {sum(heights)}; the table has {rows} rows")
             devices = [kinds] * len(heights) if isinstance(kinds, str) else list(kinds)
             if len(devices) != len(heights):
-                raise ConfigError(f"row_wise has {len(heights)} sizes and {len(devices)} device kinds; give one each")
+                raise ConfigError(
+                    f"row_wise has {len(heights)} sizes and {len(devices)} device kinds; expected one kind for each size"
+                )
         rects = grid(heights, [cols], [i % world_size for i in range(len(heights))])
         return _sharding(param, rects, ShardingType.ROW_WISE, local_size, device_type, sharder, compute_kernel, devices)
 
@@ -237,11 +241,13 @@ def column_wise(
         if size_per_rank is not None:
             widths = list(size_per_rank)
             if len(widths) != len(places) or sum(widths) != cols or min(widths) < 1:
-                raise ConfigError(f"column_wise sizes {widths} on ranks {places}; expected one each, {cols} in sum")
+                raise ConfigError(
+                    f"column_wise sizes {widths} on ranks {places}; expected one size for each rank, with sum {cols}"
+                )
         else:
             if cols % len(places):
                 raise ConfigError(
-                    f"column_wise: {cols} columns do not divide over {len(places)} ranks; give size_per_rank"
+                    f"column_wise: {cols} columns do not divide over {len(places)} ranks; pass size_per_rank"
                 )
             widths = [cols // len(places)] * len(places)
         rects = grid([rows], widths, places)

@@ -25,7 +25,7 @@ def _world_size(world_size: int | None) -> int:
         return dist.get_world_size()
     started = env.torchrun_rank()
     if started is None:
-        raise UnavailableError("no process group and no WORLD_SIZE; start with torchrun, or give world_size")
+        raise UnavailableError("no process group and no WORLD_SIZE; start with torchrun, or pass world_size")
     return started[1]
 
 
@@ -36,7 +36,7 @@ def _rank(rank: int | None, world_size: int) -> int:
         else:
             started = env.torchrun_rank()
             if started is None:
-                raise UnavailableError("no process group and no RANK; start with torchrun, or give rank")
+                raise UnavailableError("no process group and no RANK; start with torchrun, or pass rank")
             rank = started[0]
     if not 0 <= rank < world_size:
         raise InputError(f"rank {rank} with {world_size} ranks; expected 0 to {world_size - 1}")

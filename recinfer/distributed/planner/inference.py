@@ -78,7 +78,7 @@ def plan_inference(
         else:
             topology = Topology(world_size, compute_device, **sizes)
     elif hardware is not None:
-        raise ConfigError("give topology or hardware, not both (a topology carries its own hardware profile)")
+        raise ConfigError("pass topology or hardware, not both (a topology carries its own hardware profile)")
     if (topology.world_size, topology.compute_device) != (world_size, compute_device):
         raise ConfigError(
             f"world_size={world_size}, compute_device={compute_device!r} were given, but the topology has "

@@ -161,7 +161,7 @@ class EmbeddingPlannerBase(ShardingPlanner):
         options = getattr(self._enumerator, "last_stored_search_space", None)
         if options is None:
             raise ConfigError(
-                "the hash of a planner's inputs covers the tables, which are not known yet; first call plan(module, "
+                "the hash of a planner's inputs covers the tables, which are not known yet; call plan(module, "
                 "sharders) or the enumerator's enumerate(module, sharders) first"
             )
         return [

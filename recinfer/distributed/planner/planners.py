@@ -254,7 +254,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         enumerator = self._enumerator
         problem = make_problem(space, reserved)
         if search(problem, max_moves=0)[0] is not None:
-            return f"None of the given proposers' plans could be placed ({last_error}); the default search finds a plan"
+            return f"None of the proposals could be placed ({last_error}); the default search finds a plan"
         return explain(space, problem, reserved, lambda t: enumerator.estimate_of(space.tables, t) or _unreachable())
 
     # ------------------------------------------------------------------ earlier plans

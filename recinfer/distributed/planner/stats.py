@@ -196,7 +196,7 @@ def _bound_lines(ranks: _RankSums, report: SearchReport | None) -> list[str]:
     if report is not None and np.isfinite(report.lower_bound):
         lines.append(
             f"Lower bound: {report.lower_bound:.4g} ms for any plan with these options; "
-            f"this plan is at {ranks.total[worst] / max(report.lower_bound, 1e-300):.4f} of it"
+            f"this plan takes {ranks.total[worst] / max(report.lower_bound, 1e-300):.4f} times that"
             + (", and proven optimal" if report.proven else "")
         )
         lines.append(f"Found by: {report.source}, {report.moves} improving moves")

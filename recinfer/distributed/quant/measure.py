@@ -151,9 +151,9 @@ def _calibrated(
     disagreement = measure.disagreement()
     if disagreement > _AGREEMENT:
         logger.warning(
-            "the rounds of this calibration disagree by a factor of %.2f (half of the figures by more); plans from "
-            "it may be off by as much: end what else runs on this machine, use one thread (this was measured on "
-            "%d), and calibrate again",
+            "the rounds of this calibration disagree by a factor of %.2f (median over the figures); plans from it "
+            "may be off by as much: stop other programs on this machine, use one thread (this run used %d), and "
+            "calibrate again",
             disagreement,
             torch.get_num_threads(),
         )

@@ -41,5 +41,5 @@ def pooled_sharding_of(sharding_type: str) -> type[PooledSharding]:
 def sequence_sharding_of(sharding_type: str) -> type[SequenceSharding]:
     """The sharding class for unpooled tables; raises ConfigError for an unknown type."""
     if sharding_type not in _UNPOOLED:
-        raise ConfigError(f"sharding type {sharding_type!r}; unpooled tables take one of {sorted(_UNPOOLED)}")
+        raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(_UNPOOLED)} for unpooled tables")
     return _UNPOOLED[sharding_type]

@@ -97,7 +97,9 @@ def bucketize_kjt_before_all2all(
     """
     num_keys = len(kjt.keys())
     if block_sizes.numel() != num_keys:
-        raise InputError(f"bucketize: got {block_sizes.numel()} block sizes for {num_keys} features; expected one each")
+        raise InputError(
+            f"bucketize: got {block_sizes.numel()} block sizes for {num_keys} features; expected one for each"
+        )
     values, lengths = kjt.values(), kjt.lengths().view(-1)
     variable = kjt.variable_stride_per_key()
     edges = block_bucketize_row_pos

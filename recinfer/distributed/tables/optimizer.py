@@ -69,9 +69,9 @@ class UnnamedOptimizer:
         if self._refuses and self._group.param_group["lr"] == FusedSettings.learning_rate:
             raise ConfigError(
                 f"backward through fused tables that have no optimizer: {', '.join(self._names)}. Call "
-                "apply_optimizer_in_backward for their parameters before they are sharded, or give the sharder "
+                "apply_optimizer_in_backward for their parameters before they are sharded, or pass the sharder "
                 'fused_params={"optimizer": ..., "learning_rate": ...}; or plan them with the kernel dense, to train them '
-                "by an optimizer of your own. To evaluate, use torch.no_grad()"
+                "with your own optimizer. To evaluate, use torch.no_grad()"
             )
         self._refuses = False
 

@@ -262,4 +262,6 @@ def check_kind(infos: Sequence[EmbeddingShardingInfo], kind: ShardingType) -> No
     for info in infos:
         got = info.param_sharding.sharding_type
         if got != kind.value:
-            raise ConfigError(f"table {info.embedding_config.name!r} is planned {got}; this sharding is {kind.value}")
+            raise ConfigError(
+                f"table {info.embedding_config.name!r} is planned as {got}; this sharding is {kind.value}"
+            )

@@ -328,5 +328,5 @@ def _script(module: nn.Module) -> None:
             setattr(module, name, torch.jit.script(child))
         except Exception as error:
             raise ConfigError(
-                f"apply_jit=True: torch.jit.script refuses {name!r}, a {type(child).__name__}: {error}"
+                f"apply_jit=True: torch.jit.script fails for {name!r}, a {type(child).__name__}: {error}"
             ) from error

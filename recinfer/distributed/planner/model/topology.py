@@ -297,7 +297,7 @@ class Topology:
         if not found > 0:
             raise ConfigError(
                 f"{type(self._comms).__name__}: {found} bytes per millisecond for {collective.value} over {world} "
-                f"ranks, {local} a host; expected more than 0"
+                f"ranks, {local} per host; expected more than 0"
             )
         return float(found)
 

@@ -124,9 +124,9 @@ def _single_shard(space: SearchSpace, p: Problem, units: np.ndarray) -> tuple[st
     names = ", ".join(_unit_name(space, p, int(u)) for u in units[:5])
     text = (
         f"{len(units)} table(s) have no option whose pieces fit an empty rank ({names}). The closest is a "
-        f"{'/'.join(option_label(space, p.space_options(option)[0]))} piece of {_unit_name(space, p, unit)} needs "
-        f"{_size(used[s][shard])} of {_MEMORIES[memory]}, rank {rank} has {_size(cap[rank])} after the reservation: "
-        f"{int(excess)} bytes short."
+        f"{'/'.join(option_label(space, p.space_options(option)[0]))} piece of {_unit_name(space, p, unit)}, which "
+        f"needs {_size(used[s][shard])} of {_MEMORIES[memory]}; rank {rank} has {_size(cap[rank])} after the "
+        f"reservation: {int(excess)} bytes short."
     )
     return text, memory
 
@@ -190,7 +190,7 @@ def _what_helps(
 ) -> list[str]:
     helps, topology = [], trial.topology
     if (cap := _capacity(trial, space, memory)) is not None:
-        helps.append(f"{_size(cap)} of {_MEMORIES[memory]} a rank after the reservation")
+        helps.append(f"{_size(cap)} of {_MEMORIES[memory]} per rank after the reservation")
     if space.shard_option.size > _MAX_SHARDS:
         return helps
     if (ranks := _ranks(trial, space)) is not None:

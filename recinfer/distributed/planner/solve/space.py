@@ -113,8 +113,8 @@ def _no_options(table: TableFacts) -> None:
     c = table.constraints
     asked = f"sharding types {c.sharding_types}, kernels {c.compute_kernels}" if c is not None else "no constraints"
     raise PlannerError(
-        f"table {table.fqn!r} has no sharding option: the constraints ask for {asked}, and its sharder offers none of "
-        "that on this device; widen the constraints or use another sharder",
+        f"table {table.fqn!r} has no sharding option: the constraints ask for {asked}, and its sharder supports none "
+        "of these on this device; widen the constraints or use another sharder",
         PlannerErrorType.STRICT_CONSTRAINTS,
     )
 
