@@ -357,7 +357,7 @@ class TestInfos:
         assert sharding.embedding_names_per_rank() == [["f"], ["f"]]
         assert isinstance(sharding.create_input_dist(), BaseSparseFeaturesDist)
         assert isinstance(sharding.create_output_dist(), BaseEmbeddingDist)
-        with pytest.raises(ConfigError, match="expected one of .* for unpooled tables"):
+        with pytest.raises(ConfigError, match=r"expected one of .* for unpooled tables"):
             create_embedding_sharding("table_row_wise", [], LOCAL)
 
     def test_placements_move_to_meta(self) -> None:
