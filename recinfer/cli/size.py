@@ -220,7 +220,7 @@ def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Seq
     what = f"{best.replicas} {best.host.name} hosts, each with all tables"
     if best.rankers:
         what = f"{best.shards} shards x {best.replicas} replicas and {best.rankers} rankers on {best.host.name} hosts"
-    output.show(f"[bold green]{what}[/bold green]: {best.share:.0%} of the knee each, {best.cost:,.2f} an hour")
+    output.show(f"[bold green]{what}[/bold green]: {best.share:.0%} of the knee each, {best.cost:,.2f} per hour")
     if best.share_one_lost > 1:
         output.show("[yellow]while one host is down, the others are overloaded: increase --min-replicas[/yellow]")
     for each in measured:
@@ -241,6 +241,8 @@ def _show_what_is_assumed(
     from recinfer.sizing.fanout import agreement
 
     output.note("the knee of a host is assumed to be proportional to its cores; measure on the host itself if possible")
+    if any(each.shards == 1 and each.p99_s is not None for each in found):
+        output.note("p99 of one shard is that of the measured server at the same share of its knee")
     if sharded is not None and sharded.service_s and any(each.shards > 1 and each.replicas for each in found):
         paper = agreement(sharded)
         said = f"p99 at {paper.qps:,.0f} requests per second: {paper.carried_s * 1e3:.2f} ms, measured {paper.measured_s * 1e3:.2f}"

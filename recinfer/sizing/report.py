@@ -15,7 +15,7 @@ from recinfer.sizing.deployment import Deployment
 __all__ = ["COLUMNS", "as_data", "check_picture", "check_place", "draw_curve", "rows"]
 
 COLUMNS = (
-    "", "host", "shards", "replicas", "rankers", "hosts", "of the knee", "one host lost", "p99 ms", "per hour", "",
+    "", "host", "shards", "replicas", "rankers", "hosts", "load / knee", "one host down", "p99 ms", "per hour", "objective",
 )  # fmt: skip
 """Headings of :func:`rows`."""
 
@@ -34,7 +34,7 @@ def rows(found: Sequence[Deployment], most: int = 12) -> list[tuple[str, ...]]:
             _percent(each.share_one_lost),
             "-" if each.p99_s is None else f"{each.p99_s * 1e3:.2f}",
             f"{each.cost:,.2f}" if each.hosts else "-",
-            each.why_not or "meets it",
+            each.why_not or "met",
         )
         for at, each in enumerate(found[:most])
     ]
@@ -84,6 +84,7 @@ def draw_curve(measured: Measured, path: Path) -> None:
     """Draw p50 and p99 against the rate, with the objective and the knee."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -99,12 +100,18 @@ def draw_curve(measured: Measured, path: Path) -> None:
         knee = f"knee: {measured.knee_qps:,.0f} requests/s"
         axes.axvline(measured.knee_qps, color="tab:grey", linestyle=":", label=knee)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # more labels would overlap
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(left=0)
     axes.set_xlabel("requests per second")
     axes.set_ylabel("ms")
-    axes.set_title(f"{measured.what} of {measured.model} {measured.version}, {measured.call} of {measured.batch:g}")
+    where = measured.machine
+    axes.set_title(
+        f"{measured.what} of {measured.model} {measured.version}, {measured.call}, batch {measured.batch:g}\n"
+        f"measured on {where['cores']} cores of {where['processor']}, {where['date']}",
+        fontsize="medium",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
