@@ -1,6 +1,6 @@
 """Asynchronous collectives on embeddings, with gradients and codecs: each starts a collective and returns an awaitable.
 
-The result of ``wait()`` takes part in autograd; the backward runs the mirror collective (all-to-all the other way,
+The result of ``wait()`` takes part in autograd; the backward runs the inverse collective (all-to-all the other way,
 all-gather for reduce-scatter) and divides by the number of ranks unless :func:`set_gradient_division` says otherwise.
 A group of one rank needs no collective: the result is the input itself.
 
@@ -160,7 +160,7 @@ def variable_batch_alltoall_pooled(
     group: dist.ProcessGroup | None = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """:func:`alltoall_pooled` where every feature has a batch size of its own on every rank.
+    """:func:`alltoall_pooled` with a separate batch size for every feature and rank.
 
     Args:
         a2a_pooled_embs_tensor: 1-D: of each rank, of each feature here, of each row its columns.
@@ -366,7 +366,7 @@ def reduce_scatter_v_per_feature_pooled(
     group: dist.ProcessGroup | None = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """:func:`reduce_scatter_v_pooled` where every feature has a batch size of its own on every rank.
+    """:func:`reduce_scatter_v_pooled` with a separate batch size for every feature and rank.
 
     Args:
         input: 1-D: of each rank, of each feature, of each row its columns.

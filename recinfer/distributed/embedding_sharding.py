@@ -102,7 +102,7 @@ class EmbeddingShardingContext(Multistreamable):
         batch_size_per_rank: examples that each rank sent.
         batch_size_per_rank_per_feature: variable batch: for each rank the batch size of each received feature.
         batch_size_per_feature_pre_a2a: variable batch: batch size of each feature sent, in the order sent.
-        variable_batch_per_feature: features have batch sizes of their own.
+        variable_batch_per_feature: whether features have separate batch sizes.
     """
 
     batch_size_per_rank: list[int] = field(default_factory=list)

@@ -90,7 +90,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """Start the mirror collective with the gradients of the outputs."""
+        """Start the inverse collective with the gradients of the outputs."""
 
     @abc.abstractmethod
     def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:

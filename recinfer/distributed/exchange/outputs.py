@@ -132,7 +132,7 @@ class PooledEmbeddingsAllToAll(_PooledAllToAll):
 
 
 class VariableBatchPooledEmbeddingsAllToAll(_PooledAllToAll):
-    """:class:`PooledEmbeddingsAllToAll` where every feature has a batch size of its own on every rank.
+    """:class:`PooledEmbeddingsAllToAll` with a separate batch size for every feature and rank.
 
     Args:
         emb_dim_per_rank_per_feature: ``[ranks][features there]``: columns.
@@ -194,7 +194,7 @@ class PooledEmbeddingsReduceScatter(_Exchange):
 
 
 class VariableBatchPooledEmbeddingsReduceScatter(_Exchange):
-    """:class:`PooledEmbeddingsReduceScatter` where every feature has a batch size of its own on every rank."""
+    """:class:`PooledEmbeddingsReduceScatter` with a separate batch size for every feature and rank."""
 
     def forward(
         self, local_embs: Tensor, batch_size_per_rank_per_feature: list[list[int]], embedding_dims: list[int]

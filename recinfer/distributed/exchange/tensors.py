@@ -195,7 +195,7 @@ def _rank_order(world_size: int, stagger: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _piece_order(num_keys: int, world_size: int, stagger: int) -> list[int]:
-    """Which (rank, key) piece stands at each (key, rank) place."""
+    """Index of the (rank, key) piece at each (key, rank) position."""
     order = _rank_order(world_size, stagger)
     return [rank * num_keys + key for key in range(num_keys) for rank in order]
 

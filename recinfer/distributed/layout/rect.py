@@ -100,7 +100,8 @@ def tile(
         rects: in any order. Those without rows are left out of the strips.
         world_size: number of ranks; None: not checked.
         column_unit: strips begin at multiples of it.
-        replicated: each rectangle is the whole table, on a rank of its own; there is then one strip, of the first.
+        replicated: each rectangle is the whole table, on a different rank; the result is one strip, of the first
+            rectangle.
 
     Raises:
         TilingError: names the table, the first rectangle that is wrong, and what was expected.

@@ -193,7 +193,7 @@ class _Measure:
     def round(self, precisions: Sequence[DataType], seconds: float) -> None:
         """Time everything again."""
         self._first = precisions[0]
-        # Tables of different widths, as a model has: each width is a kernel of its own.
+        # Tables of different widths, as a model has: each width has a separate kernel.
         for num in (1, 33):
             shapes = [(16, _DIMS[i % len(_DIMS)]) for i in range(num)]
             module = random_module(shapes, DataType.INT8, self.device)

@@ -38,8 +38,8 @@ _CALLS = np.logspace(0, 10, 41)  # calls between two touches of a row, at which 
 class LookupGrid:
     """Nanoseconds of one bag, over row sizes, sets of memory that rows are drawn from, and ids per bag.
 
-    Rows are drawn uniformly from the whole set, so a set stands for a level of the memory: what is larger than a cache
-    misses it. Axes ascend; between their points, and beyond the last, costs are linear (in the logarithm of the set).
+    Rows are drawn uniformly from the whole set, so the size of a set determines the cache level that serves it. Axes
+    ascend. Costs are interpolated and extrapolated linearly (in the logarithm of the set size).
 
     Args:
         row_bytes: of one packed row.
@@ -163,15 +163,15 @@ class HardwareProfile:
         device: ``"cpu"`` or ``"cuda"``: the device that was measured.
         name: name of the processor.
         threads: threads that a lookup ran on.
-        call_ms: milliseconds of a lookup call beyond its features.
-        feature_ms: milliseconds per feature of a call beyond its bags.
+        call_ms: milliseconds of a lookup call without its features.
+        feature_ms: milliseconds per feature of a call without its bags.
         grids: bits of an element -> figures.
         memory_bytes_per_ms: sequential reading of host memory.
         device_memory_bytes_per_ms, host_to_device_bytes_per_ms, device_to_device_bytes_per_ms: 0 when not measured.
         write_ns: (bytes, ns per bag, ns per byte): cost of writing vectors when a call writes that many bytes.
-        first_rows_ns: (bytes of the set, ((ids, ns per feature), ...)): what a feature's few ids of a short call take
-            beyond the grid's figures, which are those of long calls, where one row's way hides behind another's.
-        mixed: measured over planned, of random collections; planned times are multiplied by it.
+        first_rows_ns: (bytes of the set, ((ids, ns per feature), ...)): extra cost of a feature's ids in a short call,
+            compared with the grid's figures for long calls, in which memory accesses overlap.
+        mixed: ratio of measured to planned time of random collections; planned times are multiplied by it.
     """
 
     device: str
@@ -216,9 +216,9 @@ class HardwareProfile:
     ) -> FloatN:
         """Milliseconds [N] of looking up ``ids`` rows into ``bags`` bags, each entry one shard of one table.
 
-        A sector of memory that the call has not touched yet comes from wherever the traffic since its last use left it; one
-        that it has, from the table's own working set. Writing goes on beside reading: the two add up as squares do. Ids are
-        taken as uniform. Without the call itself (``call_ms``), which a rank pays once.
+        The first access of a call to a memory sector costs as much as the traffic since its last use implies; further
+        accesses cost as much as the table's own working set implies. Reading and writing overlap: their times add as
+        the root of the sum of squares. Ids are assumed to be uniform. Excludes ``call_ms``, which a rank pays once.
 
         Args:
             company: the other lookups of the rank; None: there are none.

@@ -98,7 +98,7 @@ class Plan:
     # ------------------------------------------------------------------ JSON
 
     def placement_data(self) -> dict[str, Any]:
-        """What the hash covers, as plain data."""
+        """The data that the hash covers."""
         return {
             "format": PLAN_FORMAT,
             "world_size": self.world_size,

@@ -86,7 +86,7 @@ class TablePlan:
         return tuple(s.rank for s in self.shards)
 
     def placement_data(self) -> dict[str, Any]:
-        """What the hash covers, as plain data."""
+        """The data that the hash covers."""
         return {
             "module": self.module,
             "table": self.table,

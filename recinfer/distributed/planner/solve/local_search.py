@@ -305,7 +305,8 @@ class LocalSearch:
         return refresh(p, trial)
 
     def cheapen(self, at: Placement) -> None:
-        """Spend free memory: give units options of less total load, most load saved a byte first, wherever they fit.
+        """Spend free memory: change units to options with less total load, in order of load saved per byte, if they
+        fit.
 
         The busiest rank may rise by it; balancing comes after. Relieving one rank after another never finds these
         changes, as a replica adds load to every rank.

@@ -59,7 +59,7 @@ class Problem:
         return slice(int(self.shard_ptr[option]), int(self.shard_ptr[option + 1]))
 
     def space_options(self, option: int) -> tuple[int, ...]:
-        """The options of the search space that an option stands for: one per table of the unit."""
+        """The options of the search space that form an option: one per table of the unit."""
         return (option,) if self.members is None else self.members[option]
 
 
