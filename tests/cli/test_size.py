@@ -148,10 +148,10 @@ def test_what_is_missing_is_named(options: list[object], more: tuple[object, ...
 
 def test_two_files_of_one_kind_or_of_another_model(options: list[object], files: Path, tmp_path: Path) -> None:
     again = run_json(*options, "--qps", 10, "--capacity", files / "server.json", code=2)["error"]["message"]
-    assert "another file is of a server too" in again
+    assert "another file measures a server too" in again
     other = tmp_path / "other.json"
     replace(Measured.load(files / "sharded.json"), model="other").save(other)
-    assert "it is of other" in run_json(*options, "--qps", 10, "--capacity", other, code=2)["error"]["message"]
+    assert "it measures model other" in run_json(*options, "--qps", 10, "--capacity", other, code=2)["error"]["message"]
 
 
 def test_help_has_an_example() -> None:

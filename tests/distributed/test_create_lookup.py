@@ -81,7 +81,7 @@ def test_processors_that_could_not_work_are_refused() -> None:
     processor = GroupedPositionWeightedModule({"f": 3})
     two = ShardingEnv.from_local(2, 0)
     cut = info("t", 5, 4, ["f"], plan("row_wise", [(0, 0, 3, 4, 0), (3, 0, 2, 4, 1)]))
-    with pytest.raises(ConfigError, match="table 't' is cut by rows"):
+    with pytest.raises(ConfigError, match="table 't' is sharded by rows"):
         create_embedding_bag_sharding("row_wise", [cut], two).create_lookup(feature_processor=processor)
     mean = info("t", 5, 4, ["f"], WHOLE, pooling=PoolingType.MEAN)
     with pytest.raises(ConfigError, match="table 't' is a MEAN table"):

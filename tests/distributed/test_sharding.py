@@ -345,7 +345,7 @@ class TestInfos:
         sharding = create_embedding_bag_sharding("table_wise", infos["table_wise"], LOCAL, permute_embeddings=True)
         assert isinstance(sharding, EmbeddingSharding)
         assert sharding.feature_names() == ["f", "x", "y"]
-        with pytest.raises(ConfigError, match="is planned table_wise; this sharding is row_wise"):
+        with pytest.raises(ConfigError, match="is planned as table_wise; this sharding is row_wise"):
             create_embedding_bag_sharding("row_wise", infos["table_wise"], LOCAL)
         with pytest.raises(ConfigError, match="sharding type 'diagonal'"):
             create_embedding_bag_sharding("diagonal", infos["table_wise"], LOCAL)

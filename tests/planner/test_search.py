@@ -75,7 +75,7 @@ def test_a_plan_is_found_where_cutting_the_largest_and_packing_the_rest_fits(
 
 
 def advised_bytes(error: PlannerError) -> int:
-    found = re.search(r"What would help: [\d.]+ GiB \((\d+) bytes\) of ddr a rank", str(error))
+    found = re.search(r"What would help: [\d.]+ GiB \((\d+) bytes\) of ddr per rank", str(error))
     assert found is not None, str(error)
     return int(found[1])
 
