@@ -375,7 +375,7 @@ def test_no_gradients_no_update() -> None:
 
 
 def test_what_no_kernel_does_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one dim"):
+    with pytest.raises(ConfigError, match="the same dim"):
         TableGroup(MIXED, NONE, FusedSettings())
     with pytest.raises(ConfigError, match="float32"):
         TableGroup(EVEN, SUM, FusedSettings(), torch.bfloat16)
