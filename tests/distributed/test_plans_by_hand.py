@@ -298,7 +298,9 @@ def test_a_kernel_that_is_asked_for() -> None:
         match="compute_kernel 'quant'; expected one that EmbeddingBagCollectionSharder supports: dense, fused,",
     ):
         kernels(module, table_wise(0, compute_kernel="quant"), "cpu")
-    with pytest.raises(ConfigError, match="compute_kernel 'dense'; expected one that QuantEmbeddingBagCollectionSharder supports"):
+    with pytest.raises(
+        ConfigError, match="compute_kernel 'dense'; expected one that QuantEmbeddingBagCollectionSharder supports"
+    ):
         kernels(quantized, table_wise(0, compute_kernel="dense"), "cpu", sharder=QuantEmbeddingBagCollectionSharder())
 
 
