@@ -71,8 +71,9 @@ demo: $(STAMP)/run
 test: $(STAMP)/dev
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TEST_ARGS)
 
+# A test here runs some 300 cases, which may take longer than the suite's limit for one test.
 parity: $(STAMP)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity --full-matrix
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity --full-matrix -o faulthandler_timeout=2400
 
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .

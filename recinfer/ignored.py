@@ -23,7 +23,7 @@ class Ignored:
     """Parameters that have no effect.
 
     Attributes:
-        of: functions and classes that take them, without ``recinfer.``.
+        of: functions and classes with these parameters, without ``recinfer.``.
         parameters: their names; ``*`` for all of a class.
         happens: the effect of a value: a warning, a ConfigError, or nothing.
         why: the reason, or what recinfer does instead.
@@ -74,6 +74,12 @@ IGNORED = (
         ("pod_size",),
         "warns",
         "the planner models only links inside a host and between hosts",
+    ),
+    Ignored(
+        ("distributed.planner.Topology",),
+        ("hbm_cap",),
+        "warns",
+        "for `compute_device='cpu'`: its ranks have host memory only, which `ddr_cap` limits",
     ),
     Ignored(
         (_TABLE,),
@@ -170,6 +176,12 @@ IGNORED = (
         ("qcomm_dtype_sizes", "storage_usage_type"),
         "nothing",
         "read only by custom estimators",
+    ),
+    Ignored(
+        ("distributed.planner.shard_estimators.EmbeddingPerfEstimator.perf_func_emb_wall_time",),
+        ("output_data_type_size",),
+        "nothing",
+        "vectors have the size that the collective sends, as in TorchRec's model",
     ),
     Ignored(
         ("distributed.planner.types.ShardingOption.module_pooled",),

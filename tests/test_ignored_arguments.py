@@ -179,6 +179,7 @@ CALLS: dict[tuple[str, str], Callable[[], object]] = {
     ("distributed.types.KeyValueParams", "*"): lambda: KeyValueParams(ssd_storage_directory="/ssd"),
     (TOPOLOGY, "ssd_cap"): lambda: Topology(2, "cuda", ssd_cap=1 << 40),
     (TOPOLOGY, "ssd_mem_bw"): lambda: Topology(2, "cuda", ssd_mem_bw=1e6),
+    (TOPOLOGY, "hbm_cap"): lambda: Topology(2, "cpu", hbm_cap=1 << 30),
     (TOPOLOGY, "pod_size"): lambda: Topology(2, "cuda", pod_size=2),
     **{
         (CONFIG, name): lambda name=name: EmbeddingConfig(4, 4, **{name: 2})

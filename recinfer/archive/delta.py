@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.archive.check import ANSWERS
-from recinfer.archive.layout import tensor_spans
 from recinfer.archive.manifest import CheckInfo, DenseInfo, FileInfo, Manifest, QuantizationInfo, required_files
 from recinfer.archive.manifest_rules import check_rules
 from recinfer.archive.mapping import MappedShards
+from recinfer.archive.rank_files import tensor_spans
 from recinfer.archive.reader import Archive
 from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
 from recinfer.archive.writer import exists, partial_folder, put_at, remove_stale

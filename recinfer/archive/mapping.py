@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recinfer.archive.layout import RankFile, StoredRect
 from recinfer.archive.paths import open_inside
+from recinfer.archive.rank_files import RankFile, StoredRect
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.buffers import SLACK_BYTES, Placed
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recinfer.archive.layout import RankFile, read_rank_file, rects_by_rank
 from recinfer.archive.manifest import FileInfo, Manifest, shard_path
 from recinfer.archive.manifest_rules import read_manifest
 from recinfer.archive.mapping import MappedShards, map_shards
 from recinfer.archive.paths import file_sha256, open_inside, read_inside
+from recinfer.archive.rank_files import RankFile, read_rank_file, rects_by_rank
 from recinfer.archive.strict_json import MAX_JSON_BYTES, loads
 from recinfer.distributed.layout.rect import TilingError
 from recinfer.distributed.planner.plan import Plan

@@ -10,8 +10,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from recinfer.archive.layout import StoredRect
 from recinfer.archive.paths import open_inside
+from recinfer.archive.rank_files import StoredRect
 from recinfer.archive.reader import Archive
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.errors import ArchiveError, InputError

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from recinfer.archive.layout import StoredRect, rank_file, rects_by_rank
 from recinfer.archive.manifest import FileInfo
 from recinfer.archive.paths import check_path, file_sha256
+from recinfer.archive.rank_files import StoredRect, rank_file, rects_by_rank
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.files import put

@@ -28,7 +28,7 @@ __all__ = ["EXAMPLE", "NAME", "run"]
 NAME = "size"
 EXAMPLE = (
     "Example: recinfer size --archive movielens.rqa --qps 20000 --p99-ms 10\n\n"
-    "With what was measured before: recinfer size --archive movielens.rqa --qps 20000 --capacity capacity.json"
+    "With an earlier measurement: recinfer size --archive movielens.rqa --qps 20000 --capacity capacity.json"
 )
 
 
@@ -261,6 +261,8 @@ def _show_what_is_assumed(
     from recinfer.sizing.fanout import agreement
 
     output.note("assumption: a host's knee grows with its number of cores; where you can, measure on the host itself")
+    if any(each.shards == 1 and each.p99_s is not None for each in found):
+        output.note("p99 of one shard is that of the measured server at the same share of its knee")
     if sharded is not None and sharded.service_s and any(each.shards > 1 and each.replicas for each in found):
         paper = agreement(sharded)
         figures = (

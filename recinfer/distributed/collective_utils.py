@@ -1,4 +1,4 @@
-"""Control flow over a process group: do something on one rank and give all of them the result."""
+"""Run a function on one rank of a process group and give its result to all ranks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ T = TypeVar("T")
 
 
 def is_leader(pg: dist.ProcessGroup | None, leader_rank: int = 0) -> bool:
-    """Whether this process is rank ``leader_rank`` of ``pg``; without a group it is alone, and so it is."""
+    """Whether this process is rank ``leader_rank`` of ``pg``; always true without a process group."""
     return pg is None or pg.rank() == leader_rank
 
 
 def invoke_on_rank_and_broadcast_result(
     pg: dist.ProcessGroup, rank: int, func: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """``func(*args, **kwargs)`` run on one rank; its result on all ranks of ``pg``.
+    """Run ``func(*args, **kwargs)`` on one rank and return its result on all ranks of ``pg``.
 
     Args:
         pg: all of its ranks must call this.
-        rank: of ``pg``, the one to run ``func``.
-        func: what it returns must pickle.
+        rank: the rank of ``pg`` that runs ``func``.
+        func: its result must be picklable.
 
     Raises:
         InputError: no such rank.
         RecinferError: on all ranks, if ``func`` raised one. Any other error of ``func`` is raised on ``rank`` as it is,
-            and on the others as UnavailableError, so that none waits for a result that does not come.
+            and on the others as UnavailableError, so that no rank waits forever.
 
     Example:
         >>> id = invoke_on_rank_and_broadcast_result(pg, 0, allocate_id)  # doctest: +SKIP

@@ -1,8 +1,8 @@
-"""Collectives on embeddings with gradients, codecs and no waiting: each starts its collective and returns an awaitable.
+"""Asynchronous collectives on embeddings, with gradients and codecs: each starts a collective and returns an awaitable.
 
-The result of ``wait()`` takes part in autograd; the backward runs the mirror collective (all-to-all the other way,
+The result of ``wait()`` takes part in autograd; the backward runs the inverse collective (all-to-all the other way,
 all-gather for reduce-scatter) and divides by the number of ranks unless :func:`set_gradient_division` says otherwise.
-A group of one rank needs no collective: the input itself comes back.
+A group of one rank needs no collective: the result is the input itself.
 
 Shapes: ``W`` ranks, ``B`` examples of this rank, ``B_global`` of all ranks, ``D`` columns of this rank's tables.
 """
@@ -129,7 +129,7 @@ def alltoall_pooled(
         dim_sum_per_rank: columns that each rank's tables have together.
         dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor: do nothing (:mod:`recinfer.ignored`).
         group: the process group; the default one if None.
-        codecs: shrink what travels, forward and backward.
+        codecs: compress the data that is sent, in the forward and the backward.
 
     Returns:
         awaitable of ``[B, sum of dim_sum_per_rank]``, columns of rank 0's tables first.
@@ -143,8 +143,8 @@ def alltoall_pooled(
     expected = (sum(batch_size_per_rank), dim_sum_per_rank[group.rank()])
     _check(
         tuple(a2a_pooled_embs_tensor.shape) == expected,
-        f"alltoall_pooled: got {tuple(a2a_pooled_embs_tensor.shape)} on rank {group.rank()}; batch_size_per_rank "
-        f"{batch_size_per_rank} and dim_sum_per_rank {dim_sum_per_rank} make it {expected}",
+        f"alltoall_pooled: got {tuple(a2a_pooled_embs_tensor.shape)} on rank {group.rank()}; expected {expected} "
+        f"from batch_size_per_rank {batch_size_per_rank} and dim_sum_per_rank {dim_sum_per_rank}",
     )
     info = All2AllPooledInfo(
         batch_size_per_rank, dim_sum_per_rank, dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor, codecs
@@ -160,7 +160,7 @@ def variable_batch_alltoall_pooled(
     group: dist.ProcessGroup | None = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """:func:`alltoall_pooled` where every feature has a batch size of its own on every rank.
+    """:func:`alltoall_pooled` with a separate batch size for every feature and rank.
 
     Args:
         a2a_pooled_embs_tensor: 1-D: of each rank, of each feature here, of each row its columns.
@@ -173,7 +173,7 @@ def variable_batch_alltoall_pooled(
         awaitable of 1-D: of each feature (of rank 0 first), of each of this rank's rows its columns.
 
     Raises:
-        InputError: the tensor has another size than the numbers say.
+        InputError: the size of the tensor does not fit the batch sizes and columns.
     """
     group = _group(group)
     if group.size() == 1:
@@ -186,7 +186,7 @@ def variable_batch_alltoall_pooled(
     _check(
         a2a_pooled_embs_tensor.numel() == expected,
         f"variable_batch_alltoall_pooled: got {a2a_pooled_embs_tensor.numel()} numbers on rank {group.rank()}; "
-        f"batch sizes {batch_size_per_rank_per_feature} and dims {dims} make {expected}",
+        f"expected {expected} from batch sizes {batch_size_per_rank_per_feature} and dims {dims}",
     )
     return _start(
         Variable_Batch_All2All_Pooled_Req, Variable_Batch_All2All_Pooled_Wait, group, info, [a2a_pooled_embs_tensor]
@@ -207,12 +207,12 @@ def alltoall_sequence(
     """Send the row of every id back to the rank the id came from.
 
     Args:
-        a2a_sequence_embs_tensor: ``[N, D]``, a row an id of (feature, rank, example).
+        a2a_sequence_embs_tensor: ``[N, D]``, a row per id of (feature, rank, example).
         forward_recat_tensor: order of the (feature, rank) pieces by which they are (rank, feature); None if they are.
-        backward_recat_tensor: the way back.
+        backward_recat_tensor: the inverse order.
         lengths_after_sparse_data_all2all: ids of each (feature, rank, example).
-        input_splits: ids that this rank sent to each rank: that many rows come back.
-        output_splits: ids that it got from each rank: that many rows go back.
+        input_splits: ids that this rank sent to each rank, which is the number of rows that it receives.
+        output_splits: ids that it received from each rank, which is the number of rows that it sends.
         variable_batch_size: ranks have different batch sizes; recat counts single lengths then.
         group, codecs: as in :func:`alltoall_pooled`.
 
@@ -227,8 +227,8 @@ def alltoall_sequence(
         return NoWait(a2a_sequence_embs_tensor)
     _check(
         a2a_sequence_embs_tensor.dim() == 2 and a2a_sequence_embs_tensor.shape[0] == sum(output_splits),
-        f"alltoall_sequence: got {tuple(a2a_sequence_embs_tensor.shape)}; output_splits {output_splits} make "
-        f"{sum(output_splits)} rows",
+        f"alltoall_sequence: got {tuple(a2a_sequence_embs_tensor.shape)}; expected {sum(output_splits)} rows from "
+        f"output_splits {output_splits}",
     )
     info = All2AllSequenceInfo(
         embedding_dim=a2a_sequence_embs_tensor.shape[1],
@@ -250,12 +250,14 @@ def alltoallv(
     group: dist.ProcessGroup | None = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[list[Tensor]]:
-    """:func:`alltoall_pooled` for a list of tables' embeddings; examples are cut over the ranks as evenly as it goes.
+    """:func:`alltoall_pooled` for a list of tables' embeddings; examples are divided over the ranks as evenly as
+    possible.
 
     Args:
         inputs: one ``[B_global, D_t]`` a table here.
         out_split: columns that each rank's tables have together.
-        per_rank_split_lengths: instead: tables of each rank, which then all have the same number of columns.
+        per_rank_split_lengths: tables of each rank, instead of ``out_split``; all tables then have the same number of
+            columns.
         group, codecs: as in :func:`alltoall_pooled`.
 
     Returns:
@@ -269,7 +271,7 @@ def alltoallv(
     dims = [table.shape[1] for table in inputs]
     if out_split is None:
         if per_rank_split_lengths is None:
-            raise InputError("alltoallv: neither out_split nor per_rank_split_lengths is given; give one of them")
+            raise InputError("alltoallv: neither out_split nor per_rank_split_lengths is given; pass one of them")
         out_split = [tables * dims[0] for tables in per_rank_split_lengths]
     if group.size() == 1:
         return NoWait([torch.cat(inputs, dim=1)])
@@ -285,7 +287,7 @@ def alltoallv(
 def reduce_scatter_pooled(
     inputs: list[Tensor], group: dist.ProcessGroup | None = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """Sum over ranks what they have for this rank.
+    """Sum the tensors that all ranks hold for this rank.
 
     Args:
         inputs: one tensor for each rank, of the shape that rank expects.
@@ -295,7 +297,7 @@ def reduce_scatter_pooled(
         awaitable of the sum over ranks of ``inputs[this rank]``.
 
     Raises:
-        InputError: not as many tensors as ranks.
+        InputError: the number of tensors is not the number of ranks.
     """
     group = _group(group)
     _check(
@@ -337,7 +339,7 @@ def reduce_scatter_v_pooled(
     """:func:`reduce_scatter_pooled` of one tensor ``[sum of input_splits, ...]``, ``input_splits[r]`` rows for rank r.
 
     Raises:
-        InputError: the splits are not as many as ranks, or not the rows of the tensor.
+        InputError: the number of splits is not the number of ranks, or their sum is not the number of rows.
     """
     group = _group(group)
     _check(
@@ -364,7 +366,7 @@ def reduce_scatter_v_per_feature_pooled(
     group: dist.ProcessGroup | None = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """:func:`reduce_scatter_v_pooled` where every feature has a batch size of its own on every rank.
+    """:func:`reduce_scatter_v_pooled` with a separate batch size for every feature and rank.
 
     Args:
         input: 1-D: of each rank, of each feature, of each row its columns.
@@ -384,7 +386,7 @@ def reduce_scatter_v_per_feature_pooled(
 def all_gather_base_pooled(
     input: Tensor, group: dist.ProcessGroup | None = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """Every rank's ``[B, ...]``, the same size everywhere, behind each other: awaitable of ``[W * B, ...]``."""
+    """Concatenate the ``[B, ...]`` of every rank, which all have the same size: awaitable of ``[W * B, ...]``."""
     group = _group(group)
     if group.size() == 1:
         return NoWait(input)

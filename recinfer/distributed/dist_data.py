@@ -1,4 +1,4 @@
-"""Inputs to the ranks that have the tables, outputs to the ranks that have the examples, as modules.
+"""Modules that send inputs to the ranks that hold the tables, and outputs to the ranks that hold the examples.
 
 Between processes :mod:`recinfer.distributed.exchange.kjt` moves features and :mod:`recinfer.distributed.exchange.outputs`
 embeddings; :mod:`recinfer.distributed.exchange.devices` moves both between the devices of one process.

@@ -57,19 +57,20 @@ def set_ec_index_dedup(val: bool) -> None:
 
 @dataclass
 class EmbeddingCollectionContext(ShardedCollectionContext[SequenceShardingContext]):
-    """What one forward carries between its steps.
+    """The context of one forward, passed between its steps.
 
     Args:
-        sharding_contexts: one a group of tables that share their exchanges.
+        sharding_contexts: one per sharding.
         input_features: the input, once.
-        reverse_indices: with index dedup, for each id, feature after feature, the place of its equal among those sent.
+        reverse_indices: with index dedup, for each id, feature by feature, the position of the same id among those
+            sent.
     """
 
     input_features: list[KeyedJaggedTensor] = field(default_factory=list)
     reverse_indices: list[Tensor] = field(default_factory=list)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive until ``stream`` is done with them."""
+        """Keep the tensors alive until ``stream`` has finished with them."""
         super().record_stream(stream)
         for features in self.input_features:
             features.record_stream(stream)  # type: ignore[arg-type]
@@ -86,7 +87,7 @@ def create_sharding_infos_by_sharding(
     """The tables of a module by sharding type: sharding type -> infos, tables in module order.
 
     Raises:
-        ConfigError: a table has no plan, or the plan names one that is not there.
+        ConfigError: a table has no plan, or the plan names a table that does not exist.
     """
     return by_sharding_type(_infos(module, table_name_to_parameter_sharding, fused_params))
 
@@ -113,11 +114,11 @@ def create_embedding_sharding(
         sharding_type: data_parallel, table_wise, column_wise or row_wise.
         sharding_infos: the tables.
         env: the ranks.
-        device: where rows and buffers lie.
+        device: device of rows and buffers.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
 
     Raises:
-        ConfigError: another type, or tables of another one.
+        ConfigError: an unknown type, or tables of another type.
     """
     from recinfer.distributed.sharded.by_type import sequence_sharding_of
 
@@ -125,11 +126,11 @@ def create_embedding_sharding(
 
 
 class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
-    """Rows on their way: feature -> JaggedTensor, once something uses it.
+    """Awaitable of the rows: feature -> JaggedTensor. It waits when the result is first used.
 
     Args:
-        awaitables: of each group of tables, the column pieces of its outputs.
-        pieces: for each output (group, how many column pieces).
+        awaitables: of each sharding, the column pieces of its outputs.
+        pieces: for each output (sharding, how many column pieces).
         names: names of the outputs, in module order.
         features: the feature of each output.
         ctx: the input, and how it was deduplicated.
@@ -159,8 +160,8 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
         reverse = self._reverse(features)
         by_name = features.to_dict()
         result = {}
-        for name, feature, (group, count) in zip(self._names, self._features, self._pieces):
-            columns = [next(parts[group]) for _ in range(count)]
+        for name, feature, (sharding, count) in zip(self._names, self._features, self._pieces):
+            columns = [next(parts[sharding]) for _ in range(count)]
             rows = columns[0] if count == 1 else torch.cat(columns, dim=1)
             if reverse is not None:
                 rows = rows.index_select(0, reverse[feature])
@@ -170,7 +171,7 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
         return result
 
     def _reverse(self, features: KeyedJaggedTensor) -> dict[str, Tensor] | None:
-        """For each id of a feature, its place among the distinct ids of that feature."""
+        """For each id of a feature, its position among the distinct ids of that feature."""
         if not self._ctx.reverse_indices:
             return None
         names = list(dict.fromkeys(self._features))
@@ -186,21 +187,21 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
 
 
 class ShardedEmbeddingCollection(ShardedCollection[dict[str, JaggedTensor], EmbeddingCollectionContext]):
-    """An EmbeddingCollection whose tables are cut over the ranks of a process group.
+    """An EmbeddingCollection whose tables are sharded over the ranks of a process group.
 
     Args:
-        module: the collection. Values that it holds are taken over; on the meta device they are drawn, the same for any
-            sharding when all ranks were seeded alike.
+        module: the collection. Its values are kept. On the meta device they are initialised instead, with the same
+            values for any sharding if all ranks have the same seed.
         table_name_to_parameter_sharding: the plan of every table.
         env: the ranks.
         fused_params: settings of the fused kernels.
-        device: where rows and buffers lie; default CPU.
+        device: device of rows and buffers; default CPU.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
         use_index_dedup: send each distinct id of a feature once.
 
-    ``forward(features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]``: each rank gives its own batch and
-    gets a row ``[D]`` for each of its ids, outputs in module order. The gradient that reaches a row is the mean over the
-    ranks of theirs.
+    ``forward(features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]``: each rank passes its own batch
+    and gets a row ``[D]`` for each of its ids, outputs in module order. The gradient of a row is the mean of the ranks'
+    gradients.
 
     Raises:
         ConfigError: a table has no plan, or its shards do not tile it.
@@ -232,27 +233,27 @@ class ShardedEmbeddingCollection(ShardedCollection[dict[str, JaggedTensor], Embe
         self.module_sharding_plan = table_name_to_parameter_sharding
 
     def _column_pieces(self) -> list[tuple[int, int]]:
-        """Group and number of column pieces of each output, in module order."""
+        """Index of the sharding and number of column pieces of each output, in module order."""
         counts = {
-            (id(info), name): (g, len(self._groups[g].layout.sums[at]))
-            for g, info, name, at in self._outputs_of_groups()
+            (id(info), name): (g, len(self._shardings[g].layout.sums[at]))
+            for g, info, name, at in self._outputs_of_shardings()
         }
         return [counts[id(info), name] for info in self._infos for name in info.names()]
 
     def create_context(self) -> EmbeddingCollectionContext:
-        """State of one forward."""
+        """A new context for one forward."""
         return EmbeddingCollectionContext()
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Start moving ids to the ranks of their rows.
+        """Start sending ids to the ranks that hold their rows.
 
         Raises:
             MissingKeyError: a feature of the tables is not in ``features``.
-            InputError: a key comes twice.
+            InputError: a key occurs twice.
         """
         ctx.input_features.append(features)
         if self._use_index_dedup:
-            check_distinct_keys(features.keys())  # what goes on from here has each key once
+            check_distinct_keys(features.keys())  # from here on each key occurs once
             names = list(dict.fromkeys(self._feature_names))
             missing = [name for name in names if name not in features.index_per_key()]
             if missing:
@@ -269,7 +270,7 @@ class ShardedEmbeddingCollection(ShardedCollection[dict[str, JaggedTensor], Embe
         )
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables, whole."""
+        """Configs of the unsharded tables."""
         return self._embedding_configs
 
     def embedding_names_by_table(self) -> list[list[str]]:
@@ -311,7 +312,7 @@ class EmbeddingCollectionSharder(
         return super()._settings() | {"use_index_dedup": self._use_index_dedup}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Types that keep one vector an id: no host-wise ones."""
+        """Sharding types for unpooled tables: all but those that sum inside a host."""
         types = (
             ShardingType.DATA_PARALLEL,
             ShardingType.TABLE_WISE,

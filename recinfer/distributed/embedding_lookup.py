@@ -1,6 +1,6 @@
-"""Looking up the local shards of tables: groups of tables that one kernel call serves, pooled and unpooled.
+"""Lookups in the local shards of tables, pooled and unpooled: one kernel call for each group of tables.
 
-Shapes: ``B`` bags a feature (of all ranks), ``N`` ids, ``D`` local columns of all features together.
+Shapes: ``B`` bags per feature (of all ranks), ``N`` ids, ``D`` local columns of all features together.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def fx_wrap_tensor_view2d(x: Tensor, dim0: int, dim1: int) -> Tensor:
 
 
 def embeddings_cat_empty_rank_handle(embeddings: list[Tensor], dummy_embs_tensor: Tensor, dim: int = 0) -> Tensor:
-    """The groups' vectors as one tensor, joined along ``dim``; ``dummy_embs_tensor`` where a rank has no table."""
+    """Concatenate the groups' vectors along ``dim``; ``dummy_embs_tensor`` on a rank without tables."""
     if not embeddings:
         return dummy_embs_tensor
     return embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings, dim=dim)
 
 
 class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimizerModule):  # type: ignore[type-var]
-    """What pooled and unpooled lookups share: the groups, their parameters and their state."""
+    """Base of pooled and unpooled lookups: the groups, their parameters and their state."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
             yield append_prefix(prefix, f"{name}.weight"), parameter
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Table name and parameter of every local shard; a table cut in columns comes once a shard."""
+        """Table name and parameter of every local shard; a table that is sharded by columns occurs once per shard."""
         for kernel in self._kernels():
             for piece in kernel.pieces:
                 yield piece.table.name, piece.parameter
@@ -130,7 +130,7 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Nothing: rows are parameters, and what else a kernel keeps is its own."""
+        """No buffers: rows are parameters, and the rest of a kernel's state is private to it."""
         yield from ()
 
     def named_split_embedding_weights(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -147,8 +147,8 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
     def state_dict(  # type: ignore[override]
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """``<prefix><table>.weight`` -> ShardedTensor (DTensor where ``env`` says so) of shards that know their place, else
-        the rows."""
+        """``<prefix><table>.weight`` -> ShardedTensor (DTensor where ``env`` says so) where the shards' positions are
+        known, else a tensor of the rows."""
         self.flush()
         result: dict[str, Any] = OrderedDict() if destination is None else destination
         by_table: dict[str, list[TablePiece]] = defaultdict(list)
@@ -164,18 +164,20 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Tensor | ShardedTensor], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Copy rows in from what :meth:`state_dict` gave.
+        """Copy rows from a state of :meth:`state_dict`.
 
         Returns:
-            Keys that were missing and keys that no table has.
+            Keys that were missing and keys without a table.
 
         Raises:
-            CheckpointError: rows of another shape; or, with ``strict``, missing or unexpected keys; or ``assign``, as the
-                kernel reads the rows where they are.
+            CheckpointError: rows of another shape; or, with ``strict``, missing or unexpected keys; or ``assign``,
+                because the kernel reads the rows in place.
         """
         if assign:
-            raise CheckpointError("assign=True: a kernel reads its rows where they are; load with assign=False")
-        self.flush()  # tables that are not in what is loaded keep their changed rows
+            raise CheckpointError(
+                "assign=True: kernels read their rows in place, so they cannot be replaced; load with assign=False"
+            )
+        self.flush()  # tables that are missing in the loaded state keep their changed rows
         self.purge()
         wanted: dict[str, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in self.named_parameters():
@@ -202,12 +204,12 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
             kernel.group.purge()
 
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """Bring the rows of ``sparse_features`` into the caches."""
+        """Load the rows of ``sparse_features`` into the caches."""
         for kernel, features in zip(self._kernels(), self._features(sparse_features)):
             kernel.prefetch(features, forward_stream)
 
     def drop_prefetched(self) -> None:
-        """Forget what was prefetched and not looked up."""
+        """Drop rows that were prefetched and not looked up."""
         for kernel in self._kernels():
             kernel.group.drop_prefetched()
 
@@ -215,13 +217,13 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The updates of the fused groups; of no parameters when all groups are dense."""
+        """The optimizer of the fused groups; without parameters when all groups are dense."""
         return self._fused_optimizer
 
     def sync_replicas(self) -> None:
-        """Give every replica the rows and the optimizer state of the first rank; nothing without replicas.
+        """Copy rows and optimizer state of the first rank to every replica; does nothing without replicas.
 
-        To be called on all ranks, when the rows have been filled.
+        All ranks must call it, after the rows have been initialised.
         """
         for kernel in self._kernels():
             if kernel.group.replicas is not None:
@@ -251,13 +253,13 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
 
     Args:
         grouped_configs: the groups; features come in their order.
-        device: where the rows lie.
+        device: device of the rows.
         pg: the ranks that hold the other shards.
-        feature_processor: makes the weights of the groups that say ``has_feature_processor``.
+        feature_processor: computes the weights of groups with ``has_feature_processor``.
         scale_weight_gradients: undo, for gradients of per-sample weights, the collectives' division by world size.
             Not for replicas, whose vectors are not exchanged.
         sharding_type: data_parallel makes fused groups replicas that apply all ranks' gradients.
-        env: with ``output_dtensor``, state holds DTensors; its process group is taken where ``pg`` is None.
+        env: with ``output_dtensor``, state holds DTensors; its process group is used if ``pg`` is None.
     """
 
     def __init__(
@@ -293,7 +295,8 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
         return embeddings_cat_empty_rank_handle(pooled, nothing, dim=1)
 
     def _merge_ranks(self, pooled: list[Tensor], features: list[KeyedJaggedTensor]) -> Tensor:
-        """One-dimensional outputs of several groups, each rank by rank -> one, rank by rank and in it group by group."""
+        """Merge one-dimensional outputs of several groups, each ordered by rank, into one that is ordered by rank, then
+        group."""
         if len(pooled) < 2:
             return embeddings_cat_empty_rank_handle(pooled, self._nothing)
         parts = []
@@ -311,14 +314,14 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
 
 
 class GroupedEmbeddingsLookup(_GroupedLookup):
-    """One vector an id, of the local shards.
+    """One vector per id, of the local shards.
 
     Args:
         grouped_configs: the groups, each of tables with one number of local columns; features come in their order.
         pg: the ranks that hold the other shards.
-        device: where the rows lie.
+        device: device of the rows.
         sharding_type: data_parallel makes fused groups replicas that apply all ranks' gradients.
-        env: with ``output_dtensor``, state holds DTensors; its process group is taken where ``pg`` is None.
+        env: with ``output_dtensor``, state holds DTensors; its process group is used if ``pg`` is None.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""What every sharding type shares: infos and contexts, the steps' interfaces, and awaitables of moved features."""
+"""Shared by all sharding types: table infos, contexts, interfaces of the steps, and awaitables of exchanged
+features."""
 
 from __future__ import annotations
 
@@ -72,19 +73,19 @@ class EmbeddingShardingInfo:
     fused_params: dict[str, Any] | None = None
 
     def names(self) -> list[str]:
-        """Names of the outputs, one a feature."""
+        """Names of the outputs, one per feature."""
         return list(self.embedding_config.embedding_names or self.embedding_config.feature_names)
 
 
 @dataclass
 class Sent:
-    """How the ids that were sent follow from the ids that came.
+    """How the sent ids were derived from the input ids.
 
     Attributes:
         sizes: ids of each slot, in the order sent.
         cut_sizes: ids of each cut feature; empty when nothing is cut.
         bucket_sizes: ids of each (bucket, cut feature).
-        permute: ``[ids of the cut features]``: where each went among the bucketized ids.
+        permute: ``[ids of the cut features]``: the position of each among the bucketized ids.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -99,9 +100,9 @@ class EmbeddingShardingContext(Multistreamable):
 
     Args:
         batch_size_per_rank: examples that each rank sent.
-        batch_size_per_rank_per_feature: variable batch: for each rank the batch size of each feature that came here.
+        batch_size_per_rank_per_feature: variable batch: for each rank the batch size of each received feature.
         batch_size_per_feature_pre_a2a: variable batch: batch size of each feature sent, in the order sent.
-        variable_batch_per_feature: features have batch sizes of their own.
+        variable_batch_per_feature: whether features have separate batch sizes.
     """
 
     batch_size_per_rank: list[int] = field(default_factory=list)
@@ -110,22 +111,22 @@ class EmbeddingShardingContext(Multistreamable):
     variable_batch_per_feature: bool = False
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive until ``stream`` is done with them."""
+        """Keep the tensors alive until ``stream`` has finished with them."""
 
     def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
-        """Note what goes out: ``features`` in the order sent, and how their ids follow from those that came."""
+        """Record what is sent: ``features`` in the order sent, and how their ids were derived from the input."""
         self.variable_batch_per_feature = features.variable_stride_per_key()
         if self.variable_batch_per_feature:
             self.batch_size_per_feature_pre_a2a = features.stride_per_key()
 
     def sizes_known(self, awaitable: Any) -> None:
-        """Note what the exchange of sizes told: ``awaitable`` is that of the tensors."""
+        """Record the exchanged sizes; ``awaitable`` is that of the tensors."""
         strides = getattr(awaitable, "stride_per_rank", None)
         if strides is not None:
             self.batch_size_per_rank = list(strides)
 
     def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
-        """Note what came in, by ``awaitable``."""
+        """Record what ``awaitable`` received."""
         if features.variable_stride_per_key():
             self.variable_batch_per_feature = True
             per_key = features.stride_per_key_per_rank()
@@ -139,13 +140,13 @@ class ShardedCollectionContext(Multistreamable, Generic[EachContext]):
     """What one forward of a sharded collection carries between its steps.
 
     Args:
-        sharding_contexts: one a group of tables that share their exchanges.
+        sharding_contexts: one per sharding.
     """
 
     sharding_contexts: list[EachContext] = field(default_factory=list)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive until ``stream`` is done with them."""
+        """Keep the tensors alive until ``stream`` has finished with them."""
         for context in self.sharding_contexts:
             if context is not None:
                 context.record_stream(stream)
@@ -155,23 +156,23 @@ class ShardedCollectionContext(Multistreamable, Generic[EachContext]):
 
 
 class BaseSparseFeaturesDist(abc.ABC, nn.Module, Generic[F]):
-    """Moves features from the ranks that read them to the ranks that hold their rows."""
+    """Interface of the input exchange: it sends features to the ranks that hold their rows."""
 
     @abc.abstractmethod
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[F]] | F:
-        """Start moving ``sparse_features``; the first wait is for sizes, the second for the features."""
+        """Start sending ``sparse_features``; the first wait is for sizes, the second for the features."""
 
 
 class BaseEmbeddingDist(abc.ABC, nn.Module, Generic[C, T, W]):
-    """Moves looked-up vectors back to the ranks that asked."""
+    """Interface of the output exchange: it sends looked-up vectors to the ranks whose examples they belong to."""
 
     @abc.abstractmethod
     def forward(self, local_embs: T, sharding_ctx: C | None = None) -> Awaitable[W] | W:
-        """Start moving ``local_embs``."""
+        """Start sending ``local_embs``."""
 
 
 class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
-    """A set of tables sharded together: makes the three steps, and tells what is where.
+    """A set of tables that are sharded together: it creates the three steps and describes the shards.
 
     Args:
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
@@ -187,11 +188,11 @@ class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
 
     @abc.abstractmethod
     def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[F]:
-        """The step that moves features."""
+        """Create the input exchange."""
 
     @abc.abstractmethod
     def create_output_dist(self, device: torch.device | None = None) -> BaseEmbeddingDist[C, T, W]:
-        """The step that moves vectors."""
+        """Create the output exchange."""
 
     @abc.abstractmethod
     def create_lookup(
@@ -200,7 +201,7 @@ class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
         fused_params: dict[str, Any] | None = None,
         feature_processor: BaseGroupedFeatureProcessor | None = None,
     ) -> BaseEmbeddingLookup[F, T]:
-        """The step that looks up; it owns this rank's rows."""
+        """Create the lookup, which owns this rank's rows."""
 
     @abc.abstractmethod
     def embedding_dims(self) -> list[int]:
@@ -208,7 +209,7 @@ class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
 
     @abc.abstractmethod
     def embedding_shard_metadata(self) -> list[ShardMetadata | None]:
-        """The rectangle that each name of :meth:`embedding_names_per_rank` is read from, rank after rank."""
+        """Metadata of the shard of each name of :meth:`embedding_names_per_rank`, rank by rank."""
 
     @abc.abstractmethod
     def embedding_names(self) -> list[str]:
@@ -216,10 +217,10 @@ class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
 
     @abc.abstractmethod
     def embedding_names_per_rank(self) -> list[list[str]]:
-        """Names of the outputs that each rank has a part of, one for each rectangle and feature."""
+        """Names of the outputs that each rank computes a part of, one for each shard and feature."""
 
     def embedding_tables(self) -> list[ShardedEmbeddingTable]:
-        """The rectangles on this rank; not abstract, as documented."""
+        """The shards on this rank. Not abstract, as in TorchRec."""
         raise NotImplementedError(f"{type(self).__name__} must implement embedding_tables")
 
 
@@ -227,11 +228,11 @@ class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
 
 
 class KJTListAwaitable(Awaitable[KJTList]):
-    """Features of several shardings on their way.
+    """Awaitable of the features of several shardings.
 
     Args:
-        awaitables: one a sharding.
-        ctx: its ``sharding_contexts`` learn what came.
+        awaitables: one per sharding.
+        ctx: received data is recorded in its ``sharding_contexts``.
     """
 
     def __init__(self, awaitables: list[Awaitable[KeyedJaggedTensor]], ctx: C) -> None:
@@ -248,11 +249,11 @@ class KJTListAwaitable(Awaitable[KJTList]):
 
 
 class KJTListSplitsAwaitable(Awaitable[Awaitable[KJTList]], Generic[C]):
-    """Sizes of the features of several shardings on their way; then comes a :class:`KJTListAwaitable`.
+    """Awaitable of the sizes of several shardings' features; its result is a :class:`KJTListAwaitable`.
 
     Args:
-        awaitables: one a sharding.
-        ctx: its ``sharding_contexts`` learn the sizes.
+        awaitables: one per sharding.
+        ctx: sizes are recorded in its ``sharding_contexts``.
     """
 
     def __init__(self, awaitables: list[Awaitable[Awaitable[KeyedJaggedTensor]]], ctx: C) -> None:
@@ -276,10 +277,10 @@ def _sizes_known(awaitables: list[Awaitable[KeyedJaggedTensor]], ctx: Any) -> KJ
 
 
 class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):
-    """The sizes of the features of several modules, in one exchange.
+    """Awaitable of the sizes of several modules' features, in one exchange.
 
     Args:
-        requests: what input_dist of each module returned; members that are :class:`KJTSplitsAllToAllMeta` share the
+        requests: the result of each module's input_dist; members that are :class:`KJTSplitsAllToAllMeta` share the
             exchange, others are waited for.
         contexts: of the modules.
         pg: the ranks; None for one process.
@@ -308,7 +309,7 @@ class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):
 
 
 def _begin(member: Any, sizes: Any) -> Awaitable[KeyedJaggedTensor]:
-    """Start the exchange of the tensors, with the sizes that were exchanged for all."""
+    """Start the exchange of the tensors, with the exchanged sizes."""
     if not isinstance(member, KJTSplitsAllToAllMeta):
         started: Awaitable[KeyedJaggedTensor] = member.wait()
         return started
@@ -330,10 +331,10 @@ def _begin(member: Any, sizes: Any) -> Awaitable[KeyedJaggedTensor]:
 
 
 class ListOfKJTListAwaitable(Awaitable[ListOfKJTList]):
-    """Features of several shardings, each for several devices, on their way.
+    """Awaitable of the features of several shardings, each for several devices.
 
     Args:
-        awaitables: one a sharding.
+        awaitables: one per sharding.
     """
 
     def __init__(self, awaitables: list[Awaitable[KJTList]]) -> None:
@@ -345,10 +346,10 @@ class ListOfKJTListAwaitable(Awaitable[ListOfKJTList]):
 
 
 class ListOfKJTListSplitsAwaitable(Awaitable[Awaitable[ListOfKJTList]]):
-    """Sizes of the same on their way.
+    """Awaitable of the sizes of several shardings' features, each for several devices.
 
     Args:
-        awaitables: one a sharding.
+        awaitables: one per sharding.
     """
 
     def __init__(self, awaitables: list[Awaitable[Awaitable[KJTList]]]) -> None:

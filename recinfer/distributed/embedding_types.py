@@ -1,4 +1,4 @@
-"""Embedding-specific vocabulary of sharding: compute kernels, configs of sharded tables, the base sharders.
+"""Compute kernels, configs of sharded tables, and base sharders of embedding modules.
 
 Names, fields and values are TorchRec's (``torchrec.distributed.embedding_types``).
 """
@@ -80,7 +80,7 @@ class ShardedConfig:
 
 @dataclass
 class ShardedMetaConfig(ShardedConfig):
-    """A local shard and where it lies in the whole table."""
+    """A local shard and its position in the whole table."""
 
     local_metadata: ShardMetadata | None = None
     global_metadata: ShardedTensorMetadata | None = None
@@ -88,7 +88,7 @@ class ShardedMetaConfig(ShardedConfig):
 
 @dataclass
 class EmbeddingAttributes:
-    """What the kernel needs beyond the config."""
+    """Kernel and memory of a local shard."""
 
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.DENSE
 
@@ -102,7 +102,7 @@ class ShardedEmbeddingTable(ShardedMetaConfig, EmbeddingAttributes, EmbeddingTab
 
 @dataclass
 class GroupedEmbeddingConfig:
-    """Shards that one kernel call looks up together: same element type, pooling, weighting and kernel."""
+    """Shards that one kernel call looks up together: they have the same element type, pooling, weighting and kernel."""
 
     data_type: DataType
     pooling: PoolingType
@@ -113,23 +113,23 @@ class GroupedEmbeddingConfig:
     fused_params: dict[str, Any] | None = None
 
     def feature_hash_sizes(self) -> list[int]:
-        """Rows of the table of each feature."""
+        """Number of rows of each feature's table."""
         return [t.num_embeddings for t in self.embedding_tables for _ in t.feature_names]
 
     def num_features(self) -> int:
-        """Features of all tables."""
+        """Number of features of all tables."""
         return sum(t.num_features() for t in self.embedding_tables)
 
     def dim_sum(self) -> int:
-        """Local columns of all features."""
+        """Sum of the local columns of all features."""
         return sum(self.embedding_dims())
 
     def table_names(self) -> list[str]:
-        """Names of the tables."""
+        """Names of the tables, in order."""
         return [t.name for t in self.embedding_tables]
 
     def feature_names(self) -> list[str]:
-        """Features, table by table."""
+        """Names of the features, table by table."""
         return [f for t in self.embedding_tables for f in t.feature_names]
 
     def embedding_dims(self) -> list[int]:
@@ -137,11 +137,11 @@ class GroupedEmbeddingConfig:
         return [t.local_cols for t in self.embedding_tables for _ in t.feature_names]
 
     def embedding_names(self) -> list[str]:
-        """Output names, one a feature."""
+        """Output names, one per feature."""
         return [n for t in self.embedding_tables for n in t.embedding_names]
 
     def embedding_shard_metadata(self) -> list[ShardMetadata | None]:
-        """The rectangle of each feature's shard."""
+        """Metadata of the shard that each feature reads."""
         return [t.local_metadata for t in self.embedding_tables for _ in t.feature_names]
 
 
@@ -149,10 +149,7 @@ class GroupedEmbeddingConfig:
 
 
 class FeatureShardingMixIn:
-    """Which features a sharding serves, and on which rank.
-
-    Its methods are documented as plain ones, not abstract: a sharding may leave out what nobody asks it.
-    """
+    """Interface of a sharding that lists its features, by rank."""
 
     def feature_names(self) -> list[str]:
         """All features."""
@@ -168,7 +165,7 @@ class FeatureShardingMixIn:
 
 
 class ModuleShardingMixIn:
-    """Access to the shardings of a sharded module; like those of :class:`FeatureShardingMixIn`, not abstract."""
+    """Interface of a sharded module that gives access to its shardings."""
 
     @property
     def shardings(self) -> dict[str, FeatureShardingMixIn]:
@@ -177,7 +174,7 @@ class ModuleShardingMixIn:
 
 
 class BaseEmbeddingLookup(abc.ABC, nn.Module, Generic[F, T]):
-    """Looks features up in the local shards."""
+    """Interface of a lookup in the local shards."""
 
     @abc.abstractmethod
     def forward(self, sparse_features: F) -> T:
@@ -185,7 +182,7 @@ class BaseEmbeddingLookup(abc.ABC, nn.Module, Generic[F, T]):
 
 
 class BaseGroupedFeatureProcessor(nn.Module):
-    """Turns features into features (weights) before the lookup."""
+    """Interface of a processor that changes features, for example their weights, before the lookup."""
 
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -195,7 +192,7 @@ class BaseGroupedFeatureProcessor(nn.Module):
 class ShardedEmbeddingModule(
     ShardedModule[CompIn, DistOut, Out, ShrdCtx], ModuleShardingMixIn, Generic[CompIn, DistOut, Out, ShrdCtx]
 ):
-    """A sharded embedding module: inputs and outputs are data-parallel, tables are not."""
+    """Base of sharded embedding modules: inputs and outputs are data-parallel, tables are sharded."""
 
     def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
         super().__init__(qcomm_codecs_registry)
@@ -204,35 +201,35 @@ class ShardedEmbeddingModule(
         self._output_dists: list[nn.Module] = []
 
     def extra_repr(self) -> str:
-        """The steps, which are kept out of the module tree."""
+        """Representation of the steps, which are not submodules."""
         steps = (("input_dist", self._input_dists), ("lookup", self._lookups), ("output_dist", self._output_dists))
         return "\n".join(f"({name}): {module!r}" for name, modules in steps for module in modules)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, of the lookups too, which are kept out of the module tree."""
+        """Set training or evaluation mode, also for the lookups, which are not submodules."""
         super().train(mode)
         for lookup in self._lookups:
             lookup.train(mode)
         return self
 
     def prefetch(self, dist_input: Any, forward_stream: Any = None, ctx: Any = None) -> None:
-        """Let every lookup that has a cache bring in its rows."""
+        """Load the rows of a coming batch into the caches of the lookups that have one."""
         for features, lookup in zip(dist_input, self._lookups):
             prefetch = getattr(lookup, "prefetch", None)
             if prefetch is not None:
                 prefetch(sparse_features=features, forward_stream=forward_stream)
 
     def flush(self) -> None:
-        """Let every lookup that has a cache write changed rows back to its tables, for somebody to read them there."""
+        """Write changed rows from the caches back to the tables, so that they can be read there."""
         self._tell_caches("flush")
 
     def purge(self) -> None:
-        """Let every lookup that has a cache forget it, as the rows of its tables have been written. Changed rows that were
-        not flushed are lost."""
+        """Drop the contents of all caches, after the rows of the tables were overwritten. Changed rows that were not
+        flushed are lost."""
         self._tell_caches("purge")
 
     def drop_prefetched(self) -> None:
-        """Let every lookup that has a cache forget the batches that were prefetched and not looked up."""
+        """Drop batches that were prefetched and not looked up, in all caches."""
         self._tell_caches("drop_prefetched")
 
     def _tell_caches(self, what: str) -> None:
@@ -279,7 +276,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         self._fused_params = fused_params
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """All types on a GPU; on CPU the ones that need no reduce-scatter."""
+        """Sharding types that are offered: all on a GPU; on CPU those without reduce-scatter."""
         types = [ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE]
         if compute_device_type != "mtia":
             types.insert(0, ShardingType.DATA_PARALLEL)
@@ -303,11 +300,11 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         return self._fused_params
 
     def _settings(self) -> dict[str, Any]:
-        """What the sharded module is told of this sharder."""
+        """Arguments that this sharder passes to the sharded module."""
         return {"fused_params": self.fused_params, "qcomm_codecs_registry": self.qcomm_codecs_registry}
 
     def storage_usage(self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
-        """Bytes of the float rows, in the memory that the kernel keeps them in."""
+        """Bytes of the float rows, by the memory in which the kernel keeps them."""
         return {_storage_of(compute_device_type, compute_kernel): tensor.element_size() * tensor.nelement()}
 
 
@@ -346,10 +343,10 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
         return self._fused_params
 
     def _settings(self) -> dict[str, Any]:
-        """What the sharded module is told of this sharder."""
+        """Arguments that this sharder passes to the sharded module."""
         return {"fused_params": self.fused_params}
 
     def storage_usage(self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
-        """Bytes of the packed rows: the elements, and a 2-byte scale and bias a row."""
+        """Bytes of the packed rows: the elements, and a 2-byte scale and bias per row."""
         num_bytes = tensor.element_size() * tensor.nelement() + tensor.shape[0] * 4
         return {_storage_of(compute_device_type, compute_kernel): num_bytes}

@@ -1,4 +1,4 @@
-"""The documented place of the sharded EmbeddingBagCollection and nn.EmbeddingBag, and of their sharders."""
+"""Re-exports the sharded EmbeddingBagCollection and nn.EmbeddingBag and their sharders under TorchRec's module name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Codecs that shrink what collectives send: FP16, BF16, row-wise INT8, FP8 by rows or by itself, forward and backward apart.
+"""Codecs that compress the data of collectives: FP16, BF16, row-wise INT8, and FP8 with or without row scales.
 
 A row-wise format cuts the numbers into rows of ``row_dim`` and sends each row's scale with it, so that one large number
-costs precision in its own row only. Formats are one table, :data:`_FORMATS`; what a collective does with a codec is in
-:mod:`recinfer.distributed.comm.transport`.
+reduces the precision of its own row only. The formats are listed in :data:`_FORMATS`;
+:mod:`recinfer.distributed.comm.transport` applies codecs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "get_qcomm_codecs_registry",
 ]
 
-_ROW_DIM = 64  # INT8: 8 bytes of scale and bias a row are then 12 % on top
+_ROW_DIM = 64  # INT8: 8 bytes of scale and bias per row are then 12 % on top
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _HFP8 = (4, 15)  # bits and bias of the exponent, as TorchRec has them; 3 bits of mantissa
 _HFP8_LARGEST = 2 ** (2**4 - 2 - 15) * (2 - 2**-3)
@@ -37,14 +37,14 @@ _HFP8_LARGEST = 2 ** (2**4 - 2 - 15) * (2 - 2**-3)
 
 @unique
 class CommType(Enum):
-    """What a collective sends for a float32."""
+    """Format in which a collective sends float32 numbers."""
 
-    FP32 = "fp32"  # 4 bytes, as it is
+    FP32 = "fp32"  # 4 bytes, unchanged
     FP16 = "fp16"  # 2 bytes; beyond 65504 the largest half, times a loss scale for small gradients
     BF16 = "bf16"  # 2 bytes, the range of float32, 8 bits of precision
-    FP8 = "fp8"  # 1 byte, and 4 bytes of scale a row where rows are asked for
-    INT8 = "int8"  # 1 byte, and 8 bytes of scale and bias a row
-    MX4 = "mx4"  # named for programs that name it; not offered
+    FP8 = "fp8"  # 1 byte, and 4 bytes of scale per row where rows are asked for
+    INT8 = "int8"  # 1 byte, and 8 bytes of scale and bias per row
+    MX4 = "mx4"  # only for compatibility; not supported
 
     def __str__(self) -> str:
         return self.value
@@ -52,19 +52,19 @@ class CommType(Enum):
 
 @dataclass
 class QCommsConfig:
-    """What collectives on embeddings send.
+    """Formats that collectives on embeddings send.
 
     Args:
         forward_precision: of embeddings.
         backward_precision: of gradients.
-        forward_loss_scale, backward_loss_scale: numbers are multiplied by it before they are sent and divided behind,
-            so that small ones survive FP16; for FP16 and BF16 only, other precisions do without.
-        fp8_quantize_dim, fp8_quantize_dim_bwd: numbers a row, for FP8; for gradients by default what the forward has.
-            Without it numbers have no scale, and those beyond ±0.9375 become that: a warning says so. 64 is a good choice.
-        fp8_bwd_uses_143: gradients in FP8 rows have 3 bits of mantissa (e4m3) as embeddings have, not 2 (e5m2).
+        forward_loss_scale, backward_loss_scale: numbers are multiplied by it before they are sent and divided by it
+            afterwards, so that small ones survive FP16. Used for FP16 and BF16 only.
+        fp8_quantize_dim, fp8_quantize_dim_bwd: numbers per row, for FP8; for gradients the default is the forward's.
+            Without it numbers have no scale and are clamped to ±0.9375, with a warning. 64 is a good choice.
+        fp8_bwd_uses_143: gradients in FP8 rows have 3 bits of mantissa (e4m3) like embeddings, not 2 (e5m2).
 
     Raises:
-        ConfigError: MX4, FP8 settings without FP8, a scale or row that is not above 0.
+        ConfigError: MX4, FP8 settings without FP8, a scale or row size that is not above 0.
     """
 
     forward_precision: CommType = CommType.FP32
@@ -78,7 +78,7 @@ class QCommsConfig:
     def __post_init__(self) -> None:
         precisions = (self.forward_precision, self.backward_precision)
         if CommType.MX4 in precisions:
-            raise ConfigError("CommType.MX4 is not offered; use INT8 or FP8")
+            raise ConfigError("CommType.MX4 is not supported; use INT8 or FP8")
         rows = (self.fp8_quantize_dim, self.fp8_quantize_dim_bwd)
         if any(rows) and CommType.FP8 not in precisions:
             raise ConfigError(
@@ -93,10 +93,10 @@ class QCommsConfig:
 
 @dataclass(frozen=True)
 class RowContext:
-    """What encode and decode of a row-wise format share.
+    """Context shared by encode and decode of a row-wise format.
 
     Args:
-        row_dim: numbers a row.
+        row_dim: numbers per row.
     """
 
     row_dim: int
@@ -104,7 +104,7 @@ class RowContext:
 
 @dataclass(frozen=True)
 class _Format:
-    """How numbers travel. ``row_bytes`` are sent with each row; None: each number stands for itself."""
+    """A wire format. ``row_bytes`` are sent with each row; None: a format without rows."""
 
     dtype: torch.dtype
     encode: Callable[[Tensor], Tensor]
@@ -163,12 +163,12 @@ _FORMATS: dict[str, _Format] = {
 
 
 class QCommsCodec(QuantizedCommCodec[RowContext]):
-    """One format of the table, as a codec.
+    """A codec for one format.
 
     Args:
         comm_precision: the format; FP32 has none, see NoOpQuantizedCommCodec.
-        loss_scale: multiplied before encoding and divided behind; FP16 and BF16 only, dropped otherwise.
-        row_dim: numbers a row, a multiple of 4. INT8: default 64; FP8: without it each number stands for itself.
+        loss_scale: multiplied before encoding and divided after decoding; FP16 and BF16 only, ignored otherwise.
+        row_dim: numbers per row, a multiple of 4. INT8: default 64; FP8: without it there are no row scales.
         mantissa3: FP8 rows with 3 bits of mantissa (e4m3), else 2 (e5m2).
 
     Raises:
@@ -187,12 +187,12 @@ class QCommsCodec(QuantizedCommCodec[RowContext]):
             name = "hfp8" if row_dim is None else "e4m3" if mantissa3 else "e5m2"
         if name == "hfp8":
             warnings.warn(
-                f"FP8 without a row dimension has no scale: numbers beyond ±{_HFP8_LARGEST} are sent as ±{_HFP8_LARGEST}; "
-                "give QCommsConfig(fp8_quantize_dim=64) for a scale every 64 numbers",
+                f"FP8 without a row dimension has no scale: numbers beyond ±{_HFP8_LARGEST} are sent as "
+                f"±{_HFP8_LARGEST}; use QCommsConfig(fp8_quantize_dim=64) for a scale every 64 numbers",
                 stacklevel=2,
             )
         if name not in _FORMATS:
-            raise ConfigError(f"{comm_precision} has no codec; there are fp16, bf16, fp8 and int8")
+            raise ConfigError(f"{comm_precision} has no codec; expected fp16, bf16, fp8 or int8")
         self._format = _FORMATS[name]
         self._row_dim = row_dim or _ROW_DIM
         if self._row_dim % 4:
@@ -203,7 +203,7 @@ class QCommsCodec(QuantizedCommCodec[RowContext]):
         return self._row_dim if ctx is None else ctx.row_dim
 
     def encode(self, input_tensor: Tensor, ctx: RowContext | None = None) -> Tensor:
-        """float32 of any shape to what is sent: the same shape, or 1-D uint8 for row-wise formats (last row padded)."""
+        """Encode float32 of any shape: the same shape, or 1-D uint8 for row-wise formats (last row padded)."""
         if self._format.row_bytes is None:
             scaled = input_tensor if self._loss_scale is None else input_tensor * self._loss_scale
             return self._format.encode(scaled)
@@ -214,7 +214,7 @@ class QCommsCodec(QuantizedCommCodec[RowContext]):
         return self._format.encode(flat.view(-1, row_dim)).view(-1)
 
     def decode(self, input_grad: Tensor, ctx: RowContext | None = None) -> Tensor:
-        """What was sent to float32: the same shape, or 1-D with whole rows."""
+        """Decode to float32: the same shape, or 1-D with whole rows."""
         if self._format.row_bytes is None:
             numbers = self._format.decode(input_grad)
             return numbers if self._loss_scale is None else numbers / self._loss_scale
@@ -222,11 +222,12 @@ class QCommsCodec(QuantizedCommCodec[RowContext]):
 
     @property
     def quantized_dtype(self) -> torch.dtype:
-        """dtype of what is sent."""
+        """dtype of the encoded tensor."""
         return self._format.dtype
 
     def calc_quantized_size(self, input_len: int, ctx: RowContext | None = None) -> int:
-        """Elements that are sent for ``input_len`` numbers: as many, or the bytes of whole rows with their scales."""
+        """Number of encoded elements for ``input_len`` numbers: the same, or the bytes of whole rows with their
+        scales."""
         if self._format.row_bytes is None:
             return input_len
         row_dim = self._rows(ctx)
@@ -238,7 +239,7 @@ class QCommsCodec(QuantizedCommCodec[RowContext]):
 
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> QuantizedCommCodecs:
-    """The codecs of a config; those of FP32, and of no config, send numbers as they are."""
+    """The codecs of a config. For FP32 and without a config they leave numbers unchanged."""
     codecs = QuantizedCommCodecs()
     if qcomms_config is None:
         return codecs
@@ -264,12 +265,12 @@ def get_qcomm_codecs_registry(
     qcomm_codecs_registry=get_qcomm_codecs_registry(QCommsConfig(forward_precision=CommType.FP16)))``.
 
     Args:
-        qcomms_config: what to send.
+        qcomms_config: the formats.
         comm_ops: the collectives; default: all.
         device: does nothing (:mod:`recinfer.ignored`): codecs work on every device and backend.
 
     Returns:
-        ``CommOp`` name -> codecs; None when everything is sent as it is.
+        ``CommOp`` name -> codecs; None when everything is sent unchanged.
     """
     codecs = get_qcomm_codecs(qcomms_config)
     if isinstance(codecs.forward, NoOpQuantizedCommCodec) and isinstance(codecs.backward, NoOpQuantizedCommCodec):

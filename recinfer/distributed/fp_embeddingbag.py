@@ -1,8 +1,8 @@
 """Sharded FeatureProcessedEmbeddingBagCollection for training, and its sharder.
 
-Processors are replicated and see each rank's own batch; the weights that they make follow the ids in an exchange with
-gradients. So every processor works with every sharding type, and a pipeline that moves ids ahead of time still weighs
-them with the newest parameters.
+Processors are replicated and run on each rank's own batch; their weights are sent after the ids, in an exchange with
+gradients. So every processor works with every sharding type, and a pipeline that sends ids ahead still uses the newest
+weights.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ __all__ = ["FeatureProcessedEmbeddingBagCollectionSharder", "ShardedFeatureProce
 
 @dataclass
 class _Context(EmbeddingBagCollectionContext):
-    """The tables' context, and the ids to be weighed."""
+    """The tables' context, and the ids that need weights."""
 
     features: KeyedJaggedTensor | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive until ``stream`` is done with them."""
+        """Keep the tensors alive until ``stream`` has finished with them."""
         super().record_stream(stream)
         if self.features is not None:
             self.features.record_stream(stream)  # type: ignore[arg-type]
@@ -60,15 +60,15 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
 ):
     """Feature processors, replicated, in front of a sharded EmbeddingBagCollection.
 
-    The processors' parameters are not among :meth:`sharded_parameter_names`: what wraps the model averages their
-    gradients, as those of any replicated parameter.
+    The processors' parameters are not among :meth:`sharded_parameter_names`: the data-parallel wrapper averages their
+    gradients, as for any replicated parameter.
 
     Args:
-        module: the collection with its processors; values that it holds are taken over.
+        module: the collection with its processors; its values are kept.
         table_name_to_parameter_sharding: the plan of every table.
         env: the ranks.
         fused_params: settings of the fused kernels.
-        device: where rows and buffers lie; default CPU.
+        device: device of rows and buffers; default CPU.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
 
     Raises:
@@ -102,21 +102,21 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
         self._input_dists, self._lookups, self._output_dists = inner._input_dists, inner._lookups, inner._output_dists
 
     def create_context(self) -> _Context:
-        """State of one forward."""
+        """A new context for one forward."""
         return _Context()
 
     def input_dist(self, ctx: _Context, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Start moving ids to the ranks of their rows; they are weighed later, in :meth:`compute`.
+        """Start moving ids to the ranks of their rows; their weights are computed later, in :meth:`compute`.
 
         Raises:
             MissingKeyError: a feature of the tables is not in ``features``.
-            InputError: a key comes twice.
+            InputError: a key occurs twice.
         """
         ctx.features = features
         return self._embedding_bag_collection.input_dist(ctx, features)
 
     def _weigh(self, ctx: _Context, dist_input: KJTList) -> KJTList:
-        assert ctx.features is not None, "input_dist comes first"
+        assert ctx.features is not None, "call input_dist before compute"
         processors = self._feature_processors
         if isinstance(processors, nn.ModuleDict):
             processed = apply_feature_processors_to_kjt(ctx.features, processors)  # type: ignore[arg-type]
@@ -126,19 +126,19 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
         return dist_input
 
     def compute(self, ctx: _Context, dist_input: KJTList) -> list[Tensor]:
-        """Weigh the ids, and look the local rectangles up.
+        """Compute the weights of the ids, and look up the local shards.
 
         Raises:
-            InputError: a bag that its processor refuses.
+            InputError: a bag that its processor does not accept.
         """
         return self._embedding_bag_collection.compute(ctx, self._weigh(ctx, dist_input))
 
     def output_dist(self, ctx: _Context, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Start moving pooled vectors to the ranks of their examples."""
+        """Start sending pooled vectors to the ranks of their examples."""
         return self._embedding_bag_collection.output_dist(ctx, output)
 
     def compute_and_output_dist(self, ctx: _Context, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        """Both steps."""
+        """Run :meth:`compute` and :meth:`output_dist`."""
         return self._embedding_bag_collection.compute_and_output_dist(ctx, self._weigh(ctx, input))
 
     @property
@@ -148,11 +148,11 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
 
     @property
     def shardings(self) -> dict[str, FeatureShardingMixIn]:
-        """Sharding type -> what is where."""
+        """Sharding type -> its sharding."""
         return self._embedding_bag_collection.shardings
 
     def reset_parameters(self) -> None:
-        """Give all tables new first values; every rank calls this."""
+        """Initialise all tables again; all ranks must call this."""
         self._embedding_bag_collection.reset_parameters()
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
@@ -163,7 +163,7 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
 
 
 def _on(processors: nn.Module, device: torch.device) -> nn.Module:
-    """On ``device``; those without values get their first ones."""
+    """Move to ``device``; processors without values are initialised."""
     if not any(parameter.is_meta for parameter in processors.parameters()):
         return processors.to(device)
     processors = processors.to_empty(device=device)

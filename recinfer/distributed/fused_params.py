@@ -1,4 +1,4 @@
-"""The settings of a fused kernel: TorchRec's ``fused_params`` dictionary, checked, as one typed and frozen value."""
+"""The settings of a fused kernel: TorchRec's ``fused_params`` dictionary as a checked, frozen dataclass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WeightDecayMode(Enum):
 
     NONE = 0  # only where it is part of the formula: not for SGD and the Adagrads
     L2 = 1  # SGD and the Adagrads add weight_decay * w to the gradient
-    DECOUPLE = 2  # SGD and the Adagrads shrink w by lr * weight_decay * w beside the step
+    DECOUPLE = 2  # SGD and the Adagrads shrink w by lr * weight_decay * w, separate from the gradient
 
 
 # Documented keys that choose how FBGEMM places or caches rows. They change no number, so they are for the CUDA kernel
@@ -78,16 +78,16 @@ _NOT_RUN = frozenset({OptimType.SHAMPOO, OptimType.LION})
 # Optimizers whose formula has no weight decay of its own, but takes one by a mode.
 _DECAY_BY_MODE = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
-_CACHED = {"FP32": torch.float32, "FP16": torch.float16}  # what FBGEMM's cache keeps its rows as
+_CACHED = {"FP32": torch.float32, "FP16": torch.float16}  # element types of the rows in FBGEMM's cache
 
 
 @dataclass(frozen=True)
 class FusedSettings:
-    """What the optimizer in the backward of a lookup does.
+    """Settings of the optimizer in the backward of a lookup, and of the kernel's outputs and caches.
 
     Attributes:
         optimizer: the update of the touched rows.
-        learning_rate, eps, beta1, beta2, weight_decay, weight_decay_mode, momentum, eta: of its formula; see
+        learning_rate, eps, beta1, beta2, weight_decay, weight_decay_mode, momentum, eta: parameters of its formula; see
             :mod:`recinfer.optim.row_updates`. ``momentum`` and ``eta`` are LARS's, the betas Adam's and LAMB's.
         max_norm: rows longer than this are scaled down to it after a row-wise Adagrad step; 0 means never.
         gradient_clipping, max_gradient: clamp every element of the output's gradient to ``±max_gradient``.
@@ -128,14 +128,15 @@ class FusedSettings:
 
     @property
     def has_cpu_kernel(self) -> bool:
-        """Whether FBGEMM has a CPU operator of this very update; it passes over weight decay and max_norm without a word."""
+        """Whether FBGEMM has a CPU operator for exactly this update; its operators silently ignore weight decay and
+        max_norm."""
         decays = self.weight_decay > 0 and self.weight_decay_mode is not WeightDecayMode.NONE
         cuts = self.max_norm > 0 and self.optimizer is OptimType.ROWWISE_ADAGRAD
         return self.optimizer in _CPU_KERNELS and not decays and not cuts
 
     def hyper(self, learning_rate: float) -> Hyper:
-        """The numbers of the formula, with the rate of this step."""
-        from recinfer.optim.row_updates import Hyper  # here: what serves reads this module, and has no optimizers
+        """The parameters of the formula, with the learning rate of this step."""
+        from recinfer.optim.row_updates import Hyper  # late: serving imports this module without optimizers
 
         return Hyper(
             lr=learning_rate,
@@ -151,15 +152,15 @@ class FusedSettings:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> FusedSettings:
-        """The settings of a ``fused_params`` dictionary, with FBGEMM's defaults for what it leaves out.
+        """The settings of a ``fused_params`` dictionary, with FBGEMM's defaults for missing keys.
 
         Optimizers may be given as this package's :class:`OptimType`, as FBGEMM's ``EmbOptimType`` or as text; element
         types as DataType, torch.dtype or FBGEMM's ``SparseType``; other enumerations as ours, FBGEMM's or text. ``lr`` and ``betas`` are taken for ``learning_rate``
-        and ``beta1``, ``beta2``; other arguments of torch's optimizers must be off. A momentum, ``max_norm`` or weight decay
-        that the optimizer's formula would pass over is refused.
+        and ``beta1``, ``beta2``; other arguments of torch's optimizers must be off. A momentum, ``max_norm`` or weight
+        decay that the optimizer's formula would ignore is an error.
 
         Raises:
-            ConfigError: a key or value that is not known; the message names it.
+            ConfigError: an unknown key or value; the message names it.
         """
         given = dict(params or {})
         if "lr" in given:
@@ -195,7 +196,7 @@ class FusedSettings:
 
 
 def _refuse_ignored(given: Mapping[str, Any]) -> None:
-    """Raise for numbers that the optimizer's formula would pass over."""
+    """Raise ConfigError for numbers that the optimizer's formula would ignore."""
     optimizer = given.get("optimizer", FusedSettings.optimizer)
     if optimizer is not OptimType.LARS_SGD and given.get("momentum"):
         raise ConfigError(
@@ -209,7 +210,7 @@ def _refuse_ignored(given: Mapping[str, Any]) -> None:
     if optimizer in _DECAY_BY_MODE and given.get("weight_decay") and "weight_decay_mode" not in given:
         raise ConfigError(
             f"fused_params: weight_decay={given['weight_decay']} does nothing for {optimizer.value} without a mode; "
-            "give weight_decay_mode=L2 (added to the gradient), DECOUPLE (beside the step) or NONE (off)"
+            "give weight_decay_mode=L2 (added to the gradient), DECOUPLE (separate from the gradient) or NONE (off)"
         )
 
 
@@ -234,30 +235,30 @@ def _member(kind: Any, value: Any) -> Any:
 
 
 def names_optimizer(params: Mapping[str, Any] | None) -> bool:
-    """Whether ``fused_params`` say how tables are trained: an optimizer, or the rate of the default one, SGD."""
+    """Whether ``fused_params`` name an optimizer, or the learning rate of the default one, SGD."""
     return bool(params) and not {"optimizer", "learning_rate", "lr"}.isdisjoint(params or {})
 
 
 def output_dtype_of(params: Mapping[str, Any] | None) -> torch.dtype:
-    """The element type of looked-up vectors that a ``fused_params`` dictionary asks for; float32 when it does not say.
+    """The element type of looked-up vectors in a ``fused_params`` dictionary; float32 by default.
 
     Raises:
-        ConfigError: no type that a lookup gives.
+        ConfigError: a type that lookups do not support.
     """
     value = (params or {}).get("output_dtype")
     return torch.float32 if value is None else _dtype(value)
 
 
 def check_output_dtype(params: Mapping[str, Any] | None, dtype: torch.dtype) -> None:
-    """Refuse ``fused_params`` that ask for another type than the module's ``dtype``, which is what it gives.
+    """Raise if ``fused_params`` name another output type than the module's ``dtype``.
 
     Raises:
         ConfigError: naming both.
     """
     if params and params.get("output_dtype") is not None and output_dtype_of(params) != dtype:
         raise ConfigError(
-            f"fused_params: output_dtype {params['output_dtype']}, but the quantized module gives {dtype}; quantize it with "
-            "the output_dtype that is wanted"
+            f"fused_params: output_dtype {params['output_dtype']}, but the quantized module gives {dtype}; quantize "
+            "it with this output_dtype"
         )
 
 

@@ -1,4 +1,4 @@
-"""Position weights for the features that a rank received: the processor in front of a grouped lookup."""
+"""Feature processor of a grouped lookup: position weights for the features that a rank received."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["GroupedPositionWeightedModule"]
 
 
 class GroupedPositionWeightedModule(BaseGroupedFeatureProcessor):
-    """Each id's weight is the parameter of its place in the bag: ``position_weights.<feature>[length]``, at first 1.
+    """Gives each id the weight of its position in the bag: ``position_weights.<feature>[length]``, initially 1.
 
     Args:
         max_feature_lengths: the longest bag of each feature.
-        device: where the parameters are made.
+        device: device of the parameters.
 
     Raises:
         ConfigError: a length below 1.
@@ -35,9 +35,10 @@ class GroupedPositionWeightedModule(BaseGroupedFeatureProcessor):
         self._position_weights = new_position_weights(max_feature_lengths, device)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same ids with the weights of their places.
+        """The same ids with the weights of their positions.
 
-        Weights that ``features`` has are the places themselves: buckets of a table cut by rows no longer show them (see
+        Weights of ``features``, if any, are the positions: buckets of a table that is cut by rows no longer show them
+            (see
         ``bucketize_pos`` of bucketize_kjt_before_all2all). Features without position weights get weight 1.
 
         Raises:

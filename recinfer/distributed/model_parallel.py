@@ -1,8 +1,8 @@
 """DistributedModelParallel: a model whose embedding modules are sharded by a plan and whose rest is replicated.
 
-Names, arguments and meaning are TorchRec's (``torchrec.distributed.model_parallel``). The work is in three steps: every
-module that the plan names is replaced by the one its sharder builds; parameters on the meta device come to life on this
-rank's device; and everything that the sharded modules do not synchronise themselves goes into one
+Names, arguments and meaning are TorchRec's (``torchrec.distributed.model_parallel``). It works in three steps. Every
+module that the plan names is replaced by the one that its sharder builds. Parameters on the meta device are allocated
+on this rank's device. All parameters that the sharded modules do not synchronise themselves go into one
 DistributedDataParallel.
 """
 
@@ -47,15 +47,15 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
     """Shard a model's embedding modules and replicate the rest.
 
     Args:
-        module: the model; its tables may be on the meta device, where they cost no memory.
-        env: this rank's place in the world; default: the default process group.
-        device: where this rank computes; default: ``cpu``, or ``cuda:<local rank>`` under an nccl group, unless
+        module: the model; its tables may be on the meta device, where they need no memory.
+        env: world size, this rank and process group; default: those of the default process group.
+        device: device of this rank; default: ``cpu``, or ``cuda:<local rank>`` under an nccl group, unless
             ``init_process_group(device_id=...)`` or ``torch.cuda.set_device`` named another GPU.
         plan: the sharding; default: ``EmbeddingShardingPlanner().collective_plan``, the same on every rank.
         sharders: one for every class of module to shard; default: all of recinfer's.
-        init_data_parallel: wrap the replicated part now; else call :meth:`init_data_parallel` after, for instance when
-            weights were loaded.
-        init_parameters: give parameters on the meta device memory and initial values.
+        init_data_parallel: wrap the replicated part now; otherwise call :meth:`init_data_parallel` later, for example
+            after loading weights.
+        init_parameters: allocate and initialise parameters on the meta device.
         data_parallel_wrapper: how to replicate; default :class:`DefaultDataParallelWrapper`.
 
     Raises:
@@ -118,17 +118,18 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
             if path not in paths:
                 known = ", ".join(repr(p) for p, m in paths.items() if type(m) in self._sharder_map) or "none"
                 raise ConfigError(
-                    f"the plan names module {path!r}, which the model does not have; modules that can be sharded: {known}"
+                    f"the plan names module {path!r}, which the model does not have; modules that can be sharded: "
+                    f"{known}"
                 )
             if type(paths[path]) not in self._sharder_map:
                 kinds = ", ".join(sorted(t.__name__ for t in self._sharder_map))
                 raise ConfigError(
-                    f"the plan shards module {path!r}, a {type(paths[path]).__name__}, but there is no sharder for that "
-                    f"class; sharders given are for: {kinds}"
+                    f"the plan shards module {path!r}, a {type(paths[path]).__name__}, but there is no sharder for "
+                    f"that class; sharders given are for: {kinds}"
                 )
 
     def _shard_modules(self, module: nn.Module, path: str, done: dict[int, nn.Module]) -> nn.Module:
-        """``module`` with every planned module below it replaced; a module that appears twice is sharded once."""
+        """``module`` with every planned module in it replaced; a module that occurs twice is sharded once."""
         if id(module) in done:
             return done[id(module)]
         plan = self._plan.get_plan_for_module(path)
@@ -146,7 +147,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         return module
 
     def init_data_parallel(self) -> None:
-        """Wrap the replicated part; its values become rank 0's. Further calls do nothing."""
+        """Wrap the replicated part and broadcast rank 0's values. Further calls do nothing."""
         if not self._ddp_done:
             self._data_parallel_wrapper.wrap(self, self._env, self.device)
             self._ddp_done = True
@@ -155,7 +156,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
 
     @property
     def module(self) -> nn.Module:
-        """The model below this wrapper and DistributedDataParallel: sharded, its own class otherwise."""
+        """The sharded model without this wrapper and DistributedDataParallel."""
         return get_unwrapped_module(self)
 
     @property
@@ -173,12 +174,12 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         return self._dmp_wrapped_module(*args, **kwargs)
 
     def copy(self, device: torch.device) -> DistributedModelParallel:
-        """A copy on ``device`` with the same process groups; this one is left as it is.
+        """A copy on ``device`` with the same process groups; the original does not change.
 
-        The copy is not wrapped for data parallelism: it serves as it is, and trains after :meth:`init_data_parallel`.
+        The copy is not wrapped for data parallelism: call :meth:`init_data_parallel` before training it.
 
         Raises:
-            ConfigError: between host and GPU, with tables that train: their kernels are of the device that they were
+            ConfigError: between host and GPU, with tables for training: their kernels are for the device that they were
                 sharded for.
         """
         device = torch.device(device)
@@ -186,8 +187,8 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
             trained = [p for p, m in get_module(self).named_modules() if isinstance(m, ShardedEmbeddingModule)]
             if trained:
                 raise ConfigError(
-                    f"copy to {device}: modules {trained} were sharded for {self.device}, and look up with its kernels; "
-                    f"build DistributedModelParallel(device=torch.device({device.type!r})) of the model, and load this "
+                    f"copy to {device}: modules {trained} were sharded for {self.device} and use its kernels; build "
+                    f"DistributedModelParallel(device=torch.device({device.type!r})) of the model, and load this "
                     "one's state_dict() into it"
                 )
         other = copy.copy(self)
@@ -203,7 +204,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
     def state_dict(  # type: ignore[override]
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The state by the model's own names: no trace of this wrapper; sharded tables are ShardedTensors."""
+        """The state with the model's own names, without prefixes of wrappers; sharded tables are ShardedTensors."""
         destination = OrderedDict() if destination is None else destination
         _state_dict(get_module(self), destination, prefix, keep_vars)
         return destination
@@ -211,25 +212,25 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: OrderedDict[str, Tensor], prefix: str = "", strict: bool = True
     ) -> _IncompatibleKeys:
-        """Load what :meth:`state_dict` gives, of the same sharding.
+        """Load a state of :meth:`state_dict` with the same sharding.
 
         Raises:
-            CheckpointError: with ``strict``, keys that are missing or not expected.
+            CheckpointError: with ``strict``, missing or unexpected keys.
         """
         missing, unexpected = _load_state_dict(get_module(self), state_dict, prefix)
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"the state does not fit the model: {len(missing)} keys are missing ({some_of(missing)}), "
-                f"{len(unexpected)} are not expected ({some_of(unexpected)}); strict=False loads the rest"
+                f"{len(unexpected)} are unexpected ({some_of(unexpected)}); strict=False loads the others"
             )
         return _IncompatibleKeys(missing, unexpected)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the model's own names, sharded ones (their local part) too.
+        """Parameters with the model's own names, including the local parts of sharded ones.
 
-        Every rank names every table: one that lies on other ranks is an empty parameter here, as in TorchRec.
+        Every rank names every table: one that other ranks hold is an empty parameter here, as in TorchRec.
         """
         seen: set[int] = set()
         for name, parameter in _named_parameters(get_module(self), prefix, recurse):
@@ -238,7 +239,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
                 yield name, parameter
 
     def bare_named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the names they have in this very module tree, wrappers included."""
+        """Parameters with their names in the module tree, including prefixes of wrappers."""
         seen: set[int] = set()
         for name, parameter in _named_parameters(self._dmp_wrapped_module, prefix, recurse, strip=False):
             if id(parameter) not in seen:
@@ -248,7 +249,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers by the model's own names."""
+        """Buffers with the model's own names."""
         seen: set[int] = set()
         for name, buffer in _named_buffers(get_module(self), prefix, recurse):
             if not remove_duplicate or id(buffer) not in seen:
@@ -274,7 +275,7 @@ def get_module(module: nn.Module) -> nn.Module:
 
 
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
-    """The same, and without FullyShardedDataParallel."""
+    """``module`` without its outer wrappers, including FullyShardedDataParallel."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     module = get_module(module)
@@ -289,8 +290,8 @@ def get_unwrapped_module(module: nn.Module) -> nn.Module:
 def _default_env() -> ShardingEnv:
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise ConfigError(
-            "DistributedModelParallel needs a process group; call torch.distributed.init_process_group() first, or give "
-            "env=ShardingEnv.from_process_group(...)"
+            "DistributedModelParallel needs a process group; call torch.distributed.init_process_group() first, or "
+            "pass env=ShardingEnv.from_process_group(...)"
         )
     return ShardingEnv.from_process_group(dist.group.WORLD)
 
@@ -313,7 +314,7 @@ def _state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, kee
 
 
 def _load_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> tuple[list[str], list[str]]:
-    """Load; gives the missing and the unexpected keys (those under ``prefix`` that nothing took)."""
+    """Load; returns the missing and the unexpected keys (those under ``prefix`` that no module loaded)."""
     module = get_module(module)
     missing: list[str] = []
     unexpected: list[str] = []

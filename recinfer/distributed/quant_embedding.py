@@ -1,4 +1,5 @@
-"""TorchRec's place of the sharded quantized EmbeddingCollection: see :mod:`recinfer.distributed.quant`."""
+"""Re-exports the sharded quantized EmbeddingCollection under TorchRec's module name; see
+:mod:`recinfer.distributed.quant`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans written by hand: one generator a table (table_wise, row_wise ...), tied together for a module."""
+"""Plans written by hand: one generator per table (table_wise, row_wise ...), combined to a module's plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
     "table_wise",
 ]
 
-# (parameter, ranks a host, ranks, device type, sharder) -> sharding of the parameter
+# (parameter, ranks per host, ranks, device type, sharder) -> sharding of the parameter
 ParameterShardingGenerator = Callable[[Any, int, int, str, ModuleSharder[nn.Module]], ParameterSharding]
 
 _Kernel = EmbeddingComputeKernel
@@ -53,8 +53,8 @@ _FLOAT = tuple(k.value for k in (_Kernel.DENSE, _Kernel.FUSED, _Kernel.FUSED_UVM
 def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
     """A sharder for every embedding module, float ones before quantized ones.
 
-    EmbeddingCollection's are among them on a machine without GPUs too, as it is sharded there like the others;
-    TorchEasyRec's function of this name leaves them out there.
+    On a machine without GPUs they include those of EmbeddingCollection; TorchEasyRec's function of this name leaves
+    them out there.
     """
     from recinfer.distributed.embedding import EmbeddingCollectionSharder
     from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -88,8 +88,8 @@ def calculate_shard_sizes_and_offsets(
     Args:
         tensor: weight [R, D].
         sharding_type: a ``ShardingType`` value.
-        col_wise_shard_dim: least columns a piece; default 128.
-        device_memory_sizes: row-wise only: memory of each rank; rows are dealt in proportion.
+        col_wise_shard_dim: minimum columns per piece; default 128.
+        device_memory_sizes: row-wise only: memory of each rank; rows are divided in proportion.
     """
     rows, cols = tensor.shape
     kind = ShardingType(sharding_type)
@@ -115,17 +115,19 @@ def _evenly(rows: int, parts: int) -> list[int]:
 
 
 def _kernel(param: Any, sharder: ModuleSharder[nn.Module], kind: ShardingType, device: str, asked: str | None) -> str:
-    """The kernel asked for, or the default.
+    """The requested kernel, or the default.
 
     That is ``quant`` for quantized tables, and ``fused`` for a table whose optimizer runs in the backward: noted on
     ``param`` by apply_optimizer_in_backward, or named in the sharder's ``fused_params``. Any other table is ``dense``:
-    its parameter is for an optimizer of the caller's. So is a replica's, as in TorchRec.
+    the caller's own optimizer steps its parameter. This holds for replicas too, as in TorchRec.
     """
     quantized = EmbeddingComputeKernel.QUANT.value in sharder.compute_kernels(kind.value, device)
     known = _QUANTIZED if quantized else _FLOAT
     if asked is not None:
         if asked not in known:
-            raise ConfigError(f"compute_kernel {asked!r}: {type(sharder).__name__} shards to one of {', '.join(known)}")
+            raise ConfigError(
+                f"compute_kernel {asked!r}; expected one that {type(sharder).__name__} supports: {', '.join(known)}"
+            )
         return asked
     if quantized:
         return EmbeddingComputeKernel.QUANT.value
@@ -144,11 +146,11 @@ def _sharding(
     compute_kernel: str | None = None,
     devices: list[str] | None = None,
 ) -> ParameterSharding:
-    # What a sharder offers on a CPU is what a planner should try there; the others run too.
+    # The types that a sharder offers on CPU are those that a planner should try; the others run too.
     allowed = list(dict.fromkeys([*sharder.sharding_types(device_type), *sharder.sharding_types("cuda")]))
     if kind.value not in allowed:
         raise ConfigError(
-            f"{kind.value} is not offered by {type(sharder).__name__} on {device_type}; expected {allowed}"
+            f"{kind.value} is not supported by {type(sharder).__name__} on {device_type}; expected {allowed}"
         )
     kernel = _kernel(param, sharder, kind, device_type, compute_kernel)
     spec = None
@@ -169,7 +171,7 @@ def data_parallel(compute_kernel: str | None = None) -> ParameterShardingGenerat
     """The whole table on every rank.
 
     Args:
-        compute_kernel: ``dense`` (default): an optimizer of the caller's steps it. ``fused``: its optimizer runs in the
+        compute_kernel: ``dense`` (default): the caller's own optimizer steps it. ``fused``: its optimizer runs in the
             backward, and ranks exchange ids and gradients of vectors instead of whole tables.
     """
 
@@ -199,7 +201,7 @@ def row_wise(
 ) -> ParameterShardingGenerator:
     """Rows over all ranks: evenly, or (sizes, device kinds) in ``sizes_placement``.
 
-    Size ``i`` goes to rank ``i``; where there are more sizes than ranks, they go round the ranks again.
+    Size ``i`` goes to rank ``i`` modulo the number of ranks.
     """
 
     def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
@@ -213,7 +215,9 @@ def row_wise(
                 raise ConfigError(f"row_wise sizes sum to {sum(heights)}; the table has {rows} rows")
             devices = [kinds] * len(heights) if isinstance(kinds, str) else list(kinds)
             if len(devices) != len(heights):
-                raise ConfigError(f"row_wise has {len(heights)} sizes and {len(devices)} device kinds; give one each")
+                raise ConfigError(
+                    f"row_wise has {len(heights)} sizes and {len(devices)} device kinds; expected one kind for each size"
+                )
         rects = grid(heights, [cols], [i % world_size for i in range(len(heights))])
         return _sharding(param, rects, ShardingType.ROW_WISE, local_size, device_type, sharder, compute_kernel, devices)
 
@@ -237,11 +241,13 @@ def column_wise(
         if size_per_rank is not None:
             widths = list(size_per_rank)
             if len(widths) != len(places) or sum(widths) != cols or min(widths) < 1:
-                raise ConfigError(f"column_wise sizes {widths} on ranks {places}; expected one each, {cols} in sum")
+                raise ConfigError(
+                    f"column_wise sizes {widths} on ranks {places}; expected one size for each rank, with sum {cols}"
+                )
         else:
             if cols % len(places):
                 raise ConfigError(
-                    f"column_wise: {cols} columns do not divide over {len(places)} ranks; give size_per_rank"
+                    f"column_wise: {cols} columns do not divide over {len(places)} ranks; pass size_per_rank"
                 )
             widths = [cols // len(places)] * len(places)
         rects = grid([rows], widths, places)
@@ -289,7 +295,7 @@ def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
 
 
 def get_sharding_constructor_from_type(sharding_type: ShardingType) -> Callable[..., ParameterShardingGenerator]:
-    """The generator's constructor for a sharding type; raises ConfigError for one that has none."""
+    """The generator for a sharding type; raises ConfigError for a type without one."""
     constructors: dict[ShardingType, Callable[..., ParameterShardingGenerator]] = {
         ShardingType.DATA_PARALLEL: data_parallel,
         ShardingType.TABLE_WISE: table_wise,
@@ -299,7 +305,7 @@ def get_sharding_constructor_from_type(sharding_type: ShardingType) -> Callable[
         ShardingType.GRID_SHARD: grid_shard,
     }
     if sharding_type not in constructors:
-        raise ConfigError(f"no constructor for {sharding_type}; expected one of {[t.value for t in constructors]}")
+        raise ConfigError(f"no generator for {sharding_type}; expected one of {[t.value for t in constructors]}")
     return constructors[sharding_type]
 
 
@@ -316,7 +322,7 @@ def apply_to_all(
 def _default_sharder(module: nn.Module) -> ModuleSharder[nn.Module]:
     sharders = get_module_to_default_sharders()
     if type(module) not in sharders:
-        raise ConfigError(f"no default sharder for {type(module).__name__}; give one")
+        raise ConfigError(f"no default sharder for {type(module).__name__}; pass sharder=")
     return sharders[type(module)]
 
 
@@ -332,17 +338,17 @@ def construct_module_sharding_plan(
 
     A generator that names no kernel plans a table ``fused`` when its optimizer runs in the backward
     (:func:`~recinfer.optim.apply_optimizer_in_backward.apply_optimizer_in_backward` was called for it, or the sharder's
-    ``fused_params`` name one), else ``dense``: then its parameter is for an optimizer of the caller's.
+    ``fused_params`` name one), else ``dense``: then the caller's own optimizer steps its parameter.
 
     Args:
         module: the embedding module.
         per_param_sharding: table -> generator (:func:`table_wise` ...).
-        sharder: default by the module's class.
-        local_size, world_size: ranks a host and in all; default those of the process group.
+        sharder: default: that of the module's class.
+        local_size, world_size: ranks per host and in all; default those of the process group.
         device_type: default ``cuda`` if there is one.
 
     Raises:
-        ConfigError: unknown or missing tables, or a sharding that the sharder or the world does not allow.
+        ConfigError: unknown or missing tables, or a sharding that the sharder or the number of ranks does not allow.
 
     Example::
 
@@ -369,7 +375,8 @@ def construct_module_sharding_plan(
     )
     if missing or unknown:
         raise ConfigError(
-            f"per_param_sharding lacks tables {missing} and names unknown ones {unknown}; give one for each table"
+            f"per_param_sharding lacks tables {missing} and names unknown tables {unknown}; expected one entry for "
+            "each table"
         )
     plan = EmbeddingModuleShardingPlan()
     for name, generate in per_param_sharding.items():

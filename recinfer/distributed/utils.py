@@ -1,4 +1,5 @@
-"""Small helpers that the sharded modules share: names with prefixes, and kernel settings gathered from where they come."""
+"""Helpers of the sharded modules: names with prefixes, and kernel settings merged from optimizers, plans and
+sharders."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# By the name of the class: torch.optim's, recinfer.optim's and TorchRec's have the same ones.
+# By class name, which is the same in torch.optim, recinfer.optim and TorchRec.
 _OPTIMIZERS = {
     "SGD": OptimType.SGD,
     "LarsSGD": OptimType.LARS_SGD,
@@ -84,7 +85,7 @@ def optimizer_fused_params(parameter: Any) -> dict[str, Any]:
         return {}
     if len(classes) > 1:
         names = [c.__name__ for c in classes]
-        raise ConfigError(f"a table has optimizers {names} in its backward; a fused kernel runs one")
+        raise ConfigError(f"a table has optimizers {names} in its backward; a fused kernel supports only one")
     kwargs = dict((getattr(parameter, "_optimizer_kwargs", None) or [{}])[0])
     optimizer = optimizer_type_to_emb_opt_type(classes[0])
     if kwargs.get("weight_decay") and optimizer in _L2:
@@ -95,7 +96,7 @@ def optimizer_fused_params(parameter: Any) -> dict[str, Any]:
 def add_params_from_parameter_sharding(
     fused_params: dict[str, Any] | None, parameter_sharding: ParameterSharding
 ) -> dict[str, Any]:
-    """``fused_params`` with the kernel settings of a table's plan, which win."""
+    """``fused_params`` updated with the kernel settings of a table's plan."""
     given: dict[str, Any] = {
         "enforce_hbm": parameter_sharding.enforce_hbm,
         "stochastic_rounding": parameter_sharding.stochastic_rounding,
@@ -118,12 +119,12 @@ def add_params_from_parameter_sharding(
 def merge_fused_params(
     fused_params: dict[str, Any] | None = None, param_fused_params: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The settings of all tables with those of one table, which win."""
+    """The settings of all tables, updated with those of one table."""
     return {**(fused_params or {}), **(param_fused_params or {})}
 
 
 def get_unsharded_module_names(model: nn.Module) -> list[str]:
-    """Paths of the outermost modules without a sharded module in them, beside the sharded ones; [] without any."""
+    """Paths of the outermost modules that contain no sharded module and are none; [] if nothing is sharded."""
 
     def holds_sharded(module: nn.Module) -> bool:
         return any(isinstance(m, ShardedModule) for m in module.modules())
@@ -140,10 +141,11 @@ def get_unsharded_module_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None]:
-    """Inside, ``copy.deepcopy`` of a sharded model puts tensors on ``device`` and shares process groups, in this thread alone.
+    """Context manager in which ``copy.deepcopy`` of a sharded model puts tensors on ``device`` and shares process
+    groups. It affects this thread only.
 
     Args:
-        device: None shares the tensors too, and copies the modules alone.
+        device: None shares the tensors too, and copies only the modules.
 
     For a DistributedModelParallel its own ``copy(device)`` does the same and leaves DistributedDataParallel out.
 
@@ -152,7 +154,7 @@ def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None
         with sharded_model_copy("cpu"):
             on_cpu = copy.deepcopy(dmp.module)
     """
-    # It imports DTensor, which a server that copies nothing does without.
+    # Imported late: it imports DTensor, which servers do not need.
     from recinfer.distributed.sharded.copying import module_copies_go_to
 
     with module_copies_go_to(None if device is None else torch.device(device)):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from recinfer.archive.check import ANSWERS, REQUESTS, Answer, Request, odd_rows, pack_answers, pack_requests
 from recinfer.archive.cut import Leaf, find_leaves
 from recinfer.archive.dense import ExportedDense
-from recinfer.archive.layout import rank_file, rects_by_rank
 from recinfer.archive.manifest import (
     CheckInfo,
     Manifest,
@@ -29,6 +28,7 @@ from recinfer.archive.manifest import (
 from recinfer.archive.manifest_rules import check_before_writing
 from recinfer.archive.positions import PATH as POSITIONS
 from recinfer.archive.positions import pack_position_weights
+from recinfer.archive.rank_files import rank_file, rects_by_rank
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.writer import ArchiveFolder, ShardWriter, archive_folder
 from recinfer.checkpoint import CheckpointReader

@@ -1,1 +1,1 @@
-"""How many hosts a model needs for a rate: capacity measured on a real server, ranks from the planner, prices."""
+"""Sizing: the hosts that a model needs for a request rate, from measured capacity, planned ranks, and prices."""

@@ -1,4 +1,4 @@
-"""When requests come and how large they are: traces read from files, and made-up ones."""
+"""Arrival times and sizes of requests: traces from files, and generated ones."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["Trace", "poisson", "read_trace"]
 
 _COLUMNS = ("time", "batch", "ids")
 _MAX_LINE = 1 << 20
-_MOST_COUNT, _LATEST_S = 2**31 - 1, 1e15  # beyond, arithmetic with them is not exact
+_MOST_COUNT, _LATEST_S = 2**31 - 1, 1e15  # larger numbers are not exact in floating point
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order in which they came.
+    """Requests in the order of their arrival.
 
     Attributes:
         times: seconds, float64 ``[N]``, ascending from 0.
-        batches: samples of each, int64 ``[N]``.
-        ids: ids of each over all features, int64 ``[N]``.
-        ids_by_feature: mean ids a sample of single features, where the file says so.
+        batches: samples per request, int64 ``[N]``.
+        ids: ids per request over all features, int64 ``[N]``.
+        ids_by_feature: mean ids per sample by feature, if the file has them.
     """
 
     times: NDArray[np.float64]
@@ -52,12 +52,12 @@ class Trace:
 
     @property
     def qps(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         return self.times.size / self.duration
 
     @property
     def duration(self) -> float:
-        """Seconds to the end of the last request's turn."""
+        """Seconds until the next request would arrive after the last one."""
         last = float(self.times[-1] - self.times[0])
         return last * self.times.size / max(self.times.size - 1, 1) or 1.0
 
@@ -67,12 +67,12 @@ class Trace:
         return float(self.ids.sum() / self.batches.sum())
 
     def at_rate(self, qps: float, count: int, seed: int = 0) -> Trace:
-        """About ``count`` requests of this trace's sizes and pattern, ``qps`` a second.
+        """About ``count`` requests with this trace's sizes and pattern, at ``qps`` requests per second.
 
-        Times are stretched; a trace that is too short is continued by itself, each time from another place in it.
+        Gaps are scaled. A trace that is too short is repeated, each time from another position.
         """
         if not 0 < qps < math.inf or count < 1:
-            raise InputError(f"trace: got {qps} requests a second and {count} requests, expected more than 0")
+            raise InputError(f"trace: got {qps} requests per second and {count} requests, expected more than 0")
         random, size = np.random.default_rng(seed), self.times.size
         gaps = np.diff(self.times)
         gaps = np.append(gaps, gaps.mean() if gaps.size else 0.0)
@@ -91,14 +91,14 @@ class Trace:
 def poisson(
     qps: float, count: int, *, batch: int = 1, ids_per_sample: float = 1.0, seed: int = 0, spread_ids: bool = True
 ) -> Trace:
-    """Requests that come independently of each other, all of one batch.
+    """A Poisson process of requests with equal batch sizes.
 
     Args:
-        spread_ids: a request's ids vary as a sum of geometric bags does; else each has the mean.
+        spread_ids: ids per request vary like a sum of geometric bags; otherwise each request has the mean.
     """
     if not 0 < qps < math.inf or count < 1 or batch < 1 or not 0 <= ids_per_sample < math.inf:
         raise InputError(
-            f"got {qps} requests a second, {count} requests of {batch} samples and {ids_per_sample} ids a sample; "
+            f"got {qps} requests per second, {count} requests of {batch} samples and {ids_per_sample} ids per sample; "
             "expected more than 0"
         )
     random = np.random.default_rng(seed)
@@ -115,7 +115,7 @@ def read_trace(path: Path) -> Trace:
 
     Raises:
         NotFoundError: no such file.
-        InputError: what a line holds, what was expected, and which line.
+        InputError: the message has the line number, its content, and what was expected.
     """
     rows = _json_lines if path.suffix.lower() in (".jsonl", ".json", ".ndjson") else _csv_lines
     times: list[float] = []
@@ -136,20 +136,20 @@ def read_trace(path: Path) -> Trace:
             else:
                 total = int(_number(mine, where, "ids", whole=True))
             if times and time < times[-1]:
-                raise InputError(f"{where}: time {time:g} is before the line above ({times[-1]:g}); sort the trace")
+                raise InputError(
+                    f"{where}: time {time:g} is less than on the line before ({times[-1]:g}); sort the trace"
+                )
             times.append(time)
             batches.append(batch)
             ids.append(total)
     except FileNotFoundError:
-        raise NotFoundError(
-            f"no trace {str(path)!r}; docs/how-to/measure-capacity.md says what one looks like"
-        ) from None
+        raise NotFoundError(f"no trace {str(path)!r}; docs/how-to/measure-capacity.md describes the format") from None
     except OSError as error:
         raise InputError(f"cannot read trace {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: expected text in UTF-8: {error}") from None
     if not times:
-        raise InputError(f"{path}: no requests in it; expected one a line")
+        raise InputError(f"{path}: contains no requests; expected one per line")
     samples = float(sum(batches))
     begin = np.array(times)
     means = {name: total / samples for name, total in sorted(by_feature.items())}
@@ -171,7 +171,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write the mark
+    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
         reader = _cells(path, csv.reader(file))
         _, header = next(reader, (1, None))
         names = [name.strip() for name in header or []]

@@ -1,4 +1,4 @@
-"""Capacity: the highest rate at which a real server keeps a promised p99, found by loading it."""
+"""Capacity: the highest request rate at which a real server meets its p99 objective, measured under load."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 from recinfer.sizing.arrivals import Trace
 from recinfer.sizing.load import Driver, Stretch
 
-__all__ = ["PROMISED", "Measured", "Point", "find_knee", "this_machine"]
+__all__ = ["OBJECTIVE_SHARE", "Measured", "Point", "find_knee", "this_machine"]
 
 FORMAT, VERSION = "recinfer.capacity", 1
-PROMISED = 0.99
-"""The share of requests that the promise is about."""
+OBJECTIVE_SHARE = 0.99
+"""The share of requests that the objective is about."""
 
 _FIRST_QPS = 20.0
-_FEWEST, _LONGER = 300, 5  # requests of a stretch, which may be so many times longer for them
-_REPEATS, _NEAR = 3, 1.1  # stretches that decide about a rate; rates this close to each other are one
-_SHARES = (0.25, 0.5, 0.7, 0.85)  # of the knee, measured for the curve
-_QUANTILES = 201  # that a distribution is kept as
+_FEWEST, _LONGER = 300, 5  # minimum requests per stretch, and how many times longer it may be for them
+_REPEATS, _NEAR = 3, 1.1  # most stretches per rate; the search ends at rates this close
+_SHARES = (0.25, 0.5, 0.7, 0.85)  # shares of the knee that are measured for the curve
+_QUANTILES = 201  # quantiles that are stored of a distribution
 _WARM_UP_S = 1.0
 
 Progress = Callable[[str, int, int], None]
@@ -39,15 +39,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Point:
-    """One rate, measured.
+    """Measurements at one rate.
 
     Attributes:
-        qps: requests a second.
-        p50_s, p99_s: medians over the stretches, of all requests that were due; infinite where they were not answered.
-        spread_s: the least and the most p99 of the stretches.
-        within: share of the requests that was answered within the promise, median of the stretches.
-        kept: most of the stretches kept the promise.
-        late_s: 99 % of the requests were sent within so many seconds of being due.
+        qps: requests per second.
+        p50_s, p99_s: medians over the stretches, over all scheduled requests; infinite if too many were not answered.
+        spread_s: the smallest and the largest p99 of the stretches.
+        within: share of the requests that were answered within the objective, median of the stretches.
+        kept: whether most of the stretches met the objective.
+        late_s: delay after the scheduled time within which 99 % of the requests were sent.
     """
 
     qps: float
@@ -61,22 +61,23 @@ class Point:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a server can take.
+    """Measured capacity of a server.
 
     Attributes:
         what: ``"server"``, or ``"ranker and shard"``: one ranker and one shard server that holds all ranks.
         model, version: of the archive.
         call: ``"lookup"`` or ``"predict"``.
         batch, ids: mean samples of a request and ids of a sample.
-        p99_s: the promise.
-        knee_qps: the highest rate at which the promise was kept; 0: at none.
-        at_least: the promise was kept at the highest rate that was allowed, so the knee may be higher.
-        points: rates that were measured, ascending.
+        p99_s: the objective.
+        knee_qps: the highest rate at which the objective was met; 0 if at none.
+        at_least: the objective was met at the highest allowed rate, so the knee may be higher.
+        points: the measured rates, ascending.
         alone_s: latency of requests at the lowest rate, as quantiles from 0 to 1.
-        service_s: time between two answers of a server that is never idle, as quantiles from 0 to 1; none where ``at_least``.
-        cpu_s: seconds of processor a request near the knee, by process; the driver among them.
-        machine: where: host, processor, cores, date, versions.
-        driver_late: the driver sent requests late near the knee, so the knee may be the driver's.
+        service_s: time between two answers of a server that is never idle, as quantiles from 0 to 1; empty if
+            ``at_least``.
+        cpu_s: CPU seconds per request near the knee, by process, including the driver.
+        machine: the machine that measured: host, processor, cores, date, versions.
+        driver_late: the driver sent requests late near the knee, so the server's knee may be higher.
     """
 
     what: str
@@ -106,7 +107,7 @@ class Measured:
 
         Raises:
             NotFoundError: no such file.
-            ConfigError: it is none of these, or of another version.
+            ConfigError: the file is not of this format or version.
         """
         try:
             data: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -142,21 +143,21 @@ def find_knee(
     """Find the highest rate at which 99 % of requests are answered within ``p99_s``: rates double until one is too high, then
     rates between the last two are tried until two neighbours are within 10 %.
 
-    A rate is decided by up to three stretches of load; at the end a longer stretch at the knee must keep the promise too, or
-    the knee is lowered.
+    Up to three stretches of load decide about a rate. At the end a longer stretch at the knee must meet the objective
+    too, or the knee is lowered.
 
     Args:
         driver: sends the requests.
-        trace: when requests come, stretched to each rate.
-        seconds: of one stretch of load; longer where fewer than 300 requests would come.
+        trace: arrival times, scaled to each rate.
+        seconds: length of one stretch of load; longer if it would have fewer than 300 requests.
         max_qps: the highest rate to try.
-        cpu_s: seconds of processor used so far, by process.
+        cpu_s: returns the CPU seconds used so far, by process.
 
     Returns:
         The fields of :class:`Measured` that are measured.
 
     Raises:
-        UnavailableError: the server answers nothing.
+        UnavailableError: the server answers no request.
     """
     return _Search(driver, trace, p99_s, seconds, max_qps, seed, cpu_s or dict, progress or (lambda *_: None)).run()
 
@@ -203,7 +204,7 @@ class _Search:
         }
 
     def _bracket(self) -> tuple[float, float | None]:
-        """A rate that keeps the promise, 0 where none does, and one that does not, None where the highest one does."""
+        """A rate that meets the objective (0 if none does), and one that does not (None if the highest one does)."""
         knee, rate = 0.0, min(_FIRST_QPS, self._max_qps)
         while self._kept(rate):
             if rate >= self._max_qps:
@@ -212,23 +213,23 @@ class _Search:
         return knee, rate
 
     def _confirmed(self, knee: float) -> tuple[float, dict[str, float]]:
-        """The knee that a longer stretch keeps too, and seconds of processor a request there."""
+        """The knee, lowered until a longer stretch meets the objective, and CPU seconds per request there."""
         while knee > _FIRST_QPS:
             before, start = self._cpu_s(), time.process_time()
             found = self._stretch(knee, 3 * self._seconds)
             spent = {name: after - before[name] for name, after in self._cpu_s().items()}
             spent["driver"] = time.process_time() - start
-            if found.share_within(self._p99_s) >= PROMISED:
+            if found.share_within(self._p99_s) >= OBJECTIVE_SHARE:
                 return knee, {name: each / found.latency_s.size for name, each in spent.items()}
             knee /= _NEAR
         return knee, {}
 
     def _kept(self, qps: float, at_least: int = 1) -> bool:
-        """Whether most of three stretches keep the promise; the first decides alone where it is far from it."""
+        """Whether most of three stretches meet the objective; the first decides alone if it is far from it."""
         kept: list[bool] = []
         while len(kept) < _REPEATS:
             found = self._stretch(qps)
-            p99_s = found.percentile(100 * PROMISED)
+            p99_s = found.percentile(100 * OBJECTIVE_SHARE)
             kept.append(p99_s <= self._p99_s)
             far = not 0.7 * self._p99_s < p99_s < 3 * self._p99_s
             most = max(kept.count(True), kept.count(False))
@@ -239,11 +240,11 @@ class _Search:
     def _stretch(self, qps: float, seconds: float | None = None) -> Stretch:
         wanted = self._seconds if seconds is None else seconds
         count = max(int(qps * wanted), min(_FEWEST, int(qps * _LONGER * wanted)) if seconds is None else 1, 2)
-        self._say(f"{qps:,.0f} requests a second", self._done, self._done + 8)
+        self._say(f"{qps:,.0f} requests per second", self._done, self._done + 8)
         due = self._trace.at_rate(qps, count, self._seed + self._done)
         self._done += 1
         found = self._driver.run(due.times)
-        if seconds is None or seconds > self._seconds:  # else it was to warm up, or meant to be too much
+        if seconds is None or seconds > self._seconds:  # other stretches are for warming up or deliberate overload
             self._stretches.setdefault(qps, []).append(found)
         return found
 
@@ -256,7 +257,7 @@ class _Search:
         return np.diff(waiting) if waiting.size > 2 else np.array([1 / qps])
 
     def _point(self, qps: float, stretches: Sequence[Stretch]) -> Point:
-        p99s = [each.percentile(100 * PROMISED) for each in stretches]
+        p99s = [each.percentile(100 * OBJECTIVE_SHARE) for each in stretches]
         within = [each.share_within(self._p99_s) for each in stretches]
         return Point(
             qps=qps,
@@ -264,13 +265,13 @@ class _Search:
             p99_s=statistics.median(p99s),
             spread_s=(min(p99s), max(p99s)),
             within=statistics.median(within),
-            kept=2 * sum(share >= PROMISED for share in within) > len(within),
+            kept=2 * sum(share >= OBJECTIVE_SHARE for share in within) > len(within),
             late_s=statistics.median(float(np.nanpercentile(each.sent_s, 99)) for each in stretches),
         )
 
 
 def this_machine() -> dict[str, Any]:
-    """Where something was measured."""
+    """Description of this machine."""
     import torch
 
     model = platform.processor() or platform.machine()
@@ -294,7 +295,7 @@ def _quantiles(values: NDArray[np.float64]) -> tuple[float, ...]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: null stands for it."""
+    """Infinite numbers become None, as JSON has no infinity."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

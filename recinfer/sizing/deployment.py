@@ -1,4 +1,5 @@
-"""From a measured capacity to hosts: ranks that the memory needs, hosts that the rate needs, what one lost host costs, prices."""
+"""Deployments from measured capacity: ranks for the memory, hosts for the rate, load after losing a host, and
+prices."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from recinfer.distributed.planner.types import PlannerError
 from recinfer.errors import ConfigError
 from recinfer.inference.reshard import embedding_model
 from recinfer.modules.embedding_configs import DataType
-from recinfer.sizing.capacity import PROMISED, Measured
+from recinfer.sizing.capacity import OBJECTIVE_SHARE, Measured
 from recinfer.sizing.fanout import agreement, carried
 from recinfer.sizing.hosts import HostType
 
 __all__ = ["PLANNED_SHARE", "Deployment", "Goal", "deployment", "ranks_needed"]
 
 PLANNED_SHARE = 0.7
-"""Of the knee: what a host is planned for."""
+"""Share of the knee for which a host is planned."""
 
 _MOST_RANKS = 1024
 _HEDGE_PERCENT = 95.0
@@ -28,7 +29,8 @@ _HEDGE_PERCENT = 95.0
 
 @dataclass(frozen=True)
 class Goal:
-    """What is promised: ``p99_s`` seconds for 99 % of ``qps`` requests a second, with ``min_replicas`` of everything."""
+    """The objective: 99 % of ``qps`` requests per second within ``p99_s`` seconds, with at least ``min_replicas`` of
+    each server."""
 
     qps: float
     p99_s: float
@@ -36,7 +38,7 @@ class Goal:
 
     def __post_init__(self) -> None:
         if not 0 < self.qps < math.inf or not 0 < self.p99_s < math.inf or self.min_replicas < 1:
-            raise ConfigError(f"got {self.qps} requests a second within {self.p99_s} s, expected more than 0 of both")
+            raise ConfigError(f"got {self.qps} requests per second within {self.p99_s} s, expected numbers above 0")
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,15 @@ class Deployment:
     """Hosts of one kind for a model.
 
     Attributes:
-        host: their kind.
-        shards: ranks of the plan; 1: each host has all tables and answers callers itself.
+        host: the kind of host.
+        shards: ranks of the plan; with 1 each host has all tables and answers clients itself.
         replicas: hosts of each shard.
-        rankers: hosts that ask the shards; 0 where there is one.
+        rankers: ranker hosts; 0 without shards.
         host_qps: the knee of one host.
-        share: of the knee that each host gets.
-        share_one_lost: the same while one host is gone.
-        p99_s: at ``share``, measured or carried; None: not known.
-        why_not: what keeps it from being used; empty: it keeps the promise.
+        share: load of each host as a share of its knee.
+        share_one_lost: the same while one host is down.
+        p99_s: p99 at ``share``, measured or computed; None: unknown.
+        why_not: why it does not meet the objective; empty if it does.
     """
 
     host: HostType
@@ -67,17 +69,17 @@ class Deployment:
 
     @property
     def hosts(self) -> int:
-        """All of them."""
+        """Number of hosts."""
         return self.shards * self.replicas + self.rankers
 
     @property
     def cost(self) -> float:
-        """An hour."""
+        """Price per hour."""
         return self.hosts * self.host.price
 
     @property
     def meets(self) -> bool:
-        """Whether it keeps the promise."""
+        """Whether it meets the objective."""
         return not self.why_not
 
 
@@ -85,7 +87,7 @@ def ranks_needed(manifest: Manifest, host: HostType) -> int:
     """The least number of ranks with which the planner fits the archive's tables into hosts of this kind.
 
     Raises:
-        PlannerError: no number up to 1,024 does; the planner's words.
+        PlannerError: no number up to 1,024 is enough; the message is the planner's.
     """
     model = embedding_model(manifest)
     stored = {table.name: DataType.parse(str(table.data_type)) for table in manifest.tables}
@@ -124,12 +126,13 @@ def deployment(
     shards: int | None = None,
     max_hosts: int = 1000,
 ) -> Deployment:
-    """The hosts of this kind that keep the promise: the rate over 70 % of the knee, at least ``goal.min_replicas``.
+    """The hosts of this kind that meet the objective: the rate divided by 70 % of the knee, at least
+    ``goal.min_replicas``.
 
-    A knee is taken to grow with the cores of a host: it was measured on another one.
+    Knees are assumed to be proportional to the cores of a host.
 
     Args:
-        server, sharded: what one server, and a ranker with one shard server, can take; None: not measured.
+        server, sharded: capacity of one server, and of a ranker with one shard server; None: not measured.
         shards: ranks; None: as many as the memory needs.
     """
     try:
@@ -141,7 +144,7 @@ def deployment(
         how = "recinfer bench capacity ARCHIVE" + (" --sharded" if ranks > 1 else "")
         return Deployment(host, ranks, why_not=f"not measured: {how}")
     if not measured.knee_qps:
-        return Deployment(host, ranks, why_not="no rate kept the promise")
+        return Deployment(host, ranks, why_not="no rate met the objective")
     host_qps = measured.knee_qps * host.cores / measured.machine["cores"]
     replicas = max(goal.min_replicas, math.ceil(goal.qps / (PLANNED_SHARE * host_qps)))
     rankers = replicas if ranks > 1 else 0
@@ -158,8 +161,8 @@ def deployment(
 
 
 def _p99(measured: Measured, share: float, shards: int, host: HostType) -> float | None:
-    """Seconds at ``share`` of the knee: a server's is measured; that of several shards is carried where the queue on paper
-    agrees with what was measured.
+    """p99 in seconds at ``share`` of the knee: measured for a server; computed for several shards if the queue model
+    agrees with the measurement.
     """
     if shards == 1:
         kept = sorted((point for point in measured.points if point.kept), key=lambda point: point.qps)
@@ -170,4 +173,4 @@ def _p99(measured: Measured, share: float, shards: int, host: HostType) -> float
     rate = share * measured.knee_qps
     alone = carried(measured, shards=1, qps=rate)
     after = float(np.percentile(alone, _HEDGE_PERCENT))
-    return float(np.quantile(carried(measured, shards=shards, qps=rate, hedge_after_s=after), PROMISED))
+    return float(np.quantile(carried(measured, shards=shards, qps=rate, hedge_after_s=after), OBJECTIVE_SHARE))

@@ -1,7 +1,7 @@
-"""A request that needs many shards, on paper: quantiles that shards must keep, a queue in numpy, hedged requests.
+"""Latency of requests to many shards, computed: quantiles that each shard must meet, a queue model, hedged requests.
 
 The queue is Lindley's recursion (D. V. Lindley, "The theory of queues with a single server", 1952) over measured service times;
-what a fan-out does to a tail is from J. Dean and L. A. Barroso, "The Tail at Scale", 2013.
+the effect of fan-outs on tail latency is from J. Dean and L. A. Barroso, "The Tail at Scale", 2013.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.errors import InputError
-from recinfer.sizing.capacity import PROMISED, Measured
+from recinfer.sizing.capacity import OBJECTIVE_SHARE, Measured
 
 __all__ = ["Agreement", "agreement", "carried", "fanned", "hedged", "latencies", "needed_quantile", "waits"]
 
@@ -22,32 +22,33 @@ Array = NDArray[np.float64]
 _REQUESTS = 100_000
 
 
-def needed_quantile(promise: float, shards: int) -> float:
-    """The share of its answers that each of ``shards`` independent shards must give in time, so that ``promise`` of the requests
-    that need all of them are.
+def needed_quantile(objective: float, shards: int) -> float:
+    """The share of responses that each of ``shards`` independent shards must give in time, so that the share
+    ``objective`` of all requests is in time.
     """
-    if not 0 < promise < 1 or shards < 1:
+    if not 0 < objective < 1 or shards < 1:
         raise InputError(
-            f"got a promise of {promise} and {shards} shards, expected 0 < promise < 1 and at least one shard"
+            f"got an objective of {objective} and {shards} shards, expected 0 < objective < 1 and at least one shard"
         )
-    return float(promise ** (1 / shards))
+    return float(objective ** (1 / shards))
 
 
 def waits(arrival_s: Array, service_s: Array) -> Array:
     """Seconds that each request waits in a queue of one server: W[n+1] = max(0, W[n] + S[n] - A[n]).
 
     Args:
-        arrival_s: when requests come, ascending ``[N]``.
-        service_s: how long each is served ``[N]``.
+        arrival_s: arrival times, ascending ``[N]``.
+        service_s: service times ``[N]``.
     """
     steps = np.concatenate(([0.0], np.cumsum(service_s[:-1] - np.diff(arrival_s))))
     return steps - np.minimum.accumulate(steps)
 
 
 def latencies(qps: float, measured: Measured, *, seed: int = 0, requests: int = _REQUESTS) -> Array:
-    """Latency of requests that come independently of each other, ``qps`` a second: a wait, and what a lone request takes.
+    """Latency of a Poisson process of ``qps`` requests per second: waiting time plus the latency of a lone request.
 
-    What a lone request takes and how far answers of a server that is never idle are apart are drawn from what was measured.
+    Latencies of lone requests, and times between two responses of a busy server, are drawn from the measured
+    distributions.
     """
     random = np.random.default_rng(seed)
     arrival_s = np.cumsum(random.exponential(1 / qps, requests))
@@ -56,7 +57,8 @@ def latencies(qps: float, measured: Measured, *, seed: int = 0, requests: int = 
 
 
 def hedged(first: Array, second: Array, after_s: float) -> Array:
-    """Latency where a request that has no answer after ``after_s`` is sent to another replica too; ``second``: of that one."""
+    """Latency of requests that are sent to a second replica after ``after_s`` without a response; ``second`` is its
+    latency."""
     return np.where(first > after_s, np.minimum(first, after_s + second), first)
 
 
@@ -69,12 +71,12 @@ def fanned(shard: Array, shards: int, seed: int = 0) -> Array:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The queue on paper beside the server, at the rate of a measured point nearest to 70 % of the knee.
+    """Comparison of the queue model with the measurement, at the measured rate nearest to 70 % of the knee.
 
     Attributes:
         qps: that rate.
         measured_s, carried_s: p99.
-        agrees: they differ by no more than the measured stretches do among each other, or by 20 %.
+        agrees: they differ by no more than the measured stretches, or by 20 %.
     """
 
     qps: float
@@ -84,26 +86,27 @@ class Agreement:
 
 
 def agreement(measured: Measured, *, seed: int = 0) -> Agreement:
-    """Whether the queue on paper gives what was measured; where it does not, nothing may be carried to other rates or shards."""
+    """Compare the queue model with the measurement. If they disagree, the model must not be used for other rates or
+    shards."""
     kept = [point for point in measured.points if point.kept]
     if not kept or not measured.service_s:
         raise InputError(
-            "capacity: expected a knee with a rate above it that broke the promise; measure without --max-qps"
+            "capacity: expected a knee and a higher rate that missed the objective; measure without --max-qps"
         )
     point = min(kept, key=lambda each: abs(each.qps - 0.7 * measured.knee_qps))
-    found = float(np.quantile(latencies(point.qps, measured, seed=seed), PROMISED))
+    found = float(np.quantile(latencies(point.qps, measured, seed=seed), OBJECTIVE_SHARE))
     least, most = point.spread_s
     agrees = min(least, 0.8 * point.p99_s) <= found <= max(most, 1.2 * point.p99_s)
     return Agreement(point.qps, point.p99_s, found, agrees)
 
 
 def carried(measured: Measured, *, shards: int, qps: float, hedge_after_s: float | None = None, seed: int = 0) -> Array:
-    """Latency of requests that need ``shards`` shards, each of whose replicas gets ``qps`` requests a second.
+    """Latency of requests that need ``shards`` shards, each of whose replicas gets ``qps`` requests per second.
 
-    What was measured is a ranker and one shard together, so the ranker's part counts once a shard: an upper bound.
+    A ranker and one shard were measured together, so the ranker's part counts once per shard: an upper bound.
 
     Args:
-        hedge_after_s: a second replica is asked after so long; None: none is.
+        hedge_after_s: delay of a hedged request; None: no hedging.
     """
     one = latencies(qps, measured, seed=seed)
     if hedge_after_s is not None:

@@ -1,4 +1,4 @@
-"""Kinds of hosts and what they cost, from a small JSON file or as an illustration."""
+"""Kinds of hosts with prices, from a JSON file, or examples."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from recinfer.errors import ConfigError, NotFoundError
 __all__ = ["EXAMPLE_HOSTS", "HostType", "priced", "read_hosts"]
 
 FORMAT, VERSION = "recinfer.hosts", 1
-_SYSTEM_BYTES = 1 << 30  # of the operating system
-_WORKER_BYTES = 200 << 20  # of a server process beside the tables, which processes of a host share
+_SYSTEM_BYTES = 1 << 30  # GiB for the operating system
+_WORKER_BYTES = 200 << 20  # GiB per server process, without tables, which the processes of a host share
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class HostType:
     """One kind of host.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         cores: hardware threads.
         memory_gib: GiB of memory.
-        price: of an hour, in whatever currency all kinds have.
+        price: price per hour, in one currency for all kinds.
     """
 
     name: str
@@ -46,12 +46,13 @@ class HostType:
 
     @property
     def workers(self) -> int:
-        """Server processes: one keeps an event loop's core busy, and gRPC's own threads need some of the others."""
+        """Number of server processes: each keeps one core busy with its event loop; gRPC's threads need some of the
+        others."""
         return max(1, self.cores - self.cores // 4)
 
     @property
     def table_bytes(self) -> float:
-        """Memory left for tables."""
+        """Bytes of memory for tables."""
         return max(self.memory_gib * 2**30 - _SYSTEM_BYTES - self.workers * _WORKER_BYTES, 0.0)
 
 
@@ -61,7 +62,7 @@ EXAMPLE_HOSTS = (
     HostType("memory", 8, 64.0, 0.53),
     HostType("large", 16, 64.0, 0.80),
 )
-"""Made-up prices of usual proportions, for those who give none."""
+"""Examples with made-up prices in usual proportions."""
 
 
 def read_hosts(path: Path) -> tuple[HostType, ...]:
@@ -69,28 +70,26 @@ def read_hosts(path: Path) -> tuple[HostType, ...]:
 
     Raises:
         NotFoundError: no such file.
-        ConfigError: what came, and what was expected.
+        ConfigError: the message has the value and what was expected.
     """
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise NotFoundError(
-            f"no host types {str(path)!r}; docs/how-to/choose-hosts.md says what the file looks like"
-        ) from None
+        raise NotFoundError(f"no host types {str(path)!r}; docs/how-to/choose-hosts.md describes the format") from None
     except (ValueError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, VERSION):
         raise ConfigError(f"{path}: expected an object of format {FORMAT!r}, version {VERSION}")
     entries = data.get("hosts")
     if data.keys() - {"format", "version", "hosts"} or not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{path}: expected one entry more, hosts: a list of at least one kind of host")
+        raise ConfigError(f"{path}: expected the entry hosts, a list of at least one kind of host")
     expected = {"name", "cores", "memory_gib", "price"}
     for entry in entries:
         if not isinstance(entry, dict) or entry.keys() != expected:
             raise ConfigError(f"{path}: got {str(entry)[:120]}; expected an object of {', '.join(sorted(expected))}")
     found = tuple(HostType(**entry) for entry in entries)
     if len({host.name for host in found}) != len(found):
-        raise ConfigError(f"{path}: two kinds of hosts have one name")
+        raise ConfigError(f"{path}: two kinds of hosts have the same name")
     return found
 
 
@@ -104,6 +103,8 @@ def priced(hosts: Sequence[HostType], prices: Sequence[str]) -> tuple[HostType, 
         except ValueError:
             price = math.nan
         if not equals or name not in changed or not 0 <= price < math.inf:
-            raise ConfigError(f"--price {text!r}: expected NAME=PRICE an hour, NAME one of {', '.join(changed)}")
+            raise ConfigError(
+                f"--price {text!r}: expected NAME=PRICE (per hour), with NAME one of {', '.join(changed)}"
+            )
         changed[name] = replace(changed[name], price=price)
     return tuple(changed.values())

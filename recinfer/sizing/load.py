@@ -1,4 +1,4 @@
-"""Open-loop load on a running server: each request is sent when it is due, whatever became of those before it."""
+"""Open-loop load on a running server: requests are sent at scheduled times, independently of earlier responses."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ __all__ = ["Call", "Driver", "Stretch", "encode_requests"]
 
 Call = Literal["lookup", "predict"]
 
-_DISTINCT, _MOST_BYTES = 2048, 256 << 20  # requests that are encoded beforehand, and their bytes
+_DISTINCT, _MOST_BYTES = 2048, 256 << 20  # maximum number and bytes of requests that are encoded in advance
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """What became of the requests of one stretch of load.
+    """Results of one stretch of load.
 
     Attributes:
-        qps: requests a second that were due.
-        sent_s: seconds from when a request was due to when it was sent, float64 ``[N]``: the driver's own delay.
-        latency_s: seconds from when a request was due to its answer, float64 ``[N]``; infinite where there was none.
-        done_s: seconds from the stretch's begin to each answer, ascending, float64 ``[answered]``.
-        errors: requests without an answer, by the error's name.
+        qps: scheduled requests per second.
+        sent_s: seconds from the scheduled time of a request to its start, float64 ``[N]``: the driver's delay.
+        latency_s: seconds from the scheduled time of a request to its response, float64 ``[N]``; infinite without a
+            response.
+        done_s: seconds from the start to each response, ascending, float64 ``[answered]``.
+        errors: requests without a response, by error name.
         reason: the message of the first of them.
     """
 
@@ -51,12 +52,12 @@ class Stretch:
     reason: str = ""
 
     def percentile(self, percent: float) -> float:
-        """Seconds within which ``percent`` of all requests that were due were answered; infinite where they were not."""
+        """Seconds within which ``percent`` of all scheduled requests were answered; infinite if they were not."""
         ordered = self._ordered
         return float(ordered[min(int(np.ceil(percent / 100 * ordered.size)), ordered.size) - 1])
 
     def share_within(self, seconds: float) -> float:
-        """The share of all requests that were due that was answered within ``seconds``."""
+        """The share of all scheduled requests that were answered within ``seconds``."""
         return float(np.searchsorted(self._ordered, seconds, side="right") / self._ordered.size)
 
     @cached_property
@@ -69,10 +70,10 @@ def encode_requests(
 ) -> list[bytes]:
     """Serialized requests with the sizes of the first requests of ``trace`` and random ids; at most 2,048 of them.
 
-    The ids of a request are spread over the model's features evenly, or as ``trace.ids_by_feature`` has them.
+    The ids of a request are divided over the model's features evenly, or in proportion to ``trace.ids_by_feature``.
 
     Args:
-        model: what the model takes.
+        model: the description of the model's inputs.
         name, version: the served model and version that the requests name; empty: the server's default.
 
     Raises:
@@ -102,12 +103,12 @@ def encode_requests(
 
 
 def _features(model: ModelDescription, batch: int, ids: Sequence[float], random: np.random.Generator) -> FeatureArrays:
-    """A request's features: feature f has about ``ids[f]`` ids in all, spread evenly over the samples."""
+    """A request's features: feature f has about ``ids[f]`` ids in total, divided evenly over the samples."""
     if all(abs(each - batch) < 0.5 for each in ids):
         return random_features(model.features, batch, 1, random, weighted=model.needs_weights)
     lengths = []
     for mean in ids:
-        # A fraction of an id is an id of so many requests; the rest goes to the first samples.
+        # A fraction of an id becomes one id in that fraction of requests; a remainder goes to the first samples.
         count = int(mean) + int(random.random() < mean % 1)
         each = np.full(batch, count // batch, np.int32)
         each[: count % batch] += 1
@@ -125,18 +126,18 @@ class Driver:
     Args:
         target: ``"host:port"``.
         call: method of the requests.
-        requests: serialized requests, taken in turns.
+        requests: serialized requests, sent in turn.
         timeout: seconds after which a request counts as not answered.
-        client: what else AsyncInferenceClient takes: token, tls_ca and the like.
+        client: further arguments of AsyncInferenceClient, for example token and tls_ca.
     """
 
     def __init__(self, target: str, call: Call, requests: Sequence[bytes], *, timeout: float, **client: Any) -> None:
         self._call, self._requests, self._timeout = call.capitalize(), requests, timeout
-        # A client that retries or holds requests back would hide what the server refuses.
+        # Retries and throttling would hide refused requests.
         self._client = AsyncInferenceClient(target, **{**client, "retries": 0, "throttle": False, "timeout": timeout})
 
     def run(self, due_s: NDArray[np.float64]) -> Stretch:
-        """Send a request at each of ``due_s`` (seconds from the begin, ascending) and wait for all answers."""
+        """Send a request at each of ``due_s`` (seconds from the start, ascending) and wait for all responses."""
         return run_on_loop(self._run(due_s))
 
     def close(self) -> None:
@@ -154,7 +155,7 @@ class Driver:
         sent, done = np.full(count, np.nan), np.full(count, np.inf)
         errors: Counter[str] = Counter()
         reasons: list[str] = []
-        await self._client._call(self._call, self._requests[0], self._timeout)  # the connection is there then
+        await self._client._call(self._call, self._requests[0], self._timeout)  # opens the connection
 
         async def ask(i: int) -> None:
             sent[i] = time.perf_counter() - begin
@@ -167,7 +168,7 @@ class Driver:
             else:
                 done[i] = time.perf_counter() - begin
 
-        # Those under way alone: collections of garbage would go through all that are kept.
+        # Only pending tasks are kept, since garbage collection traverses all of them.
         tasks: set[asyncio.Task[None]] = set()
         failures: list[BaseException] = []
         all_sent = asyncio.Event()
@@ -188,7 +189,7 @@ class Driver:
         stopped = threading.Event()
         was_frozen = gc.get_freeze_count() > 0
         gc.collect()
-        gc.freeze()  # what is loaded by now is passed over: going through it takes longer than many a promise
+        gc.freeze()  # excludes loaded objects from garbage collection, which would take longer than some objectives
         begin = time.perf_counter() + 0.01
         arguments = (asyncio.get_running_loop(), due_s, begin, send, stopped)
         threading.Thread(target=_when_due, args=arguments, name="recinfer-due", daemon=True).start()
@@ -196,7 +197,7 @@ class Driver:
             await all_sent.wait()
             await asyncio.gather(*tasks)
         finally:
-            if not was_frozen:  # else what somebody froze before would thaw too
+            if not was_frozen:  # otherwise objects that the caller froze would be unfrozen
                 gc.unfreeze()
             stopped.set()
             for task in tuple(tasks):
@@ -216,7 +217,8 @@ def _when_due(
     send: Callable[[int, int], None],
     stopped: threading.Event,
 ) -> None:
-    """Call ``send(first, last)`` on ``loop`` for requests as they become due. An event loop's own timers are 1 ms apart."""
+    """Call ``send(first, last)`` on ``loop`` for requests as they become due. Timers of an event loop have a resolution
+    of only 1 ms."""
     at = 0
     while at < due_s.size and not stopped.is_set():
         wait = begin + due_s[at] - time.perf_counter()

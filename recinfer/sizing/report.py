@@ -1,4 +1,4 @@
-"""Capacity and deployments for people: tables and pictures."""
+"""Reports of capacity and deployments: tables and plots."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from recinfer.sizing.deployment import Deployment
 __all__ = ["COLUMNS", "as_data", "check_picture", "check_place", "draw_curve", "rows"]
 
 COLUMNS = (
-    "", "host", "shards", "replicas", "rankers", "hosts", "of the knee", "one host lost", "p99 ms", "per hour", "",
+    "", "host", "shards", "replicas", "rankers", "hosts", "load / knee", "one host down", "p99 ms", "per hour", "objective",
 )  # fmt: skip
 """Headings of :func:`rows`."""
 
 
 def rows(found: Sequence[Deployment], most: int = 12) -> list[tuple[str, ...]]:
-    """One line a deployment, the first one marked where it keeps the promise; ``most`` of them."""
+    """One row per deployment, at most ``most``; the first one is marked if it meets the objective."""
     return [
         (
             "->" if not at and each.meets else "",
@@ -34,14 +34,14 @@ def rows(found: Sequence[Deployment], most: int = 12) -> list[tuple[str, ...]]:
             _percent(each.share_one_lost),
             "-" if each.p99_s is None else f"{each.p99_s * 1e3:.2f}",
             f"{each.cost:,.2f}" if each.hosts else "-",
-            each.why_not or "keeps it",
+            each.why_not or "met",
         )
         for at, each in enumerate(found[:most])
     ]
 
 
 def as_data(each: Deployment) -> dict[str, Any]:
-    """A deployment as JSON has it; milliseconds."""
+    """A deployment for JSON; times in milliseconds."""
     return {
         "host": each.host.name,
         "shards": each.shards,
@@ -59,11 +59,11 @@ def as_data(each: Deployment) -> dict[str, Any]:
 
 
 def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else "too much" if math.isinf(share) else f"{share:.0%}"
+    return "-" if math.isnan(share) else "overload" if math.isinf(share) else f"{share:.0%}"
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError for a suffix that matplotlib does not write, or no folder; before anything long is done."""
+    """Raise ConfigError for a suffix that matplotlib does not support, or a path that cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
@@ -73,17 +73,18 @@ def check_picture(path: Path) -> None:
 
 
 def check_place(option: str, path: Path) -> None:
-    """Raise ConfigError where ``option`` names a file that cannot be written; before anything long is done."""
+    """Raise ConfigError if ``option`` names a file that cannot be written."""
     if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{option} {path}: cannot be written; name a file in a folder of yours")
+        raise ConfigError(f"{option} {path}: cannot be written; choose a file in a writable folder")
 
 
 def draw_curve(measured: Measured, path: Path) -> None:
-    """Draw p50 and p99 against the rate, with the promise and the knee."""
+    """Draw p50 and p99 against the rate, with the objective and the knee."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -93,18 +94,24 @@ def draw_curve(measured: Measured, path: Path) -> None:
     spread = [[(p.p99_s - p.spread_s[0]) * 1e3 for p in points], [_beyond(p.p99_s, p.spread_s[1]) for p in points]]
     axes.errorbar(rates, [p.p99_s * 1e3 for p in points], yerr=spread, marker="o", capsize=3, label="p99")
     axes.plot(rates, [p.p50_s * 1e3 for p in points], marker="o", label="p50")
-    promise = f"promise: p99 {measured.p99_s * 1e3:g} ms"
-    axes.axhline(measured.p99_s * 1e3, color="tab:red", linestyle="--", label=promise)
+    objective = f"objective: p99 {measured.p99_s * 1e3:g} ms"
+    axes.axhline(measured.p99_s * 1e3, color="tab:red", linestyle="--", label=objective)
     if measured.knee_qps:
         knee = f"knee: {measured.knee_qps:,.0f} requests/s"
         axes.axvline(measured.knee_qps, color="tab:grey", linestyle=":", label=knee)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # more labels would overlap
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(left=0)
-    axes.set_xlabel("requests a second")
+    axes.set_xlabel("requests per second")
     axes.set_ylabel("ms")
-    axes.set_title(f"{measured.what} of {measured.model} {measured.version}, {measured.call} of {measured.batch:g}")
+    where = measured.machine
+    axes.set_title(
+        f"{measured.what} of {measured.model} {measured.version}, {measured.call}, batch {measured.batch:g}\n"
+        f"measured on {where['cores']} cores of {where['processor']}, {where['date']}",
+        fontsize="medium",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""Starts real servers of an archive as a user would, each ``recinfer serve`` in a process of its own on loopback."""
+"""Starts servers of an archive for measurements: ``recinfer serve`` in separate processes, on loopback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _START_S, _STOP_S = 300.0, 20.0
 
 
 class ServerProcess:
-    """``recinfer serve ARGUMENTS`` on a free loopback port; it starts with :meth:`__enter__` and stops with the block.
+    """``recinfer serve ARGUMENTS`` on a free loopback port, as a context manager.
 
     Attributes:
         target: ``"host:port"``.
@@ -33,7 +33,7 @@ class ServerProcess:
 
     def __enter__(self) -> ServerProcess:
         self._errors = tempfile.TemporaryFile()
-        # A session of its own: Ctrl-C is the parent's, which stops this process.
+        # A separate session: Ctrl-C reaches only the parent, which stops this process.
         self._process = subprocess.Popen(
             self._command, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True
         )
@@ -48,7 +48,7 @@ class ServerProcess:
         self.stop()
 
     def stop(self) -> None:
-        """End the process: SIGTERM, and SIGKILL where it does not end."""
+        """Stop the process: SIGTERM, then SIGKILL if it does not end."""
         self._process.terminate()
         try:
             self._process.wait(_STOP_S)
@@ -60,7 +60,7 @@ class ServerProcess:
         self._errors.close()
 
     def cpu_s(self) -> float:
-        """Seconds of processor that the process has used so far."""
+        """CPU seconds that the process has used so far."""
         with open(f"/proc/{self._process.pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
@@ -80,7 +80,7 @@ class ServerProcess:
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip().splitlines()
         raise UnavailableError(
-            f"the server did not start: {' '.join(self._command[1:])}: {said[-1] if said else 'it said nothing'}"
+            f"the server did not start: {' '.join(self._command[1:])}: {said[-1] if said else 'it printed nothing'}"
         )
 
 

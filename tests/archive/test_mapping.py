@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from recinfer.archive.layout import PHASE
+from recinfer.archive.rank_files import PHASE
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.distributed.planner.plan import embedding_tables
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection

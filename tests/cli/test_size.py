@@ -73,7 +73,7 @@ def test_a_server_of_an_archive_is_started_measured_and_stopped(archive: Path, m
     assert set(found["cpu_s_per_request"]) == expected
 
 
-def test_a_promise_that_no_rate_keeps_ends_with_one(server: Server) -> None:  # noqa: F811
+def test_an_objective_that_no_rate_meets_exits_with_1(server: Server) -> None:  # noqa: F811
     target = f"127.0.0.1:{server.port}"
     code, out, _ = run("bench", "capacity", "--target", target, "--seconds", 0.2, "--p99-ms", 0.01)
     assert code == 1
@@ -105,7 +105,7 @@ def test_the_table_marks_the_chosen_one(options: list[object]) -> None:
     assert code == 0, err
     assert "1,500 requests/s, p99 within 20 ms" in out
     (chosen,) = (line for line in out.splitlines() if "->" in line)
-    assert all(text in chosen for text in ("four", "keeps it"))
+    assert all(text in chosen for text in ("four", "met"))
     assert "four hosts, each with all tables: " in out
     assert "are examples" not in err
     assert "measured on 4 cores" in err
@@ -126,7 +126,7 @@ def test_shards_are_computed_from_a_ranker_and_one_shard(options: list[object], 
     assert "the model gives p99" in err
 
 
-def test_no_kind_of_host_keeps_the_promise(options: list[object]) -> None:
+def test_no_kind_of_host_meets_the_objective(options: list[object]) -> None:
     found = run_json(*options, "--qps", 1e6, "--max-hosts", 10, code=1)
     assert found["chosen"] is None
     code, out, _ = run(*options, "--qps", 1e6, "--max-hosts", 10)
@@ -139,7 +139,7 @@ def test_without_a_file_the_capacity_is_measured(archive: Path, files: Path) -> 
     asked = ["size", "--archive", archive, "--hosts", files / "hosts.json", "--qps", 5]
     with starting_warm(server_process):
         found = run_json(*asked, "--p99-ms", 0.01, "--seconds", 0.2, code=1)
-    assert found["deployments"][0]["why_not"] == "no rate kept the promise"
+    assert found["deployments"][0]["why_not"] == "no rate met the objective"
     assert [each["what"] for each in found["measured"]] == ["server"]
 
 

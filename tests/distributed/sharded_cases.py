@@ -128,7 +128,7 @@ def state_goes_round(rank: int, world: int) -> None:
         try:
             cut.load_state_dict(sharded(Case("table_wise"), world).state_dict())
         except RuntimeError as error:
-            assert "load a checkpoint, which reshards" in str(error)
+            assert "or a checkpoint, which is resharded" in str(error)
         else:
             raise AssertionError("parts of another sharding were taken")
     names = [name for name, _ in module.named_parameters()]
@@ -290,7 +290,7 @@ def codecs_shrink(rank: int, world: int) -> None:
 
     reduce = Marked()
     module = sharded(case, world, qcomm_codecs_registry={CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name: reduce})
-    sorts = [{i.param_sharding.sharding_type for i in g.layout.infos} for g in module._groups]
+    sorts = [{i.param_sharding.sharding_type for i in g.layout.infos} for g in module._shardings]
     assert {"row_wise", "grid_shard"} in sorts
     close(module(batch_of(rank, 0, case)).values(), want, "no-op codecs")
 

@@ -36,9 +36,9 @@ def test_places_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None
     assert (get_local_size(8), get_num_groups(8), get_local_rank(8, 5), get_group_rank(8, 5)) == (8, 1, 5, 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (get_local_size(8), get_num_groups(8), get_local_rank(8, 5), get_group_rank(8, 5)) == (4, 2, 1, 1)
-    with pytest.raises(UnavailableError, match="no WORLD_SIZE; start with torchrun, or give world_size"):
+    with pytest.raises(UnavailableError, match="no WORLD_SIZE; start with torchrun, or pass world_size"):
         get_local_size()
-    with pytest.raises(UnavailableError, match="no RANK; start with torchrun, or give rank"):
+    with pytest.raises(UnavailableError, match="no RANK; start with torchrun, or pass rank"):
         get_local_rank(8)
     with pytest.raises(InputError, match="rank 8 with 8 ranks"):
         get_group_rank(8, 8)

@@ -132,7 +132,7 @@ def test_rows_go_back_to_where_ids_came_from(splits: list[int], batches: list[in
 
 def without_recat(rank: int, world: int) -> None:
     module = SequenceEmbeddingsAllToAll(group(), [2, 2])
-    with pytest.raises(InputError, match=r"batch sizes \[2, 1\] differ; give sparse_features_recat"):
+    with pytest.raises(InputError, match=r"batch sizes \[2, 1\] differ; pass sparse_features_recat"):
         module(torch.zeros(2, 2), torch.ones(6), [1, 1], [1, 1], batch_size_per_rank=[2, 1])
 
 

@@ -325,7 +325,7 @@ def not_scriptable(rank: int, world_size: int) -> str:
 
 
 def test_what_cannot_be_scripted_is_named() -> None:
-    assert "torch.jit.script refuses 'dense_arch', a NoScript" in run_ranks(1, not_scriptable)[0]
+    assert "torch.jit.script fails for 'dense_arch', a NoScript" in run_ranks(1, not_scriptable)[0]
 
 
 def staggered(rank: int, world_size: int) -> list[int]:

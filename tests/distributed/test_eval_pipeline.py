@@ -26,7 +26,7 @@ def evaluate(rank: int, world_size: int) -> dict[str, Any]:
     losses = drain(pipeline, batches) + drain(pipeline, batches[:2])  # a new iterator after the end of the last
     after = full_state(dmp.state_dict())
     pipeline.progress(iter(batches))
-    with pytest.raises(ConfigError, match="another one before that"):
+    with pytest.raises(ConfigError, match="another iterator before the end"):
         pipeline.progress(iter(batches))
     pipeline.detach()
     return {"losses": losses, "expected": expected + expected[:2], "same": compare(before, after)}

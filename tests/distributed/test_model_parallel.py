@@ -164,7 +164,7 @@ def names_and_types(rank: int, world_size: int) -> dict[str, Any]:
     buckets.init_data_parallel()
     buckets.init_data_parallel()
     copied = dmp.copy(torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"copy to cuda:0: .* were sharded for cpu, and look up with its kernels"):
+    with pytest.raises(ConfigError, match=r"copy to cuda:0: .* were sharded for cpu and use its kernels"):
         dmp.copy(torch.device("cuda", 0))
     batch = make_batch(0, 0, 4)
     loss = dmp.eval()(batch)[0]

@@ -124,7 +124,5 @@ def test_key_value_params_travel_with_constraints_and_plans() -> None:
     assert hash(params) == hash(KeyValueParams(ssd_storage_directory="/ssd", ps_hosts=(("::1", 2000),)))
     assert ParameterConstraints(key_value_params=params).key_value_params is params
     assert "ssd" in repr(ParameterSharding("row_wise", "fused", key_value_params=params))
-    with pytest.raises(
-        ConfigError, match=r"compute kernel 'key_value' is not one of recinfer's; expected one of: dense,"
-    ):
+    with pytest.raises(ConfigError, match=r"compute kernel 'key_value' is not supported; expected one of: dense,"):
         EmbeddingComputeKernel("key_value")

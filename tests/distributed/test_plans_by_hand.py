@@ -294,10 +294,13 @@ def test_a_kernel_that_is_asked_for() -> None:
     assert kernels(quantized, table_wise(0), "cpu") == {"quant"}
     assert kernels(quantized, row_wise(compute_kernel="quant_uvm"), "cuda") == {"quant_uvm"}
     with pytest.raises(
-        ConfigError, match="compute_kernel 'quant': EmbeddingBagCollectionSharder shards to one of dense, fused,"
+        ConfigError,
+        match="compute_kernel 'quant'; expected one that EmbeddingBagCollectionSharder supports: dense, fused,",
     ):
         kernels(module, table_wise(0, compute_kernel="quant"), "cpu")
-    with pytest.raises(ConfigError, match="compute_kernel 'dense': QuantEmbeddingBagCollectionSharder"):
+    with pytest.raises(
+        ConfigError, match="compute_kernel 'dense'; expected one that QuantEmbeddingBagCollectionSharder supports"
+    ):
         kernels(quantized, table_wise(0, compute_kernel="dense"), "cpu", sharder=QuantEmbeddingBagCollectionSharder())
 
 

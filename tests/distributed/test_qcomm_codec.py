@@ -124,7 +124,7 @@ def test_configs_and_registries() -> None:
 @pytest.mark.parametrize(
     "settings_,message",
     [
-        ({"forward_precision": CommType.MX4}, "MX4 is not offered; use INT8 or FP8"),
+        ({"forward_precision": CommType.MX4}, "MX4 is not supported; use INT8 or FP8"),
         ({"fp8_quantize_dim": 32}, "with precisions fp32 and fp32; they are for fp8 only"),
         ({"forward_precision": CommType.FP16, "forward_loss_scale": 0.0}, "forward_loss_scale is 0.0"),
     ],

@@ -375,11 +375,11 @@ def test_no_gradients_no_update() -> None:
 
 
 def test_what_no_kernel_does_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one dim"):
+    with pytest.raises(ConfigError, match="the same dim"):
         TableGroup(MIXED, NONE, FusedSettings())
     with pytest.raises(ConfigError, match="float32"):
         TableGroup(EVEN, SUM, FusedSettings(), torch.bfloat16)
-    with pytest.raises(ConfigError, match="multiples of 4"):
+    with pytest.raises(ConfigError, match="multiple of 4"):
         ModuleTableGroup(MIXED, SUM, FusedSettings())
     decaying = FusedSettings.from_params({"weight_decay": 0.1, "weight_decay_mode": "L2"})
     with pytest.raises(ConfigError, match="weight decay"):

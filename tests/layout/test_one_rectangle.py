@@ -24,7 +24,7 @@ RECTANGLES = {
 }
 OTHERS = {
     "distributed.layout.rect.Strip",  # columns, and the rectangles that hold their rows
-    "serving.shards.layout.Stream",  # the rows of a feature that a rank is asked for
+    "serving.shards.rank_modules.Stream",  # the rows of a feature that a rank is asked for
     "checkpoint.dcp.Chunk",  # a box of any tensor in torch's checkpoints, of any number of dimensions
 }
 

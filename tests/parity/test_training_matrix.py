@@ -15,7 +15,7 @@ from tests.parity.training_cases import Case, full_matrix, representative, run_c
 def test_sharded_training_is_the_unsharded_one(world: int, local: int, request: pytest.FixtureRequest) -> None:
     full = request.config.getoption("--full-matrix")
     cases = full_matrix() if full else representative()
-    run_ranks(world, run_cases, cases, local, env={"LOCAL_WORLD_SIZE": str(local)}, timeout=900 if full else 300)
+    run_ranks(world, run_cases, cases, local, env={"LOCAL_WORLD_SIZE": str(local)}, timeout=1800 if full else 300)
 
 
 @pytest.mark.parametrize(("world", "local"), [(2, 1), (3, 1), (4, 1), (4, 4)])
@@ -24,4 +24,4 @@ def test_hosts_of_other_sizes(world: int, local: int, request: pytest.FixtureReq
     kinds = ("table_row_wise", "grid_shard", "mixed")
     full = request.config.getoption("--full-matrix")
     cases = [case for case in full_matrix() if case.kind in kinds] if full else [Case(k, "MEAN", True) for k in kinds]
-    run_ranks(world, run_cases, cases, local, env={"LOCAL_WORLD_SIZE": str(local)}, timeout=900 if full else 300)
+    run_ranks(world, run_cases, cases, local, env={"LOCAL_WORLD_SIZE": str(local)}, timeout=1800 if full else 300)

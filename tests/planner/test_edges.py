@@ -344,3 +344,8 @@ def test_the_proposer_takes_torcheasyrecs_name_and_the_first_of_equal_options() 
     proposer.feedback(True, storage_constraint=topology)
     best = proposer.propose()
     assert best is not None and [option is doubled[2 * i] for i, option in enumerate(best)] == [True, True]
+
+
+def test_device_memory_is_an_error_in_a_plan_for_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"hbm_gb=1.*ranks on CPU have host memory only; set ddr_gb"):
+        plan_inference(model([100]), world_size=1, compute_device="cpu", hbm_gb=1)

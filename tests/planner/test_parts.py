@@ -287,7 +287,7 @@ def test_partitioner_keeps_dependent_options_together_and_says_what_does_not_fit
     proposal = [option("a", "device", [5], "x"), option("b", "device", [5], "x"), option("c", "device", [1])]
     placed = GreedyPerfPartitioner().partition(proposal, Topology(2, "cuda"))
     assert placed[0].shards[0].rank == placed[1].shards[0].rank != placed[2].shards[0].rank
-    with pytest.raises(PlannerError, match="finds no rank with room") as error:
+    with pytest.raises(PlannerError, match="fits on no rank") as error:
         GreedyPerfPartitioner().partition([option("a", "device", [5])], Topology(2, "cuda", hbm_cap=4))
     assert error.value.error_type is PlannerErrorType.PARTITION
 

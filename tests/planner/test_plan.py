@@ -84,7 +84,7 @@ def test_shards_must_tile_the_table(shards: list[ShardRect], message: str) -> No
 
 def test_replicas_are_whole_and_one_a_rank() -> None:
     entry([ShardRect(0, 0, 10, 0, 8), ShardRect(1, 0, 10, 0, 8)], "data_parallel")
-    for ranks, message in (((1, 1), "one a rank"), ((0, -1), "is on rank -1")):
+    for ranks, message in (((1, 1), "one per rank"), ((0, -1), "is on rank -1")):
         with pytest.raises(ConfigError, match=message):
             entry([ShardRect(rank, 0, 10, 0, 8) for rank in ranks], "data_parallel")
 

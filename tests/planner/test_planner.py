@@ -240,8 +240,12 @@ def test_explains_a_table_too_large_for_any_rank() -> None:
         plan_inference(model([(100_000_000, 64), (10, 8)]), world_size=2, compute_device="cpu", ddr_gb=1)
     text = str(error.value)
     assert error.value.error_type is PlannerErrorType.INSUFFICIENT_STORAGE
-    assert "sparse.ebc.t0 needs 3.167 GiB" in text and "of ddr, rank 0 has 1.000 GiB" in text and "bytes short" in text
-    assert "7 ranks instead of 2" in text and "of ddr a rank" in text
+    assert (
+        "sparse.ebc.t0, which needs 3.167 GiB" in text
+        and "of ddr; rank 0 has 1.000 GiB" in text
+        and "bytes short" in text
+    )
+    assert "7 ranks instead of 2" in text and "of ddr per rank" in text
     assert plan_inference(model([(100_000_000, 64), (10, 8)]), world_size=7, ddr_gb=1).world_size == 7
 
 

@@ -59,7 +59,7 @@ def test_inference_plans_fit_tile_and_keep_constraints(
             world_size=world_size,
             compute_device=device,
             precision=precision,
-            hbm_gb=gb,
+            hbm_gb=gb if device == "cuda" else None,
             ddr_gb=gb,
             constraints=limits,
         )

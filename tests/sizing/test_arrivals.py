@@ -41,7 +41,7 @@ def test_json_lines_and_csv_say_the_same(tmp_path: Path) -> None:
         ("t.jsonl", '{"time": 1, "size": 3}', "line 1: expected an object of time, batch and ids"),
         ("t.jsonl", '{"batch": 1}', "line 1: time: got None"),
         ("t.jsonl", '{"time": "soon"}', "line 1: time: got 'soon'"),
-        ("t.jsonl", '{"time": 2}\n{"time": 1}', "line 2: time 1 is before the line above"),
+        ("t.jsonl", '{"time": 2}\n{"time": 1}', "line 2: time 1 is less than on the line before"),
         ("t.jsonl", '{"time": 1, "batch": 0}', "batch: got 0, expected a whole number of at least 1"),
         ("t.jsonl", '{"time": 1, "batch": true}', "batch: got True"),
         ("t.jsonl", '{"time": 1, "ids": -1}', "ids: got -1"),

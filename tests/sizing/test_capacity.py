@@ -36,7 +36,7 @@ def test_the_knee_of_a_queue_is_found() -> None:
     assert np.mean(found.service_s) == pytest.approx(service_s, rel=0.1)
 
 
-def test_no_rate_keeps_a_promise_that_a_lone_request_breaks() -> None:
+def test_no_rate_meets_an_objective_that_a_lone_request_misses() -> None:
     driver = QueueDriver(1e-4, 5e-3)
     found = measured(driver, 4e-3)
     assert found.knee_qps == 0

@@ -87,7 +87,7 @@ def test_why_a_kind_of_host_is_not_used(manifest: Manifest, server: Measured, sh
     tiny = HostType("tiny", 1, 0.5, 0.1)
     assert "no memory left for tables" in deployment(manifest, tiny, goal, server, sharded).why_not
     none = replace(server, knee_qps=0.0)
-    assert deployment(manifest, FOUR, goal, none, None).why_not == "no rate kept the promise"
+    assert deployment(manifest, FOUR, goal, none, None).why_not == "no rate met the objective"
 
 
 def test_the_planner_says_how_many_ranks_the_memory_needs(manifest: Manifest) -> None:

@@ -1,4 +1,5 @@
-"""Who shares a host (the names here, TorchRec's), and how blocks of numbers travel between ranks. See docs/explanation/request.md."""
+"""Communication between ranks: TorchRec's helpers for hosts and their process groups, and the transport of tensors. See
+docs/explanation/request.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The autograd functions of comm_ops: each collective is a request and a wait, so that compute runs between the two.
+"""The autograd functions of comm_ops: each collective is split into a request and a wait, so that computation runs in
+between.
 
-``<Name>_Req`` starts the collective and ``<Name>_Wait`` gives its result; in the backward the wait starts the mirror
-collective and the request gives its result, so communication is under way there too while other gradients are computed.
-What to send and how to read what came is :mod:`recinfer.distributed.comm.blocks`.
+``<Name>_Req`` starts the collective and ``<Name>_Wait`` gives its result; in the backward the wait starts the inverse
+collective and the request returns its result, so communication overlaps with the computation of other gradients.
+:mod:`recinfer.distributed.comm.blocks` packs and unpacks the tensors.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ W = TypeVar("W")
 
 
 class Request(Awaitable[W]):
-    """A collective of a process group under way; ``wait()`` gives its result, once.
+    """A pending collective of a process group; ``wait()`` returns its result and may be called once.
 
     Args:
         pg: the process group.
@@ -70,7 +71,7 @@ class Request(Awaitable[W]):
 
     Attributes:
         wait_function: the ``_Waiting`` function that gives the result.
-        dummy_tensor: ties request and wait together in the graph.
+        dummy_tensor: connects request and wait in the autograd graph.
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
@@ -83,7 +84,9 @@ class Request(Awaitable[W]):
         self.pending_grad: Pending | None = None
 
     def _wait_impl(self) -> W:
-        assert self.wait_function is not None and self.pending is not None, "wait() of a request runs once"
+        assert self.wait_function is not None and self.pending is not None, (
+            "wait() of a collective may be called only once"
+        )
         return self.wait_function.apply(self.pg, self, self.dummy_tensor)  # type: ignore[attr-defined]
 
 
@@ -97,7 +100,7 @@ def _request(ctx: Any, myreq: Request, exchange: Exchange, inputs: tuple[Tensor,
 
 def _request_grad(ctx: Any) -> tuple[Tensor | None, ...]:
     myreq = ctx.myreq
-    assert myreq.pending_grad is not None, "the backward of a wait runs before that of its request"
+    assert myreq.pending_grad is not None, "the backward of the wait did not run before the backward of its request"
     flat = myreq.pending_grad.wait()
     myreq.pending_grad = None
     return (None, None, None, *myreq.exchange.receive_grad(myreq.exchange.divide(flat)))
@@ -118,16 +121,16 @@ def _wait_grad(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[None, None, Tensor]
 
 
 class _Starting(Function):
-    """Starts a collective; its backward gives the gradients that its wait has sent for."""
+    """Starts a collective; its backward returns the gradients whose exchange its wait started."""
 
     @staticmethod
     def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients that the wait has sent for."""
+        """The gradients whose exchange the wait started."""
         return _request_grad(ctx)
 
 
 class _Waiting(Function):
-    """Gives what a request has started; its backward starts the mirror collective."""
+    """Returns the result of a request; its backward starts the inverse collective."""
 
     @staticmethod
     def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Any:  # type: ignore[override]
@@ -136,107 +139,107 @@ class _Waiting(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start sending gradients; they come out of the request."""
+        """Start the exchange of gradients; the backward of the request returns them."""
         return _wait_grad(ctx, (grad_output,))
 
 
 class All2All_Pooled_Req(_Starting):
-    """Starts the all-to-all of pooled embeddings; its backward gives their gradients."""
+    """Starts the all-to-all of pooled embeddings; its backward returns their gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllPooledInfo, input_embeddings: Tensor
     ) -> Tensor:  # type: ignore[override]
-        """Start it; the result comes from :class:`All2All_Pooled_Wait`."""
+        """Start it; :class:`All2All_Pooled_Wait` returns the result."""
         return _request(ctx, myreq, PooledExchange(pg, a2ai), (input_embeddings,))
 
 
 class All2All_Pooled_Wait(_Waiting):
-    """Gives what :class:`All2All_Pooled_Req` has started; its backward starts the mirror collective."""
+    """Returns the result of :class:`All2All_Pooled_Req`; its backward starts the inverse collective."""
 
 
 class Variable_Batch_All2All_Pooled_Req(_Starting):
-    """Starts the all-to-all of pooled embeddings of a variable batch; its backward gives their gradients."""
+    """Starts the all-to-all of pooled embeddings of a variable batch; its backward returns their gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: VariableBatchAll2AllPooledInfo, input_embeddings: Tensor
     ) -> Tensor:  # type: ignore[override]
-        """Start it; the result comes from :class:`Variable_Batch_All2All_Pooled_Wait`."""
+        """Start it; :class:`Variable_Batch_All2All_Pooled_Wait` returns the result."""
         return _request(ctx, myreq, VariableBatchExchange(pg, a2ai), (input_embeddings,))
 
 
 class Variable_Batch_All2All_Pooled_Wait(_Waiting):
-    """Gives what :class:`Variable_Batch_All2All_Pooled_Req` has started; its backward starts the mirror collective."""
+    """Returns the result of :class:`Variable_Batch_All2All_Pooled_Req`; its backward starts the inverse collective."""
 
 
 class All2All_Seq_Req(_Starting):
-    """Starts the all-to-all of sequence embeddings; its backward gives their gradients."""
+    """Starts the all-to-all of sequence embeddings; its backward returns their gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllSequenceInfo, sharded_input_embeddings: Tensor
     ) -> Tensor:  # type: ignore[override]
-        """Start it; the result comes from :class:`All2All_Seq_Req_Wait`."""
+        """Start it; :class:`All2All_Seq_Req_Wait` returns the result."""
         return _request(ctx, myreq, SequenceExchange(pg, a2ai), (sharded_input_embeddings,))
 
 
 class All2All_Seq_Req_Wait(_Waiting):
-    """Gives what :class:`All2All_Seq_Req` has started; its backward starts the mirror collective."""
+    """Returns the result of :class:`All2All_Seq_Req`; its backward starts the inverse collective."""
 
     @staticmethod
     def backward(ctx: Any, sharded_grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start sending gradients; they come out of :class:`All2All_Seq_Req`."""
+        """Start the exchange of gradients; the backward of :class:`All2All_Seq_Req` returns them."""
         return _wait_grad(ctx, (sharded_grad_output,))
 
 
 class All2Allv_Req(_Starting):
-    """Starts the all-to-all of a list of tables' embeddings; its backward gives their gradients."""
+    """Starts the all-to-all of a list of tables' embeddings; its backward returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllVInfo, *inputs: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; the result comes from :class:`All2Allv_Wait`. One argument a table: autograd sees no lists."""
+        """Start it; :class:`All2Allv_Wait` returns the result. One argument per table: autograd sees no lists."""
         return _request(ctx, myreq, TablesExchange(pg, a2ai), inputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients that :class:`All2Allv_Wait` has sent for."""
+        """The gradients whose exchange :class:`All2Allv_Wait` started."""
         return _request_grad(ctx)
 
 
 class All2Allv_Wait(_Waiting):
-    """Gives what :class:`All2Allv_Req` has started; its backward starts the mirror collective."""
+    """Returns the result of :class:`All2Allv_Req`; its backward starts the inverse collective."""
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start sending gradients; they come out of :class:`All2Allv_Req`."""
+        """Start the exchange of gradients; the backward of :class:`All2Allv_Req` returns them."""
         return _wait_grad(ctx, grad_outputs)
 
 
 class ReduceScatter_Req(_Starting):
-    """Starts the reduce-scatter of a list of partial sums; its backward gives their gradients."""
+    """Starts the reduce-scatter of a list of partial sums; its backward returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, rsi: ReduceScatterInfo, *inputs: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; the result comes from :class:`ReduceScatter_Wait`."""
+        """Start it; :class:`ReduceScatter_Wait` returns the result."""
         return _request(ctx, myreq, ReduceListExchange(pg, rsi), inputs)
 
 
 class ReduceScatter_Wait(_Waiting):
-    """Gives what :class:`ReduceScatter_Req` has started; its backward starts the mirror collective."""
+    """Returns the result of :class:`ReduceScatter_Req`; its backward starts the inverse collective."""
 
 
 class ReduceScatterBase_Req(_Starting):
-    """Starts the reduce-scatter of partial sums; its backward gives their gradients."""
+    """Starts the reduce-scatter of partial sums; its backward returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, rsi: ReduceScatterBaseInfo, inputs: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; the result comes from :class:`ReduceScatterBase_Wait`."""
+        """Start it; :class:`ReduceScatterBase_Wait` returns the result."""
         return _request(ctx, myreq, ReduceExchange(pg, rsi), (inputs,))
 
 
 class ReduceScatterBase_Wait(_Waiting):
-    """Gives what :class:`ReduceScatterBase_Req` has started; its backward starts the mirror collective."""
+    """Returns the result of :class:`ReduceScatterBase_Req`; its backward starts the inverse collective."""
 
     @staticmethod
     def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_Tensor: Tensor) -> Tensor:  # type: ignore[override]
@@ -245,31 +248,31 @@ class ReduceScatterBase_Wait(_Waiting):
 
 
 class AllGatherBase_Req(_Starting):
-    """Starts the all-gather of rows; its backward gives their gradients."""
+    """Starts the all-gather of rows; its backward returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, agi: AllGatherBaseInfo, input: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; the result comes from :class:`AllGatherBase_Wait`."""
+        """Start it; :class:`AllGatherBase_Wait` returns the result."""
         return _request(ctx, myreq, GatherExchange(pg, agi), (input,))
 
 
 class AllGatherBase_Wait(_Waiting):
-    """Gives what :class:`AllGatherBase_Req` has started; its backward starts the mirror collective."""
+    """Returns the result of :class:`AllGatherBase_Req`; its backward starts the inverse collective."""
 
     @staticmethod
     def backward(ctx: Any, grad_outputs: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start sending gradients; they come out of :class:`AllGatherBase_Req`."""
+        """Start the exchange of gradients; the backward of :class:`AllGatherBase_Req` returns them."""
         return _wait_grad(ctx, (grad_outputs,))
 
 
 class ReduceScatterV_Req(_Starting):
-    """Starts the reduce-scatter of partial sums with rows for each rank; its backward gives their gradients."""
+    """Starts the reduce-scatter of partial sums with rows for each rank; its backward returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, rsi: ReduceScatterVInfo, input: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; the result comes from :class:`ReduceScatterV_Wait`."""
+        """Start it; :class:`ReduceScatterV_Wait` returns the result."""
         return _request(ctx, myreq, ReduceRowsExchange(pg, rsi), (input,))
 
 
 class ReduceScatterV_Wait(_Waiting):
-    """Gives what :class:`ReduceScatterV_Req` has started; its backward starts the mirror collective."""
+    """Returns the result of :class:`ReduceScatterV_Req`; its backward starts the inverse collective."""

@@ -1,11 +1,12 @@
-"""One class a collective of comm_ops: how its tensors become flat blocks by rank and back, forward and backward.
+"""Packs tensors of collectives into flat blocks by rank and unpacks them, forward and backward: one class for each
+collective.
 
 Shapes: ``W`` ranks, ``B`` examples of this rank, ``B_global`` of all ranks, ``D`` columns of this rank's tables,
 ``D_sum`` of all ranks' tables.
 
-Each has the same four steps. ``send(inputs)`` starts the forward collective and ``receive(flat)`` shapes what arrived;
-``send_grad(grads)`` starts the collective of the backward, which is the forward's mirror, and ``receive_grad(flat)``
-shapes the gradients of the inputs. Gradients are divided by ``W`` where :func:`get_gradient_division` says so.
+Each class has four steps. ``send(inputs)`` starts the forward collective and ``receive(flat)`` shapes its result;
+``send_grad(grads)`` starts the collective of the backward, which is the inverse, and ``receive_grad(flat)`` shapes the
+gradients of the inputs. Gradients are divided by ``W`` where :func:`get_gradient_division` says so.
 """
 
 from __future__ import annotations
@@ -57,19 +58,19 @@ def get_gradient_division() -> bool:
 def set_gradient_division(val: bool) -> None:
     """Choose whether the backward of a collective divides gradients by the number of ranks.
 
-    With the division the gradient of a table is that of the mean of the ranks' losses, as DistributedDataParallel has
-    it for the rest of the model; without, that of their sum.
+    With division the gradient of a table is that of the mean of the ranks' losses, as in DistributedDataParallel;
+    without it, that of their sum.
     """
     global _gradient_division
     _gradient_division = val
 
 
 class Exchange(abc.ABC):
-    """A collective with its sizes, and its mirror.
+    """A collective with its sizes, and the inverse collective of its backward.
 
     Args:
         pg: the process group.
-        codecs: shrink what travels, forward and backward.
+        codecs: compress the data that is sent, in the forward and the backward.
     """
 
     def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
@@ -89,14 +90,14 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """Start the mirror collective with the gradients of the outputs."""
+        """Start the inverse collective with the gradients of the outputs."""
 
     @abc.abstractmethod
     def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
         """The gradients of the inputs, not yet divided. May be views of ``flat``."""
 
     def divide(self, flat: Tensor) -> Tensor:
-        """``flat``, which nobody else holds, divided by the number of ranks if the gradients are to be."""
+        """Divide ``flat`` in place by the number of ranks if :func:`get_gradient_division` is set."""
         if not _gradient_division:
             return flat
         if self.world_size & (self.world_size - 1):
@@ -105,11 +106,11 @@ class Exchange(abc.ABC):
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1)  # gradients come expanded or transposed
+    return tensor.contiguous().view(-1)  # gradients may be expanded or transposed
 
 
 def _columns_to_blocks(tensor_BD: Tensor, dims: Sequence[int]) -> Tensor:
-    """``[B, sum(dims)]`` to 1-D, one block ``[B, dims[r]]`` behind the other."""
+    """``[B, sum(dims)]`` to 1-D, concatenated blocks ``[B, dims[r]]``."""
     batch = tensor_BD.shape[0]
     if len(set(dims)) == 1:
         return _flat(tensor_BD.reshape(batch, len(dims), dims[0]).transpose(0, 1))
@@ -121,7 +122,7 @@ def _columns_to_blocks(tensor_BD: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _blocks_to_columns(flat: Tensor, batch: int, dims: Sequence[int]) -> Tensor:
-    """The way back: 1-D to ``[batch, sum(dims)]``."""
+    """The inverse: 1-D to ``[batch, sum(dims)]``."""
     if len(set(dims)) == 1:
         return flat.view(len(dims), batch, dims[0]).transpose(0, 1).reshape(batch, len(dims) * dims[0])
     blocks = flat.split([batch * dim for dim in dims])
@@ -158,7 +159,7 @@ class PooledExchange(Exchange):
 
 
 class TablesExchange(PooledExchange):
-    """The same for a list of tables ``[B_global, D_t]``; gives ``[B, D_r]`` of each rank ``r``."""
+    """A pooled exchange of a list of tables ``[B_global, D_t]``; its result is ``[B, D_r]`` of each rank ``r``."""
 
     def __init__(self, pg: dist.ProcessGroup, info: All2AllVInfo) -> None:
         super().__init__(pg, All2AllPooledInfo(info.B_local_list, info.dims_sum_per_rank, codecs=info.codecs))
@@ -174,7 +175,7 @@ class TablesExchange(PooledExchange):
         return tuple(block.view(self.batch, dim) for block, dim in zip(flat.split(self.in_blocks), self.dims))
 
     def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """One block a rank."""
+        """One block per rank."""
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         return start_all_to_all(self.pg, flat, self.in_blocks, self.out_blocks, self.backward_codec)
 
@@ -207,7 +208,7 @@ class VariableBatchExchange(Exchange):
         return flat
 
     def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """The way back."""
+        """The inverse exchange."""
         return start_all_to_all(self.pg, _flat(grads[0]), self.in_blocks, self.out_blocks, self.backward_codec)
 
     def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -216,13 +217,13 @@ class VariableBatchExchange(Exchange):
 
 
 class SequenceExchange(Exchange):
-    """``[N, D]``, a row an id of (feature, rank, example), to the rows of the ids that this rank sent, by rank."""
+    """``[N, D]``, a row per id of (feature, rank, example), to the rows of the ids that this rank sent, by rank."""
 
     def __init__(self, pg: dist.ProcessGroup, info: All2AllSequenceInfo) -> None:
         super().__init__(pg, info.codecs)
         self.dim = info.embedding_dim
         self.info = info
-        # What came with the ids goes back with their rows.
+        # Rows go back to the ranks from which the ids came.
         self.out_blocks = [rows * self.dim for rows in info.output_splits]
         self.in_blocks = [rows * self.dim for rows in info.input_splits]
 
@@ -240,7 +241,7 @@ class SequenceExchange(Exchange):
         return flat.view(-1, self.dim)
 
     def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """The way back."""
+        """The inverse exchange."""
         return start_all_to_all(self.pg, _flat(grads[0]), self.in_blocks, self.out_blocks, self.backward_codec)
 
     def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -292,7 +293,7 @@ class ReduceExchange(Exchange):
 
 
 class ReduceRowsExchange(ReduceExchange):
-    """The same with a number of rows of its own for each rank."""
+    """A reduce-scatter with a separate number of rows for each rank."""
 
     def __init__(self, pg: dist.ProcessGroup, info: ReduceScatterVInfo) -> None:
         Exchange.__init__(self, pg, info.codecs)
@@ -302,7 +303,7 @@ class ReduceRowsExchange(ReduceExchange):
 
 
 class ReduceListExchange(ReduceExchange):
-    """The same from a list with one tensor for each rank."""
+    """A reduce-scatter of a list with one tensor for each rank."""
 
     def __init__(self, pg: dist.ProcessGroup, info: ReduceScatterInfo) -> None:
         Exchange.__init__(self, pg, info.codecs)
@@ -311,7 +312,7 @@ class ReduceListExchange(ReduceExchange):
         self.blocks = [prod(size) for size in info.input_sizes]
 
     def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """All of them behind each other."""
+        """All of them concatenated."""
         flat = torch.cat([part.reshape(-1) for part in inputs])
         return start_reduce_scatter(self.pg, flat, self.blocks, self.forward_codec)
 
@@ -337,7 +338,7 @@ class GatherExchange(Exchange):
         return flat.view(self.world_size * self.input_shape[0], *self.input_shape[1:])
 
     def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """Sum over ranks what they have to say of this rank's rows."""
+        """Sum the ranks' gradients of this rank's rows."""
         return start_reduce_scatter(self.pg, _flat(grads[0]), self.blocks, self.backward_codec)
 
     def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:

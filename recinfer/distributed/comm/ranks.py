@@ -1,6 +1,7 @@
 """Which ranks share a host, and process groups inside hosts and across them.
 
-Ranks are numbered host by host, ``local_size`` on each, as torchrun does it: rank = group rank * local size + local rank.
+Ranks are numbered host by host, ``local_size`` on each, as torchrun numbers them: rank = group rank * local size +
+    local rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _world_size(world_size: int | None) -> int:
         return dist.get_world_size()
     started = env.torchrun_rank()
     if started is None:
-        raise UnavailableError("no process group and no WORLD_SIZE; start with torchrun, or give world_size")
+        raise UnavailableError("no process group and no WORLD_SIZE; start with torchrun, or pass world_size")
     return started[1]
 
 
@@ -35,7 +36,7 @@ def _rank(rank: int | None, world_size: int) -> int:
         else:
             started = env.torchrun_rank()
             if started is None:
-                raise UnavailableError("no process group and no RANK; start with torchrun, or give rank")
+                raise UnavailableError("no process group and no RANK; start with torchrun, or pass rank")
             rank = started[0]
     if not 0 <= rank < world_size:
         raise InputError(f"rank {rank} with {world_size} ranks; expected 0 to {world_size - 1}")
@@ -54,24 +55,24 @@ def get_local_size(world_size: int | None = None) -> int:
 
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Which of its host's ranks a rank (default: this one) is, from 0."""
+    """Index of a rank (default: this one) among the ranks of its host, from 0."""
     world_size = _world_size(world_size)
     return _rank(rank, world_size) % get_local_size(world_size)
 
 
 def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Which host a rank (default: this one) is on, from 0."""
+    """Index of the host of a rank (default: this one), from 0."""
     world_size = _world_size(world_size)
     return _rank(rank, world_size) // get_local_size(world_size)
 
 
 def get_num_groups(world_size: int | None = None) -> int:
-    """How many hosts there are."""
+    """Number of hosts."""
     world_size = _world_size(world_size)
     return world_size // get_local_size(world_size)
 
 
-# The groups of the default group that there was, and how they were asked for: making them is a collective of its own.
+# Groups that were made, by default group and arguments: making them is a collective, so it happens once.
 _made: tuple[Any, str | None, tuple[dist.ProcessGroup, dist.ProcessGroup]] | None = None
 
 
@@ -80,7 +81,7 @@ def intra_and_cross_node_pg(
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """The group of this host's ranks, and the group of the ranks with this local rank on all hosts.
 
-    All ranks must call it, the first time for a process group; then it gives the same groups again.
+    The first call for a process group is a collective: all its ranks must make it. Later calls return the same groups.
 
     Args:
         device: where the tensors will be; the meta device needs no groups.
@@ -103,7 +104,7 @@ def intra_and_cross_node_pg(
     world_size, rank = dist.get_world_size(), dist.get_rank()
     local_size = get_local_size(world_size)
     hosts = [list(range(first, first + local_size)) for first in range(0, world_size, local_size)]
-    # new_subgroups_by_enumeration: every rank makes all of them in the same order, and keeps its own.
+    # every rank makes all groups in the same order, and keeps its own.
     intra, _ = dist.new_subgroups_by_enumeration(hosts, backend=backend)
     cross, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*hosts)], backend=backend)
     assert intra is not None and cross is not None and dist.get_rank(intra) == rank % local_size

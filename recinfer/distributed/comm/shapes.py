@@ -1,4 +1,4 @@
-"""What each collective of comm_ops must know besides its tensors: sizes by rank, and codecs."""
+"""Sizes by rank and codecs of each collective of comm_ops."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class All2AllPooledInfo:
     Args:
         batch_size_per_rank: examples of each rank.
         dim_sum_per_rank: columns that each rank's tables have together.
-        dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor: the same as tensors, for callers that have them; the
-            packing here needs neither.
-        codecs: shrink what travels, forward and backward.
+        dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor: the same as tensors; not used.
+        codecs: compress the data that is sent, in the forward and the backward.
     """
 
     batch_size_per_rank: list[int]
@@ -49,7 +48,7 @@ class VariableBatchAll2AllPooledInfo:
         batch_size_per_rank_per_feature: ``[ranks][features here]``: rows of each rank in this rank's features.
         batch_size_per_feature_pre_a2a: rows of this rank in every feature, features of rank 0 first.
         emb_dim_per_rank_per_feature: ``[ranks][features there]``: columns.
-        codecs: shrink what travels.
+        codecs: compress the data that is sent.
         input_splits, output_splits: elements to and from each rank; computed when None.
     """
 
@@ -68,12 +67,12 @@ class All2AllSequenceInfo:
     Args:
         embedding_dim: columns.
         lengths_after_sparse_data_all2all: ids of each (feature, rank, example) here, in that order.
-        forward_recat_tensor: the order of the pieces that brings rows by feature into rows by rank; None: as they are.
-        backward_recat_tensor: the way back.
-        input_splits: rows that this rank gets back from each rank, which is how many ids it sent there.
-        output_splits: rows that this rank sends to each rank, which is how many ids it got from there.
+        forward_recat_tensor: the permutation from rows by feature to rows by rank; None: no change.
+        backward_recat_tensor: the inverse permutation.
+        input_splits: rows that this rank receives from each rank, which is the number of ids that it sent there.
+        output_splits: rows that this rank sends to each rank, which is the number of ids that it received from there.
         variable_batch_size: ranks have different numbers of examples; recat counts single lengths then.
-        codecs: shrink what travels.
+        codecs: compress the data that is sent.
         permuted_lengths_after_sparse_data_all2all: the lengths in the order of ``forward_recat_tensor``; filled in by
             the forward.
     """
@@ -100,7 +99,7 @@ class All2AllVInfo:
         B_local_list: examples of each rank.
         D_local_list: columns of each table here.
         input_split_sizes, output_split_sizes: elements to and from each rank; filled in by the forward.
-        codecs: shrink what travels.
+        codecs: compress the data that is sent.
     """
 
     dims_sum_per_rank: list[int]
@@ -114,7 +113,7 @@ class All2AllVInfo:
 
     @property
     def dim_sum_per_rank(self) -> list[int]:
-        """``dims_sum_per_rank``, by the name that the other infos have."""
+        """``dims_sum_per_rank``, under the name that the other infos use."""
         return self.dims_sum_per_rank
 
 
@@ -168,7 +167,7 @@ class ReduceScatterVInfo:
         input_splits: rows for each rank.
         equal_splits: whether they are all the same.
         total_input_size: shape of the whole input.
-        codecs: shrink what travels.
+        codecs: compress the data that is sent.
     """
 
     input_sizes: list[torch.Size]

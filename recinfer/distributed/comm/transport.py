@@ -1,7 +1,8 @@
-"""The collectives under comm_ops: flat buffers cut into one block a rank, started without waiting, shrunk by a codec.
+"""Asynchronous collectives on flat buffers with one block per rank, optionally compressed by a codec.
 
-Every function starts a collective and returns :class:`Pending`; its ``wait()`` gives the received numbers as float32 or
-in the dtype that was sent. Blocks are given as numbers of elements, block ``r`` for (or from) rank ``r`` of the group.
+Every function starts a collective and returns :class:`Pending`; its ``wait()`` returns the received numbers as float32
+or in the dtype that was sent. Blocks are given as numbers of elements, block ``r`` for (or from) rank ``r`` of the
+group.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ __all__ = ["Pending", "start_all_gather", "start_all_to_all", "start_reduce_scat
 
 
 class Pending:
-    """A collective under way.
+    """A pending collective.
 
     Args:
-        work: the handle of torch.distributed.
-        buffer: what is being received into.
-        sent: what is being sent; kept alive until the collective is done.
-        finish: applied to the buffer when it is there.
+        work: the work handle of torch.distributed.
+        buffer: the receive buffer.
+        sent: the tensors that are sent; kept alive until the collective is done.
+        finish: applied to the received buffer.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """What was received. On CUDA the current stream waits, not the host."""
+        """The received data. On CUDA the current stream waits, not the host."""
         self._work.wait()
         buffer, sent = self._buffer, self._sent
         if buffer.is_cuda and sent is not None:
-            # Both may have been made on another stream, whose pool would hand their memory out too early.
+            # Both may have been allocated on another stream, which would reuse their memory too early.
             stream = torch.cuda.current_stream(buffer.device)
             buffer.record_stream(stream)
             sent.record_stream(stream)
@@ -52,12 +53,12 @@ class Pending:
 
 
 class _Wire:
-    """How blocks of float32 travel: as they are, or encoded with every block a whole number of the codec's rows."""
+    """Wire format of float32 blocks: unchanged, or encoded with each block padded to whole rows of the codec."""
 
     def __init__(self, codec: QuantizedCommCodec | None) -> None:
         self._codec = None if codec is None or isinstance(codec, NoOpQuantizedCommCodec) else codec
         self._context = None if self._codec is None else self._codec.create_context()
-        # A row-wise codec (int8) keeps one scale a row; a block that ends within a row is padded to its end.
+        # A row-wise codec (int8) keeps one scale per row; a block that ends within a row is padded to its end.
         self._row = int(getattr(self._context, "row_dim", 1) or 1)
 
     @property
@@ -93,7 +94,7 @@ class _Wire:
     def finish(
         self, blocks: Sequence[int], then: Callable[[Tensor], Tensor] | None = None
     ) -> Callable[[Tensor], Tensor] | None:
-        """What :class:`Pending` does with the received buffer: decode, then ``then``."""
+        """The ``finish`` of :class:`Pending`: decode the received buffer, then apply ``then``."""
         if self._codec is None:
             return then
         if then is None:
@@ -102,7 +103,7 @@ class _Wire:
 
 
 def _is_nccl(pg: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Whether NCCL moves ``tensor``; gloo may hold tensors of a GPU too."""
+    """Whether NCCL transfers ``tensor``; gloo supports GPU tensors too."""
     return tensor.is_cuda and has_nccl(pg)
 
 
@@ -114,12 +115,12 @@ def start_all_to_all(
     codec: QuantizedCommCodec | None = None,
     then: Callable[[Tensor], Tensor] | None = None,
 ) -> Pending:
-    """Block ``r`` of ``flat`` (1-D, contiguous) goes to rank ``r``; the received blocks lie behind each other by rank.
+    """Block ``r`` of ``flat`` (1-D, contiguous) goes to rank ``r``; the received blocks are concatenated by rank.
 
     Args:
         send: elements of each block of ``flat``.
-        receive: elements each rank sends here.
-        codec: shrinks what travels.
+        receive: elements that each rank sends to this one.
+        codec: compresses the data that is sent.
         then: applied to what was received, in ``wait()``.
     """
     wire = _Wire(codec)
@@ -140,7 +141,7 @@ def start_all_to_all(
 def start_all_gather(
     pg: dist.ProcessGroup, flat: Tensor, sizes: Sequence[int], codec: QuantizedCommCodec | None = None
 ) -> Pending:
-    """Every rank gets ``flat`` (1-D, contiguous, ``sizes[this rank]`` elements) of every rank, behind each other."""
+    """Every rank gets ``flat`` (1-D, contiguous, ``sizes[this rank]`` elements) of every rank, concatenated."""
     wire = _Wire(codec)
     sent = wire.encode(flat, [flat.numel()])
     wire_sizes = [wire.size(n) for n in sizes]
@@ -148,7 +149,7 @@ def start_all_gather(
     if len(set(sizes)) == 1:
         work = dist.all_gather_single(buffer, sent, group=pg, async_op=True)
     elif _is_nccl(pg, sent):
-        # An all-to-all that sends everyone the same: no copy, no padding.
+        # An all-to-all that sends the same block to every rank needs no copy and no padding.
         work = dist.all_to_all(list(buffer.split(wire_sizes)), [sent] * len(wire_sizes), group=pg, async_op=True)
     else:
         # gloo takes unequal sizes in one tensor only.
@@ -165,9 +166,9 @@ def start_reduce_scatter(
 ) -> Pending:
     """Rank ``r`` gets the sum over ranks of block ``r`` of ``flat`` (1-D, contiguous).
 
-    Without a codec NCCL's own operation runs. Otherwise blocks travel by all-to-all, which moves the same bytes, and are
-    summed here: gloo's own is slower, and encoded numbers would lose precision with every partial sum (or not add up
-    at all, as int8).
+    Without a codec NCCL's own operation runs. Otherwise blocks are exchanged by all-to-all, which transfers the same
+    bytes, and summed here: gloo's reduce-scatter is slower, and encoded numbers would lose precision with every partial
+    sum (int8 cannot be added at all).
     """
     mine = sizes[pg.rank()]
     if not _Wire(codec).encodes and _is_nccl(pg, flat):

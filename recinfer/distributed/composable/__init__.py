@@ -1,1 +1,1 @@
-"""Parameters of sharded modules, as objects of their own."""
+"""Parameter classes of sharded modules."""

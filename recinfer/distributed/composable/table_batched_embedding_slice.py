@@ -1,4 +1,4 @@
-"""The parameter of one table whose rows lie in the flat tensor of several: what sharded modules list as parameters."""
+"""TableBatchedEmbeddingSlice: the parameter of one table in a flat tensor of several tables."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["TableBatchedEmbeddingSlice"]
 class TableBatchedEmbeddingSlice(nn.Parameter):
     """A ``[num_embeddings, embedding_dim]`` view of a flat tensor, as a leaf parameter that shares its memory.
 
-    ``isinstance(p, TableBatchedEmbeddingSlice)`` tells a sharded module's tables from the rest of a model. Those of a
-    fused kernel never have a gradient.
+    ``isinstance(p, TableBatchedEmbeddingSlice)`` distinguishes tables of sharded modules from other parameters. Tables
+    of a fused kernel never have a gradient.
 
     Args:
         data: the flat tensor, one dimension; ``requires_grad`` is taken from it.
@@ -45,7 +45,7 @@ class TableBatchedEmbeddingSlice(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """See the class."""
+        """Gradient of the slice; see the class."""
         if self._flat.grad is None:
             own: Tensor | None = _OWN_GRAD.__get__(self)
             return own

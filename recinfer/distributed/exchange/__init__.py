@@ -1,1 +1,2 @@
-"""How ids reach the ranks that have the rows, and how vectors and gradients come home. See docs/explanation/request.md."""
+"""Exchange of ids, vectors and gradients between the ranks that read and the ranks that hold rows. See
+docs/explanation/request.md."""

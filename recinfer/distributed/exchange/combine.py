@@ -1,6 +1,6 @@
-"""Putting moved pieces together: add row pieces, lay column pieces side by side, in the module's feature order.
+"""Combines received pieces to outputs: adds row pieces and concatenates column pieces, in the module's feature order.
 
-Everything is a split, sums and one concatenation, so autograd's backward is one concatenation too.
+It uses one split, sums and one concatenation, so its backward is one concatenation too.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-__all__ = ["ColumnPlan", "JoinGroups", "Sum", "combine_sums"]
+__all__ = ["ColumnPlan", "JoinShardings", "Sum", "combine_sums"]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """One column piece of one output: the source pieces that add up to it.
+    """One column piece of one output, as the sum of received pieces.
 
     Attributes:
-        sources: which pieces.
-        divisor: which divisor the sum is multiplied by (1 / bag length); None for none.
+        sources: indices of the received pieces.
+        divisor: index of the factor (1 / bag length) for the sum; None: no factor.
     """
 
     sources: tuple[int, ...]
@@ -30,7 +30,7 @@ class Sum:
 
 
 class ColumnPlan:
-    """How the columns of one received tensor become output columns.
+    """Maps the columns of one received tensor to output columns.
 
     Args:
         widths: columns of each received piece, side by side.
@@ -74,35 +74,35 @@ class ColumnPlan:
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
-class JoinGroups:
-    """How the outputs of several groups of tables become those of the module.
+class JoinShardings:
+    """Maps the outputs of several shardings to those of the module.
 
     Args:
-        groups: for each group the columns of its outputs.
-        order: (group, output) of each output of the module.
+        widths: for each sharding the columns of its outputs.
+        order: (sharding, output) of each output of the module.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], order: Sequence[tuple[int, int]]) -> None:
-        starts = [[0, *accumulate(widths)] for widths in groups]
-        self._runs: list[list[int]] = []  # group, start, stop
-        for group, i in order:
-            start, stop = starts[group][i : i + 2]
-            if self._runs and self._runs[-1][0] == group and self._runs[-1][2] == start:
+    def __init__(self, widths: Sequence[Sequence[int]], order: Sequence[tuple[int, int]]) -> None:
+        starts = [[0, *accumulate(each)] for each in widths]
+        self._runs: list[list[int]] = []  # sharding, start, stop
+        for sharding, i in order:
+            start, stop = starts[sharding][i : i + 2]
+            if self._runs and self._runs[-1][0] == sharding and self._runs[-1][2] == start:
                 self._runs[-1][2] = stop
             else:
-                self._runs.append([group, start, stop])
+                self._runs.append([sharding, start, stop])
 
     def __call__(self, outputs_BD: Sequence[Tensor]) -> Tensor:
-        """``[B, sum of dims]`` of the module, from that of each group."""
+        """``[B, sum of dims]`` of the module, from that of each sharding."""
         if len(self._runs) == 1 and len(outputs_BD) == 1:
             return outputs_BD[0]
-        return torch.cat([outputs_BD[group][:, start:stop] for group, start, stop in self._runs], dim=1)
+        return torch.cat([outputs_BD[sharding][:, start:stop] for sharding, start, stop in self._runs], dim=1)
 
 
 def combine_sums(
     pieces: Sequence[Tensor], outputs: Sequence[Sequence[Sum]], divisors: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The same for pieces of different batch sizes: one tensor ``[B of the feature, D]`` an output."""
+    """Combine pieces of different batch sizes: one tensor ``[B of the feature, D]`` per output."""
     result = []
     for sums in outputs:
         columns = []

@@ -1,4 +1,5 @@
-"""Index dedup: send each distinct id of a feature once, and copy its row to all its places afterwards."""
+"""Index dedup: each distinct id of a feature is sent once, and its row is copied to all positions of the id
+afterwards."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def deduplicated(features: KeyedJaggedTensor, names: list[str]) -> tuple[KeyedJa
         names: the features to keep.
 
     Returns:
-        a KeyedJaggedTensor of batch size 1, and int64 ``[ids of names]``: for each id, feature after feature, the place
-        of its equal among the distinct ids of all features.
+        a KeyedJaggedTensor of batch size 1, and int64 ``[ids of names]``: for each id, feature by feature, its index
+        among the distinct ids of all features.
     """
     places = features.index_per_key()
     kept = features.permute([places[name] for name in names])

@@ -1,6 +1,6 @@
-"""Inputs and outputs between the devices of one process: from one device to all, and from all to one.
+"""Copies of inputs and outputs between the devices of one process: from one device to all, and from all to one.
 
-With all ranks in one process no collective is needed: a copy to the other device is the transport.
+With all ranks in one process, copies to other devices replace collectives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["EmbeddingsAllToOne", "EmbeddingsAllToOneReduce", "KJTOneToAll", "Seq
 
 
 class KJTOneToAll(nn.Module):
-    """Gives every device of this process the features of its tables.
+    """Sends every device of this process the features of its tables.
 
     Args:
         splits: how many of the keys, in order, go to each device.
@@ -28,7 +28,7 @@ class KJTOneToAll(nn.Module):
             are the CPU. Default: CUDA where there is some, else CPU.
 
     Raises:
-        InputError: not one split a device.
+        InputError: not one split per device.
     """
 
     def __init__(self, splits: list[int], world_size: int, device: torch.device | None = None) -> None:
@@ -40,16 +40,16 @@ class KJTOneToAll(nn.Module):
         self._devices = [rank_device(kind, rank) if kind != "meta" else device for rank in range(world_size)]
 
     def forward(self, kjt: KeyedJaggedTensor) -> KJTList:
-        """One KeyedJaggedTensor a device; on the device where ``kjt`` is, a view of it.
+        """One KeyedJaggedTensor per device; on the device where ``kjt`` is, a view of it.
 
         Raises:
-            InputError: the keys are not as many as the splits say.
+            InputError: the number of keys is not the sum of the splits.
         """
         return sent_to(kjt, self._splits, self._devices)
 
 
 def sent_to(kjt: KeyedJaggedTensor, splits: list[int], devices: Sequence[torch.device | None]) -> KJTList:
-    """The first ``splits[0]`` keys on the first device, and so on; None: where they are."""
+    """The first ``splits[0]`` keys on the first device, and so on; device None: not copied."""
     return KJTList(
         [
             part if device is None or part.device() == device else part.to(device, non_blocking=True)
@@ -62,7 +62,7 @@ class SeqEmbeddingsAllToOne(nn.Module):
     """Brings the embeddings of all devices of this process to one of them.
 
     Args:
-        device: where to.
+        device: the target.
         world_size: number of devices that send.
     """
 
@@ -72,25 +72,25 @@ class SeqEmbeddingsAllToOne(nn.Module):
         self._world_size = world_size
 
     def set_device(self, device_str: str) -> None:
-        """Bring them to another device from now on."""
+        """Change the target device."""
         self._device = torch.device(device_str)
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors, in order, on the device.
 
         Raises:
-            InputError: not one tensor a device.
+            InputError: not one tensor per device.
         """
         return _brought(type(self).__name__, tensors, self._device, self._world_size)
 
 
 class EmbeddingsAllToOne(nn.Module):
-    """The same, side by side in one tensor.
+    """Brings the embeddings of all devices of this process to one of them, concatenated.
 
     Args:
-        device: where to.
+        device: the target.
         world_size: number of devices that send.
-        cat_dim: the dimension in which they are laid side by side: 1 for pooled embeddings, 0 for rows of ids.
+        cat_dim: the dimension of the concatenation: 1 for pooled embeddings, 0 for rows of ids.
     """
 
     def __init__(self, device: torch.device, world_size: int, cat_dim: int) -> None:
@@ -100,7 +100,7 @@ class EmbeddingsAllToOne(nn.Module):
         self._cat_dim = cat_dim
 
     def set_device(self, device_str: str) -> None:
-        """Bring them to another device from now on."""
+        """Change the target device."""
         self._device = torch.device(device_str)
 
     def forward(self, tensors: list[Tensor]) -> Tensor:
@@ -109,12 +109,13 @@ class EmbeddingsAllToOne(nn.Module):
 
 
 class EmbeddingsAllToOneReduce(nn.Module):
-    """The same, summed: every device has a part of the rows of all bags.
+    """Brings the embeddings of all devices of this process to one of them, summed: each device has partial sums of all
+    bags.
 
     Args:
-        device: where to.
+        device: the target.
         world_size: number of devices that send.
-        cat_dim: does nothing (:mod:`recinfer.ignored`): a sum has none.
+        cat_dim: does nothing (:mod:`recinfer.ignored`): a sum concatenates nothing.
     """
 
     def __init__(self, device: torch.device, world_size: int, cat_dim: int = 0) -> None:

@@ -1,6 +1,7 @@
-"""The input exchange of every sharding type: expand features to slots, cut row pieces into buckets, send each slot off.
+"""The input exchange of every sharding type: expands features to slots, divides ids of row pieces into buckets, and
+sends each slot.
 
-One permutation and one exchange serve all tables of a sharding; what goes where was worked out by the layout.
+One permutation and one exchange serve all tables of a sharding; ShardLayout computes their order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ __all__ = ["ShardFeaturesDist", "join_keys"]
 
 
 def join_keys(parts: Sequence[KeyedJaggedTensor], order: Sequence[int]) -> KeyedJaggedTensor:
-    """The keys ``order`` of several KeyedJaggedTensors numbered one after another; keys that stay neighbours go as one.
+    """Join several KeyedJaggedTensors, with their keys, numbered consecutively, in ``order``; runs of keys are copied
+    as one.
 
     Values, lengths and weights are copied once (not at all when the order is that of a single part).
     """
@@ -68,7 +70,7 @@ def join_keys(parts: Sequence[KeyedJaggedTensor], order: Sequence[int]) -> Keyed
 
 
 class _Expansion:
-    """Which slots come from which key, for one order of input keys.
+    """The mapping from input keys to slots, for one order of keys.
 
     Args:
         layout: the slots.
@@ -76,7 +78,7 @@ class _Expansion:
         device: where the ids are.
 
     Raises:
-        InputError: a key comes twice.
+        InputError: a key occurs twice.
         MissingKeyError: a feature that the tables read is not among ``keys``.
     """
 
@@ -98,7 +100,7 @@ class _Expansion:
         self._place_edges([edges for _, edges in layout.cuts], device)
 
     def _place_edges(self, all_edges: list[tuple[int, ...]], device: torch.device) -> None:
-        """Equal blocks where that is what the edges are (the last may be short), else the edges themselves."""
+        """Store a block size where all blocks are equal (the last may be shorter), else the edges."""
         blocks = [edges[1] for edges in all_edges]
         even = all(
             all(start == i * block for i, start in enumerate(edges[:-1])) and edges[-1] - edges[-2] <= block
@@ -137,13 +139,13 @@ class _Expansion:
 
 
 class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
-    """Sends each slot's ids to the rank of its rectangle.
+    """Sends each slot's ids to the rank that holds its rectangle.
 
     Args:
         layout: the slots.
         pg: the ranks; None for a world of one.
-        want_permute: note where bucketized ids went (unpooled outputs are put back in order with it).
-        send_weights: weights go with the ids; False when they are made and sent later.
+        want_permute: record the positions of bucketized ids; unpooled outputs are put back in order with them.
+        send_weights: send weights with the ids; False when they are computed and sent later.
     """
 
     def __init__(
@@ -167,11 +169,11 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
 
         Args:
             sparse_features: at least the features of the tables, in any order.
-            sharding_ctx: learns what was sent.
+            sharding_ctx: records what was sent.
 
         Raises:
-            MissingKeyError: a feature of the tables is not there.
-            InputError: a key comes twice, or the tables take weights and there are none.
+            MissingKeyError: a feature of the tables is missing.
+            InputError: a key occurs twice, or the tables need weights and there are none.
         """
         slots, sent = self._expand(self._weighted(sparse_features))
         if sharding_ctx is not None:
@@ -192,7 +194,7 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         return self._expand(features)[0].weights()
 
     def _weighted(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Weights are sent if and only if the tables take them."""
+        """``features`` with weights if and only if the tables take weights."""
         if self._send_weights:
             if features.weights_or_none() is None:
                 raise InputError("weights are missing; this collection is weighted and needs one weight per id")

@@ -1,6 +1,7 @@
-"""The output exchange of tables whose row pieces share a host: add up inside the host first, then between hosts.
+"""The output exchange of tables whose row pieces share a host: sums inside each host first, then an exchange between
+hosts.
 
-A vector crosses hosts once, not once for every rank of the host.
+Each vector is sent between hosts once, not once for every rank of the host.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ __all__ = ["HostPooledDist", "summed_inside_hosts"]
 
 
 def summed_inside_hosts(info: EmbeddingShardingInfo, world_size: int) -> bool:
-    """Whether there are several hosts of several ranks, and each column of the table has rows on all ranks of one host."""
+    """Whether there are several hosts with several ranks, and each strip of the table has rows on all ranks of one
+    host."""
     local_size = get_local_size(world_size)
     if not 1 < local_size < world_size or world_size % local_size:
         return False
@@ -34,14 +36,14 @@ def summed_inside_hosts(info: EmbeddingShardingInfo, world_size: int) -> bool:
 
 
 class HostPooledDist(ShardPooledDist):
-    """Reduce-scatter inside each host, then all-to-all between ranks of the same place on all hosts.
+    """Reduce-scatter inside each host, then all-to-all between ranks of the same local rank.
 
-    With a variable batch a feature it is the plain exchange.
+    With a variable batch per feature it is the same as ShardPooledDist.
 
     Args:
         layout: the slots, of tables that are :func:`summed_inside_hosts`.
         pg: the ranks, all of the default group.
-        device: where buffers lie.
+        device: device of the buffers.
         inside: codecs of the reduce-scatter.
         between: codecs of the all-to-all.
     """
@@ -98,7 +100,7 @@ class HostPooledDist(ShardPooledDist):
 
 
 class _ThenBetween(Awaitable[Tensor]):
-    """The sums inside the host on their way; then the exchange between hosts."""
+    """Awaitable of the sums inside the host, followed by the exchange between hosts."""
 
     def __init__(self, inside: Awaitable[Tensor], output_dist: HostPooledDist, ctx: PooledContext) -> None:
         super().__init__()

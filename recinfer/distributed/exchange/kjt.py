@@ -1,8 +1,8 @@
-"""KeyedJaggedTensors between the ranks of a process group: every rank gets the features whose tables it has, of all ranks.
+"""Exchange of KeyedJaggedTensors between the ranks of a process group: every rank receives all examples of the features
+whose tables it has.
 
-Two collectives move a batch, whatever it holds. The first tells every rank how much it will receive; the second moves
-lengths, values, weights and batch sizes as one buffer of bytes, since on most networks a collective costs more than the
-copy that saves it.
+Two collectives send a batch. The first exchanges sizes; the second sends lengths, values, weights and batch sizes as
+one buffer of bytes, since on most networks another collective costs more than the copy.
 
 Shapes: ``W`` ranks.
 """
@@ -31,13 +31,14 @@ __all__ = [
 
 
 class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
-    """Tells every rank the numbers that concern it.
+    """Exchanges integers: every rank receives its entry of every other rank's tensors.
 
     Args:
         input_tensors: integers ``[W]`` each, entry ``r`` for rank ``r``.
         pg: the process group.
 
-    ``wait()`` gives, for each of ``input_tensors``, what every rank had for this one: ``[len(input_tensors)][W]``.
+    ``wait()`` returns, for each of ``input_tensors``, the entries of all ranks for this one:
+    ``[len(input_tensors)][W]``.
     """
 
     def __init__(self, input_tensors: list[Tensor], pg: dist.ProcessGroup) -> None:
@@ -46,7 +47,7 @@ class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
 
     @classmethod
     def of_lists(cls, numbers: list[list[int]], pg: dist.ProcessGroup, device: torch.device) -> SplitsAllToAllAwaitable:
-        """The same from lists, put on ``device`` without waiting for it."""
+        """The same from lists, which are copied to ``device`` without waiting."""
         self = cls.__new__(cls)
         Awaitable.__init__(self)
         by_rank = torch.tensor(list(zip(*numbers)), dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -63,18 +64,18 @@ class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
 
 @dataclass
 class KJTSplitsAllToAllMeta:
-    """An exchange of features that has not begun: what is to be sent, so that sizes of several go in one exchange.
+    """An exchange of features that has not started, so that the sizes of several can be exchanged together.
 
     Args:
         pg: the ranks.
         _input: the features.
         splits: keys for each rank.
-        splits_tensors: the sizes to exchange, one tensor a label (and the batch size, for a fixed batch).
+        splits_tensors: the sizes to exchange, one tensor per label (and the batch size, for a fixed batch).
         input_splits: entries for each rank, of each tensor.
-        input_tensors: what will be sent.
+        input_tensors: the tensors to send.
         labels: names of the tensors.
-        keys: keys that this rank will have.
-        device: where results go.
+        keys: keys that this rank will receive.
+        device: device of the results.
         stagger: as of KJTAllToAll.
         splits_cumsum: running sum of ``splits``, from 0.
     """
@@ -93,7 +94,7 @@ class KJTSplitsAllToAllMeta:
 
 
 class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
-    """The first step: tells every rank how much it will receive; ``wait()`` starts the second.
+    """The first step: the exchange of sizes. ``wait()`` starts the second.
 
     Args:
         tensor_splits: for each label, how many entries of its tensor go to each rank.
@@ -130,7 +131,7 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
         if self._one_batch_size:
             numbers.append([input.stride()] * pg.size())
         self._splits_awaitable = SplitsAllToAllAwaitable.of_lists(numbers, pg, device)
-        self._packed = pack(input_tensors, tensor_splits)  # while the sizes are under way
+        self._packed = pack(input_tensors, tensor_splits)  # overlaps with the exchange of sizes
 
     def _wait_impl(self) -> KJTAllToAllTensorsAwaitable:
         if self._pg.size() == 1:
@@ -168,7 +169,7 @@ class KJTAllToAll(nn.Module):
     1, and so on. All ranks need the same keys, dtypes, and weights or none; batch sizes may differ, also by key.
 
     Raises:
-        InputError: not one split a rank, or the keys are not as many as the splits say.
+        InputError: not one split per rank, or the number of keys is not the sum of the splits.
     """
 
     def __init__(self, pg: dist.ProcessGroup, splits: list[int], stagger: int = 1) -> None:
@@ -187,7 +188,7 @@ class KJTAllToAll(nn.Module):
         keys = input.keys()
         if len(keys) != self._num_keys:
             raise InputError(
-                f"KJTAllToAll: got {len(keys)} keys {keys}; splits {self._splits} are for {self._num_keys}"
+                f"KJTAllToAll: got {len(keys)} keys {keys}; splits {self._splits} are for {self._num_keys} keys"
             )
         with torch.no_grad():
             return KJTAllToAllSplitsAwaitable(
@@ -206,7 +207,7 @@ class KJTAllToAll(nn.Module):
     def meta(
         pg: dist.ProcessGroup, splits: list[int], input: KeyedJaggedTensor, stagger: int = 1
     ) -> KJTSplitsAllToAllMeta:
-        """What the exchange of ``input`` needs, with nothing sent yet: the sizes of several go out together."""
+        """The exchange of ``input``, not started: the sizes of several exchanges can be sent together."""
         tensor_splits = input.dist_splits(splits)
         numbers = list(tensor_splits)
         if not input.variable_stride_per_key():

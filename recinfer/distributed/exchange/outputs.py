@@ -1,4 +1,5 @@
-"""Embeddings between the ranks of a process group: looked up where the tables are, needed where the examples are."""
+"""Exchange of embeddings between the ranks of a process group: from the ranks with the tables to the ranks with the
+examples."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ Callback = Callable[[Tensor], Tensor]
 
 
 class PooledEmbeddingsAwaitable(Awaitable[Tensor]):
-    """Pooled embeddings on their way.
+    """Awaitable of pooled embeddings.
 
     Args:
         tensor_awaitable: the collective.
@@ -50,12 +51,12 @@ class PooledEmbeddingsAwaitable(Awaitable[Tensor]):
 
     @property
     def callbacks(self) -> list[Callback]:
-        """Applied to the tensor when it is there, in order."""
+        """Functions that are applied to the tensor, in order."""
         return self._callbacks
 
 
 class _Exchange(nn.Module):
-    """What is between ranks, and what shrinks what travels."""
+    """Base of the exchanges: a process group and codecs."""
 
     def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class _Exchange(nn.Module):
 
 
 class _PooledAllToAll(_Exchange):
-    """What the two pooled all-to-alls share."""
+    """Base of the two pooled all-to-alls."""
 
     def __init__(
         self, pg: dist.ProcessGroup, callbacks: list[Callback] | None, codecs: QuantizedCommCodecs | None
@@ -74,7 +75,7 @@ class _PooledAllToAll(_Exchange):
 
     @property
     def callbacks(self) -> list[Callback]:
-        """Applied to every output when it is there, in order."""
+        """Functions that are applied to every output, in order."""
         return self._callbacks
 
     def _awaitable(self, started: Awaitable[Tensor]) -> PooledEmbeddingsAwaitable:
@@ -90,8 +91,8 @@ class PooledEmbeddingsAllToAll(_PooledAllToAll):
         pg: the process group.
         dim_sum_per_rank: columns that each rank's tables have together.
         device: does nothing (:mod:`recinfer.ignored`): buffers are where the input is.
-        callbacks: applied to every output when it is there.
-        codecs: shrink what travels, forward and backward.
+        callbacks: functions that are applied to every output.
+        codecs: compress the data that is sent, in the forward and the backward.
     """
 
     def __init__(
@@ -106,21 +107,21 @@ class PooledEmbeddingsAllToAll(_PooledAllToAll):
         self._dim_sum_per_rank = dim_sum_per_rank
 
     def forward(self, local_embs: Tensor, batch_size_per_rank: list[int] | None = None) -> PooledEmbeddingsAwaitable:
-        """Start it.
+        """Start the exchange.
 
         Args:
             local_embs: ``[examples of all ranks, dim_sum_per_rank of this rank]``, rank 0's examples first.
             batch_size_per_rank: examples of each rank; if None, all have the same number.
 
         Raises:
-            InputError: sizes that do not fit.
+            InputError: sizes that do not fit together.
         """
         ranks = self._pg.size()
         if batch_size_per_rank is None:
             if local_embs.shape[0] % ranks:
                 raise InputError(
-                    f"PooledEmbeddingsAllToAll: {local_embs.shape[0]} rows do not divide by {ranks} ranks; "
-                    "give batch_size_per_rank"
+                    f"PooledEmbeddingsAllToAll: {local_embs.shape[0]} rows do not divide by {ranks} ranks; pass "
+                    "batch_size_per_rank"
                 )
             batch_size_per_rank = [local_embs.shape[0] // ranks] * ranks
         return self._awaitable(
@@ -131,7 +132,7 @@ class PooledEmbeddingsAllToAll(_PooledAllToAll):
 
 
 class VariableBatchPooledEmbeddingsAllToAll(_PooledAllToAll):
-    """:class:`PooledEmbeddingsAllToAll` where every feature has a batch size of its own on every rank.
+    """:class:`PooledEmbeddingsAllToAll` with a separate batch size for every feature and rank.
 
     Args:
         emb_dim_per_rank_per_feature: ``[ranks][features there]``: columns.
@@ -156,7 +157,8 @@ class VariableBatchPooledEmbeddingsAllToAll(_PooledAllToAll):
         batch_size_per_rank_per_feature: list[list[int]],
         batch_size_per_feature_pre_a2a: list[int],
     ) -> PooledEmbeddingsAwaitable:
-        """Start it; arguments and result as :func:`recinfer.distributed.comm_ops.variable_batch_alltoall_pooled`."""
+        """Start the exchange; arguments and result as
+        :func:`recinfer.distributed.comm_ops.variable_batch_alltoall_pooled`."""
         return self._awaitable(
             variable_batch_alltoall_pooled(
                 local_embs,
@@ -174,11 +176,11 @@ class PooledEmbeddingsReduceScatter(_Exchange):
 
     Args:
         pg: the process group.
-        codecs: shrink what travels, forward and backward.
+        codecs: compress the data that is sent, in the forward and the backward.
     """
 
     def forward(self, local_embs: Tensor, input_splits: list[int] | None = None) -> PooledEmbeddingsAwaitable:
-        """Start it.
+        """Start the exchange.
 
         Args:
             local_embs: ``[examples of all ranks, D]``, rank 0's examples first.
@@ -192,12 +194,12 @@ class PooledEmbeddingsReduceScatter(_Exchange):
 
 
 class VariableBatchPooledEmbeddingsReduceScatter(_Exchange):
-    """:class:`PooledEmbeddingsReduceScatter` where every feature has a batch size of its own on every rank."""
+    """:class:`PooledEmbeddingsReduceScatter` with a separate batch size for every feature and rank."""
 
     def forward(
         self, local_embs: Tensor, batch_size_per_rank_per_feature: list[list[int]], embedding_dims: list[int]
     ) -> PooledEmbeddingsAwaitable:
-        """Start it; see :func:`recinfer.distributed.comm_ops.reduce_scatter_v_per_feature_pooled`."""
+        """Start the exchange; see :func:`recinfer.distributed.comm_ops.reduce_scatter_v_per_feature_pooled`."""
         return PooledEmbeddingsAwaitable(
             reduce_scatter_v_per_feature_pooled(
                 local_embs, batch_size_per_rank_per_feature, embedding_dims, self._pg, self._codecs
@@ -210,20 +212,21 @@ class PooledEmbeddingsAllGather(_Exchange):
 
     Args:
         pg: the process group.
-        codecs: shrink what travels, forward and backward.
+        codecs: compress the data that is sent, in the forward and the backward.
     """
 
     def forward(self, local_emb: Tensor) -> PooledEmbeddingsAwaitable:
-        """Start it."""
+        """Start the exchange."""
         return PooledEmbeddingsAwaitable(all_gather_base_pooled(local_emb, self._pg, self._codecs))
 
 
 class SequenceEmbeddingsAwaitable(Awaitable[Tensor]):
-    """Rows of ids on their way back.
+    """Awaitable of the rows of ids.
 
     Args:
         tensor_awaitable: the collective.
-        unbucketize_permute_tensor: integers ``[N]``: where each id went when ids were sorted into buckets by rows.
+        unbucketize_permute_tensor: integers ``[N]``: position of each id after the ids were sorted into buckets of
+            rows.
         embedding_dim: columns.
     """
 
@@ -243,13 +246,13 @@ class SequenceEmbeddingsAwaitable(Awaitable[Tensor]):
 
 
 class SequenceEmbeddingsAllToAll(nn.Module):
-    """Sends the row of every id back to the rank it came from; the way back of a KJTAllToAll.
+    """Sends the row of every id to the rank that the id came from; the counterpart of KJTAllToAll.
 
     Args:
         pg: the process group.
         features_per_rank: how many features each rank's tables have.
-        device: where the lengths are; buffers are where the input is.
-        codecs: shrink what travels, forward and backward.
+        device: device of the lengths; buffers are on the input's device.
+        codecs: compress the data that is sent, in the forward and the backward.
     """
 
     _forward_recat: Tensor
@@ -282,16 +285,16 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         batch_size_per_rank: list[int] | None = None,
         sparse_features_recat: Tensor | None = None,
     ) -> SequenceEmbeddingsAwaitable:
-        """Start it.
+        """Start the exchange.
 
         Args:
-            local_embs: ``[N, D]``, a row an id of (feature, rank, example).
-            lengths: ids of each (feature, rank, example), as they came out of the KJTAllToAll.
+            local_embs: ``[N, D]``, a row per id of (feature, rank, example).
+            lengths: ids of each (feature, rank, example), as received from KJTAllToAll.
             input_splits: ids that this rank sent to each rank.
-            output_splits: ids that it got from each rank.
-            unbucketize_permute_tensor: integers ``[ids sent]``: applied to the rows that came back.
+            output_splits: ids that it received from each rank.
+            unbucketize_permute_tensor: integers ``[ids sent]``: applied to the received rows.
             batch_size_per_rank: examples of each rank; if None, all have the same number.
-            sparse_features_recat: the order in which KJTAllToAll arranged what arrived; needed with unequal batches.
+            sparse_features_recat: the permutation of KJTAllToAll; needed with unequal batches.
 
         Raises:
             InputError: unequal batches and no ``sparse_features_recat``.
@@ -304,8 +307,8 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         elif unequal:
             if sparse_features_recat is None:
                 raise InputError(
-                    f"SequenceEmbeddingsAllToAll: batch sizes {batch_size_per_rank} differ; give sparse_features_recat, "
-                    "the recat of the KJTAllToAll that brought the ids"
+                    f"SequenceEmbeddingsAllToAll: batch sizes {batch_size_per_rank} differ; pass "
+                    "sparse_features_recat, the recat of the KJTAllToAll that sent the ids"
                 )
             back = sparse_features_recat
             recat = torch.argsort(back).to(torch.int32)

@@ -1,4 +1,4 @@
-"""The output exchange of pooled tables: every rank's bags go home in one exchange and are combined there."""
+"""The output exchange of pooled tables: vectors are sent to the ranks of their examples and combined there."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["PooledContext", "ShardPooledDist", "keep_in_graph"]
 
 @dataclass
 class PooledContext(EmbeddingShardingContext):
-    """What the output exchange of pooled tables needs to know of the input.
+    """Data of the input exchange that the output exchange of pooled tables needs.
 
     Args:
         divisors: 1 / bag length, ``[B of the feature]``, of each output that is divided after the exchange.
         inverse_indices: of a variable batch, int64 ``[outputs, full batch]``; None without.
         sent_weights: the ids' weights in the order sent, when they have gradients.
-        route: how the ids went.
-        weights: the weights at their ids, when they have gradients.
+        route: sizes and order of the ids' exchange.
+        weights: the received weights, when they have gradients.
         pg: the ranks of the exchange; None when nothing is exchanged.
     """
 
@@ -45,7 +45,7 @@ class PooledContext(EmbeddingShardingContext):
     pg: dist.ProcessGroup | None = None
 
     def came(self, features: KeyedJaggedTensor, layout: ShardLayout) -> None:
-        """Note what this rank's own input says; nothing here is exchanged."""
+        """Record divisors and inverse indices of this rank's input."""
         for i in layout.mean:
             lengths = features[layout.outputs[i][2]].lengths()
             self.divisors.append(1.0 / lengths.clamp(min=1).float())
@@ -55,14 +55,14 @@ class PooledContext(EmbeddingShardingContext):
             )
 
     def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
-        """Note what goes out, and the weights that get gradients back."""
+        """Record what is sent, and the weights that need gradients."""
         super().sent(features, ids)
         weights = features.weights_or_none()
         if weights is not None and weights.requires_grad and self.pg is not None:
             self.sent_weights = weights
 
     def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
-        """Note what came in; weights with gradients are tied to those that were sent."""
+        """Record what is received; weights with gradients are connected to those that were sent."""
         super().received(features, awaitable)
         if self.pg is not None and self.pg.size() > 1 and isinstance(awaitable, KJTAllToAllTensorsAwaitable):
             self.route = WeightRoute.of(awaitable, features.lengths(), self.pg)
@@ -70,12 +70,13 @@ class PooledContext(EmbeddingShardingContext):
             self.tie(features, self.sent_weights, features.weights())
 
     def tie(self, features: KeyedJaggedTensor, sent: Tensor, received: Tensor | None) -> None:
-        """Give ``features`` the weights ``sent``, with gradients; ``received`` is None when they have not been moved."""
+        """Give ``features`` the weights ``sent``, with gradients; ``received`` is None when the weights have not been
+        sent."""
         self.weights = sent if self.route is None else send_weights(sent, self.route, received)
         features._weights = self.weights
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive until ``stream`` is done with them."""
+        """Keep the tensors alive until ``stream`` has finished with them."""
         routed = (self.route.recat, self.route.lengths) if self.route is not None else ()
         for tensor in (*self.divisors, self.inverse_indices, self.sent_weights, self.weights, *routed):
             if tensor is not None and tensor.is_cuda:
@@ -83,20 +84,20 @@ class PooledContext(EmbeddingShardingContext):
 
 
 def keep_in_graph(local_embs: Tensor) -> Tensor:
-    """A rank with no table of its own must still take part in the backward of the exchange."""
+    """Let a rank without tables take part in the backward of the exchange."""
     if torch.is_grad_enabled() and not local_embs.requires_grad:
         return local_embs.detach().requires_grad_()
     return local_embs
 
 
 class ShardPooledDist(BaseEmbeddingDist[PooledContext, Tensor, Tensor]):
-    """Sends every rank's pooled vectors to the ranks whose examples they are, and combines them.
+    """Sends pooled vectors to the ranks of their examples, and combines them.
 
     Args:
         layout: the slots.
         pg: the ranks; None for a world of one.
-        device: where buffers lie.
-        codecs: shrink what is sent.
+        device: device of the buffers.
+        codecs: compress the data that is sent.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class ShardPooledDist(BaseEmbeddingDist[PooledContext, Tensor, Tensor]):
 
         Args:
             local_embs: ``[B of all ranks, local columns]``; with a variable batch one dimension, rank by rank.
-            sharding_ctx: what was sent and what came.
+            sharding_ctx: data of the input exchange.
 
         Returns:
             awaitable of ``[B, sum of dims]``, tables and their features in module order.
@@ -134,7 +135,7 @@ class ShardPooledDist(BaseEmbeddingDist[PooledContext, Tensor, Tensor]):
         """
         ctx = sharding_ctx if sharding_ctx is not None else PooledContext()
         if ctx.weights is not None and local_embs.numel() == 0:
-            # A rank that looks nothing up must still take part in the exchange of the weights' gradients.
+            # A rank without lookups must still take part in the exchange of the weights' gradients.
             local_embs = local_embs + 0 * ctx.weights.sum()
         local_embs = keep_in_graph(local_embs)
         if ctx.variable_batch_per_feature:
@@ -161,14 +162,14 @@ class ShardPooledDist(BaseEmbeddingDist[PooledContext, Tensor, Tensor]):
 
 
 def spread(outputs: Sequence[Tensor], inverse_indices: Tensor | None) -> Tensor:
-    """Outputs of their own batch sizes as rows of the full batch, side by side.
+    """Expand outputs with separate batch sizes to the full batch, and concatenate them.
 
     Raises:
         InputError: unequal batch sizes and no inverse indices.
     """
     if inverse_indices is None and len({o.shape[0] for o in outputs}) > 1:
         raise InputError(
-            f"features have batch sizes {[o.shape[0] for o in outputs]} and no inverse indices; give inverse_indices, "
-            "which say the row of every example"
+            f"features have batch sizes {[o.shape[0] for o in outputs]} and no inverse indices; pass inverse_indices "
+            "with the row of every example"
         )
     return process_pooled_embeddings(list(outputs), torch.empty(0) if inverse_indices is None else inverse_indices)

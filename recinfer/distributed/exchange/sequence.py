@@ -1,4 +1,4 @@
-"""The output exchange of unpooled tables: every id's row goes home and back into the order of the ids."""
+"""The output exchange of unpooled tables: rows are sent to the ranks of their ids and put into the ids' order."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["SequenceShardingContext", "ShardSequenceDist"]
 
 @dataclass
 class SequenceShardingContext(EmbeddingShardingContext):
-    """What the output exchange of unpooled tables needs to know of the input exchange.
+    """Data of the input exchange that the output exchange of unpooled tables needs.
 
     Args:
         features_before_input_dist: the input.
         input_splits: ids that this rank sent to each rank.
-        output_splits: ids that it got from each rank.
-        sparse_features_recat: the order of the (rank, feature) pieces that made the features received.
-        unbucketize_permute_tensor: where each id of the cut features went.
+        output_splits: ids that it received from each rank.
+        sparse_features_recat: the permutation of the received (rank, feature) pieces.
+        unbucketize_permute_tensor: position of each id of the cut features.
         lengths_after_input_dist: lengths of the features received.
-        sent_ids: how many ids each slot sent, and where they came from.
+        sent_ids: how many ids each slot sent, and their original positions.
     """
 
     features_before_input_dist: KeyedJaggedTensor | None = None
@@ -46,7 +46,7 @@ class SequenceShardingContext(EmbeddingShardingContext):
     sent_ids: Sent = field(default_factory=Sent)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive until ``stream`` is done with them."""
+        """Keep the tensors alive until ``stream`` has finished with them."""
         if self.features_before_input_dist is not None:
             self.features_before_input_dist.record_stream(stream)  # type: ignore[arg-type]
         for tensor in (self.sparse_features_recat, self.sent_ids.permute, self.lengths_after_input_dist):
@@ -54,12 +54,12 @@ class SequenceShardingContext(EmbeddingShardingContext):
                 tensor.record_stream(stream)  # type: ignore[arg-type]
 
     def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
-        """Note what goes out, and where its ids came from."""
+        """Record what is sent, and the ids' original positions."""
         super().sent(features, ids)
         self.sent_ids = ids
 
     def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
-        """Note what came in, and how many ids went where."""
+        """Record what is received, and the numbers of ids by rank."""
         super().received(features, awaitable)
         if isinstance(awaitable, KJTAllToAllTensorsAwaitable):
             self.input_splits, self.output_splits = awaitable.input_splits["values"], awaitable.output_splits["values"]
@@ -71,13 +71,14 @@ class SequenceShardingContext(EmbeddingShardingContext):
 class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[Tensor]]):
     """Sends every id's row back to the rank of the id.
 
-    Rows of different widths travel together: each goes as several rows of the widths' greatest common divisor.
+    Rows of different widths share one exchange: each is sent as several rows whose width is the greatest common
+        divisor.
 
     Args:
         layout: the slots.
         pg: the ranks; None for a world of one.
         rank: this rank.
-        codecs: shrink what is sent.
+        codecs: compress the data that is sent.
     """
 
     def __init__(
@@ -106,12 +107,12 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
 
         Args:
             local_embs: ``[ids received, columns]``, by feature, in it by rank; one dimension for several widths.
-            sharding_ctx: what was sent and what came.
+            sharding_ctx: data of the input exchange.
 
         Returns:
             awaitable of one ``[ids, columns]`` for each column piece of each output, in module order.
         """
-        assert sharding_ctx is not None, "rows find their way back by what the input exchange noted"
+        assert sharding_ctx is not None, "the output exchange needs the context of the input exchange"
         ctx = sharding_ctx
         rows = keep_in_graph(local_embs.reshape(-1, self._unit))
         if self._pg is None or self._pg.size() == 1:
@@ -177,7 +178,7 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
 
 
 class _Unbucketize:
-    """Where the row of each id of a cut feature stands when its buckets are laid one after another."""
+    """Positions of the rows of a cut feature's ids in its concatenated buckets."""
 
     def __init__(self, layout: ShardLayout, sent: Sent) -> None:
         assert sent.permute is not None

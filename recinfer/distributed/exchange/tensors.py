@@ -1,7 +1,8 @@
-"""The tensors of a KeyedJaggedTensor between ranks, once every rank knows how much it will receive: one buffer of bytes.
+"""The second step of exchanging a KeyedJaggedTensor: all its tensors as one buffer of bytes, after sizes were
+exchanged.
 
-Shapes: ``W`` ranks, ``F`` features of this rank's tables, ``B`` examples of a rank. What arrives is (rank, feature,
-example); a KeyedJaggedTensor is (feature, rank, example).
+Shapes: ``W`` ranks, ``F`` features of this rank's tables, ``B`` examples of a rank. Received data is ordered by (rank,
+feature, example), a KeyedJaggedTensor by (feature, rank, example).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["KJTAllToAllTensorsAwaitable", "pack"]
 
 
 class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
-    """The second step: moves the tensors, all in one buffer.
+    """The second step: sends the tensors, all in one buffer.
 
     Args:
         pg: the process group.
@@ -33,13 +34,13 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         splits: how many of its keys go to each rank.
         input_splits: for each label, how many entries of its tensor go to each rank.
         output_splits: for each label, how many entries come from each rank.
-        input_tensors: the tensors, one a label.
+        input_tensors: the tensors, one per label.
         labels: what they are: ``lengths``, ``values``, ``strides`` (batch size of each key), ``weights``.
         keys: the keys that this rank receives.
         device: where the result is.
         stagger: number of hosts by which the examples of a feature are interleaved.
-        stride_per_rank: batch size of each rank; None when each key has its own.
-        packed: ``input_tensors`` as :func:`pack` makes one buffer of them, where the caller had the time.
+        stride_per_rank: batch size of each rank; None when each key has a separate one.
+        packed: the buffer of ``input_tensors`` that :func:`pack` returns, if the caller made it already.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
 
     @property
     def recat(self) -> Tensor | None:
-        """int32: where each piece received goes; None when they come in order.
+        """int32: position of each received piece; None when they are in order.
 
         A piece is the lengths of a (rank, key) when all batch sizes are the same, else a single length. With a batch
-        size a key it is known after the wait.
+        size per key it is known after the wait.
         """
         return self._recat
 
@@ -111,7 +112,7 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
             return self._input
         assert self._pending is not None
         sections = self._pending.wait().split([size for of_rank in self._sizes for size in of_rank])
-        self._pending = None  # the memory is free soon, however long this awaitable lives
+        self._pending = None  # frees the memory early, however long this awaitable lives
         step = len(self._labels)
         return self._arrange({label: sections[at::step] for at, label in enumerate(self._labels)})
 
@@ -120,7 +121,7 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         return torch.cat(list(parts)).view(self._dtypes[self._labels.index(label)])
 
     def _arrange(self, sections: dict[str, Sequence[Tensor]]) -> KeyedJaggedTensor:
-        """From (rank, key, example) to (key, rank, example); sections are bytes, one a rank."""
+        """From (rank, key, example) to (key, rank, example); sections are bytes, one per rank."""
         num_keys, world_size = len(self._keys), self._world_size
         lengths = self._joined(sections["lengths"], "lengths")
         strides_FW: list[list[int]] | None = None
@@ -194,7 +195,7 @@ def _rank_order(world_size: int, stagger: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _piece_order(num_keys: int, world_size: int, stagger: int) -> list[int]:
-    """Which (rank, key) piece stands at each (key, rank) place."""
+    """Index of the (rank, key) piece at each (key, rank) position."""
     order = _rank_order(world_size, stagger)
     return [rank * num_keys + key for key in range(num_keys) for rank in order]
 

@@ -1,4 +1,4 @@
-"""Per-id weights with gradients on their way to the ranks of the ids' rows, and the gradients' way back."""
+"""Exchange of per-id weights with gradients: weights go to the ranks of the ids' rows, gradients come back."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["WeightRoute", "send_weights"]
 
 @dataclass(frozen=True)
 class WeightRoute:
-    """How the ids of one exchange went.
+    """Sizes and order of one exchange of ids.
 
     Attributes:
         pg: the ranks.
         input_splits: ids that this rank sent to each rank.
-        output_splits: ids that it got from each rank.
-        recat: how received pieces were brought from (rank, feature) to (feature, rank); None when they were in order.
+        output_splits: ids that it received from each rank.
+        recat: permutation of received pieces from (rank, feature) to (feature, rank); None when they were in order.
         lengths: ids of each (feature, rank, example) received.
     """
 
@@ -49,15 +49,15 @@ class WeightRoute:
 
 
 def send_weights(sent: Tensor, route: WeightRoute, received: Tensor | None = None) -> Tensor:
-    """The weights at the ranks of their ids, tied to ``sent``.
+    """Send the weights to the ranks of their ids' rows; gradients flow back to ``sent``.
 
-    The gradient that comes back is that of this rank's own loss: it is not divided by the number of ranks, as those of
-    the tables are.
+    The gradient is that of this rank's own loss: unlike the tables' gradients, it is not divided by the number of
+    ranks.
 
     Args:
         sent: float ``[ids sent]``, in the order sent.
         route: how the ids went.
-        received: the same weights as they came with the ids; None to send them now.
+        received: the weights that were received with the ids; None to send them now.
 
     Returns:
         float ``[ids received]``, in the order of the ids.
@@ -67,7 +67,7 @@ def send_weights(sent: Tensor, route: WeightRoute, received: Tensor | None = Non
 
 
 class _SendWeights(torch.autograd.Function):
-    """Forward: this rank's weights to their ids' ranks. Backward: their gradients home."""
+    """Forward: sends weights to the ranks of their ids' rows. Backward: sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, route: WeightRoute, received: Tensor | None) -> Tensor:

@@ -1,1 +1,1 @@
-"""Where the rectangles of tables lie on ranks. See docs/explanation/request.md."""
+"""Rectangles of tables on ranks. See docs/explanation/request.md."""

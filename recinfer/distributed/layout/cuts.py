@@ -1,4 +1,4 @@
-"""Where tables are cut: rows evenly or in proportion to memory, columns into pieces of one width."""
+"""Cuts of tables: rows evenly or in proportion to memory, columns into pieces of equal width."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ __all__ = ["column_unit", "column_width", "even_rows", "grid", "heights_in_propo
 
 
 def even_rows(rows: Any, parts: Any, index: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """First row and height of piece number ``index`` of ``parts``: all have ``ceil(rows / parts)``, but the last ones less.
+    """First row and height of piece number ``index`` of ``parts``: all have ``ceil(rows / parts)`` rows, except that
+    the last ones may have fewer.
 
-    Whole numbers or arrays of them.
+    Takes integers or arrays of integers.
     """
     height = -(-rows // parts)
     start = np.minimum(index * height, rows)
@@ -27,15 +28,17 @@ def even_rows(rows: Any, parts: Any, index: Any) -> tuple[npt.NDArray[np.int64],
 
 
 def heights_in_proportion(rows: int, weights: Sequence[int]) -> list[int]:
-    """Rows of one piece for each weight, less than one row from its share.
+    """Divide rows in proportion to weights; each piece differs from its exact share by less than one row.
 
     Raises:
-        ConfigError: weights that sum to nothing.
+        ConfigError: weights whose sum is 0 or less.
     """
     total = sum(weights)
     if total <= 0:
         raise ConfigError(f"memory sizes {list(weights)} sum to {total}; expected more than 0")
-    edges = [rows * weight // total for weight in accumulate(weights)]  # Python's numbers: these have up to 80 bits
+    edges = [
+        rows * weight // total for weight in accumulate(weights)
+    ]  # Python integers: the products have up to 80 bits
     return [stop - start for start, stop in pairwise([0, *edges])]
 
 

@@ -1,4 +1,4 @@
-"""Rectangles from a plan's ParameterSharding, and torch's shard metadata from rectangles."""
+"""Converts ParameterSharding to rectangles, and rectangles to torch's shard metadata."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["placement", "rects_of", "sharding_spec"]
 
 
 def placement(compute_device: str, rank: int, local_world_size: int) -> str:
-    """TorchRec's placement text, ``rank:3/cuda:1``; all CPU ranks share one device."""
+    """TorchRec's placement string, ``rank:3/cuda:1``; all CPU ranks share one device."""
     return f"rank:{rank}/cpu" if compute_device == "cpu" else f"rank:{rank}/{compute_device}:{rank % local_world_size}"
 
 
 def sharding_spec(rects: Sequence[Rect], placements: Sequence[str]) -> EnumerableShardingSpec:
-    """Rectangles with their placements as torch lists them."""
+    """Torch's sharding spec of rectangles with their placements."""
     return EnumerableShardingSpec(
         [
             ShardMetadata(
@@ -31,16 +31,16 @@ def sharding_spec(rects: Sequence[Rect], placements: Sequence[str]) -> Enumerabl
 
 
 def rects_of(table: str, rows: int, cols: int, sharding: ParameterSharding, world_size: int) -> list[Rect]:
-    """The rectangles of a table in the plan's order, as they are given: whether they tile it nobody has checked.
+    """The rectangles of a table in the plan's order; :func:`tile` must check them.
 
     Args:
         table: its name.
         rows, cols: its size.
-        sharding: its plan; of data_parallel the ranks alone are read.
+        sharding: its plan; for data_parallel only the ranks are read.
         world_size: ranks, for a data_parallel table that names none.
 
     Raises:
-        ConfigError: no shards, or one that names no rank.
+        ConfigError: no shards, or a shard without a rank.
     """
     if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
         return [Rect(rank, 0, rows, 0, cols, table) for rank in sharding.ranks or range(world_size)]
@@ -62,6 +62,6 @@ def _rank_of(table: str, index: int, shard: ShardMetadata, ranks: Sequence[int] 
         return ranks[index]
     if rank is None:
         raise ConfigError(
-            f"table {table!r}: shard {index} names no rank; expected a placement rank:<n>/<device>, or its rank in ranks"
+            f"table {table!r}: shard {index} has no rank; expected a placement rank:<n>/<device>, or its rank in ranks"
         )
     return rank

@@ -1,4 +1,4 @@
-"""A rectangle of a table on a rank, and the one check that rectangles tile their table.
+"""Rect, a rectangle of a table on a rank, and the check that rectangles tile their table.
 
 Every cut of a table makes *strips*: column ranges side by side, each cut into rows from top to bottom. Table-wise is one
 strip of one rectangle, row-wise one strip of many, column-wise many of one, a grid many of many.
@@ -25,8 +25,8 @@ class TilingError(ConfigError):
 class Rect:
     """Rows ``[row_start, row_stop)`` x columns ``[col_start, col_stop)`` of a table on a rank.
 
-    Plain numbers: that they are sound, and inside their table, is what :func:`tile` checks. A rectangle may have no rows
-    (a rank that a short row-wise table does not reach), and holds nothing then.
+    The constructor checks nothing: :func:`tile` does. A rectangle may have no rows, for example on the last ranks of a
+    short row-wise table.
 
     Attributes:
         table: the table's name inside its module.
@@ -55,7 +55,7 @@ class Rect:
         return f"{self.table}[{self.row_start}:{self.row_stop}, {self.col_start}:{self.col_stop}]@{self.rank}"
 
     def overlap(self, other: Rect) -> Rect | None:
-        """What both hold of one table, on this one's rank; None where that is nothing."""
+        """The intersection of two rectangles of a table, on this one's rank; None if it is empty."""
         row_start, row_stop = max(self.row_start, other.row_start), min(self.row_stop, other.row_stop)
         col_start, col_stop = max(self.col_start, other.col_start), min(self.col_stop, other.col_stop)
         if self.table != other.table or row_start >= row_stop or col_start >= col_stop:
@@ -65,7 +65,7 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """One column range of a table: its rectangles from top to bottom, none empty, together all of its rows."""
+    """One column range of a table, as non-empty rectangles from top to bottom that cover all rows."""
 
     col_start: int
     col_stop: int
@@ -78,7 +78,7 @@ class Strip:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """The rows where it is cut, from 0 to the table's rows: ``(0, rows)`` when it is whole."""
+        """The row numbers of its cuts, from 0 to the table's rows: ``(0, rows)`` when it is whole."""
         return (0, *(rect.row_stop for rect in self.rects))
 
 
@@ -98,9 +98,10 @@ def tile(
         table: its name, for messages.
         rows, cols: its size.
         rects: in any order. Those without rows are left out of the strips.
-        world_size: ranks are below it; None: nobody knows.
+        world_size: number of ranks; None: not checked.
         column_unit: strips begin at multiples of it.
-        replicated: each rectangle is the whole table, on a rank of its own; there is then one strip, of the first.
+        replicated: each rectangle is the whole table, on a different rank; the result is one strip, of the first
+            rectangle.
 
     Raises:
         TilingError: names the table, the first rectangle that is wrong, and what was expected.
@@ -144,7 +145,7 @@ def _strip(table: str, rows: int, col: int, column: tuple[Rect, ...]) -> Strip:
 def _one_replica(table: str, rects: Sequence[Rect]) -> Strip:
     ranks = [rect.rank for rect in rects]
     if not rects or len(set(ranks)) != len(ranks):
-        raise TilingError(f"table {table!r} has replicas on ranks {ranks}; expected at least one, and one a rank")
+        raise TilingError(f"table {table!r} has replicas on ranks {ranks}; expected at least one, and one per rank")
     return Strip(rects[0].col_start, rects[0].col_stop, (rects[0],))
 
 

@@ -1,8 +1,8 @@
-"""The planner: which rank holds which rectangle of which table, on which kernel. See docs/explanation/request.md.
+"""The planner: it assigns rectangles of tables to ranks and kernels. See docs/explanation/request.md.
 
-Three folders, each of which imports those before it: ``model`` says what there is to plan (the hardware, the tables, what
-a shard takes), ``plan`` is a plan as data, ``solve`` finds one. The modules beside them are the ways in, most at the places
-where TorchRec has them.
+Three folders, each of which may import those before it: ``model`` has the inputs (hardware, tables, estimates of
+shards), ``plan`` has plans as data, ``solve`` searches for a plan. The modules next to them are the public interface,
+most with TorchRec's names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from recinfer.distributed.planner.planners import EmbeddingShardingPlanner, create_planner
     from recinfer.distributed.planner.utils import bytes_to_gb
 
-# Lazy: what serves reads plans, and needs no search.
+# Lazy imports: serving reads plans and needs no search.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {

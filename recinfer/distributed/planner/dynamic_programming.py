@@ -1,4 +1,4 @@
-"""The proposer that plans the least total perf for each amount of memory by dynamic programming."""
+"""The proposer that minimises the total perf for each amount of memory by dynamic programming."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ __all__ = ["DynamicProgrammingProposer"]
 class DynamicProgrammingProposer(Proposer):
     """Least total perf for each amount of total memory, by dynamic programming over memory bins.
 
-    The first proposal is the plan of least memory; its feedback brings the topology. Then, for each bin from the largest
-    amount of memory to the smallest, the plan of least total perf that uses that much: total memory does not say whether
+    The first proposal is the plan with the least memory; its feedback brings the topology. Then follows, for each bin
+    from the largest amount of memory to the smallest, the plan with the least total perf that uses that much: total
+    memory does not say whether
     a plan can be placed, so all amounts are proposed. With ``ddr_bins_per_device`` the table is two-dimensional.
 
     Args:
-        hbm_bins_per_device: bins of device memory a rank (of host memory when the topology has no device memory).
-        ddr_bins_per_device: bins of host memory a rank, in addition; None plans by one memory only.
+        hbm_bins_per_device: bins of device memory per rank (of host memory when the topology has no device memory).
+        ddr_bins_per_device: bins of host memory per rank, in addition; None: plan with one kind of memory only.
         mem_bins_per_device: TorchEasyRec's name of ``hbm_bins_per_device``; used instead when given.
     """
 
@@ -56,7 +57,7 @@ class DynamicProgrammingProposer(Proposer):
         self._planned, self._proposals = False, []
 
     def propose(self) -> list[ShardingOption] | None:
-        """The plan of least memory, then the planned ones."""
+        """The plan with the least memory, then the computed ones."""
         if not self._planned:
             return [options[0] for options in self._tables.values()] or None
         if not self._proposals:
@@ -70,7 +71,7 @@ class DynamicProgrammingProposer(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Plan on the first call, which must bring the topology; then go on."""
+        """Compute the plans in the first call, which must pass the topology; then go on to the next plan."""
         if self._planned:
             if self._proposals:
                 self._proposals.pop(0)

@@ -35,10 +35,10 @@ class EmbeddingEnumerator(Enumerator):
 
     Args:
         topology: hardware.
-        batch_size: samples a rank.
+        batch_size: samples per rank.
         constraints: by table name.
-        estimator: what fills in perf and storage; default the training estimators, or those of inference for modules
-            that only quantized kernels serve.
+        estimator: estimators of perf and storage; default: those of training, or those of inference for modules with
+            only quantized kernels.
         use_exact_enumerate_order: does nothing (:mod:`recinfer.ignored`); options always come in the order of the modules.
     """
 
@@ -76,7 +76,7 @@ class EmbeddingEnumerator(Enumerator):
         return self._last
 
     def space(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> SearchSpace | None:
-        """The options as arrays; None when the estimators only know objects, or there is nothing to shard.
+        """The options as arrays; None when the estimators only take objects, or there is nothing to shard.
 
         Raises:
             PlannerError: a table without any option.
@@ -90,7 +90,7 @@ class EmbeddingEnumerator(Enumerator):
         return build_space(tables, self._topology, estimate)
 
     def estimate_of(self, tables: Sequence[TableFacts], topology: Topology) -> Estimate | None:
-        """The estimate function over arrays, for a topology; None when the estimators only know objects."""
+        """The estimate function over arrays, for a topology; None when the estimators only take objects."""
         if self._given is None and all(k.startswith("quant") for t in tables for _, k in t.offers):
             return inference_estimate(topology, tables)
         perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
@@ -109,7 +109,7 @@ class EmbeddingEnumerator(Enumerator):
         return both
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """Valid options of every table, with perf and storage filled in; none when there is nothing to shard."""
+        """Valid options of every table, with perf and storage; an empty list when there is nothing to shard."""
         space = self.space(module, sharders)
         if not self._tables:
             self._last = []

@@ -1,4 +1,4 @@
-"""The easy entry: a model on meta in, a :class:`Plan` for quantized inference out."""
+"""plan_inference: plans a model, which may be on the meta device, for quantized inference."""
 
 from __future__ import annotations
 
@@ -45,25 +45,29 @@ def plan_inference(
     hardware: HardwareProfile | None = None,
     timeout_seconds: float | None = None,
 ) -> Plan:
-    """The plan of ``model`` (meta is enough) for quantized inference: all ranks in one process.
+    """Plan ``model`` (meta is enough) for quantized inference with all ranks in one process.
 
     Args:
         world_size: ranks (GPUs, or parts of one CPU host).
         compute_device: ``"cpu"`` or ``"cuda"``.
         precision, per_table_precision: element type of the stored rows, for all tables and by table name.
-        hbm_gb, ddr_gb: GiB of device and host memory a rank (defaults of :class:`Topology`).
-        batch_size: samples a request batch.
+        hbm_gb, ddr_gb: GiB of device and host memory per rank (defaults of :class:`Topology`).
+        batch_size: samples per request batch.
         constraints: by table name.
         topology: used instead of one built from the sizes above; its world size and device must agree.
-        pinned: tables to leave where this plan has them; the rest is planned around them.
+        pinned: a plan whose tables keep their places; only the others are planned.
         hardware: measured figures of the machine (``recinfer calibrate``); not together with ``topology``.
         timeout_seconds: return the best plan found by then.
 
     Raises:
-        ConfigError: sizes or names that do not fit together.
-        PlannerError: nothing fits; the message says what binds and what would help.
+        ConfigError: arguments that contradict each other.
+        PlannerError: no plan fits; the message names the limiting memory and a change that helps.
     """
     deadline = time.monotonic() + timeout_seconds if timeout_seconds is not None else float("inf")
+    if hbm_gb is not None and compute_device == "cpu":
+        raise ConfigError(
+            f"hbm_gb={hbm_gb:g} in a plan for cpu: ranks on CPU have host memory only; set ddr_gb instead"
+        )
     if topology is None:
         caps = {"hbm_cap": hbm_gb, "ddr_cap": ddr_gb}
         sizes: dict[str, Any] = {name: gb_to_bytes(gb) for name, gb in caps.items() if gb is not None}
@@ -74,10 +78,10 @@ def plan_inference(
         else:
             topology = Topology(world_size, compute_device, **sizes)
     elif hardware is not None:
-        raise ConfigError("give topology or hardware, not both (a topology carries its own hardware profile)")
+        raise ConfigError("pass topology or hardware, not both (a topology carries its own hardware profile)")
     if (topology.world_size, topology.compute_device) != (world_size, compute_device):
         raise ConfigError(
-            f"world_size={world_size}, compute_device={compute_device!r} were asked for, but the topology has "
+            f"world_size={world_size}, compute_device={compute_device!r} were given, but the topology has "
             f"{topology.world_size} ranks of {topology.compute_device!r}"
         )
 

@@ -1,4 +1,5 @@
-"""The interfaces of the planner's parts: what enumerates, estimates, proposes, places, rates, reserves and reports."""
+"""The interfaces of the planner's parts: enumerator, estimator, proposer, partitioner, perf model, storage reservation,
+stats and plan loader."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ __all__ = [
 
 
 class StorageReservation(abc.ABC):
-    """Takes the memory that is not for tables out of a topology."""
+    """Subtracts the memory that is not for tables from a topology."""
 
     @abc.abstractmethod
     def reserve(
@@ -37,7 +38,7 @@ class StorageReservation(abc.ABC):
         sharders: list[ModuleSharder[nn.Module]],
         constraints: dict[str, ParameterConstraints] | None = None,
     ) -> Topology:
-        """A copy of ``topology`` with what is left."""
+        """A copy of ``topology`` with the remaining memory."""
 
     @property
     @abc.abstractmethod
@@ -90,7 +91,7 @@ class Enumerator(abc.ABC):
 
 
 class Proposer(abc.ABC):
-    """Proposes one option a table, round after round, learning from what became of the last proposal."""
+    """Proposes one option per table in each round, using the feedback on the last proposal."""
 
     @abc.abstractmethod
     def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
@@ -104,7 +105,7 @@ class Proposer(abc.ABC):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """How the last proposal fared."""
+        """Report the result of the last proposal."""
 
     @abc.abstractmethod
     def propose(self) -> list[ShardingOption] | None:
@@ -112,7 +113,7 @@ class Proposer(abc.ABC):
 
 
 class Partitioner(abc.ABC):
-    """Gives the shards of a proposal their ranks."""
+    """Assigns the shards of a proposal to ranks."""
 
     @abc.abstractmethod
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
@@ -143,12 +144,12 @@ class Stats(abc.ABC):
 
 
 class PlanLoader(abc.ABC):
-    """Brings back an earlier plan."""
+    """Loads an earlier plan."""
 
     @abc.abstractmethod
     def load(self) -> dict[int, ShardingOption] | None:
-        """Options by ``hash``; None when there is none."""
+        """Load options by ``hash``; None if no plan is stored."""
 
     @abc.abstractmethod
     def plan_context_hash(self) -> str | None:
-        """Hash of the inputs it was made from."""
+        """Hash of the inputs that the plan was made from."""

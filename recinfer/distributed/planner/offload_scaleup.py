@@ -16,10 +16,10 @@ __all__ = ["EmbeddingOffloadScaleupProposer"]
 
 
 class EmbeddingOffloadScaleupProposer(Proposer):
-    """Starts from the plan of least memory and spends what device memory is left on larger caches.
+    """Starts from the plan with the least memory and spends the remaining device memory on larger caches.
 
-    Tables on a caching kernel get their cache grown in the order of how little cacheable they are per byte (their
-    ``CacheParams.stats``); a cache that reaches the whole table becomes a table on the device. How much of the free
+    Caches grow in order of their tables' miss rate per byte (their
+    ``CacheParams.stats``); a table whose cache would hold all its rows is placed on the device. The share of the free
     memory to spend is searched, as a full device may not be placeable.
 
     Args:
@@ -37,7 +37,7 @@ class EmbeddingOffloadScaleupProposer(Proposer):
         self._search: LuusJaakolaSearch | None = None
 
     def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """Take the least-memory option of every table, caching kernels first."""
+        """Take the option with the least memory of every table, caching kernels first."""
         self._enumerator = enumerator
         self._start, self._on_device = [], {}
         for fqn, options in by_table(search_space).items():
@@ -77,7 +77,7 @@ class EmbeddingOffloadScaleupProposer(Proposer):
                 return
             cost = perf_rating if partitionable and perf_rating is not None else None
             self._search = LuusJaakolaSearch(0, float(budget), self._MAX_ROUNDS, left_cost=cost)
-            spend = float(budget)  # the whole budget is the likeliest winner: try it first
+            spend = float(budget)  # the whole budget is most likely the best: try it first
             self._search.next(math.inf)
             self._search._x = spend
         else:

@@ -1,4 +1,4 @@
-"""Gives the shards of a proposal their ranks: greedily by load, or with memory evened out at little cost in load."""
+"""Partitioners: they assign the shards of a proposal to ranks, greedily by load or with balanced memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["GreedyPerfPartitioner", "MemoryBalancedPartitioner", "SortBy"]
 
 
 class SortBy(Enum):
-    """What makes an option large."""
+    """The figure by which options are sorted."""
 
     STORAGE = "storage"
     PERF = "perf"
@@ -37,11 +37,14 @@ def _mode(option: ShardingOption, local_world_size: int) -> int:
         return MULTI_HOST
     if by == PartitionByType.DEVICE.value:
         return FREE
-    raise PlannerError(f"table {option.fqn!r}: partition_by {by!r} is not known", PlannerErrorType.PARTITION)
+    raise PlannerError(
+        f"table {option.fqn!r}: partition_by {by!r}; expected one of {[t.value for t in PartitionByType]}",
+        PlannerErrorType.PARTITION,
+    )
 
 
 def proposal_problem(proposal: list[ShardingOption], topology: Topology) -> tuple[Problem, list[list[int]]]:
-    """The proposal as a problem with one option a unit, and the options of each unit (several when they depend)."""
+    """The proposal as a problem with one option per unit, and the options of each unit (several when they depend)."""
     mates: dict[str, list[int]] = defaultdict(list)
     for i, option in enumerate(proposal):
         mates[option.dependency if option.dependency is not None else f"#{i}"].append(i)
@@ -55,15 +58,17 @@ def proposal_problem(proposal: list[ShardingOption], topology: Topology) -> tupl
         mode = _mode(first, topology.local_world_size)
         if mode == FIXED and first.num_shards != topology.world_size:
             raise PlannerError(
-                f"table {first.fqn!r} is partitioned uniformly with {first.num_shards} shards; expected one for each of "
-                f"{topology.world_size} ranks",
+                f"table {first.fqn!r} is partitioned uniformly with {first.num_shards} shards; expected one for each "
+                f"of {topology.world_size} ranks",
                 PlannerErrorType.PARTITION,
             )
         modes.append(mode)
         counts.append(first.num_shards)
         for i in range(first.num_shards):
             shards = [proposal[m].shards[i] for m in members]
-            assert all(s.perf is not None and s.storage is not None for s in shards), "the proposal is not estimated"
+            assert all(s.perf is not None and s.storage is not None for s in shards), (
+                "the proposal has no estimates; run the estimators on it first"
+            )
             perf.append(sum(s.perf.total for s in shards if s.perf))
             hbm.append(float(sum(s.storage.hbm for s in shards if s.storage)))
             ddr.append(float(sum(s.storage.ddr for s in shards if s.storage)))
@@ -81,11 +86,12 @@ def proposal_problem(proposal: list[ShardingOption], topology: Topology) -> tupl
 
 
 class GreedyPerfPartitioner(Partitioner):
-    """Uniform options first, then options bound to hosts, then single shards, each on the least loaded rank with room.
+    """Places uniform options first, then options bound to hosts, then single shards, each on the least loaded rank with
+    enough free memory.
 
     Args:
         sort_by: place large options first, by storage or by perf.
-        balance_modules: place module by module, modules with fewer options first, so that each is spread evenly.
+        balance_modules: place module by module, modules with fewer options first, so that each module is spread evenly.
     """
 
     def __init__(self, sort_by: SortBy = SortBy.STORAGE, balance_modules: bool = False) -> None:
@@ -128,10 +134,10 @@ class GreedyPerfPartitioner(Partitioner):
                 left_d = float((problem.ddr_cap - at.ddr).max())
                 s = problem.shards_of(unit)
                 raise PlannerError(
-                    f"table {option.fqn!r} ({option.sharding_type}/{option.compute_kernel}) finds no rank with room: its "
+                    f"table {option.fqn!r} ({option.sharding_type}/{option.compute_kernel}) fits on no rank: its "
                     f"largest shard needs {bytes_to_gb(problem.hbm[s].max()):.3f} GiB hbm and "
-                    f"{bytes_to_gb(problem.ddr[s].max()):.3f} GiB ddr, the roomiest rank has {bytes_to_gb(left_h):.3f} "
-                    f"and {bytes_to_gb(left_d):.3f} left",
+                    f"{bytes_to_gb(problem.ddr[s].max()):.3f} GiB ddr, the rank with the most free memory has "
+                    f"{bytes_to_gb(left_h):.3f} and {bytes_to_gb(left_d):.3f} left",
                     PlannerErrorType.PARTITION,
                 )
             placer.put(at, unit, unit, ranks)
@@ -167,11 +173,11 @@ def _capped(topology: Topology, hbm_per_device: int) -> Topology:
 
 
 class MemoryBalancedPartitioner(Partitioner):
-    """The most even use of device memory that costs at most ``tolerance`` in load over the greedy placement.
+    """Balances device memory, at a load at most ``tolerance`` above that of the greedy placement.
 
     Args:
-        max_search_count: placements tried (a binary search over the memory a rank may use).
-        tolerance: share of the load that may be given up.
+        max_search_count: placements tried (a binary search over the memory that a rank may use).
+        tolerance: allowed relative increase of the load.
         balance_modules: as in :class:`GreedyPerfPartitioner`.
     """
 

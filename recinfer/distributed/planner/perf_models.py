@@ -12,7 +12,7 @@ __all__ = ["NoopPerfModel", "NoopStorageModel"]
 
 
 class NoopPerfModel(PerfModel):
-    """Milliseconds of the busiest rank: the sum of its shards' total perf."""
+    """Rates a plan by the milliseconds of its busiest rank: the sum of its shards' total perf."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -28,7 +28,7 @@ class NoopPerfModel(PerfModel):
 
 
 class NoopStorageModel(PerfModel):
-    """Bytes of the fullest rank, device memory if there is any, else host memory."""
+    """Rates a plan by the bytes of its fullest rank: of device memory if there is any, else of host memory."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology

@@ -1,4 +1,4 @@
-"""What planners share: their parts, planning once for all ranks, and TorchRec's plan out of placed options."""
+"""Base of planners: their parts, planning once for all ranks, and conversion of placed options to TorchRec's plan."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Callbacks", "EmbeddingPlannerBase", "to_sharding_plan"]
 
-# All that is known of a table but the objects it comes from; constraints are told apart by themselves.
+# All fields of the table facts except objects; constraints are hashed separately.
 _TABLE_FACTS = [f.name for f in fields(TableFacts) if f.name not in ("module", "tensor", "constraints", "sharder")]
 
 Callbacks = list[Callable[[list[ShardingOption]], list[ShardingOption]]]
 
 
 def to_sharding_plan(sharding_options: list[ShardingOption], topology: Topology) -> ShardingPlan:
-    """TorchRec's plan of placed options."""
+    """Convert placed options to TorchRec's plan."""
     plan: dict[str, Any] = {}
     for option in sharding_options:
         rects = [shard.rect(option.name) for shard in option.shards]
@@ -76,7 +76,7 @@ def _default_topology() -> Topology:
 
 
 class EmbeddingPlannerBase(ShardingPlanner):
-    """What planners share: their parts, and planning once for all ranks."""
+    """Base of planners: their parts, and planning once for all ranks."""
 
     def __init__(
         self,
@@ -108,7 +108,8 @@ class EmbeddingPlannerBase(ShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plan on rank 0 of ``pg`` (default: the world) and give every rank the result, or rank 0's error."""
+        """Plan on rank 0 of ``pg`` (default: the world) and return the result, or raise rank 0's error, on every
+        rank."""
         import torch.distributed as dist
 
         group: Any = pg if pg is not None else dist.group.WORLD
@@ -120,7 +121,7 @@ class EmbeddingPlannerBase(ShardingPlanner):
         if dist.get_rank(group) == 0:
             try:
                 message[0] = self.plan(module, sharders)
-            except Exception as error:  # every rank must fail, or the others would wait for ever
+            except Exception as error:  # all ranks must fail, otherwise the others would wait forever
                 message[0] = error
         source = dist.get_global_rank(group, 0) if group is not dist.group.WORLD else 0
         dist.broadcast_object_list(message, src=source, group=group)
@@ -129,7 +130,7 @@ class EmbeddingPlannerBase(ShardingPlanner):
         return message[0]
 
     def hash_planner_context_inputs(self) -> int:
-        """Number that changes with the tables, topology, hardware profile, batch size, reservation or constraints.
+        """Hash, as an integer, of the tables, topology, hardware profile, batch size, reservation and constraints.
 
         Raises:
             ConfigError: before :meth:`plan`, or the enumerator's ``enumerate``, has read the tables of a model.
@@ -137,7 +138,7 @@ class EmbeddingPlannerBase(ShardingPlanner):
         return int(self.hash_planner_context_inputs_str()[:15], 16)
 
     def hash_planner_context_inputs_str(self) -> str:
-        """sha256 (hex) of the same."""
+        """sha256 (hex) of the same inputs."""
         limits = sorted((n, repr(c)) for n, c in (self._constraints or {}).items())
         reservation = self._storage_reservation
         facts = {k: v for k, v in vars(reservation).items() if isinstance(v, int | float | str)}
@@ -152,7 +153,7 @@ class EmbeddingPlannerBase(ShardingPlanner):
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _table_facts(self) -> list[tuple[Any, ...]]:
-        """What the enumerator found in the model, as plain data."""
+        """The tables that the enumerator found, as plain data."""
         if isinstance(self._enumerator, EmbeddingEnumerator):
             tables = self._enumerator.last_tables
             if tables is not None:
@@ -160,8 +161,8 @@ class EmbeddingPlannerBase(ShardingPlanner):
         options = getattr(self._enumerator, "last_stored_search_space", None)
         if options is None:
             raise ConfigError(
-                "the hash of a planner's inputs covers the tables, and none are known yet; call plan(module, sharders) "
-                "or the enumerator's enumerate(module, sharders) first"
+                "the hash of a planner's inputs covers the tables, which are not known yet; call plan(module, "
+                "sharders) or the enumerator's enumerate(module, sharders) first"
             )
         return [
             (

@@ -61,17 +61,17 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
     they run as documented: proposals are partitioned and rated one by one.
 
     Args:
-        topology: hardware; default that of the process group.
-        batch_size: samples a rank, default 512.
+        topology: hardware; default: one topology for the process group.
+        batch_size: samples per rank, default 512.
         enumerator, storage_reservation, proposer, partitioner, performance_model, stats: parts to use instead.
         constraints: by table name.
         debug: print the tables too.
-        callbacks: change the best plan before it is returned.
-        timeout_seconds: bounds the search; the best plan so far is returned.
-        plan_loader: an earlier plan to use when it was made from the same inputs.
+        callbacks: functions that may change the best plan before it is returned.
+        timeout_seconds: time limit of the search, which then returns the best plan found.
+        plan_loader: loads an earlier plan, which must be made from the same inputs.
         pinned: (ours) entries of an earlier :class:`Plan` to leave where they are.
 
-    After :meth:`plan`, ``report`` says how good the plan is and ``last_plan`` is its data form.
+    After :meth:`plan`, ``report`` has the lower bound and gap of the plan, and ``last_plan`` is the plan as data.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         self._pinned = list(pinned.tables) if isinstance(pinned, Plan) else list(pinned or [])
         if self._pinned and self._classic:
             raise ConfigError(
-                "pinned tables need the default search; leave out proposer, partitioner, performance_model and callbacks"
+                "pinned tables need the default search; leave out proposer, partitioner, performance_model and "
+                "callbacks"
             )
         self.report: SearchReport | None = None
         self.last_plan: Plan | None = None
@@ -122,8 +123,8 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         """The plan of every table that ``sharders`` can shard; an empty one when there is none.
 
         Raises:
-            PlannerError: no plan fits; the message says what binds and what would help.
-            ConfigError: inputs that do not hold together.
+            PlannerError: no plan fits; the message names the limiting memory and a change that helps.
+            ConfigError: inputs that contradict each other.
         """
         begin = time.monotonic()
         deadline = begin + self._timeout_seconds if self._timeout_seconds is not None else float("inf")
@@ -253,7 +254,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         enumerator = self._enumerator
         problem = make_problem(space, reserved)
         if search(problem, max_moves=0)[0] is not None:
-            return f"None of the given proposers' plans could be placed ({last_error}); the default search finds a plan"
+            return f"None of the proposals could be placed ({last_error}); the default search finds a plan"
         return explain(space, problem, reserved, lambda t: enumerator.estimate_of(space.tables, t) or _unreachable())
 
     # ------------------------------------------------------------------ earlier plans
@@ -266,7 +267,8 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         mine = self.hash_planner_context_inputs_str()
         if wanted is not None and wanted != mine:
             raise PlannerError(
-                f"the earlier plan was made from other inputs (hash {wanted}, now {mine}); plan again without the loader",
+                f"the earlier plan was made from other inputs (hash {wanted}, now {mine}); plan again without "
+                "plan_loader",
                 PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
             )
         options = self._plan_loader.load()
@@ -284,14 +286,14 @@ def _as_feedback(
 
 
 def create_planner(device: torch.device, batch_size: int, world_size: int | None = None) -> EmbeddingShardingPlanner:
-    """A planner for this process group, as TorchEasyRec's ``create_planner`` makes one.
+    """A planner for this process group, like TorchEasyRec's ``create_planner``.
 
-    Capacities are read off the device and the host; ``INTRA_NODE_BANDWIDTH``, ``CROSS_NODE_BANDWIDTH`` (bytes per
+    Capacities are those of the device and the host; ``INTRA_NODE_BANDWIDTH``, ``CROSS_NODE_BANDWIDTH`` (bytes per
     millisecond) and ``STORAGE_RESERVE_PERCENT`` (0 to 1, default 0.15) of the environment change the defaults.
 
     Args:
         device: this rank's device.
-        batch_size: samples a rank.
+        batch_size: samples per rank.
         world_size: ranks; default those of the process group, or 1.
     """
     import torch.distributed as dist

@@ -28,7 +28,7 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
         raise ConfigError(f"cannot draw to {str(path)!r}; expected a file that ends in one of .{', .'.join(kinds)}")
     e = plan.estimates
     if "perf_ms_per_rank" not in e:
-        raise ConfigError("the plan has no estimates to draw; plan the model again")
+        raise ConfigError("the plan has no estimates to draw; plan the model with the planner")
     ranks = range(plan.world_size)
     figure = Figure(figsize=(min(6 + plan.world_size / 8, 16), 6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -37,7 +37,7 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
     load.axhline(
         e["lower_bound_ms"], color="#c0392b", linestyle="--", label=f"lower bound {e['lower_bound_ms']:.4g} ms"
     )
-    load.set_ylabel("ms a batch")
+    load.set_ylabel("ms per batch")
     load.set_title(f"{len(plan.tables)} tables on {plan.world_size} ranks, gap {e['gap']:.3f}, plan {plan.hash[:12]}")
     load.legend(loc="lower right")
     below = [0.0] * plan.world_size

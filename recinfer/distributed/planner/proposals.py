@@ -1,4 +1,5 @@
-"""What the proposers share: the options of each table, their ratings, and going through prepared proposals."""
+"""Helpers of proposers: the options of each table, their ratings, and a base for proposals that are prepared in
+advance."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ def _depth(option: ShardingOption) -> float:
 
 
 def rating(option: ShardingOption, use_depth: bool) -> float:
-    """Milliseconds: of the slowest shard, or the sum."""
+    """Milliseconds of an option: of its slowest shard, or the sum over its shards."""
     return _depth(option) if use_depth else option.total_perf
 
 
 class PreparedProposer(Proposer):
-    """Goes through proposals that are known in advance, whatever becomes of them."""
+    """Base of proposers with a fixed list of proposals, independent of feedback."""
 
     def __init__(self) -> None:
         self._rest: Iterator[list[ShardingOption]] = iter(())

@@ -1,4 +1,4 @@
-"""The documented proposers: each walks the space of one option a table in its own way, round by round."""
+"""TorchRec's proposers: strategies that propose one option per table in each round."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GreedyProposer(Proposer):
     """Starts with every table's fastest option; each round gives the table that uses most memory its next option.
 
     Args:
-        use_depth: fast means a fast slowest shard; otherwise a small sum over shards.
+        use_depth: rate options by their slowest shard; otherwise by the sum over shards.
         threshold: stop after this many proposals in a row that are no better than the best so far.
     """
 
@@ -63,7 +63,7 @@ class GreedyProposer(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Move one table on."""
+        """Move one table to its next option."""
         if self._done:
             return
         if self._threshold is not None and perf_rating is not None:
@@ -89,7 +89,7 @@ class GreedyProposer(Proposer):
 class UniformProposer(PreparedProposer):
     """Proposes plans where all tables are sharded alike: each sharding type, then each type with each kernel.
 
-    A table that does not offer the type keeps the plan out, as a mixed plan is not uniform.
+    There is no such plan if a table does not offer the type.
 
     Args:
         use_depth: rate options by their slowest shard.
@@ -122,7 +122,7 @@ class UniformProposer(PreparedProposer):
 
 
 class GridSearchProposer(PreparedProposer):
-    """Every combination, when there are at most ``max_proposals`` of them; otherwise nothing.
+    """Proposes every combination if there are at most ``max_proposals``; otherwise none.
 
     Args:
         max_proposals: limit.
@@ -146,7 +146,7 @@ class GridSearchProposer(PreparedProposer):
 def proposers_to_proposals_list(
     proposers_list: list[Proposer], search_space: list[ShardingOption]
 ) -> list[list[ShardingOption]]:
-    """All distinct proposals of ``proposers_list``, told that every one of them could be placed."""
+    """All distinct proposals of ``proposers_list``, with the feedback that each of them can be placed."""
     found: list[list[ShardingOption]] = []
     seen: set[tuple[int, ...]] = set()
     for proposer in proposers_list:

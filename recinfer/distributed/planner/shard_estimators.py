@@ -1,4 +1,4 @@
-"""The estimators as objects: they fill shards of options with milliseconds and bytes, through ``estimates``' arrays."""
+"""Estimators of options as objects: milliseconds and bytes of shards, computed by ``estimates``."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def _arrays_of_options(
 
 
 class EmbeddingPerfEstimator(ShardEstimator):
-    """Milliseconds of each shard.
+    """Estimates the milliseconds of each shard.
 
-    Training (``is_inference=False``) follows TorchRec's wall-time model. Inference is that of one process that looks
-    up one batch on all ranks: the batch is not multiplied by the world size, rows are packed, nothing runs backward.
+    Training (``is_inference=False``) follows TorchRec's wall-time model. Inference means one process that looks up one
+    batch on all ranks: the batch is not multiplied by the world size, rows are packed, and there is no backward.
 
     Args:
         topology: hardware.
@@ -141,30 +141,26 @@ class EmbeddingPerfEstimator(ShardEstimator):
         Args:
             shard_sizes: [rows, columns] of each shard.
             compute_kernel, compute_device, sharding_type: enum values.
-            batch_sizes, input_lengths, num_poolings: one a feature; samples a rank, ids a bag, bags a sample.
+            batch_sizes, input_lengths, num_poolings: one per feature; samples per rank, ids per bag, bags per sample.
             world_size, local_world_size: ranks in all and a host.
             input_data_type_size: bytes of an id.
             table_data_type_size: bytes of an element of the table.
-            output_data_type_size: bytes of an element of the output (kept for its place; the model writes elements of
-                the size that the collective carries).
+            output_data_type_size: bytes of an element of the output (not used: the model writes elements of the
+                collective's size).
             fwd_a2a_comm_data_type_size ... bwd_sr_comm_data_type_size: bytes of an element in each collective.
             hbm_mem_bw ... inter_host_bw: bytes per millisecond.
             bwd_compute_multiplier, weighted_feature_bwd_compute_multiplier: backward over forward compute.
             is_pooled, is_weighted: kind of lookup.
             caching_ratio, prefetch_pipeline, expected_cache_fetches: of rows in host memory behind a cache.
-            is_inference: no backward.
-            uneven_sharding_perf_multiplier: slowdown of unevenly cut tables.
+            is_inference, uneven_sharding_perf_multiplier: no backward; slowdown of unevenly cut tables.
 
         Raises:
             ConfigError: a kernel that does not run on the device, or an unknown sharding type.
         """
-        if sharding_type not in TYPE_CODES:
-            raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(TYPE_CODES)}")
-        bandwidth = kernel_bw_lookup(
-            compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw, caching_ratio, prefetch_pipeline
+        memory_bw = hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw
+        bandwidth = _checked_bandwidth(
+            sharding_type, compute_device, compute_kernel, memory_bw, caching_ratio, prefetch_pipeline
         )
-        if bandwidth is None:
-            raise ConfigError(f"kernel {compute_kernel!r} does not run on {compute_device!r}")
         topology = Topology(
             world_size,
             compute_device,
@@ -181,10 +177,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
         arrays = _arrays_of_shards(
             np.array(shard_sizes, np.int64).reshape(-1, 2),
             sharding_type,
-            batch_inputs=sum(n * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes)),
-            batch_outputs=sum(p * b for p, b in zip(num_poolings, batch_sizes)),
-            filled_outputs=sum(min(n, 1) * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes)),
-            features=len(input_lengths),
+            **_batch_figures(input_lengths, num_poolings, batch_sizes),
             pooled=is_pooled,
             weighted=is_weighted,
             element_bytes=table_data_type_size,
@@ -195,15 +188,50 @@ class EmbeddingPerfEstimator(ShardEstimator):
             fwd_sr=fwd_sr_comm_data_type_size,
             bwd_sr=bwd_sr_comm_data_type_size,
             device_bw=bandwidth,
-            misses=expected_cache_fetches,
-            cached=compute_kernel.endswith("_caching"),
-            on_host="_uvm" in compute_kernel,
-            cache_ratio=caching_ratio or 0.0,
-            optimizer_full=0.0,
-            optimizer_row_bytes=0.0,
+            **_memory_figures(compute_kernel, caching_ratio, expected_cache_fetches),
         )
         rows = training_time(arrays, topology, forward_only=is_inference, id_bytes=input_data_type_size)
         return [Perf(*row) for row in rows.tolist()]
+
+
+def _checked_bandwidth(
+    sharding_type: str,
+    compute_device: str,
+    compute_kernel: str,
+    memory_bw: tuple[float, float, float],
+    caching_ratio: float | None,
+    prefetch_pipeline: bool,
+) -> float:
+    """Bytes per millisecond at which the kernel reads rows; raises ConfigError for an unknown type or kernel."""
+    if sharding_type not in TYPE_CODES:
+        raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(TYPE_CODES)}")
+    bandwidth = kernel_bw_lookup(compute_device, compute_kernel, *memory_bw, caching_ratio, prefetch_pipeline)
+    if bandwidth is None:
+        raise ConfigError(f"kernel {compute_kernel!r} does not run on {compute_device!r}")
+    return bandwidth
+
+
+def _batch_figures(input_lengths: list[float], num_poolings: list[float], batch_sizes: list[int]) -> dict[str, float]:
+    """Ids, vectors, vectors of bags that are not empty, and features of one batch, as ShardArrays names them."""
+    figures = list(zip(input_lengths, num_poolings, batch_sizes))
+    return {
+        "batch_inputs": sum(n * p * b for n, p, b in figures),
+        "batch_outputs": sum(p * b for _, p, b in figures),
+        "filled_outputs": sum(min(n, 1) * p * b for n, p, b in figures),
+        "features": len(input_lengths),
+    }
+
+
+def _memory_figures(compute_kernel: str, caching_ratio: float | None, misses: float) -> dict[str, float | bool]:
+    """Where a kernel keeps rows, as ShardArrays names it; time does not depend on the optimizer's state."""
+    return {
+        "misses": misses,
+        "cached": compute_kernel.endswith("_caching"),
+        "on_host": "_uvm" in compute_kernel,
+        "cache_ratio": caching_ratio or 0.0,
+        "optimizer_full": 0.0,
+        "optimizer_row_bytes": 0.0,
+    }
 
 
 def _arrays_of_shards(sizes: npt.NDArray[np.int64], sharding_type: str, **figures: float | bool) -> ShardArrays:
@@ -223,12 +251,12 @@ def _arrays_of_shards(sizes: npt.NDArray[np.int64], sharding_type: str, **figure
 
 
 class EmbeddingStorageEstimator(ShardEstimator):
-    """Bytes of each shard.
+    """Estimates the bytes of each shard.
 
     Args:
         topology: hardware.
         constraints: by table name.
-        pipeline_type: how many batches of input live at once.
+        pipeline_type: decides how many batches of input are in memory at once.
         run_embedding_at_peak_memory: count the outputs too; only with a ``pipeline_type``.
         is_inference: packed rows (scale, bias and alignment included), no optimizer, one process's inputs and outputs.
     """
@@ -275,7 +303,7 @@ class EmbeddingStorageEstimator(ShardEstimator):
 
 
 class EmbeddingOffloadStats(CacheStatistics):
-    """Cache statistics from a miss-ratio histogram.
+    """Cache statistics computed from a miss-ratio histogram.
 
     Args:
         cacheability: area under the miss curve, 0 (all hits) to 1.

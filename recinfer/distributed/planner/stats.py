@@ -1,4 +1,4 @@
-"""The printed table of a plan: the classic text table of TorchRec's tutorials, and rich tables for the command line."""
+"""Printed reports of a plan: TorchRec's text table, and rich tables for the command line."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class NoopEmbeddingStats(Stats):
 
 
 class EmbeddingStats(Stats):
-    """Logs the table: load and memory of each rank, kernels, every table, the bound and the gap.
+    """Logs a plan as a text table: load and memory of each rank, kernels, tables, lower bound and gap.
 
     ``stats_lines`` keeps the lines of the last call.
     """
@@ -96,7 +96,8 @@ class EmbeddingStats(Stats):
         ranks = _RankSums(best_plan, topology)
         sections = [
             [
-                f"--- Evaluated {num_proposals} proposal(s), found {num_plans} possible plan(s), ran for {run_time:.2f}s ---"
+                f"--- Evaluated {num_proposals} proposal(s), found {num_plans} possible plan(s), ran for "
+                f"{run_time:.2f}s ---"
             ],
             self._rank_table(ranks, topology, storage_reservation),
             self._legend(),
@@ -111,7 +112,7 @@ class EmbeddingStats(Stats):
         if logger.hasHandlers():
             for line in self.stats_lines:
                 logger.info(line)
-        else:  # nobody has set logging up: a notebook or a script, which wants to see the table
+        else:  # logging is not configured, as in a notebook or a script: print the table
             print("\n".join(self.stats_lines), file=sys.stderr)
 
     @staticmethod
@@ -195,8 +196,8 @@ def _bound_lines(ranks: _RankSums, report: SearchReport | None) -> list[str]:
     if report is not None and np.isfinite(report.lower_bound):
         lines.append(
             f"Lower bound: {report.lower_bound:.4g} ms for any plan with these options; "
-            f"this plan is at {ranks.total[worst] / max(report.lower_bound, 1e-300):.4f} of it"
-            + (", and proven optimal: no plan is at less" if report.proven else "")
+            f"this plan takes {ranks.total[worst] / max(report.lower_bound, 1e-300):.4f} times that"
+            + (", and proven optimal" if report.proven else "")
         )
         lines.append(f"Found by: {report.source}, {report.moves} improving moves")
     return lines
@@ -306,16 +307,18 @@ def _traffic(option: ShardingOption, topology: Topology) -> tuple[float, float]:
 
 
 def format_plan(plan: Plan, *, max_tables: int = 60) -> list[Any]:
-    """Rich renderables of a plan: a summary line, one row a rank, one row a table (the heaviest ``max_tables``)."""
+    """Rich renderables of a plan: a summary line, one row per rank, one row per table (the heaviest ``max_tables``)."""
     from rich.table import Table
     from rich.text import Text
 
     e = plan.estimates
     head = f"{len(plan.tables)} tables on {plan.world_size} {plan.compute_device} rank(s), plan {plan.hash[:12]}"
     if "max_perf_ms" in e:
-        head += f"; busiest rank {e['max_perf_ms']:.4g} ms a batch of {e.get('batch_size', '?')}"
+        head += f"; busiest rank {e['max_perf_ms']:.4g} ms per batch of {e.get('batch_size', '?')}"
         of_bound = (
-            ", all of it the bound's: the plan is optimal" if e.get("proven_optimal") and e["gap"] > 1.001 else ""
+            ": the plan is proven optimal, and the gap is due to the bound"
+            if e.get("proven_optimal") and e["gap"] > 1.001
+            else ""
         )
         head += f", lower bound {e['lower_bound_ms']:.4g} ms (gap {e['gap']:.3f}{of_bound})"
     parts: list[Any] = [Text(head)]

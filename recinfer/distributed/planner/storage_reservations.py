@@ -1,4 +1,4 @@
-"""Memory that is not for tables: dense parameters, the batch's features, and a margin."""
+"""Storage reservations: memory for dense parameters, the batch's features, and a margin."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _check(percentage: float) -> float:
 
 
 def _less(topology: Topology, amounts: list[Storage], why: str) -> Topology:
-    """A copy of ``topology`` with ``amounts`` (one a rank) taken off; raises PlannerError when too little is there."""
+    """A copy of ``topology`` with ``amounts`` (one per rank) subtracted; raises PlannerError when a rank has less."""
     reserved = copy.copy(topology)
     reserved._devices = copy.deepcopy(topology.devices)
     for device, amount in zip(reserved.devices, amounts):
@@ -53,8 +53,8 @@ def _less(topology: Topology, amounts: list[Storage], why: str) -> Topology:
         device.storage = before - amount
         if device.storage.hbm < 0 or device.storage.ddr < 0:
             raise PlannerError(
-                f"{why} need {storage_repr_in_gb(amount)} of rank {device.rank}, which has {storage_repr_in_gb(before)}; "
-                "give it more memory, lower the batch size or the percentage",
+                f"{why} need {storage_repr_in_gb(amount)} of rank {device.rank}, which has "
+                f"{storage_repr_in_gb(before)}; give it more memory, or lower the batch size or the percentage",
                 PlannerErrorType.INSUFFICIENT_STORAGE,
             )
     return reserved
@@ -65,7 +65,7 @@ def _on(topology: Topology, num_bytes: float) -> Storage:
 
 
 def _share(topology: Topology, percentage: float) -> list[Storage]:
-    """The margin of each rank: of device memory, or of host memory where that is all there is."""
+    """The margin of each rank: of device memory, or of host memory if there is no device memory."""
     devices = topology.devices
     if topology.compute_device == "cpu":
         return [Storage(0, int(d.storage.ddr * percentage)) for d in devices]
@@ -97,7 +97,7 @@ class _Reservation(StorageReservation):
 
 
 class FixedPercentageStorageReservation(_Reservation):
-    """Keeps a share of every rank's memory.
+    """Reserves a percentage of every rank's memory.
 
     Args:
         percentage: 0 to 1.
@@ -115,13 +115,13 @@ class FixedPercentageStorageReservation(_Reservation):
         sharders: list[ModuleSharder[nn.Module]],
         constraints: Constraints = None,
     ) -> Topology:
-        """A copy of ``topology`` with the rest."""
+        """A copy of ``topology`` with the remaining memory."""
         self._last = _less(topology, _share(topology, self._percentage), "the reserved percentage")
         return self._last
 
 
 class FixedAbsoluteStorageReservation(_Reservation):
-    """Keeps so many bytes of every rank's memory.
+    """Reserves a number of bytes of every rank's memory.
 
     Args:
         hbm_reserved_bytes: bytes (of host memory on CPU).
@@ -135,7 +135,7 @@ class FixedAbsoluteStorageReservation(_Reservation):
 
     @classmethod
     def from_gb(cls, hbm_reserved_gb: float) -> FixedAbsoluteStorageReservation:
-        """The reservation of so many GiB."""
+        """A reservation in GiB."""
         return cls(gb_to_bytes(hbm_reserved_gb))
 
     def reserve(
@@ -146,7 +146,7 @@ class FixedAbsoluteStorageReservation(_Reservation):
         sharders: list[ModuleSharder[nn.Module]],
         constraints: Constraints = None,
     ) -> Topology:
-        """A copy of ``topology`` with the rest."""
+        """A copy of ``topology`` with the remaining memory."""
         amount = _on(topology, self._hbm_reserved_bytes)
         self._last = _less(topology, [amount] * topology.world_size, "the reserved bytes")
         return self._last
@@ -171,7 +171,7 @@ class _ModelReservation(_Reservation):
         sharders: list[ModuleSharder[nn.Module]],
         constraints: Constraints = None,
     ) -> Topology:
-        """A copy of ``topology`` with the rest; raises PlannerError when the model leaves nothing."""
+        """A copy of ``topology`` with the remaining memory; raises PlannerError when none remains."""
         dense = self._dense_tensor_estimate
         if dense is None:
             dense = int(_dense_bytes(module, sharders) * self._parameter_multiplier)
@@ -189,7 +189,7 @@ class HeuristicalStorageReservation(_ModelReservation):
 
     Args:
         percentage: margin, 0 to 1.
-        parameter_multiplier: dense memory over dense parameters (parameters, gradients, optimizer, copies).
+        parameter_multiplier: ratio of dense memory (parameters, gradients, optimizer, copies) to dense parameters.
         dense_tensor_estimate: bytes of dense memory instead of that.
     """
 

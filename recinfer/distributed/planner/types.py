@@ -1,4 +1,4 @@
-"""TorchRec's names of the planner's vocabulary (``torchrec.distributed.planner.types``), at its place."""
+"""Re-exports the planner's types under TorchRec's module name (``torchrec.distributed.planner.types``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small helpers of the planner: units, names, and the search utilities of the memory-balancing parts."""
+"""Helpers of the planner: units, messages, and searches over one variable."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ __all__ = [
 
 
 def bytes_to_gb(num_bytes: float) -> float:
-    """GiB."""
+    """Convert bytes to GiB."""
     return float(num_bytes) / 1024**3
 
 
 def bytes_to_mb(num_bytes: float) -> float:
-    """MiB."""
+    """Convert bytes to MiB."""
     return float(num_bytes) / 1024**2
 
 
 def gb_to_bytes(gb: float) -> int:
-    """Bytes of GiB."""
+    """Convert GiB to bytes."""
     return int(gb * 1024**3)
 
 
 def mb_to_bytes(mb: float) -> int:
-    """Bytes of MiB."""
+    """Convert MiB to bytes."""
     return int(mb * 1024**2)
 
 
 def prod(iterable: Iterable[int]) -> int:
-    """Product."""
+    """Product of the factors."""
     return math.prod(iterable)
 
 
 def reset_shard_rank(proposal: list[ShardingOption]) -> None:
-    """Take the ranks out of a proposal."""
+    """Remove the ranks from a proposal."""
     for option in proposal:
         for shard in option.shards:
             shard.rank = None
 
 
 def storage_repr_in_gb(storage: Storage | None) -> str:
-    """For messages."""
+    """Text of a storage in GB, for messages."""
     if storage is None:
         return ""
     return f"Storage(hbm = {round(bytes_to_gb(storage.hbm), 3)} GB, ddr = {round(bytes_to_gb(storage.ddr), 3)} GB)"
@@ -69,7 +69,8 @@ def storage_repr_in_gb(storage: Storage | None) -> str:
 class BinarySearchPredicate:
     """The largest x in [A, B] for which a monotone predicate holds, to within ``tolerance``.
 
-    ``next(prior_result)`` gives the next x to try, told how the last one went (ignored the first time); None when done.
+    ``next(prior_result)`` returns the next x to try, given the result for the last one (ignored the first time); None
+    when done.
     """
 
     def __init__(self, A: int, B: int, tolerance: int) -> None:
@@ -106,7 +107,7 @@ class LuusJaakolaSearch:
         self._best: tuple[float, float] = (A, math.inf if left_cost is None else left_cost)
 
     def clamp(self, x: float) -> float:
-        """``x`` moved into the interval."""
+        """``x`` clamped to the interval."""
         return min(max(x, self.left), self.right)
 
     def uniform(self, A: float, B: float) -> float:
@@ -114,7 +115,7 @@ class LuusJaakolaSearch:
         return self._random.uniform(A, B)
 
     def shrink_right(self, B: float) -> None:
-        """Give up the interval right of ``B``."""
+        """Set the upper end of the interval to ``B``."""
         self.right = max(min(B, self.right), self.left)
         self._window = min(self._window, self.right - self.left)
 

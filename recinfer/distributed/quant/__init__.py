@@ -1,1 +1,1 @@
-"""Quantized tables over the ranks of one process: where their rows lie, the steps that run them, and what they cost."""
+"""Sharded quantized tables in one process: positions of rows, lookups, TorchRec's classes, and calibration."""

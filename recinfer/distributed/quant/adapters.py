@@ -1,7 +1,7 @@
 """TorchRec's names for grouped lookups of packed shards on the devices of one process.
 
-Nothing is done here: rows lie and are looked up as :class:`recinfer.distributed.quant.runtime.RankLookup` has it, and these
-classes say so in TorchRec's words, with the packed rows as their state.
+These classes only adapt :class:`recinfer.distributed.quant.runtime.RankLookup` to TorchRec's names and states of packed
+rows.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = [
 class InferGroupedLookupMixin(abc.ABC):
     """State of lookups that hold packed rows: ``<table>.weight``, uint8 ``[rows, bytes of a row]``.
 
-    Packed rows are buffers: there is nothing to train. Where several pieces of a table are held, their names are
+    Packed rows are buffers, since they are not trained. Where several pieces of a table are held, their names are
     ``<table>.weight``, ``<table>.weight_1`` and so on.
     """
 
     @abc.abstractmethod
     def _ranks(self) -> list[RankLookup]:
-        """Of each device."""
+        """The lookup of each device."""
 
     def _packed(self) -> list[tuple[str, Tensor]]:
         """Name and packed rows of every piece."""
@@ -64,7 +64,7 @@ class InferGroupedLookupMixin(abc.ABC):
         return result
 
     def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
-        """FBGEMM's modules over the same bytes, and what they look up."""
+        """FBGEMM's modules over the same bytes, with their configs."""
         return {group.batch.fbgemm_module(): group.config for rank in self._ranks() for group in rank.groups}
 
     def state_dict(
@@ -80,7 +80,7 @@ class InferGroupedLookupMixin(abc.ABC):
         """Copy packed rows in.
 
         Raises:
-            CheckpointError: rows of another size; with ``strict``, names that are missing or not expected.
+            CheckpointError: rows of another size; with ``strict``, missing or unexpected names.
         """
         own = dict(self._packed())
         missing = [name for name in own if name not in state_dict]
@@ -92,7 +92,7 @@ class InferGroupedLookupMixin(abc.ABC):
         ]
         if wrong or (strict and (missing or unexpected)):
             raise CheckpointError(
-                f"packed rows do not fit: missing {missing}, not expected {unexpected}{'; ' if wrong else ''}"
+                f"packed rows do not fit: missing {missing}, unexpected {unexpected}{'; ' if wrong else ''}"
                 f"{'; '.join(wrong)}"
             )
         for name, rows in own.items():
@@ -106,7 +106,7 @@ class InferGroupedLookupMixin(abc.ABC):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """None: packed rows are buffers."""
+        """No parameters: packed rows are buffers."""
         yield from ()
 
     def named_buffers(
@@ -118,7 +118,7 @@ class InferGroupedLookupMixin(abc.ABC):
 
 
 class _MetaLookup(InferGroupedLookupMixin, nn.Module):  # type: ignore[misc]
-    """One device's groups."""
+    """Base of the lookups on one device."""
 
     def __init__(
         self,
@@ -151,11 +151,11 @@ class MetaInferGroupedPooledEmbeddingsLookup(_MetaLookup):
 
     Args:
         grouped_configs: the groups; features come in their order.
-        device: where the rows lie.
-        feature_processor: turns features into weighted features before the lookup; its weights are used whatever the
-            groups say.
-        fused_params: ``output_dtype``, float32, float16 or bfloat16, where the groups have none; other keys are settings of
-            caches and registration, which the op does not need.
+        device: device of the rows.
+        feature_processor: turns features into weighted features before the lookup; its weights are used even if the
+            groups are not weighted.
+        fused_params: ``output_dtype``, float32, float16 or bfloat16, where the groups have none; other keys, for caches
+            and registration, have no effect.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class MetaInferGroupedPooledEmbeddingsLookup(_MetaLookup):
 
 
 class MetaInferGroupedEmbeddingsLookup(_MetaLookup):
-    """One row an id, of one device's packed shards of one width.
+    """One row per id, of one device's packed shards of one width.
 
     Args: as :class:`MetaInferGroupedPooledEmbeddingsLookup`, without a feature processor.
     """
@@ -206,7 +206,7 @@ class MetaInferGroupedEmbeddingsLookup(_MetaLookup):
 
 
 class _InferLookup(InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[Tensor]]):  # type: ignore[misc]
-    """All devices' lookups."""
+    """Base of the lookups on several devices."""
 
     _one_device: type[_MetaLookup]
 
@@ -231,7 +231,7 @@ class _InferLookup(InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[Te
 
     @property
     def lookups(self) -> list[_MetaLookup]:
-        """One a rank."""
+        """One per rank."""
         return self._embedding_lookups_per_rank
 
     def forward(self, sparse_features: KJTList) -> list[Tensor]:
@@ -246,7 +246,7 @@ class InferGroupedPooledEmbeddingsLookup(_InferLookup):
     """Pooled vectors of packed shards on several devices.
 
     Args:
-        grouped_configs_per_rank: what each device looks up.
+        grouped_configs_per_rank: the groups of each device.
         world_size: devices.
         fused_params: as :class:`MetaInferGroupedPooledEmbeddingsLookup`.
         device: its type says what the devices are, as for KJTOneToAll.
@@ -256,6 +256,6 @@ class InferGroupedPooledEmbeddingsLookup(_InferLookup):
 
 
 class InferGroupedEmbeddingsLookup(_InferLookup):
-    """One row an id, of packed shards on several devices. Args: as :class:`InferGroupedPooledEmbeddingsLookup`."""
+    """One row per id, of packed shards on several devices. Args: as :class:`InferGroupedPooledEmbeddingsLookup`."""
 
     _one_device = MetaInferGroupedEmbeddingsLookup

@@ -1,4 +1,4 @@
-"""Measures this machine's lookups for the planner, by precision, row size, bag length and size of the tables."""
+"""Measures the cost of lookups on this machine, by precision, row size, bag length and size of the tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DIMS = (16, 32, 56, 64, 120, 128, 248, 256, 512)
 _DIMS_OF = {DataType.INT4: (16, 32, 48, 64, 112, 128, 240, 256, 512)}
 _SET_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)
 _PRECISIONS = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32)
-# Bags of two lengths at random, as no bag of a real model can be foretold; few of the long ones, as other work on the
+# Bags of two random lengths, as those of a model are not predictable; few of the long ones, as other work on the
 # machine hits fewer short calls.
 _IDS_AND_BAGS = ((0.0, 512), (0.5, 512), (1.0, 512), (1.5, 512), (4.5, 512), (16.5, 128), (64.5, 32))
 _NARROW_DIM, _WIDE_DIM, _WIDE = (
@@ -44,14 +44,15 @@ _WRITTEN = [(_WIDE_DIM, n) for n in _WIDE] + [(_NARROW_DIM, 16 * n) for n in _WI
 _FIRST_DIM, _FIRST_IDS = 120, (2, 8, 32, 128, 512)  # ids of a feature in short calls
 _MIXED = 16  # collections of random tables that the whole estimate is checked with
 _ROUNDS = 4
-_AGREEMENT = 1.25  # of rounds: factor between their figures that a calm machine stays below
-_FILL = 0x3C  # a byte that reads as a sane number in every precision
+_AGREEMENT = 1.25  # factor between the rounds' figures that an idle machine stays below
+_FILL = 0x3C  # a byte that decodes to a finite number in every precision
 
 
 def random_module(
     shapes: Sequence[tuple[int, int]], precision: DataType, device: torch.device | str = "cpu"
 ) -> EmbeddingBagCollection:
-    """A quantized collection of (rows, dim) tables of one code and sane scales, tables t0, t1 ..., features f0, f1 ..."""
+    """A quantized collection of (rows, dim) tables with constant codes and finite scales, tables t0, t1 ..., features
+    f0, f1 ..."""
     return _filled(
         [_config(f"t{i}", rows, dim, precision, [f"f{i}"]) for i, (rows, dim) in enumerate(shapes)],
         device,
@@ -101,26 +102,29 @@ def calibrate(
 ) -> HardwareProfile:
     """Measure this machine.
 
-    A warning is logged when the rounds disagree: another program ran, and the figures are not the machine's.
+    A warning is logged when the rounds disagree, for example because another program was running.
 
-    The figures are those of a bag by precision, row size, ids a bag and the set of memory that rows come from, of written
-    bytes, of a feature and of a call. How a table's lookups are made of them is :meth:`HardwareProfile.lookup_ms`.
-    Everything is measured in rounds, so that no figure depends on one bad moment.
+    The figures are those of a bag by precision, row size, ids per bag and the set of memory that rows come from, of written
+    bytes, of a feature and of a call. :meth:`HardwareProfile.lookup_ms` computes a table's lookups from them.
+    Everything is measured in several rounds, so that a short disturbance does not change a figure.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         seconds_per_point: how long each figure is measured.
-        precisions: element types to measure.
+        precisions: precisions to measure.
         max_set_bytes: largest set of rows; it is allocated once.
-        threads: that a lookup runs on. Lookups of one are timed by its CPU clock, which other programs disturb least.
+        threads: threads of a lookup. With one thread, lookups are timed by its CPU clock, which other programs disturb
+            least.
         progress: called with a line before each round.
 
     Raises:
-        UnavailableError: no such device here.
+        UnavailableError: the machine has no such device.
         ConfigError: fewer than one thread.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError("no CUDA device here to calibrate; use --device cpu, or run this where the GPUs are")
+        raise UnavailableError(
+            "this machine has no CUDA device to calibrate; use --device cpu, or run this on a machine with GPUs"
+        )
     if threads < 1:
         raise ConfigError(f"threads {threads}; expected 1 or more")
     sets = tuple(s for s in _SET_BYTES if s <= max(max_set_bytes, _SET_BYTES[1]))
@@ -147,8 +151,8 @@ def _calibrated(
     disagreement = measure.disagreement()
     if disagreement > _AGREEMENT:
         logger.warning(
-            "the rounds of this calibration disagree by a factor of %.2f (half of the figures by more); plans from it may "
-            "be off by as much: end what else runs on this machine, use one thread (this was measured on %d), and "
+            "the rounds of this calibration disagree by a factor of %.2f (median over the figures); plans from it "
+            "may be off by as much: stop other programs on this machine, use one thread (this run used %d), and "
             "calibrate again",
             disagreement,
             torch.get_num_threads(),
@@ -175,7 +179,7 @@ def _calibrated(
 
 
 class _Measure:
-    """The timings of a calibration on one device, over one buffer that stands for tables of any shape."""
+    """The timings of a calibration on one device, with one buffer that serves as tables of any shape."""
 
     def __init__(self, device: str, sets: tuple[int, ...]) -> None:
         self.device, self.sets = device, sets
@@ -187,9 +191,9 @@ class _Measure:
         self._first = _PRECISIONS[0]
 
     def round(self, precisions: Sequence[DataType], seconds: float) -> None:
-        """Time everything once more."""
+        """Time everything again."""
         self._first = precisions[0]
-        # Tables of different widths, as a model has: each width is a kernel of its own.
+        # Tables of different widths, as a model has: each width has a separate kernel.
         for num in (1, 33):
             shapes = [(16, _DIMS[i % len(_DIMS)]) for i in range(num)]
             module = random_module(shapes, DataType.INT8, self.device)
@@ -216,17 +220,18 @@ class _Measure:
                     self._timings.add(points, seconds)
 
     def disagreement(self) -> float:
-        """Factor between the rounds' figures, of the middle name."""
+        """Factor between the rounds' figures; median over the names."""
         return self._timings.disagreement()
 
     def overheads(self) -> tuple[float, float]:
-        """(ms a call, ms a feature), from a batch of one on 1 and on 33 features of tiny tables."""
+        """(ms per call, ms per feature), from a batch of one on 1 and on 33 features of tiny tables."""
         one, many = self._timings.ms(("call", 1)), self._timings.ms(("call", 33))
         feature = max((many - one) / 32, 0.0)
         return max(one - feature, 0.0), feature
 
     def writes(self) -> tuple[tuple[float, float, float], ...]:
-        """(bytes a call, ns a bag, ns a byte) of vectors read from a tiny table, from narrow and from wide ones."""
+        """(bytes per call, ns per bag, ns per byte) of vectors read from a tiny table, from narrow and from wide
+        ones."""
         call_ms, feature_ms = self.overheads()
 
         def bag_ns(dim: int, num: int) -> float:
@@ -240,7 +245,7 @@ class _Measure:
         return tuple(found)
 
     def first_rows(self, profile: HardwareProfile) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
-        """What short calls take beyond what ``profile`` makes of the figures of long ones, by set and ids of a feature."""
+        """Cost of short calls beyond the estimate of ``profile`` from long calls, by set and ids of a feature."""
         row = float(self._row_size(_FIRST_DIM, self._first))
 
         def beyond_ns(size: int, ids: int) -> float:
@@ -280,7 +285,7 @@ class _Measure:
             return max(took - overhead_ms, 1e-6) / (FEATURES_PER_CALL * bags) * 1e6
 
         figures = np.array([[[ns(d, s, *pair) for pair in _IDS_AND_BAGS] for s in self.sets] for d in _dims(precision)])
-        for axis in (1, 2):  # farther rows and longer bags cost no less: what says otherwise was disturbed
+        for axis in (1, 2):  # costs grow with distance and bag length: lower figures are measurement errors
             figures = np.flip(np.minimum.accumulate(np.flip(figures, axis), axis), axis)
         return LookupGrid(
             row_bytes=tuple(float(self._row_size(dim, precision)) for dim in _dims(precision)),
@@ -299,7 +304,7 @@ class _Measure:
         return self._call([rows] * FEATURES_PER_CALL, dim, precision, ids, bags)
 
     def _call(self, rows: Sequence[int], dim: int, precision: DataType, ids: float, bags: int) -> Call:
-        """Features that each read ``bags`` bags of ``ids`` uniform ids, all from the first rows of the buffer."""
+        """A call with features of ``bags`` bags of ``ids`` uniform ids each, all from the first rows of the buffer."""
         features = [f"f{i}" for i in range(len(rows))]
         table = _config("t0", rows[0], dim, precision, features)
         lookup = PooledLookup([table], {"t0": [whole_table(table)]}, self._buffers)
@@ -310,7 +315,7 @@ class _Measure:
 
 @dataclass(frozen=True)
 class _Mixed:
-    """A collection of random tables, as a rank of a real plan has: of all widths, sizes and bag lengths."""
+    """A collection of random tables, like those of a rank: of all widths, sizes and bag lengths."""
 
     number: int
     precision: DataType
@@ -347,7 +352,7 @@ class _Mixed:
         return module, lambda seed: random_request(self.rows, self.pooling, self.batch, device, seed)
 
     def planned_ms(self, profile: HardwareProfile, alignment: int) -> float:
-        """Of its lookups, without the call."""
+        """Planned milliseconds of its lookups, without the call."""
         rows, dims, pooling = (np.array(x, float) for x in (self.rows, self.dims, self.pooling))
         bits = np.full(dims.shape, self.precision.bits)
         row = packed_row_bytes(dims.astype(int), bits, alignment).astype(float)

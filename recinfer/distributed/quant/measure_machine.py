@@ -1,4 +1,4 @@
-"""What ``recinfer calibrate`` tells of the machine itself: its processor, its memory and the copies between its devices."""
+"""Measures the machine for ``recinfer calibrate``: processor name, memory bandwidth, and copies between devices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def copies_per_ms(device: str, synchronize: Callable[[], None]) -> tuple[float, 
 
 
 def processor() -> str:
-    """Its name, as the system tells it."""
+    """Name of the processor, as the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -1,8 +1,8 @@
-"""Where the rows of sharded quantized tables are: cut from a quantized module, or packed in an archive's mapping.
+"""Positions of the rows of sharded quantized tables: cut from a quantized module, or packed in an archive's mapping.
 
-There are two rules of placement: an archive's pages lie where :mod:`recinfer.archive.mapping` maps them, all other rows
-where :func:`recinfer.quant.buffers.allocate` puts them. On one CPU host the ranks' rectangles are merged into whole
-columns where they are neighbours in memory, so that all ranks are one lookup: nothing is cut, sent or added up.
+An archive's pages stay where :mod:`recinfer.archive.mapping` maps them; :func:`recinfer.quant.buffers.allocate` places
+all other rows. On one CPU host, rectangles that are adjacent in memory are merged into whole strips, so that one lookup
+serves all ranks, without exchanges.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KERNELS = {
     "managed": EmbeddingComputeKernel.QUANT_UVM,
     "cached": EmbeddingComputeKernel.QUANT_UVM_CACHING,
 }
-_JOIN_BYTES = 8 << 20  # of whole rows a step: temporary memory stays bounded
+_JOIN_BYTES = 8 << 20  # bytes of whole rows per step, to bound temporary memory
 
 
 def kernel_of(memory: Memory) -> EmbeddingComputeKernel:
@@ -59,7 +59,7 @@ def kernel_of(memory: Memory) -> EmbeddingComputeKernel:
 
 
 def memory_of(kernel: EmbeddingComputeKernel | str) -> Memory:
-    """Where a GPU keeps the rows that a compute kernel (of a plan) reads."""
+    """The memory in which a compute kernel of a plan keeps its rows, for a GPU."""
     return _MEMORY[compute_kernel_to_embedding_location(EmbeddingComputeKernel(kernel))]
 
 
@@ -73,14 +73,15 @@ class WholeTables:
 
 @dataclass(frozen=True, eq=False)
 class PackedTables:
-    """Tables cut over ranks, and where their packed rows are.
+    """Sharded tables and the positions of their packed rows.
 
     Attributes:
-        shards: every shard that has rows; of a replicated table the one that is asked.
+        shards: every shard that has rows; of a replicated table the one that is read.
         rows_of: a shard's packed rows, uint8 ``[rows, row bytes]`` at row alignment 1, on CPU.
         devices: rank -> device.
-        buffers: what the shards' offsets count in, on CPU; None: shards are cut from whole tables on demand.
-        whole: for one lookup of all ranks; None where each rank looks up its own.
+        buffers: the buffers that the shards' offsets refer to, on CPU; None: shards are cut from whole tables on
+            demand.
+        whole: tables for one lookup that serves all ranks; None if each rank has its own lookup.
     """
 
     shards: tuple[Placed, ...]
@@ -93,7 +94,7 @@ class PackedTables:
 def place_module(
     module: Any, params: Mapping[str, ParameterSharding], env: ShardingEnv, *, fused: bool | None
 ) -> PackedTables:
-    """The tables of a quantized collection of ours, cut as ``params`` say; nothing is copied for ranks on the CPU.
+    """Shard the tables of a quantized collection by ``params``; nothing is copied for ranks on the CPU.
 
     Raises:
         ConfigError: a table has no plan, or shards that do not tile it.
@@ -118,7 +119,7 @@ def place_module(
     devices = _rank_devices(params, env)
     whole = None
     if fused is not False and all(d.type in ("cpu", "meta") for d in [*devices.values(), module.device]):
-        # Whole rows stay where the unsharded module has them: the ranks of one host share memory.
+        # Whole rows stay in the unsharded module's memory, which the ranks of one host share.
         whole = WholeTables({name: (placed,) for name, placed in module.placed.items()}, module.storage)
     return PackedTables(tuple(shards), rows_of, devices, None, whole)
 
@@ -147,7 +148,7 @@ def _rank_devices(params: Mapping[str, ParameterSharding], env: ShardingEnv) -> 
 
 
 def check_devices(devices: Mapping[int, torch.device]) -> None:
-    """Refuse a plan that asks for GPUs this machine does not have."""
+    """Raise ConfigError for a plan with GPUs that this machine does not have."""
     have = torch.cuda.device_count()
     for rank, device in sorted(devices.items()):
         if device.type == "cuda" and (device.index or 0) >= have:
@@ -191,15 +192,15 @@ def place_buffer(
         end = shard.offset + shard.bytes()
         if shard.offset < 0 or end > buffer.numel():
             raise ConfigError(
-                f"shard {shard.rect.text} is bytes {shard.offset}:{end} of a buffer of {buffer.numel()}; give the "
-                "buffer that the offsets were made for"
+                f"shard {shard.rect.text} is bytes {shard.offset}:{end} of a buffer of {buffer.numel()}; pass the "
+                "buffer for which the offsets were computed"
             )
     placed = [by_rect[name][rect] for name, found in strips.items() for strip in found for rect in strip.rects]
     kind, here = torch.device(device).type, Buffers(buffer)
     devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
-    # Our kernel takes ids from the host itself; FBGEMM's goes through the steps, which copy them.
+    # Our kernel copies ids from the host itself; with FBGEMM's the steps copy them.
     if kind == "cuda" and world_size == 1 and fused is not False:
-        check_devices(devices)  # before a kernel for them is looked for
+        check_devices(devices)  # checked before a kernel is chosen
         if choose_kernel(device).name == "triton":
             whole: WholeTables | None = on_one_device(tables, strips, by_rect, here, devices[0])
             return PackedTables(tuple(placed), here.rows, devices, here, whole)
@@ -216,9 +217,9 @@ def on_one_device(
     here: Buffers,
     device: torch.device,
 ) -> WholeTables:
-    """Copies of all tables on the one device that has them, column pieces whole rows of their own: one lookup reads them.
+    """Copies of all tables on the single device of the plan, for one lookup; each column piece becomes a table.
 
-    Rows whose compute kernel says so stay in host memory, which the device reads.
+    Rows of kernels for host memory stay there; the device reads them from it.
     """
     spots, pieces = [], []
     for config in configs:
@@ -241,7 +242,7 @@ def on_one_device(
 def _merged(
     strips: Mapping[str, Sequence[Strip]], by_rect: Mapping[str, Mapping[Rect, Placed]], buffers: Buffers
 ) -> WholeTables | None:
-    """Whole columns of every table, where the row pieces of each are neighbours in memory; else None."""
+    """Whole strips of every table if the row pieces of each strip are adjacent in memory; else None."""
     pieces: dict[str, list[Placed]] = {}
     for name, of_table in strips.items():
         for strip in of_table:
@@ -255,10 +256,10 @@ def _merged(
 
 
 def _joined(configs: Sequence[BaseEmbeddingConfig], whole: WholeTables) -> WholeTables:
-    """Tables that are cut by columns put together again.
+    """Join the column pieces of tables.
 
-    A cut table costs a row's cache misses once a piece, and its ids once more for the op to read. Whole rows cost
-    their bytes a second time, in memory that no other process shares. Where the uncut tables are no more than the cut
+    A cut table costs per row's cache misses once per piece, and its ids once more for the op to read. Whole rows cost
+    their bytes per second time, in memory that no other process shares. Where the uncut tables are no more than the cut
     ones, all move: the op checks ids itself only where all tables lie in one buffer, in order.
     """
     tables = {c.name: whole_table(c) for c in configs}
@@ -277,7 +278,7 @@ def _joined(configs: Sequence[BaseEmbeddingConfig], whole: WholeTables) -> Whole
 
 
 def _join(config: BaseEmbeddingConfig, whole: WholeTables, out_RP: Tensor) -> None:
-    """Packed rows from their pieces, some at a time."""
+    """Join packed rows from their column pieces, in steps."""
     pieces = [(p.rect.col_start, p.rect.col_stop, whole.buffers.rows(p)) for p in whole.pieces[config.name]]
     step = max(1, _JOIN_BYTES // row_bytes(config.embedding_dim, config.data_type))
     for first in range(0, len(out_RP), step):

@@ -1,4 +1,5 @@
-"""TorchRec's name for the sharding of quantized tables of bags over the devices of one process: the runtime's steps."""
+"""InferPooledSharding: TorchRec's interface to the sharding of quantized pooled tables over the devices of one
+process."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class InferPooledSharding(PooledSharding):
         return [table for group in groups for table in group.embedding_tables]
 
     def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[KJTList]:  # type: ignore[override]
-        """The step that gives every device its ids."""
+        """Create the step that sends every device its ids."""
         kind = (device or self._device).type
         return FeaturesToDevices(self.layout, [rank_device(kind, rank) for rank in range(self.layout.world_size)])
 
@@ -50,7 +51,7 @@ class InferPooledSharding(PooledSharding):
         fused_params: dict[str, Any] | None = None,
         feature_processor: BaseGroupedFeatureProcessor | None = None,
     ) -> InferGroupedPooledEmbeddingsLookup:
-        """The step that looks up, holding the tables' rows where they are known.
+        """Create the lookup, with the tables' rows if they are known.
 
         Args:
             device: its type says what the devices are.
@@ -58,12 +59,12 @@ class InferPooledSharding(PooledSharding):
             feature_processor: None.
 
         Raises:
-            ConfigError: a feature processor: devices get the ids of whole batches with their weights.
+            ConfigError: a feature processor was given.
         """
         if feature_processor is not None:
             raise ConfigError(
-                f"feature_processor={type(feature_processor).__name__}: it would have to be copied to every device; process "
-                "the features before they are given to the sharded module"
+                f"feature_processor={type(feature_processor).__name__}: not supported here; process the features "
+                "before the sharded module"
             )
         layout = self.layout
         lookup = InferGroupedPooledEmbeddingsLookup(
@@ -82,7 +83,7 @@ class InferPooledSharding(PooledSharding):
     def create_output_dist(  # type: ignore[override]
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[PooledContext, list[Tensor], Tensor]:
-        """The step that brings vectors to ``device`` and puts columns and row pieces together."""
+        """Create the step that copies vectors to ``device`` and combines column and row pieces."""
         return PooledFromDevices(self.layout, device or rank_device(self._device.type, 0))
 
 
@@ -92,16 +93,16 @@ def create_infer_embedding_bag_sharding(
     env: ShardingEnv,
     device: torch.device | None = None,
 ) -> InferPooledSharding:
-    """The sharding of quantized pooled tables of one type over the devices of this process.
+    """Create the sharding of quantized pooled tables of one type over the devices of this process.
 
     Args:
-        sharding_type: a ``ShardingType`` value, but for data_parallel.
+        sharding_type: a ``ShardingType`` value except data_parallel.
         sharding_infos: the tables; ``param`` holds packed rows, uint8 ``[rows, row_bytes]``, or is on meta.
         env: ``ShardingEnv.from_local(world_size, 0)``.
         device: its type says what the devices are; default CPU.
 
     Raises:
-        ConfigError: a type that is not offered, or tables of another one.
+        ConfigError: an unsupported type, or tables of another type.
     """
     offered = {t.value for t in ShardingType} - {ShardingType.DATA_PARALLEL.value}
     if sharding_type not in offered:

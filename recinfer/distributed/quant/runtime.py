@@ -1,7 +1,7 @@
-"""The steps of quantized tables over the devices of one process: ids to the devices, lookups there, vectors back.
+"""The steps of sharded quantized tables in one process: ids to the devices, lookups, vectors back.
 
-Ids are dealt to the rectangles and vectors put together as training does it; copies between devices stand where training
-has collectives, FBGEMM's op over packed rows where it has kernels that learn.
+Ids are split and vectors combined as in training, with copies between devices instead of collectives, and lookups of
+packed rows instead of training kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def tables_of(groups: Sequence[GroupedEmbeddingConfig]) -> list[Placed]:
-    """The rectangles that groups read, in their order, at no place yet, and nobody knows where in their tables."""
+    """The local shards of groups, in order, without a position in memory or in their tables."""
     return [
         Placed(Rect(0, 0, t.local_rows, 0, t.local_cols, t.name), t.data_type, memory=memory_of(t.compute_kernel))
         for group in groups
@@ -54,7 +54,7 @@ def tables_of(groups: Sequence[GroupedEmbeddingConfig]) -> list[Placed]:
 
 
 class GroupLookup:
-    """The tables of one grouped config behind one op call."""
+    """The op call of one grouped config."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class GroupLookup:
 
 
 class RankLookup:
-    """A rank's op calls, one a grouped config.
+    """A rank's op calls, one per grouped config.
 
     Args:
-        groups: what it looks up; features come in their order.
+        groups: the groups; features come in their order.
         tables: its rectangles in the same order.
-        buffers: hold them.
-        pooled: bags or one row an id.
-        is_weighted: ids carry weights, whatever the groups say.
+        buffers: hold their rows.
+        pooled: bags or one row per id.
+        is_weighted: ids carry weights, even if the groups are not weighted.
         output_dtype: of a group.
     """
 
@@ -132,7 +132,7 @@ class RankLookup:
 
 
 class FeaturesToDevices(BaseSparseFeaturesDist[KJTList]):
-    """Gives every device the ids of its rectangles, rebased to their rows; ids are cut on the device where they are.
+    """Sends every device the ids of its rectangles, rebased to their rows; ids are split on the input's device.
 
     Args:
         layout: the slots.
@@ -148,12 +148,12 @@ class FeaturesToDevices(BaseSparseFeaturesDist[KJTList]):
     def forward(
         self, sparse_features: KeyedJaggedTensor, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> KJTList:
-        """Of every device; ``sharding_ctx`` learns what was sent."""
+        """The features of every device; sent ids are recorded in ``sharding_ctx``."""
         return sent_to(self._expand(sparse_features, sharding_ctx).wait().wait(), self._splits, self._devices)
 
 
 class PooledFromDevices(BaseEmbeddingDist[PooledContext, list[Tensor], Tensor]):
-    """Brings the devices' sums to one of them and puts columns and row pieces together."""
+    """Copies the devices' sums to one of them and combines column and row pieces."""
 
     def __init__(self, layout: ShardLayout, device: torch.device) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class PooledFromDevices(BaseEmbeddingDist[PooledContext, list[Tensor], Tensor]):
 
 
 class RowsFromDevices(BaseEmbeddingDist[SequenceShardingContext, list[Tensor], list[Tensor]]):
-    """Brings the devices' rows to one of them and into the order of their ids."""
+    """Copies the devices' rows to one of them, in the order of their ids."""
 
     def __init__(self, layout: ShardLayout, device: torch.device) -> None:
         super().__init__()
@@ -183,10 +183,10 @@ class RowsFromDevices(BaseEmbeddingDist[SequenceShardingContext, list[Tensor], l
         """Of each column piece of each output, in module order, ``[ids, columns]``.
 
         Args:
-            local_embs: of each device its rows, slot after slot, in one dimension.
-            sharding_ctx: what was sent.
+            local_embs: the rows of each device, slot by slot, in one dimension.
+            sharding_ctx: data of the input step.
         """
-        assert sharding_ctx is not None, "rows find their way back by what was noted of the ids"
+        assert sharding_ctx is not None, "the output step needs the context of the input step"
         permute = sharding_ctx.sent_ids.permute
         sent = replace(sharding_ctx.sent_ids, permute=None if permute is None else permute.to(self._device))
         found: Any = self._order(self._bring(local_embs), replace(sharding_ctx, sent_ids=sent)).wait()

@@ -1,7 +1,7 @@
 """Sharded quantized EmbeddingBagCollection and EmbeddingCollection over the ranks of one process, and their sharders.
 
-Differ from TorchRec's on purpose: they hold their weights when they are built, outputs keep the module's feature order,
-MEAN divides by the full bag, every precision shards, and on one CPU host all ranks are one op call over shared memory.
+Intended differences from TorchRec: weights are present when a module is built, outputs keep the module's feature order,
+MEAN divides by the full bag, every precision can be sharded, and on one CPU host one op call serves all ranks.
 """
 
 from __future__ import annotations
@@ -41,23 +41,22 @@ __all__ = [
 
 
 class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, PooledContext]):
-    """A quantized EmbeddingBagCollection whose tables are cut over the ranks of one process.
+    """A quantized EmbeddingBagCollection whose tables are sharded over the ranks of one process.
 
     Args:
         module: the quantized collection (its packed rows are shared or copied, never changed).
         table_name_to_parameter_sharding: the plan of every table.
         env: ``ShardingEnv.from_local(world_size, 0)``.
-        fused_params: ``output_dtype``, if given, has to be the module's; other keys (registration, caches, the form of the
-            state) are accepted for compatibility.
-        device: where outputs are wanted; default CPU when every rank is, else rank 0's device.
-        fused: None: one call over shared memory when all ranks are on CPU; False: run the documented steps
-            (input_dist, compute, output_dist) even then.
+        fused_params: ``output_dtype``, if given, must be the module's; other keys (registration, caches, form of the
+            state) have no effect.
+        device: device of the outputs; default: CPU if every rank is on CPU, else rank 0's device.
+        fused: None: one call if all ranks are on CPU; False: always run the steps input_dist, compute and output_dist.
 
     ``forward(features: KeyedJaggedTensor) -> KeyedTensor``, keys in module order, values [B, sum of dims]. Table- and
     column-wise results equal the unsharded module's bit for bit, row-wise to the rounding of the sum.
 
     Raises:
-        ConfigError: a table has no plan, shards do not tile it, or a device is not there.
+        ConfigError: a table has no plan, shards do not tile it, or a device does not exist.
     """
 
     pooled = True
@@ -112,7 +111,7 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
         kernels: Mapping[str, str] | None = None,
         join_columns: bool = False,
     ) -> ShardedQuantEmbeddingBagCollection:
-        """Build it over packed shards that lie in ``buffer`` (an archive's mapping), with no copy on CPU.
+        """Build it from packed shards in ``buffer`` (an archive's mapping), without a copy on CPU.
 
         Args:
             tables: configs in module order, ``data_type`` the packed precision.
@@ -121,8 +120,8 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
             device: ``"cpu"``, or ``"cuda"``: rank r's rows are copied to ``cuda:r``.
             kernels: table -> compute kernel of its plan: on CUDA ``quant_uvm`` rows stay in host memory, those of
                 ``quant_uvm_caching`` behind a cache on the GPU.
-            join_columns: on CPU, put tables that are cut by columns together again, in memory of this process: such a
-                table is then looked up as fast as one that is not cut.
+            join_columns: on CPU, copy tables that are sharded by columns to whole rows in memory of this process, which
+                makes their lookups as fast as unsharded ones.
         """
         packed = place_buffer(
             tables,
@@ -140,12 +139,12 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
 
     @property
     def fused_lookup(self) -> PooledLookup | None:
-        """The one call, for those who bring features in its order already."""
+        """The one call, for callers whose features are already in its order."""
         found: PooledLookup | None = self._fused
         return found
 
     def create_context(self) -> PooledContext:
-        """What is carried between the steps: bag lengths, where a MEAN is divided after the sum."""
+        """A context for the steps: bag lengths, for MEANs that are divided after the sum."""
         return PooledContext()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
@@ -164,12 +163,13 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
         return [[lookup.pooled(features) for lookup, features in self._looked_up(dist_input)]]
 
     def output_dist(self, ctx: PooledContext, output: list[list[Tensor]]) -> KeyedTensor:  # type: ignore[override]
-        """Bring the ranks' outputs to one device: place columns, add row pieces, divide MEAN by the full bag."""
+        """Copy the ranks' outputs to one device: concatenate column pieces, add row pieces, divide MEAN by the full
+        bag."""
         values_BD = self._built().home(self._output_device)(output[0], ctx)
         return KeyedTensor(keys=self._names, length_per_key=self._dims, values=values_BD.to(self._output_dtype))
 
     def compute_and_output_dist(self, ctx: PooledContext, input: ListOfKJTList) -> KeyedTensor:  # type: ignore[override]
-        """Both steps."""
+        """Run :meth:`compute` and :meth:`output_dist`."""
         return self.output_dist(ctx, self.compute(ctx, input))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -182,7 +182,7 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
 
 
 class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, SequenceShardingContext]):
-    """A quantized EmbeddingCollection whose tables are cut over the ranks of one process.
+    """A quantized EmbeddingCollection whose tables are sharded over the ranks of one process.
 
     Args as :class:`ShardedQuantEmbeddingBagCollection`.
     ``forward(features) -> dict[str, JaggedTensor]`` in module order, equal bit for bit to the unsharded module.
@@ -254,12 +254,12 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
 
     @property
     def fused_lookup(self) -> SequenceLookup | None:
-        """The one call, for those who bring features in its order already."""
+        """The one call, for callers whose features are already in its order."""
         found: SequenceLookup | None = self._fused
         return found
 
     def create_context(self) -> SequenceShardingContext:
-        """What is carried between the steps: the ids, and where each was sent."""
+        """A context for the steps: the ids, and the rank of each."""
         return SequenceShardingContext()
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
@@ -284,9 +284,9 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
     def output_dist(  # type: ignore[override]
         self, ctx: SequenceShardingContext, output: list[list[Tensor]]
     ) -> dict[str, JaggedTensor]:
-        """Put every piece where its ids and columns stand."""
+        """Combine the pieces in the order of ids and columns."""
         layout, asked = self._built().layout, ctx.features_before_input_dist
-        assert asked is not None, "input_dist notes the features"
+        assert asked is not None, "call input_dist before output_dist"
         pieces = iter(self._built().home(self._output_device)(output[0], ctx))
         found = {}
         for (name, _, feature), columns in zip(layout.outputs, layout.sums):
@@ -303,7 +303,7 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
     def compute_and_output_dist(  # type: ignore[override]
         self, ctx: SequenceShardingContext, input: ListOfKJTList
     ) -> dict[str, JaggedTensor]:
-        """Both steps."""
+        """Run :meth:`compute` and :meth:`output_dist`."""
         return self.output_dist(ctx, self.compute(ctx, input))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

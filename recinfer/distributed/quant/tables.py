@@ -1,4 +1,4 @@
-"""What sharded quantized collections share: one call over shared memory, or steps over devices; what they say of themselves."""
+"""Base of sharded quantized collections: one call over shared memory, or steps over devices; and their properties."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Ctx = TypeVar("Ctx", PooledContext, SequenceShardingContext)
 
 
 class _Steps:
-    """The steps of tables that are cut over devices: what a fused lookup needs nothing of."""
+    """The steps of tables that are sharded over devices; a fused lookup needs none of them."""
 
     def __init__(self, module: ShardedQuantTables[Any, Any], packed: PackedTables) -> None:
         check_devices(packed.devices)
@@ -72,7 +72,7 @@ class _Steps:
         self._home: dict[torch.device, PooledFromDevices | RowsFromDevices] = {}
 
     def home(self, device: torch.device) -> Any:
-        """What brings the ranks' vectors to ``device``."""
+        """The step that copies the ranks' vectors to ``device``."""
         if device not in self._home:
             kind = PooledFromDevices if self.layout.pooled else RowsFromDevices
             self._home[device] = kind(self.layout, device)
@@ -82,16 +82,16 @@ class _Steps:
 class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, Ctx], Generic[C, Ctx]):
     """Base of the sharded quantized collections.
 
-    With a fused lookup, forward is that one call; the ranks' own lookups are built when someone asks for them
-    (``tbes_configs``, ``input_dist``). Without one they are built here, on their devices.
+    With a fused lookup, forward is that one call; the ranks' own lookups are built on first use (``tbes_configs``,
+    ``input_dist``). Without one they are built here, on their devices.
 
     Args:
         configs: tables in module order, ``data_type`` the packed precision.
-        plans: sharding of each table; empty when nobody knows.
-        packed: where the rows are.
-        lookup: all ranks as one call; None: each rank looks up its own.
+        plans: sharding of each table; empty if unknown.
+        packed: positions of the rows.
+        lookup: one call for all ranks; None: each rank has its own lookup.
         output_dtype: of the looked-up vectors.
-        output_device: where outputs are wanted; None: the first rank's device.
+        output_device: device of the outputs; None: the first rank's device.
         weighted: ids carry weights.
     """
 
@@ -119,7 +119,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         self.weighted = weighted
         self._names = embedding_names(configs)
         self._dims = [c.embedding_dim for c in configs for _ in c.feature_names]
-        # Ids are checked before they are dealt to tables, once a feature, however many tables read it.
+        # Ids are checked before they are split by table, once per feature, however many tables read it.
         least: dict[str, int] = {}
         for config in configs:
             for feature in config.feature_names:
@@ -130,7 +130,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         self.__dict__["_steps"] = None if lookup is not None else _Steps(self, packed)
 
     def infos(self) -> list[EmbeddingShardingInfo]:
-        """The tables in module order and where their rectangles lie, rows on meta."""
+        """The tables in module order with their rectangles; rows are on meta."""
         by_table: dict[str, list[Placed]] = {}
         for shard in self._packed.shards:
             by_table.setdefault(shard.rect.table, []).append(shard)
@@ -140,7 +140,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
             shards = by_table[config.name]
             given = self._plans.get(config.name)
             if given is None or given.sharding_type == ShardingType.DATA_PARALLEL.value:
-                given = _sharding_of(shards)  # of a replicated table one rank is asked
+                given = _sharding_of(shards)  # a replicated table is read on one rank
             table = EmbeddingTableConfig(
                 num_embeddings=config.num_embeddings,
                 embedding_dim=config.embedding_dim,
@@ -165,18 +165,18 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
     # ---------------------------------------------------------------- steps
 
     def input_dist(self, ctx: Ctx, features: KeyedJaggedTensor) -> ListOfKJTList:  # type: ignore[override]
-        """Check ids, then give every rank its own (rebased to its rows).
+        """Check ids, then split them by rank (rebased to its rows).
 
         Returns:
-            one KJTList, of one KeyedJaggedTensor a rank.
+            one KJTList, of one KeyedJaggedTensor per rank.
         """
         arranged = self._arrange(features)
         self._note(ctx, arranged)
         return ListOfKJTList([self._built().send(arranged, ctx)])
 
     def _note(self, ctx: Ctx, arranged: KeyedJaggedTensor) -> None:
-        """Note what the output step needs of the input."""
-        raise AssertionError("each collection notes its own")
+        """Record data of the input for the output step."""
+        raise AssertionError("subclasses implement it")
 
     def _arrange(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         if self.weighted and features.weights_or_none() is None:
@@ -194,7 +194,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         return self._output_dtype
 
     def check_ids(self, features: KeyedJaggedTensor) -> None:
-        """Refuse missing features and out-of-range ids.
+        """Raise for missing features and out-of-range ids.
 
         Raises:
             InputError: naming the feature, the sample, the id and the table's rows.
@@ -219,14 +219,14 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
 
     @property
     def shardings(self) -> dict[str, list[str]]:
-        """Sharding type -> the tables sharded so."""
+        """Sharding type -> its tables."""
         types: dict[str, list[str]] = {}
         for table, plan in self._plans.items():
             types.setdefault(plan.sharding_type, []).append(table)
         return types
 
     def sharding_type_to_sharding_infos(self) -> dict[str, list[EmbeddingShardingInfo]]:
-        """Sharding type -> the tables sharded so, their rows on meta.
+        """Sharding type -> infos of its tables, rows on meta.
 
         Empty for a module built from packed shards, which has rectangles and no plan.
         """
@@ -239,7 +239,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         return found
 
     def copy(self, device: torch.device) -> Self:
-        """The same module for outputs on ``device``. On the same kind of device rows are shared, not copied.
+        """A copy with outputs on ``device``. On the same kind of device rows are shared, not copied.
 
         Raises:
             ConfigError: another kind of device, for a module that was not built from packed shards: shard the quantized
@@ -248,8 +248,9 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         device = torch.device(device)
         if device.type != self._output_device.type:
             raise ConfigError(
-                f"copy to {device}: this module's ranks are on {sorted({str(d) for d in self._packed.devices.values()})}; "
-                f"shard the quantized module with a plan for {device.type}, or load the archive with device='{device.type}'"
+                f"copy to {device}: this module's ranks are on "
+                f"{sorted({str(d) for d in self._packed.devices.values()})}; shard the quantized module with a plan "
+                f"for {device.type}, or load the archive with device='{device.type}'"
             )
         other = copy.copy(self)
         other.__dict__.update({"_modules": dict(self._modules), "_buffers": dict(self._buffers)})
@@ -267,7 +268,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
 
 
 def _sharding_of(shards: Sequence[Placed]) -> ParameterSharding:
-    """A table's rectangles in TorchRec's words; grid_shard is what all other types are a case of."""
+    """A table's rectangles as ParameterSharding, always grid_shard, which includes the other types."""
     rects = [shard.rect for shard in shards]
     return ParameterSharding(
         ShardingType.GRID_SHARD.value,

@@ -1,4 +1,4 @@
-"""Times lookups so that the figures are the machine's: fresh requests, rounds that lie apart, medians."""
+"""Timings of lookups that are robust against disturbances: new requests, separate rounds, medians."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 __all__ = ["Call", "Timings"]
 
 Call = tuple[Callable[[KeyedJaggedTensor], object], Callable[[int], KeyedJaggedTensor]]
-"""What is timed, and what makes the request of a number."""
+"""The timed function, and a function that makes request number n."""
 
 
 class Timings:
-    """Milliseconds of calls when nothing disturbs them, gathered in rounds that may lie far apart.
+    """Milliseconds of calls, measured in separate rounds.
 
-    Every call gets a request of its own, made just before, as in a server: neither its ids nor its offsets nor the caches
-    are in a state that an earlier use left. The median of all calls of a name counts: low quantiles of short calls do
-    not add up to those of a long one, which no quick moment holds. Lookups of one thread are timed by its CPU clock, so that waiting for a busy
+    Every call gets a new request, made just before it, as in a server, so that caches hold nothing of an earlier use.
+    The median of all calls of a name counts: low quantiles of short calls do not add up to those of long ones. Lookups
+    of one thread are timed by its CPU clock, so that waiting for a busy
     processor does not count.
     """
 
@@ -35,9 +35,11 @@ class Timings:
     def add(self, calls: Mapping[Any, Call], seconds: float, settle: float = 0.0) -> None:
         """Time each of ``calls`` for about ``seconds``, and at least twice, after ``settle`` seconds of the same call.
 
-        A shared cache takes hundreds of calls to hold what a table's traffic touches again; reading it once does not do.
+        A shared cache needs hundreds of calls to reach the steady state of a table's traffic.
         """
-        torch.empty(31 << 20, dtype=torch.uint8)  # freed at once: glibc then keeps outputs on its heap, as in a server
+        torch.empty(
+            31 << 20, dtype=torch.uint8
+        )  # freed immediately, so that glibc keeps outputs on its heap, as in a server
         for name, (run, make) in calls.items():
             rounds = self._rounds.setdefault(name, [])
             before, times = sum(map(len, rounds)), list[float]()
@@ -57,7 +59,7 @@ class Timings:
                 spent, number = spent + times[-1], number + 1
 
     def ms(self, name: Any) -> float:
-        """Of one name."""
+        """Milliseconds of one name."""
         return statistics.median(itertools.chain.from_iterable(self._rounds[name]))
 
     def disagreement(self) -> float:

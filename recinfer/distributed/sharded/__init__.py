@@ -1,1 +1,1 @@
-"""Sharded modules: a collection of tables, its steps, its place in the module tree, its state. See docs/explanation/request.md."""
+"""Sharded modules for training: collections, their steps, parameters and state. See docs/explanation/request.md."""

@@ -36,7 +36,7 @@ __all__ = ["EmbeddingAwaitable", "EmbeddingBagSharder", "ShardedEmbeddingBag"]
 
 
 class EmbeddingAwaitable(LazyAwaitable[Tensor]):
-    """The pooled vectors of one table on their way: the tensor, once something uses it.
+    """Awaitable of the pooled vectors of one table. It waits when the tensor is first used.
 
     Args:
         awaitable: of the collection that the table is in.
@@ -56,7 +56,7 @@ _TABLE = "embedding_bag"  # name of the one table inside; also that of its featu
 class ShardedEmbeddingBag(
     ShardedEmbeddingModule[KeyedJaggedTensor, Tensor, Tensor, EmbeddingBagCollectionContext], FusedOptimizerModule
 ):
-    """An nn.EmbeddingBag whose rows or columns are cut over the ranks of a process group: a collection of one table.
+    """A sharded nn.EmbeddingBag over the ranks of a process group, implemented as a collection of one table.
 
     Parameter and state have the key of nn.EmbeddingBag, ``weight``.
 
@@ -65,7 +65,7 @@ class ShardedEmbeddingBag(
         table_name_to_parameter_sharding: ``{"weight": plan}``.
         env: the ranks.
         fused_params: settings of the fused kernel.
-        device: where rows and buffers lie; default CPU.
+        device: device of rows and buffers; default CPU.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
 
     ``forward(input, offsets=None, per_sample_weights=None) -> LazyAwaitable[Tensor]``, ``[B, D]``: ``input`` int
@@ -88,12 +88,12 @@ class ShardedEmbeddingBag(
         if module.mode not in ("sum", "mean") or module.padding_idx is not None or module.max_norm is not None:
             raise ConfigError(
                 f"EmbeddingBag with mode={module.mode!r}, padding_idx={module.padding_idx}, "
-                f"max_norm={module.max_norm}; a sharded one has mode sum or mean and neither of the others"
+                f"max_norm={module.max_norm}; sharding supports mode sum or mean, without padding_idx and max_norm"
             )
         if set(table_name_to_parameter_sharding) != {"weight"}:
             raise ConfigError(f"got a plan for {sorted(table_name_to_parameter_sharding)}; expected one for 'weight'")
         self._has_last_offset = module.include_last_offset
-        # Weights are allowed with mode sum only, as nn.EmbeddingBag allows them.
+        # Weights are allowed with mode sum only, as in nn.EmbeddingBag.
         self._weighted = module.mode == "sum"
         plan = EmbeddingModuleShardingPlan({_TABLE: table_name_to_parameter_sharding["weight"]})
         # Kept out of the module tree: the names of this module are those of nn.EmbeddingBag.
@@ -111,7 +111,7 @@ class ShardedEmbeddingBag(
         return self._collection[0].get_submodule(f"embedding_bags.{_TABLE}")
 
     def create_context(self) -> EmbeddingBagCollectionContext:
-        """State of one forward."""
+        """A new context for one forward."""
         return self._collection[0].create_context()
 
     def input_dist(
@@ -121,10 +121,10 @@ class ShardedEmbeddingBag(
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Start moving ids to the ranks of their rows.
+        """Start sending ids to the ranks that hold their rows.
 
         Raises:
-            InputError: ``offsets`` that do not go with ``input``; weights with mode mean.
+            InputError: ``offsets`` that do not fit ``input``; weights with mode mean.
         """
         features = self._features(input, offsets, per_sample_weights)
         return _FirstOfTwo(self._collection[0].input_dist(ctx, features))
@@ -154,15 +154,15 @@ class ShardedEmbeddingBag(
         forward_stream: Any = None,
         ctx: EmbeddingBagCollectionContext | None = None,
     ) -> None:
-        """Let the lookup bring its rows into its cache, if it has one."""
+        """Load the rows of a coming batch into the lookup's cache, if it has one."""
         self._collection[0].prefetch(KJTList([dist_input]), forward_stream)
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KeyedJaggedTensor) -> Tensor:
-        """Look the local rectangles up."""
+        """Look up the local shards."""
         return self._collection[0].compute(ctx, KJTList([dist_input]))[0]
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: Tensor) -> LazyAwaitable[Tensor]:
-        """Start moving pooled vectors to the ranks of their examples."""
+        """Start sending pooled vectors to the ranks of their examples."""
         return EmbeddingAwaitable(self._collection[0].output_dist(ctx, [output]))
 
     @property
@@ -176,7 +176,7 @@ class ShardedEmbeddingBag(
         return dict(self._collection[0].shardings)
 
     def reset_parameters(self) -> None:
-        """Give the table new first values; every rank calls this."""
+        """Initialise the table again; all ranks must call this."""
         self._collection[0].reset_parameters()
 
     # ---- names and state, as if the table were this module's own
@@ -193,7 +193,7 @@ class ShardedEmbeddingBag(
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Copy ``weight`` in; see :meth:`torch.nn.Module.load_state_dict`. ``assign`` is refused there."""
+        """Copy ``weight`` in; see :meth:`torch.nn.Module.load_state_dict`. ``assign`` is an error."""
         self.flush()
         self.purge()
         return self._state().load_state_dict(state_dict, strict, assign)
@@ -226,7 +226,7 @@ class _RenamedOptimizer(FusedOptimizer):
     """The optimizer of the one table, its parameter named as nn.EmbeddingBag names it."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing is left to do: the backward has updated the rows."""
+        """Does nothing: the backward has updated the rows."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Nothing to clear."""
@@ -246,7 +246,7 @@ class _FirstOfTwo(Awaitable[Any]):
 
 
 def _as_collection(module: nn.EmbeddingBag, is_weighted: bool) -> EmbeddingBagCollection:
-    """A collection of one table that shares the values of ``module`` and what is noted on its parameter."""
+    """A collection of one table that shares the values of ``module`` and the attributes of its parameter."""
     config = EmbeddingBagConfig(
         module.num_embeddings,
         module.embedding_dim,

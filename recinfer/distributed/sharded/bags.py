@@ -1,7 +1,7 @@
 """Sharded EmbeddingBagCollection for training, and its sharder.
 
-Differs from TorchRec's on purpose: outputs keep the module's feature order, row pieces of MEAN tables divide by the
-full bag, values that the given module holds are kept, and all tables but replicas share one exchange each way.
+Intended differences from TorchRec: outputs keep the module's feature order, row pieces of MEAN tables divide by the
+full bag, values of the given module are kept, and all tables except replicas share one exchange in each direction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recinfer.distributed.embedding_types import (
     BaseEmbeddingSharder,
     KJTList,
 )
-from recinfer.distributed.exchange.combine import JoinGroups
+from recinfer.distributed.exchange.combine import JoinShardings
 from recinfer.distributed.sharded.collection import ShardedCollection
 from recinfer.distributed.sharded.infos import by_sharding_type, table_infos
 from recinfer.distributed.sharded.sharding import PooledSharding
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def construct_output_kt(embeddings: list[Tensor], embedding_names: list[str], embedding_dims: list[int]) -> KeyedTensor:
-    """Pooled vectors side by side, with their names.
+    """A KeyedTensor of concatenated pooled vectors.
 
     Args:
         embeddings: ``[B, ...]`` each; their columns are those of all names.
@@ -63,13 +63,13 @@ def construct_output_kt(embeddings: list[Tensor], embedding_names: list[str], em
 
 
 class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
-    """Pooled vectors on their way: the KeyedTensor, once something uses it.
+    """Awaitable of pooled vectors. It waits when the KeyedTensor is first used.
 
     Args:
-        awaitables: of each group of tables, ``[B, columns of the group]``.
+        awaitables: of each sharding, ``[B, its columns]``.
         embedding_dims: columns of each output.
         embedding_names: names of the outputs, in module order.
-        join: how the groups' columns become the module's.
+        join: maps the shardings' columns to the module's.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
         awaitables: list[Awaitable[Tensor]],
         embedding_dims: list[int],
         embedding_names: list[str],
-        join: JoinGroups,
+        join: JoinShardings,
     ) -> None:
         super().__init__()
         self._awaitables = awaitables
@@ -92,7 +92,7 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
 
 @dataclass
 class EmbeddingBagCollectionContext(ShardedCollectionContext[EmbeddingShardingContext | None]):
-    """What one forward carries between its steps: a context for each group of tables that share their exchanges."""
+    """What one forward carries between its steps: a context for each sharding."""
 
 
 def create_sharding_infos_by_sharding(
@@ -115,7 +115,7 @@ def create_sharding_infos_by_sharding(
         sharding type -> infos, tables in module order.
 
     Raises:
-        ConfigError: a table has no plan, or the plan names one that is not there.
+        ConfigError: a table has no plan, or the plan names a table that does not exist.
     """
     return by_sharding_type(_infos(module, table_name_to_parameter_sharding, fused_params, prefix, suffix or "weight"))
 
@@ -147,7 +147,7 @@ def create_embedding_bag_sharding(
         sharding_type: a ``ShardingType`` value.
         sharding_infos: the tables.
         env: the ranks.
-        device: where rows and buffers lie.
+        device: device of rows and buffers.
         permute_embeddings: does nothing (:mod:`recinfer.ignored`): outputs are always in module order.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
 
@@ -168,22 +168,22 @@ def replace_placement_with_meta_device(sharding_infos: list[EmbeddingShardingInf
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection[KeyedTensor, EmbeddingBagCollectionContext]):
-    """An EmbeddingBagCollection whose tables are cut over the ranks of a process group.
+    """An EmbeddingBagCollection whose tables are sharded over the ranks of a process group.
 
     Args:
-        module: the collection. Values that it holds are taken over; on the meta device they are drawn, the same for any
-            sharding when all ranks were seeded alike.
+        module: the collection. Its values are kept. On the meta device they are initialised instead, with the same
+            values for any sharding if all ranks have the same seed.
         table_name_to_parameter_sharding: the plan of every table.
         env: the ranks.
         fused_params: settings of the fused kernels, for example
             ``{"optimizer": OptimType.ROWWISE_ADAGRAD, "learning_rate": 0.1}``.
-        device: where rows and buffers lie; default CPU.
+        device: device of rows and buffers; default CPU.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
-        weights_later: weights do not go with the ids; :meth:`send_weights` sends them before the lookup.
+        weights_later: weights are not sent with the ids; :meth:`send_weights` sends them before the lookup.
 
-    ``forward(features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]``: each rank gives its own batch and gets the
-    pooled vectors of it, ``[B, sum of dims]``, keys in module order. The gradient that reaches a row is the mean over
-    the ranks of theirs.
+    ``forward(features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]``: each rank passes its own batch and gets the
+    pooled vectors of it, ``[B, sum of dims]``, keys in module order. The gradient of a row is the mean of the ranks'
+    gradients.
 
     Raises:
         ConfigError: a table has no plan, or its shards do not tile it.
@@ -210,17 +210,17 @@ class ShardedEmbeddingBagCollection(ShardedCollection[KeyedTensor, EmbeddingBagC
         self.module_sharding_plan = table_name_to_parameter_sharding
 
     def create_context(self) -> EmbeddingBagCollectionContext:
-        """State of one forward."""
+        """A new context for one forward."""
         return EmbeddingBagCollectionContext()
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Start moving ids to the ranks of their rows.
+        """Start sending ids to the ranks that hold their rows.
 
         Raises:
             MissingKeyError: a feature of the tables is not in ``features``.
-            InputError: a key comes twice, or the tables take weights and there are none.
+            InputError: a key occurs twice, or the tables need weights and there are none.
         """
         return self._begin(ctx, features)
 
@@ -238,7 +238,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection[KeyedTensor, EmbeddingBagC
         return EmbeddingBagCollectionAwaitable(awaitables, self._dims, self._names, self._join)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables, whole."""
+        """Configs of the unsharded tables."""
         return self._embedding_bag_configs
 
     def is_weighted(self) -> bool:

@@ -1,4 +1,4 @@
-"""The sharding of each type, by its name in a plan."""
+"""Looks up the sharding class of a sharding type."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _UNPOOLED: dict[str, type[SequenceSharding]] = {
 
 
 def pooled_sharding_of(sharding_type: str) -> type[PooledSharding]:
-    """The class for pooled tables; raises ConfigError for an unknown type."""
+    """The sharding class for pooled tables; raises ConfigError for an unknown type."""
     if sharding_type not in _POOLED:
         raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(_POOLED)}")
     return _POOLED[sharding_type]
 
 
 def sequence_sharding_of(sharding_type: str) -> type[SequenceSharding]:
-    """The class for unpooled tables; raises ConfigError for an unknown type."""
+    """The sharding class for unpooled tables; raises ConfigError for an unknown type."""
     if sharding_type not in _UNPOOLED:
-        raise ConfigError(f"sharding type {sharding_type!r}; unpooled tables take one of {sorted(_UNPOOLED)}")
+        raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(_UNPOOLED)} for unpooled tables")
     return _UNPOOLED[sharding_type]

@@ -1,4 +1,4 @@
-"""A sharded collection of tables: which tables go together, their steps, their place in the module tree and the state."""
+"""Base of sharded collections: shardings (sets of tables that share exchanges), steps, parameters and state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from recinfer.distributed.embedding_types import (
     Out,
     ShardedEmbeddingModule,
 )
-from recinfer.distributed.exchange.combine import JoinGroups
+from recinfer.distributed.exchange.combine import JoinShardings
 from recinfer.distributed.exchange.inside_hosts import summed_inside_hosts
 from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.sharded.infos import by_sharding_type
@@ -52,17 +52,18 @@ Context = TypeVar("Context", bound=ShardedCollectionContext[Any])
 
 
 class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Context], FusedOptimizerModule):
-    """What the sharded EmbeddingBagCollection and EmbeddingCollection share.
+    """Base of the sharded EmbeddingBagCollection and EmbeddingCollection.
 
-    Tables are dealt into groups; each group has one input exchange, one lookup and one output exchange. Parameters and
+    Tables are divided into shardings; each has one input exchange, one lookup and one output exchange. Parameters
+    and
     state have the keys of the unsharded module, ``<tables>.<table>.weight``.
 
     Args:
         infos: the tables in module order.
         env: the ranks.
-        device: where rows and buffers lie.
+        device: device of rows and buffers.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
-        weights_later: weights do not go with the ids.
+        weights_later: weights are not sent with the ids.
     """
 
     tables_attribute: ClassVar[str]
@@ -80,33 +81,35 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         self._env = env
         self._device = torch.device(device) if device is not None else torch.device("cpu")
         self._infos = [_placed_on(info, self._device, env) for info in infos]
-        self._groups = [
+        self._shardings = [
             self.sharding_class(members, env, self._device, qcomm_codecs_registry) for members in self._deal()
         ]
-        self._input_dists = [group.create_input_dist(self._device, not weights_later) for group in self._groups]
-        self._lookups: list[nn.Module] = [group.create_lookup(self._device) for group in self._groups]
-        self._output_dists = [group.create_output_dist(self._device) for group in self._groups]
+        self._input_dists = [
+            sharding.create_input_dist(self._device, not weights_later) for sharding in self._shardings
+        ]
+        self._lookups: list[nn.Module] = [sharding.create_lookup(self._device) for sharding in self._shardings]
+        self._output_dists = [sharding.create_output_dist(self._device) for sharding in self._shardings]
         self._place_tables()
         self._optim = CombinedOptimizer(self._fused_optimizers())
         self._average_replicas()
-        where = {(id(i), n): (g, at) for g, i, n, at in self._outputs_of_groups()}
+        where = {(id(i), n): (g, at) for g, i, n, at in self._outputs_of_shardings()}
         self._names = [name for info in self._infos for name in info.names()]
         self._dims = [info.embedding_config.embedding_dim for info in self._infos for _ in info.names()]
-        self._join = JoinGroups(
-            [group.embedding_dims() for group in self._groups],
+        self._join = JoinShardings(
+            [sharding.embedding_dims() for sharding in self._shardings],
             [where[id(info), name] for info in self._infos for name in info.names()],
         )
 
     def _deal(self) -> list[list[EmbeddingShardingInfo]]:
-        """Which tables share their exchanges, as few groups as can be: see :meth:`_sort`."""
-        groups: dict[str, list[EmbeddingShardingInfo]] = {}
+        """Divide the tables into as few shardings as possible; see :meth:`_sort`."""
+        members_of: dict[str, list[EmbeddingShardingInfo]] = {}
         for info in self._infos:
-            groups.setdefault(self._sort(info), []).append(info)
-        return list(groups.values())
+            members_of.setdefault(self._sort(info), []).append(info)
+        return list(members_of.values())
 
     def _sort(self, info: EmbeddingShardingInfo) -> str:
-        """Replicas need no exchange, and their kernels make either row updates or gradients. Pooled tables whose ranks
-        add up are apart where that is done otherwise: inside the host first, or with another codec."""
+        """Replicas need no exchange, and their kernels make either row updates or gradients. Pooled tables with sums
+        over ranks form a separate sharding if they are summed inside hosts first, or have another codec."""
         kind = info.param_sharding.sharding_type
         if kind == ShardingType.DATA_PARALLEL.value:
             dense = info.param_sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
@@ -119,10 +122,10 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         codecs = [self.qcomm_codecs_registry.get(op.name) for op in ops]
         return "summed" if kind in ROW_TYPES and codecs[0] is not codecs[1] else "sharded"
 
-    def _outputs_of_groups(self) -> Iterator[tuple[int, EmbeddingShardingInfo, str, int]]:
-        for g, group in enumerate(self._groups):
+    def _outputs_of_shardings(self) -> Iterator[tuple[int, EmbeddingShardingInfo, str, int]]:
+        for g, sharding in enumerate(self._shardings):
             at = 0
-            for info in group.layout.infos:
+            for info in sharding.layout.infos:
                 for name in info.names():
                     yield g, info, name, at
                     at += 1
@@ -130,11 +133,11 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
     def _place_tables(self) -> None:
         """``<tables>.<table>`` in the module tree, over the rows that the lookups own."""
         local: dict[str, list[tuple[Rect, nn.Parameter]]] = {}
-        for group, lookup in zip(self._groups, self._lookups):
+        for sharding, lookup in zip(self._shardings, self._lookups):
             parameters: Any = lookup.named_parameters_by_table()  # type: ignore[operator]
-            for rect, (_, parameter) in zip(group.local_rects(), parameters):
+            for rect, (_, parameter) in zip(sharding.local_rects(), parameters):
                 local.setdefault(rect.table, []).append((rect, parameter))
-        tilings = {name: tiling for group in self._groups for name, tiling in group.layout.tilings.items()}
+        tilings = {name: tiling for sharding in self._shardings for name, tiling in sharding.layout.tilings.items()}
         tables = nn.ModuleDict()
         for info in self._infos:
             name = info.embedding_config.name
@@ -158,10 +161,10 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         return found
 
     def _average_replicas(self) -> None:
-        """Replicas whose gradients are tensors: their gradients become the mean over the ranks."""
-        for i, (group, lookup) in enumerate(zip(self._groups, self._lookups)):
-            dense = any(table.compute_kernel is EmbeddingComputeKernel.DENSE for table in group.embedding_tables())
-            if group.replicated and dense and self._env.process_group is not None and self._env.world_size > 1:
+        """Average the gradients of dense replicas over the ranks."""
+        for i, (sharding, lookup) in enumerate(zip(self._shardings, self._lookups)):
+            dense = any(table.compute_kernel is EmbeddingComputeKernel.DENSE for table in sharding.embedding_tables())
+            if sharding.replicated and dense and self._env.process_group is not None and self._env.world_size > 1:
                 self._lookups[i] = DistributedDataParallel(
                     lookup,
                     process_group=self._env.process_group,
@@ -172,9 +175,9 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
 
     @property
     def shardings(self) -> dict[str, FeatureShardingMixIn]:
-        """Sharding type -> what is where for the tables of that type.
+        """Sharding type -> sharding of the tables of that type.
 
-        The module itself exchanges all types together; these are for looking at.
+        The module itself exchanges all types together; these shardings are for inspection.
         """
         return {
             kind: self.sharding_class(members, self._env, self._device, self.qcomm_codecs_registry)
@@ -187,44 +190,44 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         return self._optim
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # Runs before the tables' own, which hand out the rows as they lie in memory.
+        # Runs before the tables' own hooks, which return the rows as they are in memory.
         self.flush()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        # Runs before the tables' own. What is loaded may lack a table: its changed rows are kept.
+        # Runs before the tables' own hooks. Tables that are missing in the loaded state keep their changed rows.
         self.flush()
         self.purge()
         super()._load_from_state_dict(*args)
 
     def reset_parameters(self) -> None:
-        """Give all tables new first values; every rank calls this."""
+        """Initialise all tables again; all ranks must call this."""
         self.purge()
-        for group, lookup in zip(self._groups, self._lookups):
-            group.fill(lookup.module if isinstance(lookup, DistributedDataParallel) else lookup)
+        for sharding, lookup in zip(self._shardings, self._lookups):
+            sharding.fill(lookup.module if isinstance(lookup, DistributedDataParallel) else lookup)
 
     def _begin(self, ctx: Context, features: KeyedJaggedTensor) -> KJTListSplitsAwaitable[Any]:
         awaitables = []
-        for group, input_dist in zip(self._groups, self._input_dists):
-            context = group.create_context(features)
+        for sharding, input_dist in zip(self._shardings, self._input_dists):
+            context = sharding.create_context(features)
             ctx.sharding_contexts.append(context)
             awaitables.append(input_dist(features, context))
         return KJTListSplitsAwaitable(awaitables, ctx)
 
     def compute(self, ctx: Context, dist_input: KJTList) -> list[Tensor]:
-        """Look the local rectangles up: ``[vectors, local columns]`` a group of tables.
+        """Look up the local shards: ``[vectors, local columns]`` per sharding.
 
-        A vector stands for an example of any rank where tables are pooled, else for an id that came here.
+        A vector belongs to an example of any rank if tables are pooled, else to a received id.
         """
         return [lookup(features) for lookup, features in zip(self._lookups, dist_input)]
 
     def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[Out]:
-        """Start moving vectors to the ranks that asked for them."""
+        """Start sending vectors to the ranks of their examples."""
         steps: Any = zip(self._output_dists, output, ctx.sharding_contexts)
         return self._outputs(ctx, [output_dist(vectors, context) for output_dist, vectors, context in steps])
 
     def compute_and_output_dist(self, ctx: Context, input: KJTList) -> LazyAwaitable[Out]:
-        """Both steps; a group's vectors are under way while the next one is looked up."""
+        """Both steps; a sharding's vectors are sent while the next one is looked up."""
         steps: Any = zip(self._output_dists, self._lookups, input, ctx.sharding_contexts)
         return self._outputs(
             ctx, [output_dist(lookup(features), context) for output_dist, lookup, features, context in steps]
@@ -232,11 +235,11 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
 
     @abc.abstractmethod
     def _outputs(self, ctx: Context, awaitables: list[Awaitable[Any]]) -> LazyAwaitable[Out]:
-        """The module's outputs, from the vectors of each group on their way."""
+        """The module's outputs, from awaitables of each sharding's vectors."""
 
 
 def _held_elsewhere(info: EmbeddingShardingInfo, device: torch.device) -> nn.Parameter:
-    """What stands for a table of which this rank holds nothing: an empty parameter, marked as the other ranks' are."""
+    """The empty parameter for a table of which this rank holds no shard, with the same attributes as on other ranks."""
     dtype = data_type_to_dtype(info.embedding_config.data_type)
     parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
     if info.param_sharding.compute_kernel != EmbeddingComputeKernel.DENSE.value:

@@ -1,7 +1,7 @@
-"""Deep copies to another device that keep process groups, shared storages and sharded tensors what they are.
+"""Deep copies to another device that share process groups and preserve shared storages and sharded tensors.
 
-``copy.deepcopy`` asks its memo for every object before it copies it. The memo here knows the tensors, process groups and
-meshes below what is copied, so it answers for them, and no class of torch's has to.
+``copy.deepcopy`` looks up every object in its memo before it copies it. The memo here has entries for all tensors,
+process groups and meshes in the copied value, so no class of torch has to be patched.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = ["copied_to", "module_copies_go_to"]
 
 T = TypeVar("T")
 _SHARED = (dist.ProcessGroup, DeviceMesh)
-# Of a class that copies itself in a way of its own, what lies in it is known, and it is not.
+# Objects with their own __deepcopy__ are copied by it; their contents are in the memo.
 _COPIERS = (Tensor.__deepcopy__, nn.Parameter.__deepcopy__)
-# What deepcopy does not copy either: what these refer to is the program, not the value.
+# Types that deepcopy does not copy either.
 _PROGRAM = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
 
 
 def copied_to(value: T, device: torch.device | None) -> T:
     """A deep copy of ``value`` that shares process groups and meshes, with its tensors on ``device``; None: they are shared.
 
-    Tensors that share a storage do so afterwards.
+    Tensors that share a storage share one in the copy too.
     """
     return copy.deepcopy(value, _Memo(value, device))
 
@@ -65,7 +65,7 @@ class _Memo(dict[int, Any]):
         return super().get(key, default)
 
     def _move(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """The copy of ``tensor`` on ``device``, which is in the memo then."""
+        """Copy ``tensor`` to ``device`` and enter the copy in the memo."""
         if id(tensor) in self:
             return self[id(tensor)]
         moved: Any
@@ -97,7 +97,7 @@ class _Memo(dict[int, Any]):
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
         elif tensor.requires_grad and tensor.is_leaf:
-            moved.requires_grad_()  # fused lookups hang on such a tensor: without it their backward would not run
+            moved.requires_grad_()  # fused lookups need such a tensor: without it their backward would not run
         self[id(tensor)] = moved
         if isinstance(tensor, nn.Parameter):
             moved.__dict__.update({name: copy.deepcopy(each, self) for name, each in tensor.__dict__.items()})
@@ -117,7 +117,7 @@ def _is_known(value: object) -> bool:
 
 
 def _below(value: object) -> Iterator[object]:
-    """``value`` and all that it refers to: more than deepcopy comes to, and nothing less."""
+    """``value`` and all objects that it refers to: a superset of those that deepcopy visits."""
     seen: set[int] = set()
     ahead = [value]
     while ahead:
@@ -138,7 +138,8 @@ _inside, _lock = 0, threading.Lock()
 
 @contextmanager
 def module_copies_go_to(device: torch.device | None) -> Iterator[None]:
-    """Inside, ``copy.deepcopy`` of a module is :func:`copied_to` ``device``: in this thread (or task) and in no other."""
+    """Context manager in which ``copy.deepcopy`` of a module is :func:`copied_to` ``device``, in this thread (or task)
+    only."""
     global _inside
     with _lock:
         _inside += 1
@@ -155,7 +156,7 @@ def module_copies_go_to(device: torch.device | None) -> Iterator[None]:
 
 
 def _copied_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What deepcopy asks of a module while some thread is inside; for others it does what it does without being asked."""
+    """The modules' __deepcopy__ while a thread is in the context manager; in other threads it copies as usual."""
     target = _target.get()
     if target is None or isinstance(memo, _Memo):
         return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined,no-any-return]

@@ -1,4 +1,4 @@
-"""Replicates what a plan leaves of a model: the interface, and DistributedDataParallel behind it."""
+"""Replication of the unsharded part of a model: the interface, and its implementation by DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMPRESSION = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.
 
 
 class Wrappable(Protocol):
-    """What a wrapper sees of a DistributedModelParallel: the model as it runs, which it may replace."""
+    """The part of DistributedModelParallel that a wrapper uses: the running model, which it may replace."""
 
     _dmp_wrapped_module: nn.Module
 
@@ -34,14 +34,14 @@ class DataParallelWrapper(abc.ABC):
 
 
 class DefaultDataParallelWrapper(DataParallelWrapper):
-    """One DistributedDataParallel over all that the sharded modules leave to it.
+    """Wraps all parameters that are not sharded in one DistributedDataParallel.
 
     Args:
         bucket_cap_mb: size of a gradient bucket in MiB.
         static_graph: every step uses the same parameters.
         find_unused_parameters: look for parameters without a gradient in every step; not with ``static_graph``.
-        allreduce_comm_precision: "fp16" or "bf16" halves the bytes of gradients on the way; None sends them as they are.
-        params_to_ignore: names of further parameters to leave alone.
+        allreduce_comm_precision: "fp16" or "bf16" halves the bytes of sent gradients; None sends them unchanged.
+        params_to_ignore: names of further parameters that are not replicated.
         ddp_kwargs: further arguments of DistributedDataParallel.
 
     Raises:
@@ -70,7 +70,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         self._ddp_kwargs = dict(ddp_kwargs or {})
 
     def wrap(self, dmp: Wrappable, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap once; a model with nothing left to average is left as it is."""
+        """Wrap once; a model without parameters to average is not changed."""
         if env.process_group is None or isinstance(dmp._dmp_wrapped_module, DistributedDataParallel):
             return
         module = dmp._dmp_wrapped_module

@@ -1,4 +1,4 @@
-"""From a module and its plan to one info a table: config, plan, values, kernel settings."""
+"""Makes one info per table of a module and its plan: config, plan, values, kernel settings."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ def table_infos(
     fused_params: Mapping[str, Any] | None,
     is_weighted: bool,
 ) -> list[EmbeddingShardingInfo]:
-    """One info a table, in module order.
+    """One info per table, in module order.
 
     Args:
         configs: the tables.
         parameters: the values of each, or meta tensors; with what apply_optimizer_in_backward noted on them.
         table_name_to_parameter_sharding: the plan.
-        fused_params: kernel settings of all tables; those of a table's optimizer and plan win. They are for fused
-            kernels: a table that the plan keeps dense is for an optimizer of the caller's, and a warning says so where
-            an optimizer was asked for in its backward.
+        fused_params: kernel settings of all tables; those of a table's optimizer and plan take precedence. They are for
+            fused kernels: the caller's own optimizer steps a table that the plan keeps dense, with a warning if an
+            optimizer was requested in its backward.
         is_weighted: ids carry weights.
 
     Raises:
-        ConfigError: a table has no plan, or the plan names one that is not there.
+        ConfigError: a table has no plan, or the plan names a table that does not exist.
     """
     names = [config.name for config in configs]
     missing = [name for name in names if name not in table_name_to_parameter_sharding]
     unknown = sorted(table_name_to_parameter_sharding.keys() - set(names))
     if missing or unknown:
         raise ConfigError(
-            f"the plan lacks tables {missing} and names unknown ones {unknown}; it needs a sharding for each of {names}"
+            f"the plan lacks tables {missing} and names unknown tables {unknown}; expected a sharding for each of "
+            f"{names}"
         )
     infos, unused = [], []
     for config, outputs in zip(configs, get_embedding_names_by_table(configs)):
@@ -70,8 +71,9 @@ def table_infos(
         )
     if unused:
         logger.warning(
-            "tables %s: the plan keeps them dense, so the optimizer asked for in their backward does not run; give their "
-            "parameters to an optimizer (in_backward_optimizer_filter lists them), or plan them with the kernel fused",
+            "tables %s: the plan keeps them dense, so the optimizer requested in their backward does not run; pass "
+            "their parameters to an optimizer (in_backward_optimizer_filter lists them), or plan them with the "
+            "kernel fused",
             ", ".join(unused),
         )
     return infos

@@ -1,4 +1,4 @@
-"""Walks over a model with sharded modules in it: their parameters and optimizers, and what is still on meta."""
+"""Traverses a model with sharded modules: their parameters and optimizers, and parameters on the meta device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sharded_parameter_names(module: nn.Module, prefix: str = "") -> Iterator[str
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give parameters and buffers on the meta device memory and initial values; move the others to ``device``."""
+    """Allocate and initialise parameters and buffers on the meta device; move the others to ``device``."""
     if isinstance(module, ShardedModule):
         return  # its sharder built it on the device
     for child in module.children():
@@ -46,8 +46,8 @@ def materialise(module: nn.Module, device: torch.device) -> None:
                 n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             )
             raise ConfigError(
-                f"{type(module).__name__} has parameters on the meta device ({names}) and no reset_parameters() to give "
-                "them values; build it on a real device, or pass init_parameters=False and load a state"
+                f"{type(module).__name__} has parameters on the meta device ({names}) and no reset_parameters() to "
+                "give them values; build it on a real device, or pass init_parameters=False and load a state"
             )
         reset()
 

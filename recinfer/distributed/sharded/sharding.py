@@ -1,7 +1,7 @@
-"""Tables sharded together: layout, input exchange, lookup and output exchange behind the documented interface.
+"""Shardings of tables: layout, input exchange, lookup and output exchange, with TorchRec's interface.
 
-One class runs every sharding type, because the types differ only in their rectangles. The files of `sharding` give
-each type its TorchRec name.
+One class runs every sharding type, because the types differ only in their rectangles. The modules of `sharding` define
+TorchRec's class for each type.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ if TYPE_CHECKING:
 
 __all__ = ["HOST_TYPES", "ROW_TYPES", "PooledSharding", "SequenceSharding", "TableSharding"]
 
-# Types whose vectors are sums over ranks: those that TorchRec reduce-scatters.
+# Types whose vectors are summed over ranks; TorchRec uses a reduce-scatter.
 ROW_TYPES = {t.value for t in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)}
 HOST_TYPES = {t.value for t in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)}
 
 
 class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
-    """Some tables of a module, sharded.
+    """A set of tables of a module that are sharded together.
 
     Args:
         sharding_infos: the tables in module order, of any types but data_parallel, or all data_parallel.
         env: the ranks.
-        device: where rows and buffers lie.
+        device: device of rows and buffers.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
 
     Raises:
@@ -91,7 +91,8 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
         self._exchange_pg = None if self.replicated else env.process_group
 
     def _groups(self, fused_params: dict[str, Any] | None, processed: bool = False) -> list[GroupedEmbeddingConfig]:
-        """This rank's groups with ``fused_params`` below the tables' own, and weights made by a processor if there is one."""
+        """This rank's groups, with ``fused_params`` as defaults of the tables' own, and weighted if there is a
+        processor."""
         groups = self.layout.groups_per_rank[self._rank]
         if not fused_params and not processed:
             return groups
@@ -128,8 +129,8 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
     def fill(self, lookup: Any) -> None:
         """Give the rows of ``lookup``, one of :meth:`create_lookup`, their first values.
 
-        The values that the tables came with are used once and let go; after that they are drawn. Replicas become those
-        of rank 0: all ranks call this together.
+        The tables' given values are used once and then released; later calls initialise. Replicas get rank 0's values:
+        all ranks must call this.
         """
         seed = new_seed()
         numbers = {name: number for number, name in enumerate(self.layout.tilings)}
@@ -146,7 +147,7 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
         return (self.qcomm_codecs_registry or {}).get(op.name)
 
     def create_input_dist(self, device: torch.device | None = None, send_weights: bool = True) -> ShardFeaturesDist:
-        """The step that moves features, with their weights if the tables take any and ``send_weights``."""
+        """Create the input exchange; it sends weights if the tables need them and ``send_weights`` is set."""
         return ShardFeaturesDist(
             self.layout,
             self._exchange_pg,
@@ -190,7 +191,7 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
         return result
 
     def embedding_tables(self) -> list[ShardedEmbeddingTable]:
-        """The rectangles on this rank."""
+        """The shards on this rank."""
         return [table for group in self.layout.groups_per_rank[self._rank] for table in group.embedding_tables]
 
 
@@ -205,19 +206,19 @@ class PooledSharding(TableSharding):
         fused_params: dict[str, Any] | None = None,
         feature_processor: BaseGroupedFeatureProcessor | None = None,
     ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """The step that looks up this rank's rectangles.
+        """Create the lookup of this rank's shards.
 
         Args:
-            device: where the rows lie.
+            device: device of the rows.
             fused_params: settings of the fused kernels; those of a table's own info win.
-            feature_processor: makes the weights of the ids that came here, as GroupedPositionWeightedModule does.
+            feature_processor: computes the weights of the received ids, as GroupedPositionWeightedModule does.
 
         Raises:
-            ConfigError: a feature processor for bags that it does not see whole, or whose mean it would change.
+            ConfigError: a feature processor for bags that are not whole on one rank, or whose mean it would change.
         """
         if feature_processor is not None:
             self._check_processable()
-        # FBGEMM is imported when there is something to look up, not when sharding is planned.
+        # Imported late: planning needs no FBGEMM.
         from recinfer.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 
         lookup = GroupedPooledEmbeddingsLookup(
@@ -225,7 +226,7 @@ class PooledSharding(TableSharding):
             device=device or self._device,
             pg=self._env.process_group,
             feature_processor=feature_processor,
-            scale_weight_gradients=False,  # done where the gradients come home: recinfer.distributed.exchange.weights
+            scale_weight_gradients=False,  # done in the backward of recinfer.distributed.exchange.weights
             sharding_type=ShardingType.DATA_PARALLEL if self.replicated else None,
             env=self._env,
         )
@@ -235,18 +236,19 @@ class PooledSharding(TableSharding):
     def create_output_dist(
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[PooledContext, Tensor, Tensor]:
-        """The step that moves pooled vectors."""
+        """Create the output exchange of pooled vectors."""
         device = device or self._device
         summed = {info.param_sharding.sharding_type for info in self.layout.infos} <= ROW_TYPES
         inside = self._codecs(CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
         between = self._codecs(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL)
         if self._exchange_pg is not None and self._inside_hosts():
             return HostPooledDist(self.layout, self._exchange_pg, device, inside, between)
-        # Row pieces add up where they arrive: what TorchRec reduce-scatters is an all-to-all here, with its codec.
+        # Row pieces are summed after they are received: an all-to-all replaces TorchRec's reduce-scatter, with its
+        # codec.
         return ShardPooledDist(self.layout, self._exchange_pg, device, inside if summed else between)
 
     def _check_processable(self) -> None:
-        """Refuse tables whose bags a processor behind the exchange cannot weigh.
+        """Raise for tables whose bags a processor after the exchange cannot weight.
 
         Raises:
             ConfigError: naming the table.
@@ -254,7 +256,7 @@ class PooledSharding(TableSharding):
         for info, tiling in zip(self.layout.infos, self.layout.tilings.values()):
             config, cut = info.embedding_config, tiling.cuts_rows
             if cut or (config.pooling is PoolingType.MEAN and not self.layout.is_weighted):
-                why = "is cut by rows: no rank sees a whole bag of it" if cut else "is a MEAN table without weights"
+                why = "is sharded by rows: no rank has its whole bags" if cut else "is a MEAN table without weights"
                 raise ConfigError(
                     f"feature_processor: table {config.name!r} {why}; process the features before they are sent, as "
                     "FeatureProcessedEmbeddingBagCollectionSharder does"
@@ -284,20 +286,20 @@ class SequenceSharding(TableSharding):
         fused_params: dict[str, Any] | None = None,
         feature_processor: BaseGroupedFeatureProcessor | None = None,
     ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """The step that looks up this rank's rectangles.
+        """Create the lookup of this rank's shards.
 
         Args:
-            device: where the rows lie.
+            device: device of the rows.
             fused_params: settings of the fused kernels; those of a table's own info win.
-            feature_processor: None; a row of its own for each id has no weight.
+            feature_processor: must be None: unpooled rows have no weights.
 
         Raises:
             ConfigError: a feature processor.
         """
         if feature_processor is not None:
             raise ConfigError(
-                f"feature_processor={type(feature_processor).__name__}: unpooled rows take no weights; use it with tables "
-                "of bags"
+                f"feature_processor={type(feature_processor).__name__}: unpooled rows take no weights; use it with "
+                "tables of bags"
             )
         from recinfer.distributed.embedding_lookup import GroupedEmbeddingsLookup
 
@@ -314,7 +316,7 @@ class SequenceSharding(TableSharding):
     def create_output_dist(
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[SequenceShardingContext, Tensor, list[Tensor]]:
-        """The step that moves rows."""
+        """Create the output exchange of rows."""
         return ShardSequenceDist(
             self.layout, self._exchange_pg, self._rank, self._codecs(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL)
         )

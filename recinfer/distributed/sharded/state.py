@@ -1,4 +1,4 @@
-"""What stands in the module tree for a sharded table: its local parameters, and a ShardedTensor in the state dict."""
+"""TableState: parameters of a sharded table in the module tree, and its ShardedTensor in the state dict."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TableState(nn.Module):
 
     ``weight`` is the parameter of the first local rectangle and ``weight_1``, ``weight_2`` ... those of further ones (a
     table cut in columns may have several on a rank). A rank without a rectangle has an empty ``weight``, of shape
-    ``[0]``, as in TorchRec: so the ranks' parameters have the same names, and an optimizer over them is never one of no
-    parameters. The state dict always has one entry, ``weight``: a ShardedTensor or DTensor, or the plain tensor of a
+    ``[0]``, as in TorchRec: so parameters have the same names on all ranks, and an optimizer never gets an empty list.
+    The state dict always has one entry, ``weight``: a ShardedTensor or DTensor, or the plain tensor of a
     replica.
 
     Args:
@@ -58,7 +58,7 @@ class TableState(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._tiling.metadata is None or self._pg is None:
-            # A replica; or a world of one without a process group, where a ShardedTensor cannot be.
+            # A replica; or one rank without a process group, where ShardedTensor is not possible.
             destination[prefix + "weight"] = self._whole(keep_vars)
             return
         local = [(rows, self._tiling.shards[rect]) for rect, rows in self.shards()]
@@ -84,7 +84,10 @@ class TableState(nn.Module):
     ) -> None:
         key = prefix + "weight"
         if local_metadata.get("assign_to_params_buffers"):
-            error_msgs.append(f"{key}: assign=True, but a kernel reads its rows where they are; load with assign=False")
+            error_msgs.append(
+                f"{key}: assign=True: kernels read their rows in place, so they cannot be replaced; load with "
+                "assign=False"
+            )
             return
         if key not in state_dict:
             missing_keys.append(key)
@@ -94,8 +97,8 @@ class TableState(nn.Module):
             if _copy_overlaps(rows, rect, given) != rows.numel():
                 got = "; ".join(source.text for source, _ in given) or "nothing"
                 error_msgs.append(
-                    f"{key}: this rank holds {rect.text} but the state given to it has {got}; give the state of the same "
-                    "sharding or the whole table, or load a checkpoint, which reshards"
+                    f"{key}: this rank holds {rect.text} but the loaded state has {got}; load a state with the same "
+                    "sharding or the whole table, or a checkpoint, which is resharded"
                 )
 
 
@@ -108,7 +111,7 @@ def _given(value: Tensor | ShardedTensor, wanted: Rect) -> list[tuple[Rect, Tens
 
 
 def _copy_overlaps(target: Tensor, wanted: Rect, sources: Sequence[tuple[Rect, Tensor]]) -> int:
-    """Copy what ``sources`` have of ``wanted``; gives the number of elements copied."""
+    """Copy the overlaps of ``sources`` with ``wanted``; returns the number of copied elements."""
     copied = 0
     for source, rows in sources:
         if both := wanted.overlap(source):

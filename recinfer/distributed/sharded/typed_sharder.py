@@ -1,4 +1,4 @@
-"""A sharder that makes sharded modules of one class from modules of one class."""
+"""TypedSharder: base of sharders from one class of modules to one class of sharded modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ S = TypeVar("S")
 
 
 class TypedSharder(ModuleSharder[M], Generic[M, S]):
-    """Names the two classes; stands behind the base that says what is offered and with which settings.
+    """Mix-in that builds the sharded module; another base class defines sharding types and settings.
 
     A subclass sets ``_takes`` and ``_makes``, whose constructor takes module, plan, ranks, device and the settings.
     """
@@ -43,5 +43,5 @@ class TypedSharder(ModuleSharder[M], Generic[M, S]):
 
     @property
     def module_type(self) -> type[M]:
-        """What it shards."""
+        """The class of modules that it shards."""
         return self._takes

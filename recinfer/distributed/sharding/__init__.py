@@ -1,1 +1,1 @@
-"""The documented places of the sharding types. See docs/explanation/request.md."""
+"""TorchRec's modules of the sharding types. See docs/explanation/request.md."""

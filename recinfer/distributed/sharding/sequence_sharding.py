@@ -1,4 +1,4 @@
-"""The documented place of the context of unpooled tables."""
+"""Re-exports the context of unpooled tables under TorchRec's module name."""
 
 from __future__ import annotations
 

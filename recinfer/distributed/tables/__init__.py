@@ -1,1 +1,2 @@
-"""The rows of a rank: tables that one kernel call looks up, on CPU and on GPUs, and their optimizers. See docs/explanation/request.md."""
+"""A rank's rows: groups of tables that one kernel call looks up, on CPU and GPU, and their optimizers. See
+docs/explanation/request.md."""

@@ -1,10 +1,9 @@
-"""Tables that one kernel call looks up on CPU, and the optimizer that updates the touched rows in the backward.
+"""TableGroup: tables that one kernel call looks up on CPU, with an optimizer in the backward.
 
-FBGEMM's operators are called on one flat tensor of rows that we own, forward and backward apart: the backward of a
-lookup is a plain method (:meth:`TableGroup.update`), so a caller may also run it with ids and gradients that other
-ranks sent. Where FBGEMM has no CPU operator, the touched rows are stepped by a formula of
-:mod:`recinfer.optim.row_updates`; their gradients are themselves a lookup, each row being a bag of the output gradients
-that it gets. CUDA: :mod:`recinfer.distributed.tables.cuda`.
+FBGEMM's forward and backward operators are called separately, on one flat tensor of rows. The backward of a lookup is a
+method (:meth:`TableGroup.update`), so it can also run with ids and gradients of other ranks. Where FBGEMM has no CPU
+operator, a formula of :mod:`recinfer.optim.row_updates` updates the rows; their gradients are computed by a lookup in
+which each row is a bag of output gradients. CUDA: :mod:`recinfer.distributed.tables.cuda`.
 """
 
 from __future__ import annotations
@@ -44,20 +43,20 @@ _OUTSIDE = "out of bounds"  # in the operators' message
 
 
 class TableGroup(nn.Module):
-    """Tables that one call looks up, on CPU, and the optimizer that updates their rows in the backward.
+    """Tables that one call looks up on CPU, with an optimizer that updates their rows in the backward.
 
     Args:
         shapes: the tables.
-        pooling: SUM, MEAN or NONE (one vector an id; all tables of one dim).
+        pooling: SUM, MEAN or NONE (one vector per id; all tables of one dim).
         settings: the update, bounds check and output type.
         dtype: of the rows, float32 or float16.
         device: ``cpu`` or ``meta``.
 
     Raises:
-        ConfigError: dtypes the kernels do not have, or unpooled tables of different dims.
+        ConfigError: dtypes without a kernel, or unpooled tables with different dims.
 
     Attributes:
-        param_group: ``{"lr": rate}``; every update reads it.
+        param_group: ``{"lr": rate}``, which every update reads.
         replicas: the ranks that hold the same tables; updates then apply all ranks' gradients, averaged.
         steps: int64 ``[1]``, the updates so far, if the optimizer's formula counts them, else None.
     """
@@ -74,24 +73,29 @@ class TableGroup(nn.Module):
     ) -> None:
         super().__init__()
         if pooling is PoolingType.NONE and len({s.dim for s in shapes}) > 1:
-            raise ConfigError(f"unpooled tables of one group must have one dim; got {sorted({s.dim for s in shapes})}")
+            raise ConfigError(
+                f"unpooled tables of one group must have the same dim; got {sorted({s.dim for s in shapes})}"
+            )
         self.shapes = tuple(shapes)
         self.pooling = pooling
         self.settings = settings
         self.param_group: dict[str, Any] = {"lr": settings.learning_rate}
         self.replicas: Replicas | None = None
         self.feature_dims = [s.dim for s in shapes for _ in range(s.num_features)]
-        self._anchor = torch.empty(0, requires_grad=True)  # no table is a leaf; this makes autograd run the backward
+        self._anchor = torch.empty(
+            0, requires_grad=True
+        )  # no table is a leaf tensor; this one makes autograd run the backward
         self._build(dtype, device)
 
     def _build(self, dtype: torch.dtype, device: torch.device | None) -> None:
         """Rows, state, and the operators' arguments that never change."""
         if dtype not in _WEIGHTS or self.settings.output_dtype not in OUTPUT:
             raise ConfigError(
-                f"tables of {dtype} with outputs of {self.settings.output_dtype}; the CPU kernels have float32, float16"
+                f"tables of {dtype} with outputs of {self.settings.output_dtype}; the CPU kernels support float32 "
+                "and float16"
             )
         shapes = self.shapes
-        # The kernels tell tables apart by their first row, so a table without rows gets one that nobody sees.
+        # The kernels identify tables by their first row, so a table without rows gets a hidden one.
         physical = [max(s.rows, 1) for s in shapes]
         self._starts = [0, *accumulate(rows * s.dim for rows, s in zip(physical, shapes))]
         self._row_starts = [0, *accumulate(physical)]
@@ -140,7 +144,7 @@ class TableGroup(nn.Module):
         ]
 
     def steps_loaded(self) -> None:
-        """Called when a step count has been written into ``steps``."""
+        """Hook that is called after a step count was loaded into ``steps``."""
 
     # ------------------------------------------------------------------------------------------------- lookup
 
@@ -174,7 +178,7 @@ class TableGroup(nn.Module):
         try:
             out = self._differentiable(indices, offsets, per_sample_weights)
         except RuntimeError as error:
-            # The operators refuse ids outside their table by themselves, so good batches pay for no check.
+            # The operators check ids themselves, so valid batches need no separate check.
             if _OUTSIDE not in str(error):
                 raise
             indices = self._within_bounds(error, indices, offsets)
@@ -184,12 +188,12 @@ class TableGroup(nn.Module):
         return out
 
     def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        """The lookup, tied to :meth:`_leaf_gradients`."""
+        """The lookup, with :meth:`_leaf_gradients` as its backward."""
         out: Tensor = _Lookup.apply(self, indices, offsets, per_sample_weights, *self._leaves())
         return out
 
     def _leaves(self) -> Iterable[Tensor]:
-        """What autograd runs the backward for."""
+        """The tensors that make autograd run the backward."""
         return (self._anchor,)
 
     def _leaf_gradients(self, call: LookupGradient) -> Sequence[Tensor | None]:
@@ -203,11 +207,11 @@ class TableGroup(nn.Module):
         if mode not in (BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE):
             raise InputError(
                 f"an id outside its table, in a lookup of {[(s.name, s.rows) for s in self.shapes]} (name, rows): "
-                f"{str(error).splitlines()[0]}; give ids from 0, or bounds_check_mode=WARNING to read row 0 instead"
+                f"{str(error).splitlines()[0]}; pass ids from 0, or use bounds_check_mode=WARNING to read row 0 instead"
             ) from error
         indices = indices.clone()
         torch.ops.fbgemm.bounds_check_indices(self._rows_per_feature, indices, offsets, mode.value, self._warnings)
-        return indices.clamp_(min=0)  # -1 means a pruned row to that operator: it lets it through
+        return indices.clamp_(min=0)  # that operator accepts -1, as a pruned row
 
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """As :meth:`forward`, without bounds check and without gradients; ``offsets`` of ``indices``' dtype."""
@@ -258,7 +262,7 @@ class TableGroup(nn.Module):
     def _of_all_replicas(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, grad_output: Tensor
     ) -> LookupGradient:
-        """The lookup and its gradient, clipped, with those of the other replicas if there are any."""
+        """The lookup and its clipped gradient, with those of other replicas if there are any."""
         if self.settings.gradient_clipping:
             grad_output = grad_output.clamp(-self.settings.max_gradient, self.settings.max_gradient)
         call = LookupGradient(indices, offsets, per_sample_weights, grad_output.contiguous())
@@ -315,7 +319,7 @@ class TableGroup(nn.Module):
             rows, counts = torch.unique_consecutive(rows, return_counts=True)
             bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             gradients, source, scales = self._sources(span, call, ids, lengths, order)
-            # Chunks whose temporaries stay in the cache: fresh pages cost several times what is computed in them.
+            # Chunks with temporaries that stay in the cache: new pages cost several times as much as the computation.
             size = max(1, _CHUNK // span.dim)
             for start in range(0, rows.numel(), size):
                 ends = bounds[start : start + size + 1]
@@ -326,7 +330,7 @@ class TableGroup(nn.Module):
     def _sources(
         self, span: Span, call: LookupGradient, ids: slice, lengths: Tensor, order: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A matrix of gradients; for each id, in ``order``, its row there; and what that row counts for."""
+        """A matrix of gradients; for each id, in ``order``, its row there; and the weight of that row."""
         scales = None if call.per_sample_weights is None else call.per_sample_weights[ids]
         if self.pooling is PoolingType.NONE:
             return call.grad_output[ids], order, None
@@ -342,10 +346,10 @@ class TableGroup(nn.Module):
     # ------------------------------------------------------------------------------------------------- caches
 
     def flush(self) -> None:
-        """Write cached rows back; there are none here."""
+        """Does nothing: there is no cache on CPU."""
 
     def purge(self) -> None:
-        """Drop cached rows; there are none here."""
+        """Does nothing: there is no cache on CPU."""
 
     def prefetch(
         self,
@@ -354,19 +358,19 @@ class TableGroup(nn.Module):
         forward_stream: Any = None,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Bring the rows of a coming :meth:`forward` into the cache; there is none here."""
+        """Does nothing: there is no cache on CPU."""
 
     def drop_prefetched(self) -> None:
-        """Forget calls of :meth:`prefetch` that no :meth:`forward` will follow."""
+        """Does nothing: there is no cache on CPU."""
 
     @property
     def keeps_prefetched(self) -> bool:
-        """Whether rows may be prefetched before the backward of the lookup before; so they may without a cache."""
+        """Whether rows may be prefetched before the previous lookup's backward; always true without a cache."""
         return True
 
 
 class _Lookup(torch.autograd.Function):
-    """Look up; the backward gives the gradient of the per-sample weights and what the group's leaves get."""
+    """Look up; the backward returns the gradients of per-sample weights and of the group's leaves."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Tables that one kernel call looks up and whose gradients come out as tensors, on CPU."""
+"""DenseTableGroup: tables that one kernel call looks up on CPU, with gradients as tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["DenseTableGroup"]
 
 
 class DenseTableGroup(TableGroup):
-    """Tables whose gradients come out as tensors: each table is a parameter, any optimizer may step it.
+    """Tables with gradients as tensors: each table is a parameter for any optimizer.
 
-    The parameters are views on the flat tensor, so one kernel call still looks all of them up.
+    The parameters are views of the flat tensor, so one kernel call looks up all of them.
     """
 
     def _build(self, dtype: torch.dtype, device: torch.device | None) -> None:

@@ -1,7 +1,7 @@
-"""The one seam to FBGEMM's training modules (TBE): groups of tables on a GPU, with FBGEMM's caches and placements.
+"""Groups of tables on a GPU: adapters of FBGEMM's training modules (TBE), with caches and placements.
 
-No other file imports FBGEMM's training classes. On CPU the operators alone do more: see
-:mod:`recinfer.distributed.tables.cpu`, whose interface the groups here have.
+No other file imports FBGEMM's training classes. Their interface is that of the groups on CPU,
+:mod:`recinfer.distributed.tables.cpu`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OPTIMIZERS = {
     OptimType.PARTIAL_ROWWISE_LAMB: EmbOptimType.PARTIAL_ROWWISE_LAMB,
     OptimType.LARS_SGD: EmbOptimType.LARS_SGD,
 }
-# Kernels that pass over a weight_decay_mode without a word.
+# Kernels that silently ignore weight_decay_mode.
 _NO_DECAY_MODE = frozenset({OptimType.SGD, OptimType.ADAGRAD})
 
 
@@ -70,7 +70,7 @@ def make_table_group(
     device: torch.device | None = None,
     location: EmbeddingLocation = EmbeddingLocation.DEVICE,
 ) -> TableGroup:
-    """The group for ``device``: operators alone on CPU and meta, FBGEMM's modules elsewhere.
+    """The group for ``device``: FBGEMM's operators on CPU and meta, its modules on other devices.
 
     Args:
         settings: of the update in the backward; None gives a dense group, whose tables are parameters.
@@ -94,10 +94,11 @@ def make_table_group(
 
 
 class ModuleTableGroup(TableGroup):
-    """A group whose rows and state are FBGEMM's own module's.
+    """A group whose rows and state belong to an FBGEMM module.
 
     Raises:
-        ConfigError: a number of columns that is no multiple of 4, or a decay that the kernel does not compute.
+        ConfigError: a number of columns that is not a multiple of 4, or a weight decay that the kernel does not
+            support.
     """
 
     tbe: SplitTableBatchedEmbeddingBagsCodegen
@@ -118,7 +119,10 @@ class ModuleTableGroup(TableGroup):
         settings, shapes = self.settings, self.shapes
         odd = [(s.name, s.dim) for s in shapes if s.dim % 4]
         if odd:
-            raise ConfigError(f"FBGEMM's GPU kernels want columns in multiples of 4; got {odd}: cut or pad the tables")
+            raise ConfigError(
+                f"FBGEMM's GPU kernels need a number of columns that is a multiple of 4; got {odd}: cut or pad the "
+                "tables"
+            )
         if settings.optimizer in _NO_DECAY_MODE and settings.weight_decay and settings.weight_decay_mode.value:
             raise ConfigError(
                 f"FBGEMM's GPU kernel of {settings.optimizer.value} has no weight decay; got {settings.weight_decay} "
@@ -155,7 +159,7 @@ class ModuleTableGroup(TableGroup):
         self.steps = self.tbe.iter if counts else None
 
     def steps_loaded(self) -> None:
-        """Take over a step count that was written into :attr:`steps`."""
+        """Apply a step count that was loaded into :attr:`steps`."""
         if self.steps is not None:
             self.tbe.iter_cpu.fill_(int(self.steps))
 
@@ -191,8 +195,8 @@ class ModuleTableGroup(TableGroup):
         per_sample_weights: Tensor | None,
         batch_sizes: list[list[int]] | None = None,
     ) -> Tensor:
-        """The module's forward. It counts a step of the optimizer each time, which is right where its own backward
-        follows; the count of a lookup without gradients is taken back."""
+        """The module's forward. It counts an optimizer step each time, which is right if its own backward follows;
+        after a lookup without gradients the count is restored."""
         steps = int(self.tbe.iter_cpu)
         out: Tensor = self.tbe(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank=batch_sizes)
         if not torch.is_grad_enabled():
@@ -235,7 +239,7 @@ class ModuleTableGroup(TableGroup):
         self.tbe.flush()
 
     def purge(self) -> None:
-        """Drop cached rows, and the places where prefetched ones lay."""
+        """Drop cached rows and the positions of prefetched ones."""
         self.drop_prefetched()
         self.tbe.reset_cache_states()
 
@@ -246,8 +250,8 @@ class ModuleTableGroup(TableGroup):
         forward_stream: Any = None,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Bring the rows of ``indices`` into the cache. Nothing for replicas: the update of each looks up again, with the
-        ids of all ranks, and the module's next lookup would take that for what was prefetched."""
+        """Load the rows of ``indices`` into the cache. Does nothing for replicas: their update looks up the ids of all
+        ranks, which the module would take for the prefetched lookup."""
         if self.replicas is not None:
             return
         if batch_sizes is not None and self.pooling is PoolingType.NONE:  # as forward
@@ -255,7 +259,7 @@ class ModuleTableGroup(TableGroup):
         self.tbe.prefetch(indices, offsets, forward_stream, _lists(batch_sizes))
 
     def drop_prefetched(self) -> None:
-        """Forget calls of :meth:`prefetch` that no lookup will follow: the module keeps a queue of them."""
+        """Drop calls of :meth:`prefetch` that no lookup will follow from the module's queue."""
         for places in self.tbe.lxu_cache_locations_list:
             if self.tbe.prefetch_pipeline:  # they are locked until their backward
                 torch.ops.fbgemm.lxu_cache_locking_counter_decrement(self.tbe.lxu_cache_locking_counter, places)
@@ -290,7 +294,7 @@ def _decay_mode(settings: FusedSettings) -> FbgemmDecay:
 
 
 class ModuleDenseTableGroup(DenseTableGroup):
-    """A dense group on a GPU: FBGEMM's dense operator looks up, its gradient is cut into the tables'."""
+    """A dense group on a GPU, by FBGEMM's dense operator; its gradient is split by table."""
 
     def _build(self, dtype: torch.dtype, device: torch.device | None) -> None:
         super()._build(dtype, device)
@@ -298,7 +302,7 @@ class ModuleDenseTableGroup(DenseTableGroup):
             setattr(self, name, getattr(self, name).to(device))
 
     def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        # GPU kernels read whatever an id points to, so it is checked before.
+        # GPU kernels read at any id, so ids are checked before.
         mode = self.settings.bounds_check_mode
         if mode is not BoundsCheckMode.NONE:
             torch.ops.fbgemm.bounds_check_indices(self._rows_per_feature, indices, offsets, mode.value, self._warnings)
@@ -309,7 +313,7 @@ class ModuleDenseTableGroup(DenseTableGroup):
         return self._looked_up(self.weights, indices, offsets, per_sample_weights)
 
     def _looked_up(self, rows: Tensor, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        """The vectors of ``indices`` out of ``rows``, the flat tensor or one like it."""
+        """The vectors of ``indices`` from ``rows``, a tensor like the flat one."""
         out: Tensor = torch.ops.fbgemm.dense_embedding_codegen_lookup_function(
             dev_weights=rows,
             weights_offsets=self._weights_offsets,

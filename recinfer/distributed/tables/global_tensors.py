@@ -1,4 +1,4 @@
-"""One tensor of a state dict for all ranks' rectangles of a table: a ShardedTensor, or a DTensor where these are wanted."""
+"""ShardedTensors or DTensors for state dicts, from all ranks' shards of a table."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def global_tensor(
     pg: dist.ProcessGroup,
     mesh: DeviceMesh | None = None,
 ) -> ShardedTensor | DTensor:
-    """The tensor that ``whole`` describes, over this rank's rectangles, which are not copied.
+    """The tensor described by ``whole``, from this rank's shards, which are not copied.
 
     Args:
-        local: rectangles on this rank and their places; may be none.
+        local: shards on this rank and their metadata; may be empty.
         whole: all ranks' rectangles.
         pg: the ranks.
-        mesh: the same ranks as a mesh; a DTensor is made then.
+        mesh: the same ranks as a mesh, to make a DTensor.
     """
     if mesh is None:
         return ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -44,7 +44,7 @@ def global_tensor(
 def dtensor_of(
     local: Sequence[tuple[Tensor, tuple[int, ...]]], size: torch.Size, mesh: DeviceMesh, placement: Placement
 ) -> DTensor:
-    """A DTensor over rectangles that follow no rule: how many lie here, and where, its local part says."""
+    """A DTensor over arbitrary rectangles; its local part describes them."""
     wrapped = LocalShardsWrapper([tensor for tensor, _ in local], [offsets for _, offsets in local])
     stride = (size[1], 1) if len(size) == 2 else (1,)
     return DTensor.from_local(wrapped, mesh, [placement], run_check=False, shape=size, stride=stride)

@@ -1,4 +1,4 @@
-"""Tables that one kernel call looks up, as parameters with names and state."""
+"""GroupKernel: tables that one kernel call looks up, as named parameters with state."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class GroupKernel(nn.Module):
         return out if self._unnamed is None else self._unnamed(out)
 
     def prefetch(self, features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """Bring the rows of ``features`` into the caches."""
+        """Load the rows of ``features`` into the caches."""
         self.group.prefetch(features.values(), features.offsets(), forward_stream, _batch_sizes(features))
 
 
 def _batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:
-    """Bags of each feature from each rank, where they differ."""
+    """Bags of each feature from each rank, if they differ."""
     return features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
 
 

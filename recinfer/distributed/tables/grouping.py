@@ -1,4 +1,4 @@
-"""Which rectangles one kernel call looks up together, and ids dealt into buckets of rows."""
+"""Groups shards that one kernel call looks up, and splits ids into buckets of rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["bucketize_kjt_before_all2all", "group_tables"]
 
 
 def group_tables(tables_per_rank: Sequence[Sequence[ShardedEmbeddingTable]]) -> list[list[GroupedEmbeddingConfig]]:
-    """Rectangles that one kernel call can look up together, rank by rank.
+    """Group the shards that one kernel call can look up, rank by rank.
 
-    Together go equal element type, pooling, weighting, kernel and kernel settings; unpooled ones also need equal width.
-    Groups and the tables in them keep the order in which they first come.
+    Shards of a group have the same element type, pooling, weighting, kernel and kernel settings; unpooled ones also the
+    same width. Groups and their tables keep the order of first occurrence.
 
     Args:
         tables_per_rank: rectangles of each rank.
@@ -78,26 +78,28 @@ def bucketize_kjt_before_all2all(
     bucketize_pos: bool = False,
     block_bucketize_row_pos: list[Tensor] | None = None,
 ) -> tuple[KeyedJaggedTensor, Tensor | None]:
-    """Deal the ids of every feature into buckets of neighbouring rows; ids count from the start of their bucket.
+    """Split the ids of every feature into buckets of adjacent rows; ids become relative to their bucket.
 
     Args:
         kjt: ids of ``F`` features.
-        num_buckets: buckets a feature.
+        num_buckets: buckets per feature.
         block_sizes: rows of a bucket, integers ``[F]``.
-        output_permute: also return where each id went.
-        bucketize_pos: the weights of the result are the ids' places in their bags.
+        output_permute: also return the position of each id.
+        bucketize_pos: the weights of the result are the ids' positions in their bags.
         block_bucketize_row_pos: the row edges ``[num_buckets + 1]`` of each feature, when buckets are uneven.
 
     Returns:
-        ``num_buckets * F`` keys, bucket after bucket; and int ``[N]``, the place of each id of ``kjt`` in the result, or
-        None.
+        ``num_buckets * F`` keys, bucket by bucket; and int ``[N]``, the position of each id of ``kjt`` in the result,
+        or None.
 
     Raises:
-        InputError: not one block size a feature.
+        InputError: not one block size per feature.
     """
     num_keys = len(kjt.keys())
     if block_sizes.numel() != num_keys:
-        raise InputError(f"bucketize: got {block_sizes.numel()} block sizes for {num_keys} features; expected one each")
+        raise InputError(
+            f"bucketize: got {block_sizes.numel()} block sizes for {num_keys} features; expected one for each"
+        )
     values, lengths = kjt.values(), kjt.lengths().view(-1)
     variable = kjt.variable_stride_per_key()
     edges = block_bucketize_row_pos

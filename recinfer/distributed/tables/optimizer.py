@@ -1,9 +1,9 @@
-"""The optimizer of fused groups seen from outside: names, state as sharded tensors, the learning rates of the kernels.
+"""Optimizer interface of fused groups: names, state as sharded tensors, and learning rates.
 
-Keys are TorchRec's: parameter ``<table>.weight``, state ``<table>.momentum1`` and ``<table>.exp_avg_sq``. State that is
-one number a row has one dimension; of a table cut in columns every column piece has its own, and they are stored one
-after another, ``rows`` numbers each. ``<table>.iter`` counts the steps of an Adam or LAMB: TorchRec does not write it,
-so a checkpoint without it loads.
+Keys are TorchRec's: parameter ``<table>.weight``, state ``<table>.momentum1`` and ``<table>.exp_avg_sq``. State with
+one number per row has one dimension; column pieces of a table have separate state, which is concatenated, ``rows``
+numbers each. ``<table>.iter`` counts the steps of Adam or LAMB. TorchRec does not write it, so checkpoints without it
+can be loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STEPS = "iter"
 
 @dataclass(frozen=True)
 class TablePiece:
-    """One local shard of one table, with what its group keeps of it."""
+    """One local shard of one table, with its rows and state in its group."""
 
     table: ShardedEmbeddingTable
     parameter: nn.Parameter
@@ -43,16 +43,16 @@ class TablePiece:
 
 
 class UnnamedOptimizer:
-    """Refuses the first backward of fused tables whose settings name neither an optimizer nor a rate.
+    """Raises in the first backward of fused tables whose settings name neither an optimizer nor a learning rate.
 
-    They would be stepped by SGD at FBGEMM's own rate, and an optimizer of the caller's would do nothing. A rate that was
-    set in the kernel's ``param_groups`` since then counts as named.
+    They would be updated by SGD at FBGEMM's default rate, and the caller's own optimizer would do nothing. A rate that
+    was set later in the kernel's ``param_groups`` counts as named.
 
     Args:
         group: the tables.
-        names: theirs.
+        names: their names.
 
-    ``guard(vectors)`` gives the looked-up ``vectors`` back; their backward raises ConfigError.
+    ``guard(vectors)`` returns the looked-up ``vectors``; their backward raises ConfigError.
     """
 
     def __init__(self, group: TableGroup, names: Iterable[str]) -> None:
@@ -65,13 +65,13 @@ class UnnamedOptimizer:
         return guarded
 
     def check(self) -> None:
-        """Called in a backward, before the tables are stepped."""
+        """Called in a backward, before the tables are updated."""
         if self._refuses and self._group.param_group["lr"] == FusedSettings.learning_rate:
             raise ConfigError(
                 f"backward through fused tables that have no optimizer: {', '.join(self._names)}. Call "
-                "apply_optimizer_in_backward for their parameters before they are sharded, or give the sharder "
+                "apply_optimizer_in_backward for their parameters before they are sharded, or pass the sharder "
                 'fused_params={"optimizer": ..., "learning_rate": ...}; or plan them with the kernel dense, to train them '
-                "by an optimizer of your own. To evaluate, use torch.no_grad()"
+                "with your own optimizer. To evaluate, use torch.no_grad()"
             )
         self._refuses = False
 
@@ -91,14 +91,14 @@ class _Guard(torch.autograd.Function):
 
 
 class GroupFusedOptimizer(FusedOptimizer):
-    """The updates that fused groups run in their backward.
+    """The optimizer of fused groups, which runs in their backward.
 
     Args:
         groups: each group with its pieces, in the group's order.
-        pg: the ranks that hold the other shards; without it state is what lies here.
-        mesh: the same ranks, where parameters and state shall be DTensors.
+        pg: the ranks that hold the other shards; without it the state is local.
+        mesh: the same ranks, if parameters and state are DTensors.
 
-    ``param_groups`` has one entry a group; setting its ``"lr"`` acts on the group's next update.
+    ``param_groups`` has one entry per group; setting its ``"lr"`` acts on the group's next update.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class GroupFusedOptimizer(FusedOptimizer):
         return key.endswith(f".{_STEPS}")
 
     def post_load_state_dict(self) -> None:
-        """Let the groups take over loaded step counts."""
+        """Apply loaded step counts to the groups."""
         for group in self._groups:
             group.steps_loaded()
 
@@ -159,7 +159,7 @@ def sharded_or_local(
     pg: dist.ProcessGroup | None,
     mesh: DeviceMesh | None = None,
 ) -> Tensor | ShardedTensor:
-    """The tensors of one table's pieces as one of all ranks, if the pieces know their places in it; else the first."""
+    """One tensor of all ranks from one table's pieces, if their metadata is known; else the first piece."""
     whole, places = pieces[0].table.global_metadata, [p.table.local_metadata for p in pieces]
     if pg is None or whole is None or None in places:
         return tensors[0]

@@ -1,6 +1,6 @@
-"""Replicated tables that stay equal: ranks exchange ids and output gradients, never a table's whole gradient.
+"""Updates of replicated tables: ranks exchange ids and output gradients instead of whole table gradients.
 
-Shapes: ``W`` ranks, ``T`` features, ``B`` bags a feature on one rank (ranks may differ), ``N`` ids of one rank.
+Shapes: ``W`` ranks, ``T`` features, ``B`` bags per feature on one rank (ranks may differ), ``N`` ids of one rank.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Replicas:
     pg: dist.ProcessGroup
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the values of the group's first one."""
+        """Broadcast the values of the group's first rank."""
         source = dist.get_global_rank(self.pg, 0)
         for tensor in tensors:
             if tensor.numel():
                 dist.broadcast(tensor, src=source, group=self.pg)
 
     def gather(self, local: LookupGradient, num_features: int, pooled: bool) -> LookupGradient:
-        """The lookups of all ranks as one, with the gradients divided by ``W``: all ranks get the same.
+        """Gather the lookups of all ranks into one, with the gradients divided by ``W``.
 
-        A kernel that applies it does what the mean of the ranks' table gradients would do. Two collectives: sizes, and
-        one tensor of bytes a rank.
+        Its update is that of the mean of the ranks' table gradients. It uses two collectives: sizes, and one tensor of
+        bytes per rank.
         """
         world = self.pg.size()
         if world == 1:
@@ -73,7 +73,7 @@ class Replicas:
 
 
 class _Layout:
-    """Where the parts of one rank's lookup lie in its bytes: ids, lengths, weights, gradients."""
+    """Offsets of ids, lengths, weights and gradients in the bytes of one rank's lookup."""
 
     def __init__(self, like: LookupGradient, num_features: int, pooled: bool, num_bags: int, num_ids: int) -> None:
         weights = 0 if like.per_sample_weights is None else num_ids
@@ -112,13 +112,13 @@ class _Layout:
 def _joined(
     parts: list[tuple[Tensor, Tensor, Tensor | None, Tensor]], num_features: int, pooled: bool, world: int
 ) -> LookupGradient:
-    """Rank by rank -> feature by feature, and in it rank by rank."""
+    """Reorder from rank by rank to feature by feature, then rank by rank."""
     ids = torch.cat([p[0] for p in parts])
     lengths_per_rank = [p[1].view(num_features, -1) for p in parts]
     lengths = torch.cat(lengths_per_rank, dim=1).reshape(-1)
     offsets = ids.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, dim=0, out=offsets[1:])
-    # Ids of feature f from rank r: where they stand now, and how many.
+    # Ids of feature f from rank r: their current position and number.
     counts_WT = torch.stack([lengths.sum(dim=1) for lengths in lengths_per_rank]).to(torch.int64)
     starts_WT = (counts_WT.view(-1).cumsum(0) - counts_WT.view(-1)).view_as(counts_WT)
     counts, starts = counts_WT.t().reshape(-1), starts_WT.t().reshape(-1)

@@ -1,8 +1,8 @@
-"""Where the rectangles of a module's tables lie, and every order and permutation that follows from it.
+"""ShardLayout: the rectangles of a module's tables by rank, and the orders and permutations of features and outputs.
 
-A shard is a rectangle (rows x columns) of a table on a rank. A *slot* is one feature read from one rectangle. Slots
-stand in the order in which they cross the wire: rank after rank, in a rank kernel group after kernel group, in a group
-table after table. A *bucket* is a feature cut at the row edges of its table. All of it is computed once, here.
+A shard is a rectangle (rows x columns) of a table on a rank. A *slot* is one feature read from one rectangle. Slots are
+in the order in which they are sent: by rank, then kernel group, then table. A *bucket* is the part of a feature's ids
+in one row range of its table. All orders are computed once, here.
 
 Shape suffixes used in this package: F features, S slots, B batch, W ranks, N ids, D columns.
 """
@@ -32,18 +32,19 @@ __all__ = ["ShardLayout", "Slot", "Tiling", "check_kind", "later", "tiling_of"]
 
 
 def later(weight: torch.Tensor) -> None:
-    """The ``init_fn`` that kernels are given: values come afterwards, from :mod:`recinfer.distributed.tables.values`."""
+    """The ``init_fn`` of kernels, which does nothing: values are set afterwards by
+    :mod:`recinfer.distributed.tables.values`."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Where one table lies.
+    """The rectangles of one table.
 
     Attributes:
         rects: its rectangles, empty ones left out, in the plan's order.
-        strips: the same from left to right, each strip from top to bottom.
-        shards: torch's names for the rectangles; there are none for a replica, which is no shard.
-        metadata: what a ShardedTensor of the table says of all its shards; None for a replica.
+        strips: its strips from left to right.
+        shards: torch's shard metadata of the rectangles; empty for a replica.
+        metadata: metadata of a ShardedTensor of the table; None for a replica.
     """
 
     rects: list[Rect]
@@ -53,7 +54,7 @@ class Tiling:
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether a rectangle has not all rows."""
+        """Whether some rectangle has only a part of the rows."""
         return any(len(strip.rects) > 1 for strip in self.strips)
 
 
@@ -67,7 +68,7 @@ class Slot:
 
 
 def tiling_of(info: EmbeddingShardingInfo, world_size: int) -> Tiling:
-    """The rectangles of a table that is no replica.
+    """The tiling of a table that is not replicated.
 
     Raises:
         ConfigError: the plan has no shards, names a rank outside the world, or its shards do not tile the table.
@@ -76,7 +77,7 @@ def tiling_of(info: EmbeddingShardingInfo, world_size: int) -> Tiling:
     rows, cols = config.num_embeddings, config.embedding_dim
     given = rects_of(config.name, rows, cols, info.param_sharding, world_size)
     shards = getattr(info.param_sharding.sharding_spec, "shards", [])
-    # Shards without columns are passed over too: they hold as little as those without rows.
+    # Shards without columns are empty too, so they are omitted like those without rows.
     held = [(rect, shard) for rect, shard in zip(given, shards) if rect.rows and rect.cols]
     rects = [rect for rect, _ in held]
     strips = tile(config.name, rows, cols, rects, world_size=world_size)
@@ -101,27 +102,27 @@ def _replica(info: EmbeddingShardingInfo) -> Tiling:
 
 
 class ShardLayout:
-    """All rectangles of a set of tables, and the orders that follow.
+    """All rectangles of a set of tables, and the orders that follow from them.
 
     Args:
         infos: the tables, in module order; data_parallel ones if and only if ``replicated``.
         world_size: ranks.
         is_weighted: ids carry weights.
-        pooled: bags or one row an id.
+        pooled: bags or one row per id.
         replicated: every rank holds all tables; the layout is that of a world of one.
 
     Attributes:
-        groups_per_rank: what each rank looks up, kernel group by kernel group.
-        tilings: where each table lies, by name, in module order.
+        groups_per_rank: the kernel groups of each rank.
+        tilings: the tiling of each table, by name, in module order.
         rects_per_rank: the rectangles of each rank, in the order of its groups.
         slots: all ranks' slots, rank after rank.
-        slots_per_rank: how many are on each rank.
-        features: the distinct features that are read.
+        slots_per_rank: number of slots on each rank.
+        features: the distinct features.
         outputs: (output name, columns, feature) of each output block, in module order.
         sums: for each output block its column pieces from left to right, for each the slots whose rows add up (pooled)
             or hold some of the ids (unpooled), from the first rows to the last.
         cuts: (feature, row edges) of each feature that is cut into buckets.
-        slot_cuts: of each slot, (which of ``cuts``, which bucket); None for a slot of whole columns.
+        slot_cuts: for each slot (index in ``cuts``, bucket); None for a slot with all rows.
         mean: the outputs whose sum is divided by the bag's length after the exchange.
     """
 
@@ -216,13 +217,13 @@ class ShardLayout:
 
     @property
     def num_buckets(self) -> int:
-        """The most row pieces that a column has; 0 when nothing is cut."""
+        """The largest number of row pieces of a strip; 0 when no rows are cut."""
         return max((len(edges) - 1 for _, edges in self.cuts), default=0)
 
     def _divided_later(self, info: EmbeddingShardingInfo) -> bool:
         """Whether sums of a MEAN table are divided by the bag's length after the exchange, not by the kernel.
 
-        A row piece cannot see the whole bag; and the backward of FBGEMM's CPU kernel forgets to divide weighted bags.
+        A row piece does not have the whole bag; and the backward of FBGEMM's CPU kernel does not divide weighted bags.
         """
         config = info.embedding_config
         mean = self.pooled and getattr(config, "pooling", None) is PoolingType.MEAN
@@ -253,7 +254,7 @@ class ShardLayout:
 
 
 def check_kind(infos: Sequence[EmbeddingShardingInfo], kind: ShardingType) -> None:
-    """Refuse tables of another sharding type.
+    """Raise for tables of another sharding type.
 
     Raises:
         ConfigError: naming the table.
@@ -261,4 +262,6 @@ def check_kind(infos: Sequence[EmbeddingShardingInfo], kind: ShardingType) -> No
     for info in infos:
         got = info.param_sharding.sharding_type
         if got != kind.value:
-            raise ConfigError(f"table {info.embedding_config.name!r} is planned {got}; this sharding is {kind.value}")
+            raise ConfigError(
+                f"table {info.embedding_config.name!r} is planned as {got}; this sharding is {kind.value}"
+            )

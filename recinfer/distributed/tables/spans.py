@@ -1,4 +1,5 @@
-"""What a group of tables is made of: their shapes, spans of neighbours of one width, and sums of rows by FBGEMM's lookup."""
+"""Parts of a table group: shapes of tables, spans of adjacent tables of one width, and sums of rows by FBGEMM's
+lookup."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ OUTPUT = {torch.float32: 0, torch.float16: 1}
 
 @dataclass(frozen=True)
 class TableShape:
-    """One table (or the piece of it that lies here).
+    """Shape of one table or local shard.
 
     Attributes:
         name: for messages and state keys.
         rows, dim: its size; a piece may have no rows.
-        num_features: features that look it up; they stand next to each other in the input.
+        num_features: number of its features, which are adjacent in the input.
     """
 
     name: str
@@ -36,11 +37,11 @@ class TableShape:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Neighbouring tables of one dim: their rows are one matrix, their features' columns lie next to each other.
+    """Adjacent tables of one dim: their rows form one matrix, and their features' columns are adjacent.
 
     Attributes:
         features, columns: of the input and of the output.
-        elements, rows: where its numbers and its rows lie among those of all tables.
+        elements, rows: ranges of its numbers and rows among those of all tables.
         row_starts: int64 ``[features]``, the first row of each feature's table in the matrix.
     """
 
@@ -73,7 +74,7 @@ def spans_of(shapes: Sequence[TableShape], starts: Sequence[int], row_starts: Se
 
 
 def rows_of(table: Tensor, rows: Tensor) -> Tensor:
-    """``table[rows]`` in float32. FBGEMM's lookup asks for rows ahead of reading them; indexing waits for each one."""
+    """``table[rows]`` in float32. FBGEMM's lookup prefetches rows, which indexing does not."""
     if table.dim() == 1:
         return table.index_select(0, rows)
     return sums_of(table, rows, torch.arange(rows.numel() + 1), None)

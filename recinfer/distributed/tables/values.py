@@ -1,8 +1,8 @@
-"""First values of sharded tables: the given module's, or drawn so that they do not depend on the sharding.
+"""Initial values of sharded tables: the given module's, or random values that do not depend on the sharding.
 
-A table without values is drawn block by block of whole rows, each block from a generator of its own, so a rectangle's
-values are the same whatever the other rectangles are: ranks that start from one seed hold the same table however it is
-cut. (With ``init_fn`` each shard is filled by itself; what that gives is up to the function.)
+Blocks of whole rows are initialised by separate random generators, so the values of a rectangle do not depend on other
+rectangles: ranks with the same seed get the same table for any sharding. (With ``init_fn`` each shard is initialised
+separately by that function.)
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads neighbouring numbers o
 
 
 def new_seed() -> int:
-    """A seed from torch's default generator; ranks that were seeded alike get the same one."""
+    """A seed from torch's default generator; ranks with the same seed get the same one."""
     return int(torch.randint(1 << 62, ()))
 
 
 @torch.no_grad()
 def fill(weight: Tensor, info: EmbeddingShardingInfo, rect: Rect, seed: int) -> None:
-    """Give a rectangle its first values.
+    """Initialise a rectangle.
 
     Args:
         weight: ``[rect.rows, rect.cols]``, written.
         info: the table; its ``param`` holds the values ``[rows, columns]``, or is on the meta device.
         rect: which rectangle.
-        seed: of the values that are drawn; another for each table.
+        seed: seed of random values; a different one for each table.
     """
     if weight.is_meta:
         return

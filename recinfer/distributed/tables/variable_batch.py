@@ -1,4 +1,4 @@
-"""Features with different numbers of bags, for kernels that want one number: pad with empty bags, drop their vectors.
+"""Variable batch sizes for kernels that need equal ones: pads features with empty bags and drops their vectors.
 
 Shapes: ``T`` features, ``D`` columns of all features together. ``batch_sizes[f][r]`` are the bags of feature ``f`` that
 come from rank ``r``; a feature's bags lie rank by rank.
@@ -17,7 +17,7 @@ __all__ = ["padded_offsets", "rank_major"]
 
 
 def padded_offsets(offsets: Tensor, batch_sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Bounds of the bags that there are -> bounds of ``T * most bags`` bags, the new ones empty."""
+    """Offsets of the given bags -> offsets of ``T * most bags`` bags, the added ones empty."""
     sizes = torch.tensor([sum(of_feature) for of_feature in batch_sizes], dtype=torch.int64).unsqueeze(1)
     most = int(sizes.max()) if sizes.numel() else 0
     starts = sizes.cumsum(0) - sizes

@@ -1,4 +1,5 @@
-"""Training pipelines: the exchange of ids for the next batch overlaps with forward and backward of this one."""
+"""Training pipelines, which overlap the exchange of ids for the next batch with forward and backward of the current
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training pipeline keeps between its stages: the requests under way and the contexts of the sharded modules."""
+"""Contexts of training pipelines: pending exchanges and contexts of the sharded modules."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class TrainPipelineContext:
     Attributes:
         input_dist_splits_requests: exchanges of sizes that have started, for the next batch.
         input_dist_tensors_requests: exchanges of ids that have started.
-        module_contexts: contexts of the batch whose ids are under way or there.
-        module_contexts_next_batch: contexts of the batch whose sizes are under way.
+        module_contexts: contexts of the batch whose ids are being exchanged or have arrived.
+        module_contexts_next_batch: contexts of the batch whose sizes are being exchanged.
         fused_splits_awaitables: one exchange of sizes for several modules, with the modules' paths.
     """
 
@@ -35,7 +35,7 @@ class PrefetchTrainPipelineContext(TrainPipelineContext):
     """State of :class:`~recinfer.distributed.train_pipeline.PrefetchTrainPipelineSparseDist`.
 
     Attributes:
-        module_input_post_prefetch: ids whose rows the caches have taken in.
+        module_input_post_prefetch: ids whose rows are in the caches.
         module_contexts_post_prefetch: their contexts.
     """
 

@@ -1,4 +1,4 @@
-"""The pipeline that runs a model without training it; a thread brings the batches to the device."""
+"""EvalPipelineSparseDist: runs a model without training it; a thread copies batches to the device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ Out = TypeVar("Out")
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """The stages of :class:`TrainPipelineSparseDist` without backward and optimizer, whatever mode the model is in.
 
-    A thread of its own takes batches from the iterator and copies them to the device. It reads one iterator to its end;
-    after StopIteration :meth:`progress` takes another. Call it under ``torch.no_grad()`` to save the memory of the graph.
+    A separate thread takes batches from the iterator and copies them to the device. It reads one iterator to its end;
+    after StopIteration :meth:`progress` accepts another. Call it under ``torch.no_grad()`` to save the memory of the
+    graph.
 
     Args:
         model: takes a batch and returns (loss, output); a DistributedModelParallel.
         optimizer: does nothing (:mod:`recinfer.ignored`).
-        device: where the model is.
+        device: device of the model.
         apply_jit: compile the modules that are not sharded with torch.jit.script.
 
     Raises:
@@ -54,8 +55,8 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
             self._loader.start()
         elif self._source is not dataloader_iter:
             raise ConfigError(
-                "EvalPipelineSparseDist reads one iterator to its end, since a thread reads ahead in it; it was given "
-                "another one before that. Call progress() until StopIteration, or detach() to drop the first"
+                "progress() was called with another iterator before the end of the first, in which a thread reads "
+                "ahead. Call progress() until StopIteration, or detach() to drop the first iterator"
             )
         batch = self._loader.get_next_batch()
         if batch is None:

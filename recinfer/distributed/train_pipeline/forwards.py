@@ -1,4 +1,4 @@
-"""What stands in for the forward of a sharded module in a pipeline: take the ids that were sent ahead, and look up."""
+"""Replacements of the forward of sharded modules in a pipeline: they look up ids that were sent ahead."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["BaseForward", "KJTAllToAllForward", "PipelinedForward", "PrefetchPip
 
 
 class BaseForward:
-    """A stand-in for the forward of ``module``.
+    """Base of replacements for the forward of ``module``.
 
     Args:
         name: path of the module in the model.
-        args: where its arguments lie in a batch.
+        args: positions of its arguments in a batch.
         module: the sharded module.
         context: of the pipeline.
-        stream: where the ids arrive; None without CUDA.
+        stream: CUDA stream on which the ids are received; None without CUDA.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class BaseForward:
 
     @property
     def args(self) -> list[ArgInfo]:
-        """Where the arguments lie in a batch."""
+        """Positions of the arguments in a batch."""
         return self._args
 
     def _hand_over(self, *used: Any) -> None:
@@ -62,7 +62,7 @@ class BaseForward:
 
 
 class PipelinedForward(BaseForward):
-    """Waits for the ids of this batch, which were sent while the last one trained."""
+    """Waits for the ids of the current batch, which were sent during the previous one, and looks them up."""
 
     def __call__(self, *input: Any, **kwargs: Any) -> Any:
         request = self._context.input_dist_tensors_requests.pop(self._name)
@@ -74,9 +74,9 @@ class PipelinedForward(BaseForward):
 
 
 class PrefetchPipelinedForward(BaseForward):
-    """Takes ids whose rows are already in the cache.
+    """Looks up ids whose rows were prefetched to the cache.
 
-    Args: as :class:`BaseForward`; ``prefetch_stream`` is where the caches are filled.
+    Args: as :class:`BaseForward`; ``prefetch_stream`` is the CUDA stream of the prefetch.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class PrefetchPipelinedForward(BaseForward):
 
 
 class KJTAllToAllForward:
-    """Stands in for the forward of a :class:`~recinfer.distributed.dist_data.KJTAllToAll`: sends nothing yet.
+    """Replaces the forward of a :class:`~recinfer.distributed.dist_data.KJTAllToAll`, without sending.
 
-    It gives what has to be sent, so that one exchange of sizes serves several modules.
+    It returns the exchange unstarted, so that several modules can exchange sizes together.
 
     Args:
         pg: process group.
@@ -114,5 +114,5 @@ class KJTAllToAllForward:
         self._stagger = stagger
 
     def __call__(self, input: KeyedJaggedTensor) -> KJTSplitsAllToAllMeta:
-        """What ``input`` needs exchanged."""
+        """The exchange of ``input``, not started."""
         return KJTAllToAll.meta(self._pg, self._splits, input, self._stagger)

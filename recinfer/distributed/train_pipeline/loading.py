@@ -1,4 +1,4 @@
-"""A thread that takes batches from an iterator and copies them to the device while the main thread computes."""
+"""DataLoadingThread: copies batches of an iterator to the device while the main thread computes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ In = TypeVar("In")
 
 
 class DataLoadingThread(threading.Thread, Generic[In]):
-    """Keeps the next batch of an iterator ready on a device; one batch ahead, never more.
+    """Loads the next batch of an iterator to a device, at most one batch ahead.
 
     The thread is a daemon. After :meth:`start`, one other thread calls :meth:`get_next_batch`, and :meth:`stop` to end
-    before the iterator does.
+    early.
 
     Args:
-        device: where batches go.
+        device: device of the batches.
         dataloader_iter: read by this thread alone.
         to_device_non_blocking: passed to the batch's ``to``.
         memcpy_stream_priority: of the CUDA stream that copies.
@@ -64,7 +64,7 @@ class DataLoadingThread(threading.Thread, Generic[In]):
                     self._changed.wait_for(lambda: self._stopped or not self._ready)
                     if self._stopped:
                         break
-        except BaseException as error:  # the thread that asks for batches gets it
+        except BaseException as error:  # raised in the thread that calls get_next_batch
             self._error = error
         finally:
             with self._changed:
@@ -72,7 +72,7 @@ class DataLoadingThread(threading.Thread, Generic[In]):
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread after the batch that it is loading; what it holds is dropped."""
+        """Stop the thread after the current batch; loaded batches are dropped."""
         with self._changed:
             self._stopped = True
             self._ready.clear()
@@ -81,7 +81,7 @@ class DataLoadingThread(threading.Thread, Generic[In]):
     def get_next_batch(self, none_throws: bool = False) -> In | None:
         """The next batch, on the device; None after the last one, or StopIteration with ``none_throws``.
 
-        What the iterator raised is raised here, once.
+        Errors of the iterator are raised here, once.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended or self._stopped)

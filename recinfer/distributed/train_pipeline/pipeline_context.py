@@ -1,4 +1,4 @@
-"""TorchRec's place of the pipelines' contexts and of the type variables of their batches and outputs."""
+"""Re-exports the pipelines' contexts and type variables under TorchRec's module name."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Training pipelines: while one batch trains, the ids of the next travel and the one after is copied to the device.
+"""Training pipelines: while one batch trains, the ids of the next are exchanged and the one after is copied to the
+device.
 
 Names and arguments are TorchRec's (``torchrec.distributed.train_pipeline``). The stages of a batch are: copy to the
 device; exchange of ids among ranks (``ShardedModule.input_dist``: sizes first, then ids); rows into the caches
-(prefetch pipeline only); forward, backward, optimizer. On CUDA each stage has its stream; on CPU the same schedule runs
-without streams, and gloo's threads carry the ids while the main thread computes.
+(prefetch pipeline only); forward, backward, optimizer. On CUDA each stage has a stream; on CPU the same schedule runs
+without streams, and gloo's threads send the ids while the main thread computes.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ Out = TypeVar("Out")
 
 
 class TrainPipeline(abc.ABC, Generic[In, Out]):
-    """Trains a model on the batches of an iterator, one a call."""
+    """Interface of pipelines that train a model on the batches of an iterator, one per call."""
 
     @abc.abstractmethod
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Train on one batch and give what the model gave beside its loss.
+        """Train on one batch and return the model's output.
 
         Raises:
             StopIteration: the iterator and the pipeline are empty.
@@ -46,7 +47,7 @@ class TrainPipeline(abc.ABC, Generic[In, Out]):
 
 
 class _Steps(TrainPipeline[In, Out]):
-    """What all pipelines share: streams, the batch on its way to the device, backward and optimizer."""
+    """Base of all pipelines: streams, copies of batches to the device, backward and optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
         self._model = model
@@ -59,13 +60,13 @@ class _Steps(TrainPipeline[In, Out]):
         return torch.cuda.Stream(device=self._device, priority=-1) if self._on_gpu else None
 
     def _take(self, dataloader_iter: Iterator[In]) -> In | None:
-        """The next batch, on its way to the device; None when there is no more."""
+        """Start copying the next batch to the device; None when there is no more."""
         batch = next(dataloader_iter, None)
         with torch.cuda.stream(self._memcpy_stream):
             return move_to(batch, self._device)
 
     def _arrive(self, batch: In, stream: torch.cuda.Stream | None) -> None:
-        """Let the current stream wait until ``batch`` is there."""
+        """Let the current stream wait until ``batch`` is copied."""
         if stream is None:
             return
         current = torch.cuda.current_stream(self._device)
@@ -78,8 +79,9 @@ class _Steps(TrainPipeline[In, Out]):
         result = self._model(batch)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ConfigError(
-                f"a training pipeline needs a model that returns (loss, output); {type(get_module(self._model)).__name__} "
-                f"returned a {type(result).__name__}. Wrap it, as models.dlrm.DLRMTrain does"
+                "a training pipeline needs a model that returns (loss, output); "
+                f"{type(get_module(self._model)).__name__} returned a {type(result).__name__}. Wrap it, as "
+                "models.dlrm.DLRMTrain does"
             )
         return result
 
@@ -96,8 +98,8 @@ class TrainPipelineBase(_Steps[In, Out]):
 
     Args:
         model: takes a batch and returns (loss, output).
-        optimizer: of what has no fused optimizer.
-        device: where the model is.
+        optimizer: for parameters without a fused optimizer.
+        device: device of the model.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
@@ -107,7 +109,7 @@ class TrainPipelineBase(_Steps[In, Out]):
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train (or, in eval mode, run) one batch."""
-        if not self._started or self._next is None:  # a new iterator may follow an empty one
+        if not self._started or self._next is None:  # after the end of an iterator a new one may follow
             self._next, self._started = self._take(dataloader_iter), True
         batch = self._next
         if batch is None:
@@ -126,15 +128,15 @@ class TrainPipelineBase(_Steps[In, Out]):
 class TrainPipelineSparseDist(_Steps[In, Out]):
     """Three stages: copy to the device, exchange of ids, and forward with backward.
 
-    The exchange is done ahead for sharded modules that read the batch itself (its attributes and items); one whose
-    input is computed in the model does it in its forward. The model must be symbolically traceable by torch.fx, with
+    Ids are exchanged ahead for sharded modules whose input is an attribute or item of the batch; a module whose input
+    is computed in the model exchanges them in its forward. The model must be symbolically traceable by torch.fx, with
     the exception of sharded modules and DistributedDataParallel.
 
     Args:
         model: takes a batch and returns (loss, output); a DistributedModelParallel.
-        optimizer: of what has no fused optimizer.
-        device: where the model is.
-        execute_all_batches: after the iterator's end train the batches that are still in the pipeline.
+        optimizer: for parameters without a fused optimizer.
+        device: device of the model.
+        execute_all_batches: train the batches that are still in the pipeline after the iterator's end.
         apply_jit: compile the modules that are not sharded with torch.jit.script.
 
     Raises:
@@ -142,7 +144,7 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
     """
 
     _forward_type: type[BaseForward] = PipelinedForward
-    _depth = 3  # batches in the pipeline: training, ids under way, copied
+    _depth = 3  # batches in the pipeline: training, exchanging ids, copied
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
     # ------------------------------------------------------------------------------------------------- the model
 
     def attach(self) -> None:
-        """Put the pipelined forwards into the model; the first batch does it by itself."""
+        """Replace the forwards in the model by pipelined ones; the first batch does so automatically."""
         if self._attached:
             return
         core = get_module(self._model)
@@ -189,7 +191,7 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
         self._attached = True
 
     def detach(self) -> nn.Module:
-        """Give the model its own forwards back, and give the model; batches in the pipeline are dropped."""
+        """Restore the model's own forwards and return the model; batches in the pipeline are dropped."""
         for module, _ in self._originals:
             module.__dict__.pop("forward", None)
         self._originals.clear()
@@ -243,7 +245,7 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
             self._batches.append(batch)
 
     def _fill(self, dataloader_iter: Iterator[In]) -> None:
-        """Bring the pipeline to where a call of :meth:`progress` leaves it."""
+        """Fill the pipeline to its state after a call of :meth:`progress`."""
         if not self._batches:
             self._enqueue(dataloader_iter)
             if not self._batches:
@@ -275,16 +277,16 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
         return output
 
     def _before_forward(self) -> None:
-        """What coming batches begin while this one's forward runs."""
+        """Hook: start stages of coming batches before this one's forward."""
         if len(self._batches) > 1:
             self._start_sparse_data_dist(self._batches[1])
 
     def _before_update(self) -> None:
-        """What coming batches begin while this one's backward runs."""
+        """Hook: start stages of coming batches before this one's backward."""
         self._wait_sparse_data_dist()
 
     def _forget(self) -> None:
-        """After the end: nothing of the last iterator is left; requests under way are awaited, since peers sent."""
+        """Reset after the end of an iterator; pending exchanges are awaited, since other ranks sent data."""
         for request in self._context.input_dist_tensors_requests.values():
             request.wait()
         self._batches.clear()
@@ -294,7 +296,7 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
 
 
 def _input_exchanges(module: ShardedModule) -> list[KJTAllToAll]:
-    """The exchanges of ids inside a sharded module, which keeps them out of its module tree."""
+    """The input exchanges of a sharded module, which are not in its module tree."""
     found: list[KJTAllToAll] = []
     for part in getattr(module, "_input_dists", []):
         found += [m for m in part.modules() if isinstance(m, KJTAllToAll)]
@@ -302,7 +304,7 @@ def _input_exchanges(module: ShardedModule) -> list[KJTAllToAll]:
 
 
 def _fuse_splits(context: TrainPipelineContext) -> None:
-    """Turn the requests that have not been sent yet into one exchange of sizes for each process group."""
+    """Combine the unstarted requests into one exchange of sizes for each process group."""
     groups: dict[Any, list[str]] = {}
     for name, request in context.input_dist_splits_requests.items():
         waiting = getattr(request, "awaitables", ())
@@ -327,5 +329,5 @@ def _script(module: nn.Module) -> None:
             setattr(module, name, torch.jit.script(child))
         except Exception as error:
             raise ConfigError(
-                f"apply_jit=True: torch.jit.script refuses {name!r}, a {type(child).__name__}: {error}"
+                f"apply_jit=True: torch.jit.script fails for {name!r}, a {type(child).__name__}: {error}"
             ) from error

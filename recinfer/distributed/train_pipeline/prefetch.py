@@ -1,4 +1,4 @@
-"""The pipeline that also brings the rows of the next batch into the caches of tables in host memory."""
+"""PrefetchTrainPipelineSparseDist: also prefetches rows of the next batch into the caches of tables in host memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["PrefetchTrainPipelineSparseDist"]
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
-    """Four stages: as :class:`TrainPipelineSparseDist`, and the rows of the next batch are brought into the caches.
+    """Four stages: as :class:`TrainPipelineSparseDist`, and the rows of the next batch are prefetched into the caches.
 
     That happens between the forward and the backward of this batch, so that it overlaps with the backward: the caches
-    must keep the rows of both batches, which is what the setting ``prefetch_pipeline`` asks of them. Worth it for tables
-    of the kernel ``fused_uvm_caching``; with none the extra stage does nothing.
+    must keep the rows of both batches, which needs the setting ``prefetch_pipeline``. Useful for tables with the kernel
+    ``fused_uvm_caching``; without them the extra stage does nothing.
 
     Raises:
         ConfigError: at the first batch, for a model that cannot be traced, or a cache without ``prefetch_pipeline``.
@@ -52,7 +52,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
             _check_caches(module)
 
     def detach(self) -> nn.Module:
-        """As :meth:`TrainPipelineSparseDist.detach`; what was prefetched for the batches is dropped with them."""
+        """As :meth:`TrainPipelineSparseDist.detach`; prefetched rows are dropped too."""
         self._drop_prefetched()
         return super().detach()
 
@@ -63,7 +63,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         return self._prefetch_stream
 
     def _prefetch(self) -> None:
-        """Wait for the ids of the coming batch and bring their rows in."""
+        """Wait for the ids of the next batch and prefetch their rows."""
         context = self._context
         forward_stream = torch.cuda.current_stream(self._device) if self._on_gpu else None
         with torch.cuda.stream(self._prefetch_stream):
@@ -78,14 +78,14 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
                 context.module_input_post_prefetch[name] = data
                 context.module_contexts_post_prefetch[name] = module_context
 
-    # Between two calls of progress(), the first batch is prefetched and the sizes of the second are under way.
+    # Between two calls of progress(), the first batch is prefetched and the sizes of the second are being exchanged.
 
     def _fill(self, dataloader_iter: Iterator[In]) -> None:
         super()._fill(dataloader_iter)
         context = self._context
         if self._batches and not context.module_input_post_prefetch:
             self._prefetch()
-        # The second batch has begun already, but for a pipeline that was empty or whose loader raised.
+        # The second batch was started already, unless the pipeline was empty or its loader raised.
         if len(self._batches) > 1 and not (context.module_contexts_next_batch or context.module_contexts):
             self._start_sparse_data_dist(self._batches[1])
 
@@ -99,7 +99,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
             self._start_sparse_data_dist(self._batches[2])
 
     def _forget(self) -> None:
-        self._wait_sparse_data_dist()  # peers have sent the sizes too
+        self._wait_sparse_data_dist()  # other ranks have sent the sizes too
         super()._forget()
         self._drop_prefetched()
 
@@ -111,12 +111,12 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
 
 def _check_caches(module: ShardedModule[Any, Any, Any, Any]) -> None:
-    """Refuse a cache that may drop the rows of this batch, before they are updated, for those of the next."""
+    """Raise for a cache that may drop the rows of this batch before they are updated."""
     for lookup in getattr(module, "_lookups", []):
         for group in lookup.modules():
             if isinstance(group, TableGroup) and not group.keeps_prefetched:
                 raise ConfigError(
-                    f"PrefetchTrainPipelineSparseDist prefetches before the rows of the batch before are updated, and the "
-                    f"cache of tables {[shape.name for shape in group.shapes]} may drop those; give the sharder's "
-                    "fused_params prefetch_pipeline=True, or the tables CacheParams(prefetch_pipeline=True)"
+                    "PrefetchTrainPipelineSparseDist prefetches before the rows of the previous batch are updated, "
+                    f"and the cache of tables {[shape.name for shape in group.shapes]} may drop those; set "
+                    "prefetch_pipeline=True in the sharder's fused_params, or in the tables' CacheParams"
                 )

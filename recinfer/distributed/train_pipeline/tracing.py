@@ -1,4 +1,4 @@
-"""Where in a batch the inputs of the sharded modules lie, found by tracing the model symbolically."""
+"""Finds the inputs of sharded modules in a batch, by tracing the model symbolically."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["ArgInfo", "Tracer", "build_args", "find_sharded_calls"]
 
 @dataclass
 class ArgInfo:
-    """The way from a batch to one argument of a module.
+    """The path from a batch to one argument of a module.
 
     Attributes:
-        input_attrs: steps from the batch: ``batch.a["b"]`` is ``["a", "b"]``. No step at all: the argument is None, or
-            the batch itself if ``is_batch``.
+        input_attrs: steps from the batch: ``batch.a["b"]`` is ``["a", "b"]``. Empty: the argument is None, or the batch
+            itself if ``is_batch``.
         is_getitems: for each step whether it is an item (True) or an attribute (False).
         name: keyword of the argument; None for a positional one.
         is_batch: without steps, the argument is the batch.
@@ -46,8 +46,8 @@ class ArgInfo:
                 found = found[step] if is_item else getattr(found, step)
             except (AttributeError, KeyError, IndexError, TypeError) as error:
                 raise InputError(
-                    f"the batch, a {type(batch).__name__}, has no {self.path()}, which the model read when the pipeline "
-                    f"was built ({error}); every batch needs the fields of the first"
+                    f"the batch, a {type(batch).__name__}, has no {self.path()}, which the model read when the "
+                    f"pipeline was built ({error}); every batch needs the fields of the first"
                 ) from error
         return found
 
@@ -58,13 +58,13 @@ class ArgInfo:
 
 
 def build_args(infos: list[ArgInfo], batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments out of ``batch``."""
+    """Positional and keyword arguments from ``batch``."""
     args = [info.value(batch) for info in infos if info.name is None]
     return args, {info.name: info.value(batch) for info in infos if info.name is not None}
 
 
 class Tracer(fx.Tracer):
-    """Traces a model down to its leaves: sharded modules, torch's own, and ``leaf_modules`` by path.
+    """Tracer whose leaves are sharded modules, torch's own modules, and ``leaf_modules`` by path.
 
     Buffers are not proxied: models that change them in forward would not trace.
     """
@@ -76,7 +76,7 @@ class Tracer(fx.Tracer):
         self._leaf_modules = leaf_modules or []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a call of ``m`` stays one node."""
+        """Whether a call of ``m`` is one node."""
         if isinstance(m, ShardedModule) or module_qualified_name in self._leaf_modules:
             return True
         return super().is_leaf_module(m, module_qualified_name)
@@ -97,9 +97,9 @@ def find_sharded_calls(model: nn.Module) -> dict[str, list[ArgInfo]]:
         graph = Tracer(leaf_modules=leaves).trace(model)
     except Exception as error:
         raise ConfigError(
-            f"a training pipeline finds the inputs of sharded modules by tracing the model (torch.fx), and "
-            f"{type(model).__name__} cannot be traced: {error}. Make its forward free of control flow that depends on "
-            "data, or use TrainPipelineBase"
+            "a training pipeline traces the model (torch.fx) to find the inputs of sharded modules, and "
+            f"{type(model).__name__} cannot be traced: {error}. Remove control flow that depends on data from its "
+            "forward, or use TrainPipelineBase"
         ) from error
     first = next((node for node in graph.nodes if node.op == "placeholder"), None)
     calls: dict[str, list[ArgInfo]] = {}
@@ -113,21 +113,21 @@ def find_sharded_calls(model: nn.Module) -> dict[str, list[ArgInfo]]:
         infos = [_way(arg, first, name) for name, arg in pairs]
         if all(info is not None for info in infos):
             calls[node.target] = [info for info in infos if info is not None]
-    for name in called_twice:  # one request a batch and module: a second call must go the plain way
+    for name in called_twice:  # one request per batch and module: a second call uses the module's own forward
         calls.pop(name, None)
     return calls
 
 
 def _without_sharded(model: nn.Module) -> list[str]:
-    """Modules with no sharded module in them: whatever they do, no input of a sharded module is made there from the
-    batch by attributes and items alone, so they need not trace."""
+    """Modules without sharded modules in them. They are leaves: their outputs are computed, so they cannot be inputs
+    that are read from the batch."""
     found = [path for path, module in model.named_modules() if isinstance(module, ShardedModule)]
     holders = {path[:at] for path in found for at, letter in enumerate(path) if letter == "."} | set(found)
     return [path for path, _ in model.named_modules() if path and path not in holders]
 
 
 def _way(arg: Any, batch: fx.Node | None, name: str | None) -> ArgInfo | None:
-    """The way from the batch to ``arg``; None if it leads through anything else."""
+    """The path from the batch to ``arg`` by attributes and items; None if there is none."""
     info = ArgInfo(name=name)
     if arg is None:
         return info

@@ -1,4 +1,4 @@
-"""TorchRec's place of the pipelines."""
+"""Re-exports the pipelines under TorchRec's module name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TorchRec's place of the tracer of pipelines and of the loading thread."""
+"""Re-exports the pipelines' tracer and loading thread under TorchRec's module name."""
 
 from __future__ import annotations
 

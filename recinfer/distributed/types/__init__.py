@@ -1,7 +1,7 @@
-"""The vocabulary of sharding: enums, plans as objects, the sharder interface, awaitables and communication codecs.
+"""Types of sharding: enums, plans, sharders, awaitables and communication codecs.
 
-Names, fields and values are TorchRec's (``torchrec.distributed.types``), so code written for it runs after replacing
-the package's name. Nothing here touches a device or a process group.
+Names, fields and values are TorchRec's (``torchrec.distributed.types``), so code for TorchRec works after renaming the
+package. Importing it initialises no device or process group.
 """
 
 from __future__ import annotations

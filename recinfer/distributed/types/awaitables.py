@@ -1,4 +1,4 @@
-"""Values that are on their way: waited for by name, or by themselves when they are used."""
+"""Awaitables: values that are computed or received asynchronously, with an explicit or an implicit wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ W = TypeVar("W")
 
 
 class Awaitable(abc.ABC, Generic[W]):
-    """A value that is on its way; :meth:`wait` returns it and runs the callbacks on it in order."""
+    """An asynchronous value; :meth:`wait` returns it after applying the callbacks in order."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[W], W]] = []
@@ -31,7 +31,7 @@ class Awaitable(abc.ABC, Generic[W]):
     def _wait_impl(self) -> W: ...
 
     def wait(self) -> W:
-        """Block until the value is there."""
+        """Block until the value is available."""
         value = self._wait_impl()
         for callback in self.callbacks:
             value = callback(value)
@@ -39,12 +39,12 @@ class Awaitable(abc.ABC, Generic[W]):
 
     @property
     def callbacks(self) -> list[Callable[[W], W]]:
-        """Functions applied to the value once it is there; append to it to add one."""
+        """Functions that are applied to the value; append to the list to add one."""
         return self._callbacks
 
 
 class NoWait(Awaitable[W]):
-    """An awaitable whose value is already there."""
+    """An awaitable whose value is available already."""
 
     def __init__(self, obj: W) -> None:
         super().__init__()
@@ -55,11 +55,12 @@ class NoWait(Awaitable[W]):
 
 
 class GenericMeta(type):
-    """Kept for code that names it as a metaclass."""
+    """Exists for code that uses it as a metaclass."""
 
 
 class LazyAwaitable(Awaitable[W]):
-    """An awaitable that waits by itself when its value is used: by a torch function, an attribute or an operator."""
+    """An awaitable that waits implicitly when its value is used by a torch function, an attribute access or an
+    operator."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class LazyAwaitable(Awaitable[W]):
 
 
 class LazyNoWait(LazyAwaitable[W]):
-    """A lazy awaitable whose value is already there."""
+    """A lazy awaitable whose value is available already."""
 
     def __init__(self, obj: W) -> None:
         super().__init__()

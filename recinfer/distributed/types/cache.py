@@ -1,4 +1,4 @@
-"""Cache settings of tables kept in host memory, and what is known of the reuse of their rows."""
+"""Cache settings of tables in host memory, and statistics about the reuse of their rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = [
 
 
 class CacheStatistics(abc.ABC):
-    """What is known of the reuse of a table's rows; lets the planner size its cache."""
+    """Interface of statistics about the reuse of a table's rows, by which the planner chooses its cache size."""
 
     @property
     @abc.abstractmethod
@@ -30,21 +30,21 @@ class CacheStatistics(abc.ABC):
     @property
     @abc.abstractmethod
     def cacheability(self) -> float:
-        """Area under the miss curve: 0 is perfectly cacheable, 1 is hopeless."""
+        """Area under the miss curve: 0 is perfectly cacheable, 1 not at all."""
 
 
 @dataclass
 class CacheParams:
-    """Cache settings of a table kept in host memory.
+    """Cache settings of a table in host memory.
 
     Args:
         algorithm: eviction.
         load_factor: share of the table's rows that the cache holds, 0 to 1.
-        reserved_memory: bytes set aside for the cache.
+        reserved_memory: bytes reserved for the cache.
         precision: element type of the cached rows.
         prefetch_pipeline: the training pipeline prefetches cache lines.
         stats: reuse statistics of the table.
-        multipass_prefetch_config: passed on to the kernel as it is.
+        multipass_prefetch_config: passed to the kernel unchanged.
     """
 
     algorithm: CacheAlgorithm | None = None

@@ -1,4 +1,4 @@
-"""The interface of codecs, which shrink what a collective sends."""
+"""The interface of codecs, which compress the data of collectives."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ QuantizationContext = TypeVar("QuantizationContext")
 
 
 class QuantizedCommCodec(Generic[QuantizationContext]):
-    """Shrinks a float32 tensor for a collective and restores it behind it.
+    """Encodes a float32 tensor before a collective and decodes it afterwards.
 
-    Its methods are documented as plain ones, not abstract: a codec may leave out what its collective does not ask.
+    As in TorchRec its methods are not abstract: a codec may omit those that its collective does not call.
     """
 
     def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
-        """The tensor to send."""
+        """Encode a tensor."""
         raise NotImplementedError(f"{type(self).__name__} must implement encode")
 
     def decode(self, input_grad: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
-        """The float32 tensor again."""
+        """Decode to float32."""
         raise NotImplementedError(f"{type(self).__name__} must implement decode")
 
     @property
@@ -46,7 +46,7 @@ class QuantizedCommCodec(Generic[QuantizationContext]):
 
 
 class NoOpQuantizedCommCodec(QuantizedCommCodec[QuantizationContext]):
-    """Sends float32 as it is."""
+    """A codec that leaves float32 unchanged."""
 
     def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
         """``input_tensor``."""

@@ -25,7 +25,7 @@ __all__ = [
 
 @unique
 class ShardingType(Enum):
-    """How one table becomes rectangles on ranks."""
+    """How a table is divided into shards."""
 
     DATA_PARALLEL = "data_parallel"  # the whole table on every rank
     TABLE_WISE = "table_wise"  # the whole table on one rank
@@ -37,7 +37,7 @@ class ShardingType(Enum):
 
 
 class PipelineType(Enum):
-    """Which training pipeline runs the model; it decides how many batches of input live in memory at once."""
+    """Training pipelines; they differ in how many batches of input are in memory at once."""
 
     NONE = "none"
     TRAIN_BASE = "train_base"
@@ -46,7 +46,7 @@ class PipelineType(Enum):
 
 
 class ParameterStorage(Enum):
-    """The two memories a planner budgets."""
+    """Memories that a planner distinguishes."""
 
     HBM = "hbm"
     DDR = "ddr"
@@ -59,7 +59,7 @@ class ComputeKernel(Enum):
 
 
 class ComputeDevice(Enum):
-    """Kinds of device a topology is made of."""
+    """Kinds of devices in a topology."""
 
     CUDA = "cuda"
     CPU = "cpu"
@@ -68,7 +68,7 @@ class ComputeDevice(Enum):
 
 @unique
 class CommOp(Enum):
-    """Collectives whose payload a codec may shrink."""
+    """Collectives that support codecs."""
 
     POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
     POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
@@ -76,7 +76,7 @@ class CommOp(Enum):
 
 
 class CacheAlgorithm(Enum):
-    """Eviction of the UVM cache."""
+    """Eviction policy of the UVM cache."""
 
     LRU = 0
     LFU = 1
@@ -93,7 +93,7 @@ class BoundsCheckMode(Enum):
 
 @unique
 class EmbeddingComputeKernel(Enum):
-    """Which kernel looks a table up and where its rows live."""
+    """Kernels of tables, with the memory of their rows."""
 
     DENSE = "dense"  # nn.EmbeddingBag, gradients as tensors
     FUSED = "fused"  # batched lookup with the optimizer in the backward; rows on the device
@@ -106,12 +106,12 @@ class EmbeddingComputeKernel(Enum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         known = ", ".join(kernel.value for kernel in cls)
-        raise ConfigError(f"compute kernel {value!r} is not one of recinfer's; expected one of: {known}")
+        raise ConfigError(f"compute kernel {value!r} is not supported; expected one of: {known}")
 
 
 @unique
 class EmbeddingLocation(Enum):
-    """Where the rows of a table are kept (FBGEMM's values)."""
+    """Memory of a table's rows (FBGEMM's values)."""
 
     DEVICE = 0
     MANAGED = 1
@@ -121,7 +121,7 @@ class EmbeddingLocation(Enum):
 
 @unique
 class OptimType(Enum):
-    """Optimizers a fused kernel can run."""
+    """Optimizers of fused kernels."""
 
     SGD = "SGD"
     LARS_SGD = "LARS_SGD"

@@ -15,7 +15,7 @@ __all__ = ["KJTList", "ListOfKJTList"]
 
 
 class KJTList(Multistreamable):
-    """A list of KeyedJaggedTensors, one a shard group."""
+    """A list of KeyedJaggedTensors, one per shard group."""
 
     def __init__(self, features: list[KeyedJaggedTensor]) -> None:
         self.features = features

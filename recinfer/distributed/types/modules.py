@@ -1,4 +1,4 @@
-"""The contract of a sharded module: move inputs, compute, move outputs, each step apart for pipelines."""
+"""Interface of sharded modules, with separate steps for pipelines: input exchange, computation, output exchange."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class NullShardingContext(Multistreamable):
     """The context of a sharding that needs none."""
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing to keep."""
+        """Does nothing: there are no tensors."""
 
 
 class NullShardedModuleContext(Multistreamable):
     """The context of a sharded module that needs none."""
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing to keep."""
+        """Does nothing: there are no tensors."""
 
 
 class ShardedModule(Opaque, abc.ABC, nn.Module, Generic[CompIn, DistOut, Out, ShrdCtx]):
-    """A module whose forward is: move inputs to their shards, compute, move outputs back."""
+    """A module whose forward is an input exchange, a computation and an output exchange."""
 
     def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
         super().__init__()
@@ -54,35 +54,35 @@ class ShardedModule(Opaque, abc.ABC, nn.Module, Generic[CompIn, DistOut, Out, Sh
 
     @abc.abstractmethod
     def create_context(self) -> ShrdCtx:
-        """State of one forward."""
+        """A new context for one forward."""
 
     @abc.abstractmethod
     def input_dist(self, ctx: ShrdCtx, *input: Any, **kwargs: Any) -> Awaitable[Awaitable[CompIn]]:
-        """Start moving the inputs to the shards."""
+        """Start the input exchange."""
 
     @abc.abstractmethod
     def compute(self, ctx: ShrdCtx, dist_input: CompIn) -> DistOut:
-        """Look up on the shards."""
+        """Compute on the local shards."""
 
     @abc.abstractmethod
     def output_dist(self, ctx: ShrdCtx, output: DistOut) -> LazyAwaitable[Out]:
-        """Start moving the outputs back and combining them."""
+        """Start the output exchange."""
 
     def compute_and_output_dist(self, ctx: ShrdCtx, input: CompIn) -> LazyAwaitable[Out]:
         """Both steps; overridden where they overlap."""
         return self.output_dist(ctx, self.compute(ctx, input))
 
     def forward(self, *input: Any, **kwargs: Any) -> Any:
-        """All steps."""
+        """Run all steps."""
         ctx = self.create_context()
         dist_input = self.input_dist(ctx, *input, **kwargs).wait().wait()
         return self.compute_and_output_dist(ctx, dist_input)
 
     def prefetch(self, dist_input: CompIn, forward_stream: Any = None, ctx: ShrdCtx | None = None) -> None:
-        """Bring the rows of a coming batch into the cache, where there is one."""
+        """Load the rows of a coming batch into the cache, if there is one."""
 
     def drop_prefetched(self) -> None:
-        """Forget batches that were prefetched and will not be looked up; their rows may stay in the cache."""
+        """Drop prefetched batches that will not be looked up; their rows may stay in the cache."""
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of the parameters that are sharded, not replicated."""

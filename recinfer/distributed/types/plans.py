@@ -1,4 +1,4 @@
-"""Plans as objects, and where they run: ParameterSharding, ShardingPlan, ShardingEnv."""
+"""ParameterSharding, ShardingPlan and ShardingEnv: plans as objects, and the ranks on which they run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ __all__ = [
 class KeyValueParams:
     """Settings of TorchRec's kernels that keep rows on SSD or in a key-value store.
 
-    recinfer has no such kernel: the planner offers none, and a plan that names one is refused when it is applied. The
-    settings are kept with the plan, nothing else reads them, and making them warns (:mod:`recinfer.ignored`).
+    recinfer has no such kernel: a plan that names one is an error. The settings are stored with the plan but have no
+    effect, and creating them warns (:mod:`recinfer.ignored`).
 
     Args:
         ssd_storage_directory ... load_ckpt_without_opt: of the store on SSD; sizes are in GB (l2) and MB (l1).
@@ -92,7 +92,7 @@ class ParameterSharding:
     key_value_params: KeyValueParams | None = None
 
     def __repr__(self) -> str:
-        """The first four fields, and what else was set."""
+        """The first four fields, and all others that are set."""
         first = ("sharding_type", "compute_kernel", "ranks", "sharding_spec")
         shown = {n: v for n, v in vars(self).items() if n in first or v is not None}
         return f"ParameterSharding({', '.join(f'{n}={v!r}' for n, v in shown.items())})"
@@ -139,14 +139,14 @@ class ShardingPlan:
 
 
 class ShardingEnv:
-    """Where a sharded module runs: how many ranks, which one this is, and the process group if there is one.
+    """The ranks of a sharded module: their number, this rank, and the process group if there is one.
 
     Args:
         world_size: ranks in total.
         rank: this rank.
         pg: the process group; None when all ranks live in this process (inference).
-        output_dtensor: state dicts of sharded modules and of their optimizers hold DTensors over
-            :attr:`device_mesh`, where they hold ShardedTensors else.
+        output_dtensor: state dicts of sharded modules and of their optimizers hold DTensors over :attr:`device_mesh`
+            instead of ShardedTensors.
 
     Raises:
         ConfigError: a rank outside the world; ``output_dtensor`` without a process group.
@@ -164,7 +164,7 @@ class ShardingEnv:
                 f"rank {rank} is outside the world of {world_size} ranks; expected 0 <= rank < world_size"
             )
         if output_dtensor and pg is None:
-            raise ConfigError("output_dtensor=True without a process group: a DTensor needs one, give pg")
+            raise ConfigError("output_dtensor=True without a process group: DTensors need one; pass pg")
         self.world_size = world_size
         self.rank = rank
         self.process_group = pg

@@ -1,4 +1,4 @@
-"""The interfaces of planners and of what shards one kind of module."""
+"""Interfaces of sharders and planners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class ModuleSharder(abc.ABC, Generic[M]):
-    """Knows how to shard one kind of module: which parameters, which sharding types, which kernels.
+    """Base of sharders for one class of modules: parameters, sharding types and kernels that it supports.
 
     Args:
         qcomm_codecs_registry: ``CommOp`` name -> codecs of that collective.
@@ -57,11 +57,11 @@ class ModuleSharder(abc.ABC, Generic[M]):
         return dict(module.named_parameters())
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types offered on a device; the base offers replication."""
+        """Supported sharding types on a device; only data_parallel in this base class."""
         return [ShardingType.DATA_PARALLEL.value]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Kernels offered for a sharding type on a device."""
+        """Supported kernels for a sharding type on a device."""
         return [ComputeKernel.DEFAULT.value]
 
     def storage_usage(self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
@@ -71,7 +71,7 @@ class ModuleSharder(abc.ABC, Generic[M]):
 
 
 class ShardingPlanner(abc.ABC):
-    """Makes the plan of a model."""
+    """Interface of planners."""
 
     @abc.abstractmethod
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:

@@ -22,8 +22,8 @@ from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut, waited_for
 from recinfer.serving.shards.fan_out_request import begin_fan_out
-from recinfer.serving.shards.layout import ModuleLayout, module_layouts
 from recinfer.serving.shards.messages import Parts
+from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
 from recinfer.serving.shards.remote_tables import RemoteTables
 from recinfer.serving.shards.split import ModuleSplit, Section
 from recinfer.serving.shards.versions import VersionSpec

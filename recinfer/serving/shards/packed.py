@@ -16,7 +16,7 @@ from recinfer.errors import RecinferError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.quant.bags import BagPlaces
 from recinfer.serving.shards._ranks import join
-from recinfer.serving.shards.layout import RankModule
+from recinfer.serving.shards.rank_modules import RankModule
 
 __all__ = ["PACKED_ANSWER", "is_packed", "pairs_of", "unpacked"]
 

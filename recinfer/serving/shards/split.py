@@ -19,9 +19,9 @@ from recinfer.inference.bags import Bags, offsets_of
 from recinfer.lru import LruCache
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from recinfer.serving.shards._ranks import is_packed_answer
-from recinfer.serving.shards.layout import ModuleLayout, RankModule
 from recinfer.serving.shards.messages import encode_part, ones
 from recinfer.serving.shards.packed import is_packed, pairs_of, unpacked
+from recinfer.serving.shards.rank_modules import ModuleLayout, RankModule
 from recinfer.serving.wire.fields import Buffer
 from recinfer.sparse.jagged_tensor import JaggedTensor
 

@@ -33,7 +33,6 @@ from recinfer.quant.buffers import Buffers
 from recinfer.quant.kernels import table_batch
 from recinfer.quant.lookup import SequenceTables
 from recinfer.serving.shards._ranks import read_find
-from recinfer.serving.shards.layout import ModuleLayout, RankModule, module_layouts
 from recinfer.serving.shards.messages import (
     PACKED_HEAD,
     RequestPart,
@@ -43,6 +42,7 @@ from recinfer.serving.shards.messages import (
     part_sizes,
     values_head,
 )
+from recinfer.serving.shards.rank_modules import ModuleLayout, RankModule, module_layouts
 from recinfer.serving.shards.versions import base_of, version_key
 from recinfer.serving.wire.limits import Limits
 

@@ -32,9 +32,9 @@ from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.server import Server
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.layout import module_layouts
 from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.shards.messages import join_request
+from recinfer.serving.shards.rank_modules import module_layouts
 from recinfer.serving.shards.split import ModuleSplit
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire import codec

@@ -20,9 +20,9 @@ from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.bags import BagPlaces
 from recinfer.quant.rows import PACKED_TYPES
 from recinfer.serving.shards import tables as tables_module
-from recinfer.serving.shards.layout import ModuleLayout, module_layouts
 from recinfer.serving.shards.messages import decode_response, join_request
 from recinfer.serving.shards.packed import PACKED_ANSWER, is_packed, pairs_of, unpacked
+from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
 from recinfer.serving.shards.split import ModuleSplit
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire.limits import Limits

@@ -1,1 +1,1 @@
-"""What there is to plan: the hardware and its measured figures, the tables, their options, and what a shard takes."""
+"""Inputs of the planner: hardware and its measured figures, tables, sharding options, and estimates of shards."""

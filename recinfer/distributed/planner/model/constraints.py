@@ -1,4 +1,4 @@
-"""What the user says of a table before it is planned, and the error that says why nothing could be."""
+"""ParameterConstraints, the user's constraints on a table, and PlannerError, the error when no plan fits."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["ParameterConstraints", "PlannerError", "PlannerErrorType"]
 
 @dataclass
 class ParameterConstraints:
-    """What the user knows or wants of one table.
+    """Constraints and known figures of one table.
 
     Args:
-        sharding_types: offer only these.
-        compute_kernels: offer only these.
-        min_partition: narrowest column piece.
-        pooling_factors: mean ids a bag, one a feature (default 1).
-        num_poolings: bags a sample, one a feature (default 1).
+        sharding_types: allow only these.
+        compute_kernels: allow only these.
+        min_partition: minimum columns of a column piece.
+        pooling_factors: mean ids per bag, one per feature (default 1).
+        num_poolings: bags per sample, one per feature (default 1).
         batch_sizes: batch of each feature when it differs from the planner's.
-        is_weighted: features carry a weight an id.
+        is_weighted: ids have weights; for modules that do not define it, such as nn.EmbeddingBag.
         cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode: passed on to the kernel.
-        feature_names: the table's features, when the module does not say.
+        feature_names: the table's features, if the module does not name them.
         output_dtype: element type of the looked-up vectors.
         device_group: kind of device the table must live on, for mixed plans.
         key_value_params: does nothing (:mod:`recinfer.ignored`).
-        use_virtual_table: refused, as it is by the tables' configs.
+        use_virtual_table: not supported: an error, as in the tables' configs.
         colocate_with: tables with the same value share all their ranks (ours). Such a table is placed whole.
     """
 
@@ -53,8 +53,8 @@ class ParameterConstraints:
     def __post_init__(self) -> None:
         if self.use_virtual_table:
             raise ConfigError(
-                "use_virtual_table=True: a table has all its rows from the start here, and none is allocated or evicted "
-                "while it trains. Leave this out, and map ids to rows before the lookup (by a hash or a vocabulary)"
+                "use_virtual_table=True: a table has all its rows from the start here, and none is allocated or "
+                "evicted while it trains. Omit it, and map ids to rows before the lookup (by a hash or a vocabulary)"
             )
 
     def __hash__(self) -> int:
@@ -77,7 +77,7 @@ class ParameterConstraints:
 
 
 class PlannerErrorType(Enum):
-    """Why no plan came out."""
+    """Reasons why there is no plan."""
 
     INSUFFICIENT_STORAGE = "insufficient_storage"
     STRICT_CONSTRAINTS = "strict_constraints"
@@ -92,7 +92,7 @@ class PlannerErrorType(Enum):
 
 
 class PlannerError(RecinferError, ValueError):
-    """No plan; ``error_type`` says why in one word, the message says what binds and what would help."""
+    """There is no plan. ``error_type`` is the reason; the message names the limiting memory and a change that helps."""
 
     def __init__(self, message: str, error_type: PlannerErrorType = PlannerErrorType.OTHER) -> None:
         super().__init__(message)

@@ -1,6 +1,6 @@
-"""The numbers of a shard, computed for whole arrays of shards at once: milliseconds by part, and bytes by memory.
+"""Estimates for arrays of shards: milliseconds by part, and bytes by memory.
 
-Every function takes one entry a shard (or scalars that broadcast) and returns one row a shard. The training model is
+Every function takes one entry per shard (or scalars that broadcast) and returns one row per shard. The training model is
 TorchRec's wall-time model; inference is that of one process that looks one batch up on all its ranks.
 
 Legend: N shards.
@@ -67,7 +67,7 @@ _INTRA_LINE = {"cpu": 64, "cuda": 32, "mtia": 32}  # bytes that one access to th
 
 @dataclass(frozen=True)
 class ShardArrays:
-    """What the estimates depend on, one entry a shard.
+    """Inputs of the estimates, one entry per shard.
 
     ``batch_inputs`` are ids of one rank's batch for the whole table (sum of pooling factor x poolings x batch over its
     features), ``batch_outputs`` its vectors. ``misses`` are expected rows fetched from host memory in a global batch.
@@ -87,7 +87,7 @@ class ShardArrays:
     element_bytes: FloatN  # of the float table; for inference of one packed element
     bits: FloatN  # of one element
     output_bytes: FloatN  # of one element of the output
-    fwd_a2a: FloatN  # bytes an element in each collective
+    fwd_a2a: FloatN  # bytes per element in each collective
     bwd_a2a: FloatN
     fwd_sr: FloatN
     bwd_sr: FloatN
@@ -97,7 +97,7 @@ class ShardArrays:
     on_host: npt.NDArray[np.bool_]  # rows in host memory
     cache_ratio: FloatN
     optimizer_full: FloatN  # optimizer state: this many times the table
-    optimizer_row_bytes: FloatN  # and this many bytes a row
+    optimizer_row_bytes: FloatN  # and this many bytes per row
 
     def take(self, index: Any) -> ShardArrays:
         """The entries at ``index``."""
@@ -271,7 +271,7 @@ def storage_bytes(
         summed_at_home = (a.kind == RW) | (((a.kind == TWRW) | (a.kind == GRID)) & one_host)
         outputs *= np.where(a.pooled & summed_at_home & (world > 1), 2, 1)
         in_flight = _in_flight(inputs, outputs, a.cached, pipeline_type, run_embedding_at_peak_memory)
-    # The cache, 4 bytes a row to find it in the cache, and 16 a cache slot for its state.
+    # The cache, 4 bytes per row to find it in the cache, and 16 per cache slot for its state.
     cached_rows = np.ceil(table * a.cache_ratio)
     cache = cached_rows + np.ceil(4 * a.rows + 16 * a.rows * a.cache_ratio)
     cache_optimizer = np.ceil(cached_rows * a.optimizer_full + a.rows * a.cache_ratio * a.optimizer_row_bytes)
@@ -316,7 +316,7 @@ def inference_estimate(topology: Topology, tables: Sequence[TableFacts] = ()) ->
 
 
 def _company_of(tables: Sequence[TableFacts], topology: Topology) -> Company:
-    """What an average rank looks up."""
+    """The lookups of an average rank."""
     alignment = row_alignment(topology.compute_device)
     cols, bits = np.array([t.cols for t in tables]), np.array([t.precision.bits for t in tables])
     written = [(t.batch_outputs if t.pooled else t.batch_inputs) * t.cols * t.output_bytes for t in tables]

@@ -1,4 +1,4 @@
-"""What the planner knows of one table (:class:`TableFacts`), and the one function that puts it together."""
+"""TableFacts, the planner's data about one table, and the function that makes them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, dt
 
 __all__ = ["TableFacts", "kjt_bytes", "per_feature", "table_facts"]
 
-# Mean ids a bag, bags a sample, samples: one figure a feature.
+# Mean ids per bag, bags per sample, samples: one figure per feature.
 PerFeature = tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class TableFacts:
-    """All the planner knows of one table; raises ConfigError for figures that no table has."""
+    """The planner's data about one table; raises ConfigError for figures out of range."""
 
     module_path: str
     name: str
@@ -111,12 +111,12 @@ def table_facts(
     """The facts of a table ``name`` of the collection ``module`` at ``path``.
 
     Args:
-        config: what the module says of it; without one its ``tensor`` says how large it is.
-        tensor: its weight; a table without one is only packed.
+        config: its config; without one its size is that of ``tensor``.
+        tensor: its weight; None for a table that exists only in packed form.
         precision: of the packed rows, where it is not the config's.
-        sharder: what shards it; its settings and codecs count.
+        sharder: its sharder, for settings and codecs.
         offers: (sharding type, kernel) to choose from.
-        limit: what the user says of it.
+        limit: the user's constraints.
         features, figures: of the table, and theirs.
     """
     c = limit or ParameterConstraints()
@@ -171,10 +171,10 @@ def _shape(name: str, tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def per_feature(name: str, c: ParameterConstraints, num: int, batch_size: int) -> PerFeature:
-    """What the user says of a table's ``num`` features; raises ConfigError for figures of another number of them.
+    """The user's figures for a table's ``num`` features; raises ConfigError for another number of figures.
 
-    A single figure stands for every feature. (TorchRec drops the features beyond the list.) More pooling factors than
-    features count all, as in TorchRec: the table is looked up that often.
+    A single figure applies to every feature. (TorchRec drops the features beyond the list.) Pooling factors beyond the
+    number of features count too, as in TorchRec.
     """
     num = max(num, len(c.pooling_factors or ()), 1)
 
@@ -182,7 +182,7 @@ def per_feature(name: str, c: ParameterConstraints, num: int, batch_size: int) -
         values = [float(x) for x in given or [default]]
         if len(values) not in (1, num):
             raise ConfigError(
-                f"table {name!r}: {what} has {len(values)} figures for {num} features; give one, or one each"
+                f"table {name!r}: {what} has {len(values)} figures for {num} features; expected one, or one for each"
             )
         return tuple(values if len(values) == num else values * num)
 
@@ -211,7 +211,7 @@ def _misses(cache: CacheParams, ratio: float | None) -> float:
 
 
 def _optimizer(tensor: torch.Tensor | None, fused: Mapping[str, Any]) -> tuple[float, float]:
-    """Optimizer state: (copies of the table, bytes a row), from the optimizer attached to the parameter or fused."""
+    """Optimizer state: (copies of the table, bytes per row), from the optimizer attached to the parameter or fused."""
     attached = getattr(tensor, "_optimizer_classes", None) or []
     chosen = attached[0] if attached else fused.get("optimizer_class", fused.get("optimizer"))
     if chosen is None:

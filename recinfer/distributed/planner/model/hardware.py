@@ -1,6 +1,6 @@
-"""A machine's measured figures as data: what a quantized lookup costs there, for the inference estimator.
+"""Measured costs of quantized lookups on a machine, as data for the inference estimator.
 
-``recinfer.distributed.quant.measure`` measures them; this file only knows how to keep, interpolate and check them.
+``recinfer.distributed.quant.measure`` measures them; this module stores, interpolates and checks them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FEATURES_PER_CALL = 8
 """Features of a measured call: enough that the call itself does not count, few enough that outputs stay small."""
 
 SECTOR_BYTES = 128
-"""What a miss brings: a line and its neighbour, so that rows side by side share it."""
+"""Bytes that a cache miss loads: a line and its neighbour, which adjacent rows share."""
 
 PROFILE_FORMAT = "recinfer.hardware/2"
 FloatN = npt.NDArray[np.float64]
@@ -36,16 +36,16 @@ _CALLS = np.logspace(0, 10, 41)  # calls between two touches of a row, at which 
 
 @dataclass(frozen=True)
 class LookupGrid:
-    """Nanoseconds of one bag, over row sizes, sets of memory that rows are drawn from, and ids a bag.
+    """Nanoseconds of one bag, over row sizes, sets of memory that rows are drawn from, and ids per bag.
 
-    Rows are drawn uniformly from the whole set, so a set stands for a level of the memory: what is larger than a cache
-    misses it. Axes ascend; between their points, and beyond the last, costs are linear (in the logarithm of the set).
+    Rows are drawn uniformly from the whole set, so the size of a set determines the cache level that serves it. Axes
+    ascend. Costs are interpolated and extrapolated linearly (in the logarithm of the set size).
 
     Args:
         row_bytes: of one packed row.
         set_bytes: of the rows that ids are drawn from, at least two.
         ids_per_bag: at least two lengths.
-        bags_per_call: how many a measured call had, one figure a length.
+        bags_per_call: how many a measured call had, one figure per length.
         bag_ns: [row sizes][sets][lengths].
     """
 
@@ -69,7 +69,7 @@ class LookupGrid:
             )
 
     def at(self, row_bytes: FloatN, set_bytes: FloatN, ids_per_bag: FloatN) -> FloatN:
-        """Nanoseconds a bag [N]."""
+        """Nanoseconds per bag [N]."""
         values = np.array(self.bag_ns)
         axes = (
             _locate(np.array(self.row_bytes), row_bytes),
@@ -93,7 +93,8 @@ def _check_ascending(name: str, points: Sequence[float], least: float) -> None:
 
 
 def _locate(points: FloatN, x: FloatN, *, beyond: bool = False) -> tuple[npt.NDArray[np.int64], FloatN]:
-    """Index of the grid point below ``x`` and the share of the way to the next; within the grid unless ``beyond``."""
+    """Index of the grid point below ``x`` and the fraction of the way to the next point; within the grid unless
+    ``beyond``."""
     if points.size == 1:
         return np.zeros(x.shape, np.int64), np.zeros(x.shape)
     at = np.maximum(x, points[0]) if beyond else np.clip(x, points[0], points[-1])
@@ -109,7 +110,7 @@ def _interpolate(x: FloatN, points: Sequence[tuple[float, float]]) -> FloatN:
 
 
 def _unique(pool: FloatN, draws: FloatN) -> FloatN:
-    """How many different ones of ``pool`` that many uniform draws touch."""
+    """Expected number of distinct items among that many uniform draws from ``pool``."""
     return pool * -np.expm1(-draws / np.maximum(pool, 1.0))
 
 
@@ -128,7 +129,7 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Company:
-    """What shares the caches with a table: bytes that all lookups of a rank touch in so many calls.
+    """The lookups that share the caches with a table: bytes that all lookups of a rank touch in a number of calls.
 
     Args:
         touched: bytes at each of a fixed ladder of calls.
@@ -140,7 +141,7 @@ class Company:
 
     @classmethod
     def of(cls, rows: FloatN, ids: FloatN, row_bytes: FloatN, output_bytes: FloatN, share: float = 1.0) -> Company:
-        """Of tables with ``rows`` rows that get ``ids`` ids a call; ``share`` of them, when a rank holds only that."""
+        """Of tables with ``rows`` rows that get ``ids`` ids per call; ``share`` of them, when a rank holds only that."""
         touched = np.array([float(_touched_bytes(rows, calls * ids, row_bytes).sum()) for calls in _CALLS])
         return cls(touched * share, float(output_bytes.sum()) * share)
 
@@ -159,18 +160,18 @@ class HardwareProfile:
     """Measured figures of one machine.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``: what the figures are of.
-        name: of the processor, for people.
+        device: ``"cpu"`` or ``"cuda"``: the device that was measured.
+        name: name of the processor.
         threads: threads that a lookup ran on.
-        call_ms: milliseconds of a lookup call beyond its features.
-        feature_ms: milliseconds a feature of a call beyond its bags.
+        call_ms: milliseconds of a lookup call without its features.
+        feature_ms: milliseconds per feature of a call without its bags.
         grids: bits of an element -> figures.
         memory_bytes_per_ms: sequential reading of host memory.
         device_memory_bytes_per_ms, host_to_device_bytes_per_ms, device_to_device_bytes_per_ms: 0 when not measured.
-        write_ns: (bytes, ns a bag, ns a byte): what writing vectors takes when a call writes that many bytes.
-        first_rows_ns: (bytes of the set, ((ids, ns a feature), ...)): what a feature's few ids of a short call take
-            beyond the grid's figures, which are those of long calls, where one row's way hides behind another's.
-        mixed: measured over planned, of random collections; planned times are multiplied by it.
+        write_ns: (bytes, ns per bag, ns per byte): cost of writing vectors when a call writes that many bytes.
+        first_rows_ns: (bytes of the set, ((ids, ns per feature), ...)): extra cost of a feature's ids in a short call,
+            compared with the grid's figures for long calls, in which memory accesses overlap.
+        mixed: ratio of measured to planned time of random collections; planned times are multiplied by it.
     """
 
     device: str
@@ -215,12 +216,12 @@ class HardwareProfile:
     ) -> FloatN:
         """Milliseconds [N] of looking up ``ids`` rows into ``bags`` bags, each entry one shard of one table.
 
-        A sector of memory that the call has not touched yet comes from wherever the traffic since its last use left it; one
-        that it has, from the table's own working set. Writing goes on beside reading: the two add up as squares do. Ids are
-        taken as uniform. Without the call itself (``call_ms``), which a rank pays once.
+        The first access of a call to a memory sector costs as much as the traffic since its last use implies; further
+        accesses cost as much as the table's own working set implies. Reading and writing overlap: their times add as
+        the root of the sum of squares. Ids are assumed to be uniform. Excludes ``call_ms``, which a rank pays once.
 
         Args:
-            company: what else the rank looks up; None: each entry is alone.
+            company: the other lookups of the rank; None: there are none.
         """
         shape = np.broadcast_shapes(*(np.shape(x) for x in (ids, bags, row_bytes, bits, rows)))
         ids, bags, row, bits, rows, vector = (
@@ -256,7 +257,7 @@ class HardwareProfile:
         return ((bags * out + first) * 1e-6 + features * self.feature_ms) * self.mixed
 
     def _first_rows_ns(self, set_bytes: FloatN, ids: FloatN) -> FloatN:
-        """Nanoseconds a feature [N] with that many ids a call from rows that come from such a set; linear in logarithms."""
+        """Nanoseconds per feature [N] with that many ids per call from rows that come from such a set; linear in logarithms."""
         if not self.first_rows_ns:
             return np.zeros(set_bytes.shape)
         at_sets = np.stack([_interpolate(ids, figures) for _, figures in self.first_rows_ns])

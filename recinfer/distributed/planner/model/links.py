@@ -1,4 +1,4 @@
-"""How fast ranks exchange: kinds of collective, and their bandwidth by who takes part (bytes per millisecond)."""
+"""Bandwidths of collectives (bytes per millisecond), by kind of collective and group of ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class CollectiveType(Enum):
 
 
 class GeneralizedCommsBandwidth(abc.ABC):
-    """Bandwidth of a collective as a function of the group; derive from it to model a real network.
+    """Bandwidth of a collective as a function of its group; subclass it to model a network.
 
-    A class that defines :meth:`get_bw` alone is enough: the two figures below come from it then.
+    A subclass needs only :meth:`get_bw`.
     """
 
     @abc.abstractmethod
@@ -31,17 +31,17 @@ class GeneralizedCommsBandwidth(abc.ABC):
 
     @property
     def intra_host_bw(self) -> float:
-        """Bytes per millisecond within a host; 0 when not known apart."""
+        """Bytes per millisecond within a host; 0 when not given separately."""
         return 0.0
 
     @property
     def inter_host_bw(self) -> float:
-        """Bytes per millisecond between hosts; 0 when not known apart."""
+        """Bytes per millisecond between hosts; 0 when not given separately."""
         return 0.0
 
 
 class BasicCommsBandwidths(GeneralizedCommsBandwidth):
-    """Two figures: the slower one as soon as the group spans hosts."""
+    """Two bandwidths: inside a host, and between hosts for groups that span hosts."""
 
     def __init__(
         self, inter_host_bw: float = CROSS_NODE_BANDWIDTH, intra_host_bw: float = INTRA_NODE_BANDWIDTH

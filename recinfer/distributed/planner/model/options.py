@@ -1,4 +1,4 @@
-"""One way to shard one table: sharding type, kernel, and rectangles that get milliseconds, bytes and a rank."""
+"""Shard and ShardingOption: one way to shard a table, with estimates and ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["PartitionByType", "Shard", "ShardingOption", "partition_by_of"]
 
 
 class PartitionByType(Enum):
-    """What a sharding option is placed on as a whole."""
+    """How the shards of an option must be placed."""
 
     DEVICE = "device"  # each shard on any rank
     HOST = "host"  # all shards on the ranks of one host
@@ -56,7 +56,7 @@ class Shard:
     rank: int | None = None
 
     def rect(self, table: str) -> Rect:
-        """The same as plain numbers; on rank 0 if it is not placed."""
+        """The shard as a :class:`Rect`; on rank 0 if it is not placed."""
         (row, col), (rows, cols) = self.offset, self.size
         return Rect(self.rank or 0, row, row + rows, col, col + cols, table)
 
@@ -74,12 +74,12 @@ class ShardingOption:
         name: table name.
         tensor: its weight (meta is enough).
         module: (path, module) of its embedding collection.
-        input_lengths: mean ids a bag of each feature.
-        batch_size: samples a rank.
+        input_lengths: mean ids per bag of each feature.
+        batch_size: samples per rank.
         sharding_type, partition_by, compute_kernel: enum values.
         shards: its rectangles.
         dependency: options with the same value must share ranks (co-location).
-        is_pooled: pooled lookup; default read off the module.
+        is_pooled: pooled lookup; default: that of the module.
         feature_names: features of the table.
     """
 

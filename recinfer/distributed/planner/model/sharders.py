@@ -1,4 +1,4 @@
-"""What the planner reads of a sharder: its name, its codecs, its settings and its kind."""
+"""Properties of a sharder that the planner reads: name, codecs, settings and kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SharderData", "SharderDataMap", "StorageUsageType", "build_sharder_d
 
 
 class StorageUsageType(Enum):
-    """Which kind of sharder says how many bytes a table takes."""
+    """Kinds of sharders, by how they compute the bytes of a table."""
 
     BASE_QUANT = "BaseQuantEmbeddingSharder"
     BASE = "BaseEmbeddingSharder"
@@ -23,7 +23,7 @@ class StorageUsageType(Enum):
 
 @dataclass
 class SharderData:
-    """What an estimator reads of a sharder, as plain data; see ``planner.utils.build_sharder_data_map``.
+    """Properties of a sharder that estimators read, as plain data; see ``planner.utils.build_sharder_data_map``.
 
     Attributes:
         fused_params: the sharder's settings for its kernels.
@@ -53,7 +53,7 @@ def codec_bytes(codec: Any) -> float | None:
 
 
 def build_sharder_data_map(sharder_map: Mapping[str, ModuleSharder[Any]]) -> SharderDataMap:
-    """What TorchRec 1.8's estimators read of sharders: ``sharder_name(module_type)`` -> :class:`SharderData`."""
+    """The sharder data that TorchRec 1.8's estimators take: ``sharder_name(module_type)`` -> :class:`SharderData`."""
     return {name: _sharder_data(sharder) for name, sharder in sharder_map.items()}
 
 

@@ -1,4 +1,4 @@
-"""Reads models: the facts of their tables, as sharders and as quantized inference take them."""
+"""Reads the tables of a model, for sharders and for quantized inference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model_tables(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints] | None,
 ) -> list[TableFacts]:
-    """Every table that ``sharders`` can shard; raises ConfigError for figures that no table has."""
+    """Every table that ``sharders`` can shard; raises ConfigError for figures out of range."""
     limits = constraints or {}
     tables = []
     for path, child, sharder in sharded_modules(module, sharders):
@@ -66,7 +66,7 @@ def model_tables(
 def facts_of_option(
     option: ShardingOption, sharder: ModuleSharder[Any] | None, constraints: Mapping[str, ParameterConstraints] | None
 ) -> TableFacts:
-    """The facts behind one option object, for estimators that are called with objects; what it says goes first."""
+    """The facts of one option object, for estimators that take objects; the option's own figures take precedence."""
     c = (constraints or {}).get(option.name) or ParameterConstraints()
     num = len(option.input_lengths)
 
@@ -104,10 +104,10 @@ def inference_tables(
     batch_size: int = BATCH_SIZE,
     constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> list[TableFacts]:
-    """The tables of ``model`` with what quantized inference may do with each.
+    """The tables of ``model`` with their options for quantized inference.
 
     Raises:
-        ConfigError: no embedding collection, a precision that inference does not know, constraints for another kind of
+        ConfigError: no embedding collection, a precision without quantized kernels, constraints for another kind of
             device, or a name of a table (in ``constraints`` or ``per_table_precision``) that the model does not have.
     """
     chosen, limits = dict(per_table_precision or {}), dict(constraints or {})
@@ -122,7 +122,8 @@ def inference_tables(
             if limit is not None and limit.device_group not in (None, compute_device):
                 raise ConfigError(
                     f"table {config.name!r}: device_group {limit.device_group!r} in a plan for {compute_device!r}; "
-                    "plan_inference puts every table on one kind of device, so leave device_group out or plan for it"
+                    "plan_inference puts every table on one kind of device; omit device_group, or set "
+                    "compute_device to it"
                 )
             c, method = limit or ParameterConstraints(), getattr(module, "is_weighted", None)
             facts = table_facts(
@@ -141,7 +142,7 @@ def inference_tables(
             tables.append(facts)
     if not tables:
         raise ConfigError(
-            f"{type(model).__name__} has no embedding collection to plan: no module with embedding_bag_configs() or "
+            f"{type(model).__name__} has no embedding collection: expected a module with embedding_bag_configs() or "
             "embedding_configs()"
         )
     full_names = {f"{t.module_path}.{t.name}" if t.module_path else t.name for t in tables}
@@ -173,7 +174,7 @@ def _offers(
     for kind in sharder.sharding_types(device):
         if asked_types is not None and kind not in asked_types:
             continue
-        # A grid has many shards; it is offered on request only, as in TorchRec.
+        # A grid has many shards; it is offered only if the constraints ask for it, as in TorchRec.
         if asked_types is None and kind == ShardingType.GRID_SHARD.value:
             continue
         if processed and kind in _GUARDED_FOR_PROCESSORS:

@@ -1,4 +1,4 @@
-"""The hardware that a plan is made for: ranks, hosts, capacities (bytes) and bandwidths (bytes per millisecond)."""
+"""Topology: ranks, hosts, capacities (bytes) and bandwidths (bytes per millisecond) of the hardware."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Perf:
 
     @property
     def total(self) -> float:
-        """Forward and backward; prefetch overlaps with them and counts only for what sticks out.
+        """Forward and backward, plus the part of prefetch that does not overlap with them.
 
         The transfer of the inputs is overlapped by the pipeline and not counted, as in TorchRec.
         """
@@ -98,7 +98,7 @@ class Storage:
 
 @dataclass
 class DeviceHardware:
-    """One rank: what is left of its memory, and the load put on it so far."""
+    """One rank: its free memory and its load."""
 
     rank: int
     storage: Storage
@@ -137,16 +137,16 @@ class CustomTopologyData:
 
 
 class Topology:
-    """Ranks, hosts, memories and links.
+    """The hardware of a plan: ranks, hosts, memories and links.
 
     Args:
         world_size: ranks in all.
         compute_device: ``"cuda"``, ``"cpu"`` or ``"mtia"``.
-        hbm_cap: bytes of device memory a rank (default 32 GiB; 0 on CPU). A list gives one figure a rank.
-        ddr_cap: bytes of host memory a rank (default 128 GiB). A list gives one figure a rank.
-        ssd_cap, ssd_mem_bw, pod_size: do nothing (:mod:`recinfer.ignored`): no kernel here keeps rows on SSD, and links are
-            those inside a host and those between hosts.
-        local_world_size: ranks a host; default all on one. A host has no more than there are: 8 in a world of 2 are 2.
+        hbm_cap: bytes of device memory per rank (default 32 GiB; on CPU 0, and a given one warns). A list gives one figure per rank.
+        ddr_cap: bytes of host memory per rank (default 128 GiB). A list gives one figure per rank.
+        ssd_cap, ssd_mem_bw, pod_size: do nothing (:mod:`recinfer.ignored`): no kernel keeps rows on SSD, and links are
+            inside a host or between hosts.
+        local_world_size: ranks per host; default all on one. At most ``world_size``: 8 becomes 2 in a world of 2.
         hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw: memory bandwidths, bytes per millisecond.
         intra_host_bw, inter_host_bw: link bandwidths, bytes per millisecond.
         bwd_compute_multiplier: backward compute over forward compute.
@@ -183,6 +183,10 @@ class Topology:
     ) -> None:
         for name, given in (("ssd_cap", ssd_cap), ("ssd_mem_bw", ssd_mem_bw), ("pod_size", pod_size)):
             warn_ignored("distributed.planner.Topology", name, given)
+        if compute_device == "cpu":
+            warn_ignored(
+                "distributed.planner.Topology", "hbm_cap", any(hbm_cap) if isinstance(hbm_cap, Sequence) else hbm_cap
+            )
         if compute_device not in ("cpu", "cuda", "mtia"):
             raise ConfigError(f"compute_device {compute_device!r}; expected cuda, cpu or mtia")
         if world_size < 1:
@@ -240,7 +244,7 @@ class Topology:
 
     @property
     def devices(self) -> list[DeviceHardware]:
-        """One entry a rank; partitioners change ``storage`` and ``perf`` of a copy."""
+        """One entry per rank; partitioners change ``storage`` and ``perf`` of a copy."""
         return self._devices
 
     @property
@@ -250,7 +254,7 @@ class Topology:
 
     @property
     def local_world_size(self) -> int:
-        """Ranks a host."""
+        """Ranks per host."""
         return self._local_world_size
 
     @property
@@ -281,18 +285,19 @@ class Topology:
     def collective_bw(
         self, collective: CollectiveType, world_size: int | None = None, local_world_size: int | None = None
     ) -> float:
-        """(ours) Bytes per millisecond of a collective over ``world_size`` ranks (default all), so many of them a host.
+        """(ours) Bytes per millisecond of a collective over ``world_size`` ranks (default all), ``local_world_size`` of
+        them per host.
 
         Raises:
-            ConfigError: the bandwidths given to this topology answer with a figure that is not above 0.
+            ConfigError: the topology's bandwidths return a figure that is not above 0.
         """
         local = self._local_world_size if local_world_size is None else local_world_size
         world = self._world_size if world_size is None else world_size
         found = self._comms.get_bw(local, world, collective)
         if not found > 0:
             raise ConfigError(
-                f"{type(self._comms).__name__}: {found} bytes per millisecond for {collective.value} over {world} ranks, "
-                f"{local} a host; expected more than 0"
+                f"{type(self._comms).__name__}: {found} bytes per millisecond for {collective.value} over {world} "
+                f"ranks, {local} per host; expected more than 0"
             )
         return float(found)
 
@@ -323,7 +328,7 @@ class Topology:
         return self._uneven_multiplier
 
     def signature(self) -> tuple[Any, ...]:
-        """What makes two topologies plan alike, as plain data."""
+        """The data on which plans depend."""
         caps = tuple((d.storage.hbm, d.storage.ddr) for d in self._devices)
         factors = (self._bwd_compute_multiplier, self._weighted_multiplier, self._uneven_multiplier)
         links: tuple[float, ...] = (self.intra_host_bw, self.inter_host_bw)
@@ -341,7 +346,7 @@ class Topology:
 
 
 def topology_of(profile: HardwareProfile, world_size: int, **sizes: Any) -> Topology:
-    """A topology of ``world_size`` ranks of a measured machine: its bandwidths, and its figures for lookups.
+    """A topology of ``world_size`` ranks of a measured machine, with its bandwidths and lookup figures.
 
     Args:
         sizes: further arguments of :class:`Topology` (``hbm_cap``, ``ddr_cap``, ``local_world_size`` ...).

@@ -1,4 +1,4 @@
-"""Finds the embedding collections of a model: all of them, or those that sharders take."""
+"""Finds the embedding collections of a model: all of them, or those that a sharder supports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
 def sharded_modules(
     module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
-    """(path, module, sharder) of every module that a sharder takes, outermost first, not looking inside it."""
+    """(path, module, sharder) of every module that a sharder supports, outermost first; modules inside it are
+    skipped."""
     exact = {sharder_name(s.module_type): s for s in sharders}
     stack: list[tuple[str, nn.Module]] = [("", module)]
     while stack:

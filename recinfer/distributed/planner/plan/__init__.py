@@ -1,4 +1,4 @@
-"""A plan as plain data: which rank holds which rectangle of which table, its JSON, and its hash."""
+"""Plans as plain data: rectangles of tables on ranks, JSON, and a hash."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A plan as plain data: table -> sharding type, kernel, precision, rectangles on ranks; JSON and a content hash.
 
-A :class:`Plan` is frozen, knows no device and no tensor, and is checked when built. It is what the planner hands to
-export, what an archive stores as ``plan.json``, and what ``recinfer inspect`` prints.
+A :class:`Plan` is frozen, contains no devices or tensors, and is checked when built. The planner returns it, export
+takes it, an archive stores it as ``plan.json``, and ``recinfer inspect`` prints it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_RANKS", "Plan", "PlanChange"]
 
 PLAN_FORMAT = "recinfer.plan/1"
-MAX_RANKS = 1 << 16  # an archive has a file for each, so a number out of nowhere would fill the disk and the memory
+MAX_RANKS = 1 << 16  # an archive has a file for each, so a wrong number would fill the disk and the memory
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole plan.
+    """A plan of all tables of a model.
 
     Args:
         world_size: ranks.
         compute_device: ``"cpu"`` or ``"cuda"``.
-        tables: one entry a table, in the order of the model.
+        tables: one entry per table, in the order of the model.
         estimates: figures of the whole plan (max rank perf in ms, lower bound, per-rank lists ...); not hashed.
-        local_world_size: ranks a host; 0 means all on one host.
+        local_world_size: ranks per host; 0 means all on one host.
 
     Raises:
-        ConfigError: a table twice; TilingError, one of them, for a rank outside the world.
+        ConfigError: a table twice; its subclass TilingError for a rank outside the world.
     """
 
     world_size: int
@@ -98,7 +98,7 @@ class Plan:
     # ------------------------------------------------------------------ JSON
 
     def placement_data(self) -> dict[str, Any]:
-        """What the hash covers, as plain data."""
+        """The data that the hash covers."""
         return {
             "format": PLAN_FORMAT,
             "world_size": self.world_size,
@@ -129,7 +129,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Read :meth:`to_json`'s text; raises ConfigError on anything else, a changed hash included."""
+        """Read :meth:`to_json`'s text; raises ConfigError for anything else, including a changed hash."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -156,7 +156,7 @@ class Plan:
         if data.get("hash") not in (None, plan.hash):
             raise ConfigError(
                 f"the plan was changed after it was written: hash {data['hash']}, content {plan.hash}; "
-                "remove the hash field if the change is meant"
+                "remove the hash field if the change is intended"
             )
         return plan
 
@@ -181,7 +181,7 @@ class Plan:
     # ------------------------------------------------------------------ look-ups and checks
 
     def table(self, module: str, name: str) -> TablePlan:
-        """The entry of a table; raises NotFoundError."""
+        """The entry of a table; raises NotFoundError if there is none."""
         for t in self.tables:
             if t.module == module and t.table == name:
                 return t
@@ -219,7 +219,7 @@ class Plan:
             raise ConfigError(f"the plan does not fit the topology: {'; '.join(problems[:10])}")
 
     def diff(self, other: Plan) -> list[PlanChange]:
-        """What changes from this plan to ``other``, table by table; empty when the hashes agree."""
+        """The changes from this plan to ``other``, table by table; empty when the hashes are equal."""
         changes = [
             PlanChange("(plan)", what, getattr(self, what), getattr(other, what))
             for what in ("world_size", "local_world_size", "compute_device")
@@ -237,7 +237,7 @@ class Plan:
     # ------------------------------------------------------------------ TorchRec's plan
 
     def to_sharding_plan(self) -> ShardingPlan:
-        """The same placement as TorchRec's objects."""
+        """The same placement as TorchRec's ShardingPlan."""
         modules: dict[str, EmbeddingModuleShardingPlan] = {}
         for t in self.tables:
             spec = None
@@ -262,7 +262,7 @@ class Plan:
         precision: DataType | dict[str, DataType] | None = None,
         local_world_size: int = 0,
     ) -> Plan:
-        """The data form of ``sharding_plan`` for ``model``.
+        """Convert ``sharding_plan`` of ``model`` to plain data.
 
         Args:
             precision: of all tables, or by table name; default is each config's own.

@@ -28,7 +28,7 @@ ShardRect = Rect  # its name among the planner's
 
 @dataclass(frozen=True)
 class TablePlan:
-    """Where one table goes.
+    """Sharding type, kernel, precision and shards of one table.
 
     Args:
         module: path of its embedding collection in the model.
@@ -36,12 +36,12 @@ class TablePlan:
         sharding_type, compute_kernel: values of ``ShardingType`` and ``EmbeddingComputeKernel``.
         precision: element type of the stored rows.
         num_embeddings, embedding_dim: rows and columns of the whole table.
-        shards: rectangles that cover it exactly once (data_parallel: the whole table on each rank that has it). Those that
-            name no table get the name of this one.
-        estimates: figures of the planner (ms, bytes); not part of the hash.
+        shards: rectangles that cover it exactly once (data_parallel: the whole table on each rank that has it).
+            Rectangles without a table name get this table's name.
+        estimates: the planner's estimates (ms, bytes); not part of the hash.
 
     Raises:
-        ConfigError: unknown names; TilingError, one of them, for rectangles that do not tile the table.
+        ConfigError: unknown names; its subclass TilingError for rectangles that do not tile the table.
     """
 
     module: str
@@ -86,7 +86,7 @@ class TablePlan:
         return tuple(s.rank for s in self.shards)
 
     def placement_data(self) -> dict[str, Any]:
-        """What the hash covers, as plain data."""
+        """The data that the hash covers."""
         return {
             "module": self.module,
             "table": self.table,

@@ -1,1 +1,1 @@
-"""From tables to a placement: their options as arrays, the placement problem, and the search for a good one."""
+"""Search for a placement of tables: their options as arrays, the placement problem, and the search."""

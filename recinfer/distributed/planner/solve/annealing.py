@@ -1,7 +1,8 @@
-"""Simulated annealing of many placements at once, for small problems so tight that single moves find no way on.
+"""Simulated annealing of many placements at once, for small problems with nearly full memory, where single moves cannot
+improve.
 
-Where memory is nearly full, a table moves only if others make room for it. So capacities are soft here: a placement may
-overflow, at a price that rises until none does; this also finds a first placement where no greedy start fits.
+When memory is nearly full, a table can move only if others move too. So capacities are soft here: a placement may
+exceed them at a price, which rises until none does. This also finds a first placement when no greedy start fits.
 
 Legend: C placements, U units, W ranks, A places (an option of a unit on certain ranks), K = 2 W or 3 W loads and fills.
 """
@@ -32,7 +33,7 @@ _MAX_WAYS = 150  # ways to place several equal shards, if all are tried
 
 @dataclass(frozen=True)
 class _Places:
-    """Every place of every unit, neighbours by option and unit."""
+    """Every place of every unit, sorted by unit and option."""
 
     adds: FloatN  # [K, A] what it adds to each rank: load over the bound, then shares of the memories
     option: IntN  # [A]
@@ -49,7 +50,7 @@ class _Places:
         return self.first[group] + (random.random(units.shape) * self.count[group]).astype(np.int64)
 
     def exchanged(self, a: IntN, b: IntN) -> tuple[IntN, IntN]:
-        """The options of ``a`` placed as ``b`` is and the other way round: single shards change ranks."""
+        """Exchange the ranks of units ``a`` and ``b``, which keep their options; for single shards."""
         of_a, of_b = self.group[a], self.group[b]
         way_a, way_b = a - self.first[of_a], b - self.first[of_b]
         return self.first[of_a] + way_b % self.count[of_a], self.first[of_b] + way_a % self.count[of_b]
@@ -104,7 +105,7 @@ def _places(problem: Problem, alternatives: list[IntN], bound: float) -> _Places
 def anneal(
     problem: Problem, placer: Placer, alternatives: list[IntN], bound: float, deadline: float
 ) -> list[Placement]:
-    """Placements that fit, best first; none when none was found or the problem is too large.
+    """Placements that fit, best first; empty if none was found or the problem is too large.
 
     The steps are counted, so that the same problem gives the same placements on every machine.
 

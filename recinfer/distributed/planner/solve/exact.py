@@ -1,4 +1,4 @@
-"""Branch and bound for problems of a few tables, where a local search may sit in a corner that no single move leaves."""
+"""Branch and bound for problems of a few tables, where a local search may end in a local optimum."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def is_small(problem: Problem) -> bool:
 
 
 def branch_and_bound(problem: Problem, placer: Placer, best: Placement | None) -> tuple[Placement | None, bool]:
-    """A placement no worse than ``best`` (None: none is known), and whether it is the optimum for certain.
+    """A placement no worse than ``best`` (None: none is known), and whether it is proven optimal. It is, unless the
 
-    It is, unless the tree has over ``_MAX_NODES`` or an option has more ways to be placed than are tried.
+    tree has over ``_MAX_NODES`` nodes or an option has more ways to be placed than are tried.
 
     Effort is counted in nodes, so that the same problem gives the same placement on every machine. Problems with more
-    than ``MAX_UNITS`` units, or with options that must stay on a host, come back as they are.
+    than ``MAX_UNITS`` units, or with options that must stay on a host, are returned unchanged.
     """
     if not is_small(problem):
         return best, False
@@ -80,7 +80,8 @@ def branch_and_bound(problem: Problem, placer: Placer, best: Placement | None) -
 
 
 def _places(problem: Problem, unit: int) -> tuple[list[_Place], bool]:
-    """The ways to place a unit, cheapest first, and whether they are all: (load in all, option, rank of each shard, what
+    """The ways to place per unit, cheapest first, and whether they are all: (load in all, option, rank of each shard,
+    what
     it adds to each rank)."""
     found: list[_Place] = []
     whole = True

@@ -1,4 +1,4 @@
-"""Why nothing fits: which memory binds, where, by how many bytes, for which tables, and the smallest change that helps."""
+"""Explains why no plan fits: the limiting memory, the missing bytes, the tables, and the smallest change that helps."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MAX_SHARDS = 400_000  # above this, changes that need a new search space are no
 
 
 def error_type(problem: Problem) -> PlannerErrorType:
-    """Which error it is that nothing fits, as TorchRec tells them apart.
+    """The error type when no plan fits, as in TorchRec.
 
-    INSUFFICIENT_STORAGE: all ranks' memory together is less than the tables need at the least. STRICT_CONSTRAINTS: it is
+    INSUFFICIENT_STORAGE: all ranks' memory together is less than the tables need at least. STRICT_CONSTRAINTS: it is
     enough, but the pieces that the constraints and sharders allow do not fit the single ranks.
     """
     p = problem
@@ -46,10 +46,10 @@ def explain(
     pinned: Sequence[TablePlan] = (),
     smaller_tables: Sequence[TableFacts] | None = None,
 ) -> str:
-    """The message of the error, two lines. What it advises was planned, with the pins: it is enough.
+    """The message of the error, in two lines. Its advice was verified by planning with the change, including pins.
 
     Args:
-        estimator: gives the estimate function for another topology, to try more ranks.
+        estimator: returns the estimate function for another topology, to try more ranks.
         pinned: entries of an earlier plan that stay where they are.
         smaller_tables: the same tables in the next smaller precision, to try that.
     """
@@ -64,12 +64,12 @@ def _size(num_bytes: float) -> str:
 
 
 def _printed_up(num_bytes: float) -> float:
-    """The least bytes that print as they are, not less than ``num_bytes``: thousandths of a GiB."""
+    """``num_bytes`` rounded up to the printed precision, thousandths of a GiB."""
     return math.ceil(math.ceil(num_bytes / 1024**3 * 1000) / 1000 * 1024**3)
 
 
 def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
-    """The sentence, and the memory (0 hbm, 1 ddr) that binds."""
+    """A sentence about the limiting memory, and that memory (0 hbm, 1 ddr)."""
     p = problem
     unit_possible = np.logical_or.reduceat(p.possible, p.unit_ptr[:-1])
     if not unit_possible.all():
@@ -81,8 +81,9 @@ def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
         if short > 0:
             tables = ", ".join(_unit_name(space, p, int(u)) for u in np.argsort(-least, kind="stable")[:3])
             text = (
-                f"All tables together need at least {_size(least.sum())} of {_MEMORIES[memory]}; the {p.world_size} ranks "
-                f"have {_size(caps[memory].sum())} after the reservation: {int(short)} bytes short. Largest: {tables}."
+                f"All tables together need at least {_size(least.sum())} of {_MEMORIES[memory]}; the {p.world_size} "
+                f"ranks have {_size(caps[memory].sum())} after the reservation: {int(short)} bytes short. Largest: "
+                f"{tables}."
             )
             return text, memory
     both = np.minimum.reduceat(np.where(p.possible, p.option_hbm + p.option_ddr, np.inf), p.unit_ptr[:-1])
@@ -122,16 +123,16 @@ def _single_shard(space: SearchSpace, p: Problem, units: np.ndarray) -> tuple[st
     rank = rank if rank >= 0 else int(cap.argmax())
     names = ", ".join(_unit_name(space, p, int(u)) for u in units[:5])
     text = (
-        f"{len(units)} table(s) have no option whose pieces fit an empty rank ({names}). The closest: a "
-        f"{'/'.join(option_label(space, p.space_options(option)[0]))} piece of {_unit_name(space, p, unit)} needs "
-        f"{_size(used[s][shard])} of {_MEMORIES[memory]}, rank {rank} has {_size(cap[rank])} after the reservation: "
-        f"{int(excess)} bytes short."
+        f"{len(units)} table(s) have no option whose pieces fit an empty rank ({names}). The closest is a "
+        f"{'/'.join(option_label(space, p.space_options(option)[0]))} piece of {_unit_name(space, p, unit)}, which "
+        f"needs {_size(used[s][shard])} of {_MEMORIES[memory]}; rank {rank} has {_size(cap[rank])} after the "
+        f"reservation: {int(excess)} bytes short."
     )
     return text, memory
 
 
 def _packing(space: SearchSpace, p: Problem) -> tuple[str, int]:
-    """Sums would fit, pieces do not: place with open capacities and report the rank that overflows most."""
+    """The sum fits but the pieces do not: place with unlimited capacities and report the rank that overflows most."""
     bytes_of = p.option_hbm / max(p.hbm_cap.max(), 1.0) + p.option_ddr / max(p.ddr_cap.max(), 1.0)
     cost = np.where(p.possible, bytes_of, np.inf)
     choice = np.array([p.unit_ptr[u] + cost[p.unit_ptr[u] : p.unit_ptr[u + 1]].argmin() for u in range(p.num_units)])
@@ -148,7 +149,7 @@ def _packing(space: SearchSpace, p: Problem) -> tuple[str, int]:
     here.sort(key=lambda u: -float((p.option_hbm, p.option_ddr)[memory][choice[u]]))
     names = ", ".join(_unit_name(space, p, u) for u in here[:5])
     text = (
-        f"No sum is too large, but the pieces do not pack: {_MEMORIES[memory]} of rank {rank} "
+        f"All tables together would fit, but their pieces cannot be placed: {_MEMORIES[memory]} of rank {rank} "
         f"({_size(cap[rank])}) overflows by {int(max(over[memory, rank], 0))} bytes in the best packing by size, "
         f"with {names}."
     )
@@ -165,7 +166,7 @@ def _unit_name(space: SearchSpace, p: Problem, unit: int) -> str:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Plans the same tables and pins with one thing changed."""
+    """Plans the same tables and pins with one change."""
 
     topology: Topology
     estimator: Callable[[Topology], Estimate]
@@ -179,7 +180,7 @@ class _Trial:
         """Whether a plan of the options of ``space`` on ``topology`` is found."""
         try:
             pins = pin_tables(space, self.pinned, topology)
-        except PlannerError:  # the pieces of a pin are none of these options
+        except PlannerError:  # the pinned pieces are not among these options
             return False
         return search(make_problem(space, topology, pins), max_moves=0)[0] is not None
 
@@ -189,7 +190,7 @@ def _what_helps(
 ) -> list[str]:
     helps, topology = [], trial.topology
     if (cap := _capacity(trial, space, memory)) is not None:
-        helps.append(f"{_size(cap)} of {_MEMORIES[memory]} a rank after the reservation")
+        helps.append(f"{_size(cap)} of {_MEMORIES[memory]} per rank after the reservation")
     if space.shard_option.size > _MAX_SHARDS:
         return helps
     if (ranks := _ranks(trial, space)) is not None:
@@ -221,9 +222,9 @@ def _resized(topology: Topology, world_size: int, hbm: list[int], ddr: list[int]
 
 
 def _capacity(trial: _Trial, space: SearchSpace, memory: int) -> float | None:
-    """Least bytes a rank of the binding memory at which a plan is found, all ranks alike; to within 1 %.
+    """Least bytes per rank of the binding memory at which a plan is found, all ranks alike; to within 1 %.
 
-    The figure is rounded up to what the message prints, so that who types that has enough.
+    The figure is rounded up to the printed precision, so that the printed capacity is enough.
     """
     topology = trial.topology
     caps = [[d.storage.hbm for d in topology.devices], [d.storage.ddr for d in topology.devices]]
@@ -234,7 +235,7 @@ def _capacity(trial: _Trial, space: SearchSpace, memory: int) -> float | None:
         other = _resized(topology, topology.world_size, *tried)
         if not unequal:
             return trial.space_fits(space, other)
-        return space.shard_option.size <= _MAX_SHARDS and trial.fits(space.tables, other)  # pieces are cut anew
+        return space.shard_option.size <= _MAX_SHARDS and trial.fits(space.tables, other)  # recompute the pieces
 
     unequal = any(row_weights(topology, on_host) is not None for on_host in (False, True))
     sizes = (space.hbm, space.ddr)[memory]

@@ -1,4 +1,4 @@
-"""Improves a placement: relieve the busiest rank, spend free memory, shake and search again."""
+"""Improves a placement: relieves the busiest rank, spends free memory, perturbs the placement and searches again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SINGLE, _UNIFORM, _HOST_ROWS, _OTHER = range(4)
 
 @dataclass(frozen=True)
 class _Without:
-    """What is left on the ranks without each of n units: [n, W]; and the most loaded of its old ranks [n]."""
+    """Loads of the ranks without each of n units: [n, W]; and the most loaded of its old ranks [n]."""
 
     perf: FloatN
     hbm: FloatN
@@ -30,7 +30,8 @@ class _Without:
 
 
 class LocalSearch:
-    """Relieves the busiest rank until nothing helps: move a shard, swap two, or change the option of a unit."""
+    """Relieves the busiest rank until no step improves it: moves a shard, swaps two, or changes the option of a
+    unit."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class LocalSearch:
     def _prune(self) -> list[IntN]:
         """Options of each unit that no other option of it beats in load and both memories, in all and a shard.
 
-        The bytes of a shard count too: a table in four pieces finds room where the same bytes in one piece do not. And
-        an option that says where its shards go beats none that leaves it open.
+        The bytes of a shard count too: four small pieces may fit where one large piece does not. An option with fixed
+        ranks never beats one with free ranks.
         """
         p = self.problem
         starts = p.shard_ptr[:-1]
@@ -278,7 +279,7 @@ class LocalSearch:
         return best
 
     def spend_memory(self, at: Placement) -> Placement:
-        """Alternate :meth:`cheapen` with evening memory out, so that no single full rank keeps a replica away."""
+        """Alternate :meth:`cheapen` with evening memory out, so that a single full rank does not prevent a replica."""
         best = at
         for _ in range(4):
             before = best.perf.sum()
@@ -304,10 +305,11 @@ class LocalSearch:
         return refresh(p, trial)
 
     def cheapen(self, at: Placement) -> None:
-        """Spend free memory: give units options of less total load, most load saved a byte first, wherever they fit.
+        """Spend free memory: change units to options with less total load, in order of load saved per byte, if they
+        fit.
 
-        The busiest rank may rise by it; balancing comes after. Relieving one rank after another would never find these
-        changes, as a replica loads every rank a little.
+        The busiest rank may rise by it; balancing comes after. Relieving one rank after another never finds these
+        changes, as a replica adds load to every rank.
         """
         p = self.problem
         weight = 1.0 / max(float(p.hbm_cap.max()), 1.0), 1.0 / max(float(p.ddr_cap.max()), 1.0)
@@ -336,7 +338,8 @@ class LocalSearch:
                 break
 
     def shake(self, best: Placement, target: float) -> Placement:
-        """Iterated local search: unsettle the busiest rank and a few others, search again, keep what is no worse.
+        """Iterated local search: perturb the busiest rank and a few others, search again, and keep results that are no
+        worse.
 
         Random but seeded; effort is counted in moves, so that it is the same on every machine.
         """

@@ -1,4 +1,4 @@
-"""From a placement back to plans: the data form, TorchRec's options with ranks, and pinning an earlier plan."""
+"""Converts placements to plans, and pins tables of an earlier plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def chosen_options(problem: Problem, placement: Placement) -> list[tuple[int, In
         choice = int(placement.choice[unit])
         ranks = placement.ranks[unit]
         if problem.mode[choice] == FREE:
-            ranks = np.sort(ranks)  # pieces of a table are alike: neighbours together, so that columns stay contiguous
+            ranks = np.sort(
+                ranks
+            )  # pieces of a table are equal: assign neighbours to one rank, so that columns stay contiguous
         chosen += [(option, ranks) for option in problem.space_options(choice)]
     return chosen
 
@@ -80,7 +82,7 @@ def build_plan(
     }
     hardware = topology.hardware
     if hardware is not None and hardware.device == topology.compute_device:
-        # A rank that holds anything pays the call once; it changes no placement, so the search leaves it out.
+        # A rank with lookups pays for the call once; this does not affect the placement, so the search ignores it.
         estimates["call_ms"] = hardware.call_ms
         estimates["predicted_ms_per_rank"] = _predicted(space, problem, placement, topology)
     tables = tuple(e for e in entries if e is not None)
@@ -127,7 +129,7 @@ def _traffic(space: SearchSpace, topology: Topology) -> tuple[np.ndarray, np.nda
 
 
 def _predicted(space: SearchSpace, problem: Problem, placement: Placement, topology: Topology) -> list[float]:
-    """Milliseconds of each rank with measured figures, now that it is known what shares its caches."""
+    """Milliseconds of each rank with measured figures, including the tables that share its caches."""
     hardware = topology.hardware
     assert hardware is not None
     chosen = chosen_options(problem, placement)
@@ -157,7 +159,7 @@ def pin_tables(space: SearchSpace, pinned: Sequence[TablePlan], topology: Topolo
     """Table -> (option, ranks) for entries of an earlier plan.
 
     Raises:
-        PlannerError: a pinned table that is not in the model, or whose pieces are no option here.
+        PlannerError: a pinned table that is not in the model, or whose pieces match no option.
     """
     index = {(t.module_path, t.name): i for i, t in enumerate(space.tables)}
     found: dict[int, tuple[int, IntN]] = {}
@@ -184,7 +186,8 @@ def _matching_option(space: SearchSpace, t: int, entry: TablePlan, topology: Top
         if filled == set(want) and ranks.max() < topology.world_size:
             return option, ranks
     raise PlannerError(
-        f"pinned table {entry.name!r} ({entry.sharding_type}/{entry.compute_kernel}, {len(entry.shards)} pieces) matches "
-        f"no option of this model and topology ({topology.world_size} ranks); unpin it or plan on the same ranks",
+        f"pinned table {entry.name!r} ({entry.sharding_type}/{entry.compute_kernel}, {len(entry.shards)} pieces) "
+        f"matches no option of this model and topology ({topology.world_size} ranks); unpin it or plan on the same "
+        "ranks",
         PlannerErrorType.PLAN_LOADING_FAILED,
     )

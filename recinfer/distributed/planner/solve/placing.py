@@ -1,4 +1,4 @@
-"""Puts options on ranks: the placement that a search changes, and the greedy placer."""
+"""Placement, which a search changes, and the greedy placer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Placement", "Placer", "packer", "refresh"]
 
 @dataclass
 class Placement:
-    """One option a unit, one rank a shard, and the load and bytes of each rank."""
+    """One option per unit, one rank per shard, and the load and bytes of each rank."""
 
     choice: IntN  # [U]
     ranks: list[IntN]  # [U] -> rank of each shard of the chosen option
@@ -33,7 +33,7 @@ class Placement:
 
 
 class Placer:
-    """Puts options on ranks one after another, each where it makes the busiest rank least busy, within capacities.
+    """Places options one after another, each where the busiest rank gets the least load, within capacities.
 
     Args:
         problem: the options and ranks.
@@ -53,7 +53,7 @@ class Placer:
         )  # fmt: skip
 
     def find(self, at: Placement, option: int) -> IntN | None:
-        """Ranks for the shards of ``option`` on top of ``at``; None when it does not fit."""
+        """Ranks for the shards of ``option`` in addition to ``at``; None when it does not fit."""
         p = self.problem
         s, mode = p.shards_of(option), p.mode[option]
         if mode == FIXED:
@@ -82,10 +82,12 @@ class Placer:
             least = load.min()
             if least == np.inf:
                 return None
-            # Among equally loaded ranks the emptiest: tables that cost the same may differ a lot in size.
+            # Among equally loaded ranks choose the one with the most free memory: tables of equal cost may differ a
+            # lot in size.
             filled = (at.hbm[first:last] + hbm[0]) / np.maximum(p.hbm_cap[first:last], 1.0)
             filled = np.maximum(filled, (at.ddr[first:last] + ddr[0]) / np.maximum(p.ddr_cap[first:last], 1.0))
-            # An empty rank may hold -1e-18 after moves: the slack is added, as a factor would shut every rank out.
+            # An empty rank may have a load of -1e-18 after moves: the slack is added, as a factor would exclude every
+            # rank.
             return np.array([first + int(np.where(load <= least + abs(least) * 1e-9, filled, np.inf).argmin())])
         load, used_h, used_d = at.perf[first:last].copy(), at.hbm[first:last].copy(), at.ddr[first:last].copy()
         cap_h, cap_d = p.hbm_cap[first:last], p.ddr_cap[first:last]
@@ -161,7 +163,7 @@ class Placer:
     def greedy(self, choice: IntN, cost: FloatN) -> Placement | None:
         """Place the chosen options: fixed ones, then hosts, then single shards from large load to small.
 
-        A unit whose option finds no room takes its next cheapest option (by ``cost`` [O]) that does.
+        A unit whose option does not fit takes its next cheapest option (by ``cost`` [O]) that does.
         """
         p = self.problem
         at = self.empty()
@@ -194,7 +196,7 @@ class Placer:
 def packer(problem: Problem) -> Placer:
     """A placer by size: a shard's load is its share of a rank's memory, and a smaller rank begins as if partly filled.
 
-    What it places is a placement of another problem: :func:`refresh` gives it its loads back.
+    Its placements are of another problem: :func:`refresh` restores the loads.
     """
     p = problem
     hbm, ddr = max(float(p.hbm_cap.max()), 1.0), max(float(p.ddr_cap.max()), 1.0)
@@ -208,7 +210,7 @@ def packer(problem: Problem) -> Placer:
 
 
 def refresh(problem: Problem, at: Placement) -> Placement:
-    """The same placement with sums taken afresh, free of the rounding that many moves leave."""
+    """The same placement with recomputed sums, without the rounding errors of many moves."""
     fresh = Placer(problem).empty()
     placer = Placer(problem)
     for unit in range(problem.num_units):

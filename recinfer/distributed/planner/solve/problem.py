@@ -1,7 +1,7 @@
-"""The placement problem that the search solves: units with options with shards, ranks with capacities; and its bounds.
+"""The placement problem: units with options and shards, ranks with capacities; and its lower bounds.
 
 A unit is one table, or several that must share ranks. An option of a unit is a set of shards, each with a load (ms) and
-bytes; a plan picks one option a unit and one rank a shard, so that the largest sum of loads on a rank is small.
+bytes; a plan picks one option per unit and one rank per shard, so that the largest sum of loads on a rank is small.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Problem:
         return slice(int(self.shard_ptr[option]), int(self.shard_ptr[option + 1]))
 
     def space_options(self, option: int) -> tuple[int, ...]:
-        """The options of the search space that an option stands for: one a table of the unit."""
+        """The options of the search space that form an option: one per table of the unit."""
         return (option,) if self.members is None else self.members[option]
 
 
@@ -141,8 +141,8 @@ def _common_options(space: SearchSpace, tables: list[int]) -> list[tuple[int, ..
         names = [space.tables[t].fqn for t in tables]
         raise PlannerError(
             f"tables {names} must share ranks (colocate_with={space.tables[tables[0]].colocate_with!r}) but have no "
-            "sharding type, kernel and number of pieces in common; widen their constraints or set min_partition so "
-            "that they have as many column pieces",
+            "sharding type, kernel and number of pieces in common; widen their constraints, or set min_partition so "
+            "that they have equally many column pieces",
             PlannerErrorType.STRICT_CONSTRAINTS,
         )
     return [tuple(other[key] for other in keyed) for key in common]
@@ -161,7 +161,7 @@ def problem_of(
 
     Args:
         arrays: load, bytes of device memory and of host memory of each shard.
-        members: options of the search space behind each option, where they are others.
+        members: options of the search space for each option, if they differ.
     """
     perf, hbm, ddr = arrays
     starts = shard_ptr[:-1]
@@ -203,14 +203,14 @@ class Bound:
 
 
 def cheapest(problem: Problem, limit: float, prices: tuple[float, float]) -> tuple[FloatN, FloatN]:
-    """(cost [O] with infinity for barred options, least cost a unit [U]) among options with no shard above ``limit``."""
+    """(cost [O] with infinity for barred options, least cost per unit [U]) among options with no shard above ``limit``."""
     cost = problem.option_perf + prices[0] * problem.option_hbm + prices[1] * problem.option_ddr
     cost = np.where(problem.possible & (problem.option_max <= limit), cost, np.inf)
     return cost, np.minimum.reduceat(cost, problem.unit_ptr[:-1])
 
 
 def lower_bound(problem: Problem) -> Bound:
-    """The best bound of its kind: the least z such that options with no shard above z, priced for memory, sum to W z.
+    """The largest Lagrangian bound: the least z such that options with no shard above z, priced for memory, sum to W z.
 
     For any z a plan with its largest rank at z uses only options whose shards are at most z, and its loads sum to at
     most W z; charging memory by any price lowers the sum by no more than price x capacity (Lagrangian relaxation). So
@@ -248,7 +248,7 @@ def lower_bound(problem: Problem) -> Bound:
         if used <= caps[memory]:
             continue
         scale = float(problem.option_perf[chosen].sum() / max(used, 1.0))
-        # The bound is concave in log-ish price: a coarse scan, then a finer one around its best.
+        # The bound is roughly concave in the logarithm of the price: scan coarsely, then finely around the best.
         grid = scale * np.logspace(-3, 4, 29)
         for _ in range(2):
             tried = []

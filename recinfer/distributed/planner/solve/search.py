@@ -1,4 +1,4 @@
-"""The default search: pick an option a unit near the lower bound, place greedily, then improve the best starts.
+"""The default search: pick an option per unit near the lower bound, place greedily, then improve the best starts.
 
 Everything is deterministic: work is bounded by counts, and the clock only cuts it short when ``deadline`` passes.
 """
@@ -20,9 +20,9 @@ from recinfer.distributed.planner.solve.starts import Starts
 __all__ = ["search"]
 
 _STARTS, _STARTS_BY_MEMORY = 3, 8
-_ANNEALED = 3  # of the annealed placements, searched around
+_ANNEALED = 3  # annealed placements from which a local search starts
 _FEW = 24  # tables
-_FULL = 0.85  # share of a rank's memory above which a table moves only if others make room
+_FULL = 0.85  # share of a rank's memory above which a table can move only if others move too
 
 
 def search(
@@ -31,7 +31,7 @@ def search(
     deadline: float = float("inf"),
     max_moves: int = 20_000,
 ) -> tuple[Placement | None, SearchReport]:
-    """The best placement found, or None when nothing fits; and the report.
+    """The best placement found, or None when none fits; and the report.
 
     Args:
         deadline: ``time.monotonic()`` value after which the best so far is returned.
@@ -62,9 +62,9 @@ def search(
 
 
 def _improved(found: Starts, local: LocalSearch, *, memory_binds: bool) -> Placement | None:
-    """The best of the best starts, searched around; None without a start."""
+    """The best placement found from the best starts; None without a start."""
     good = found.bound.value * GOOD
-    # Where memory binds, what a start is worth shows only after its search: a balanced one may hold the wrong replicas.
+    # When memory is the limit, a start can be judged only after its search: a balanced one may have the wrong replicas.
     seeds = sorted(found.placed, key=lambda s: s.worst)[: _STARTS_BY_MEMORY if memory_binds else _STARTS]
     best = min(seeds, key=lambda s: s.worst, default=None)
     for seed in seeds:
@@ -84,7 +84,7 @@ def _improved(found: Starts, local: LocalSearch, *, memory_binds: bool) -> Place
 
 
 def _unlocked(found: Starts, local: LocalSearch, best: Placement | None) -> Placement | None:
-    """A placement no worse than ``best``, where no single move helps: annealed, or else shaken and searched again.
+    """A placement no worse than ``best``, by annealing, or by perturbing it and searching again.
 
     Annealed are problems of few tables, and of full memory; those that are searched exactly after this are not.
     """

@@ -1,4 +1,4 @@
-"""How good a plan is, and what finding it took: data that a search hands out."""
+"""SearchReport: quality of a plan and effort of its search."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["SearchReport"]
 
 @dataclass
 class SearchReport:
-    """How good the plan is, and what finding it took.
+    """Quality of a plan and effort of its search.
 
-    ``gap`` has two parts: what the search missed, and how far the bound lies below the optimum. Where ``proven`` is true
-    the search missed nothing, and all of the gap is the bound's.
+    ``gap`` has two parts: how far the plan is above the optimum, and how far the bound is below it. If ``proven`` is
+    true the plan is optimal, and all of the gap is due to the bound.
     """
 
     max_perf: float  # ms on the busiest rank
@@ -22,7 +22,7 @@ class SearchReport:
     num_plans: int = 0
     moves: int = 0
     source: str = "search"
-    proven: bool = False  # the plan is optimal: it is at the bound, or all others were tried or ruled out
+    proven: bool = False  # the plan is optimal: it reaches the bound, or all others were tried or excluded
 
     @property
     def gap(self) -> float:

@@ -1,7 +1,7 @@
 """The search space as arrays: tables, their options, the options' shards, each estimated.
 
-Options of one table are neighbours, shards of one option too (``option_ptr``, ``shard_ptr``). What the search moves is
-a *unit*: one table, or several that must share ranks.
+Options of one table are neighbours, shards of one option too (``option_ptr``, ``shard_ptr``). The search moves *units*:
+one table, or several that must share ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SearchSpace:
     shard_ptr: IntN  # [O+1] first shard of each option
     shard_option: IntN  # [S]
     rect: IntN  # [S, 4] row, rows, column, columns
-    fixed_rank: IntN  # [S] the rank a shard must have, -1 when free
+    fixed_rank: IntN  # [S] the rank per shard must have, -1 when free
     perf: FloatN = field(default_factory=lambda: np.zeros((0, 6)))  # [S, 6]
     total: FloatN = field(default_factory=lambda: np.zeros(0))  # [S] ms
     hbm: IntN = field(default_factory=lambda: np.zeros(0, np.int64))  # [S] bytes
@@ -113,8 +113,8 @@ def _no_options(table: TableFacts) -> None:
     c = table.constraints
     asked = f"sharding types {c.sharding_types}, kernels {c.compute_kernels}" if c is not None else "no constraints"
     raise PlannerError(
-        f"table {table.fqn!r} has no sharding option: the constraints ask for {asked}, and its sharder offers none of "
-        "that on this device; widen the constraints or use another sharder",
+        f"table {table.fqn!r} has no sharding option: the constraints ask for {asked}, and its sharder supports none "
+        "of these on this device; widen the constraints or use another sharder",
         PlannerErrorType.STRICT_CONSTRAINTS,
     )
 
@@ -172,14 +172,14 @@ def _geometry(
 
 def _piece_width(cols: int, min_partition: int | None, alone: bool, ranks: int) -> int:
     width = column_width(cols, min_partition or MIN_CW_DIM)
-    # Asked for column pieces and nothing else: give pieces even to a narrow table, down to 32 columns.
+    # Only column pieces are allowed: cut even a narrow table, down to pieces of 32 columns.
     if alone and min_partition is None and width == cols:
         width = column_width(cols, max(32, -(-cols // ranks)))
     return width
 
 
 def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
-    """The inputs of the estimates, one entry a shard."""
+    """The inputs of the estimates, one entry per shard."""
     tables, o = space.tables, space.option_table
 
     def column(get: Callable[[TableFacts], Any], dtype: Any = np.float64) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Where the local search begins: choices of an option a unit, each placed greedily."""
+"""Starts of the local search: choices of an option per unit, each placed greedily."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Starts"]
 
 
 class Starts:
-    """Choices of an option a unit, each placed greedily: where the local search starts."""
+    """Collects starts of the local search: choices of an option per unit, each placed greedily."""
 
     def __init__(self, problem: Problem, bound: Bound, deadline: float, report: SearchReport) -> None:
         self.problem, self.bound, self.deadline, self.report = problem, bound, deadline, report
@@ -28,7 +28,7 @@ class Starts:
         return time.monotonic() > self.deadline
 
     def consider(self, choice: IntN, cost: FloatN) -> bool:
-        """Place a choice that is new; whether it fits."""
+        """Place a choice if it is new; returns whether it fits."""
         key = choice.tobytes()
         if key in self._seen:
             return False
@@ -45,7 +45,7 @@ class Starts:
         return True
 
     def around_memory_prices(self) -> None:
-        """Where memory binds: choices around the price at which the sums just fit."""
+        """For problems where memory is the limit: choices around the price at which the sums just fit."""
         problem, prices = self.problem, self.bound.prices
         if not any(prices):
             return
@@ -105,7 +105,7 @@ class Starts:
 
 
 def _price_ladder(problem: Problem, bound: Bound) -> list[tuple[float, float]]:
-    """Prices of memory to try in turn when a choice does not fit: those of the bound, then dearer ones."""
+    """Prices of memory to try in turn when a choice does not fit: those of the bound, then higher ones."""
     perf = float(np.median(problem.option_perf))
     unit_h = perf / max(float(np.median(problem.option_hbm)), 1.0)
     unit_d = perf / max(float(np.median(problem.option_ddr)), 1.0)

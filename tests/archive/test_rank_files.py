@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from recinfer.archive.layout import rank_file, rects_by_rank
+from recinfer.archive.rank_files import rank_file, rects_by_rank
 from recinfer.archive.reader import Archive
 from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
 from recinfer.modules.embedding_configs import DataType
