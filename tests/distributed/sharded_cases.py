@@ -341,7 +341,7 @@ def a_key_comes_twice(rank: int, world: int) -> None:
         ):
             cut = sharder.shard(copy.deepcopy(module), plan, env(), torch.device("cpu"))
             for _ in range(2):  # also after a good batch
-                with pytest.raises(InputError, match=r"\['a'\] come more than once"):
+                with pytest.raises(InputError, match=r"\['a'\] occur more than once"):
                     cut(twice)
                 cut(once)
 

@@ -138,7 +138,7 @@ def test_settings_below_one_are_refused(small: Dataset, wrong: dict[str, int]) -
 
 def test_a_folder_with_other_files_is_refused_before_training(small: Dataset, tmp_path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
         train(small, epochs=10**9, out=tmp_path, progress=False)
 
 
@@ -156,7 +156,7 @@ def test_a_split_without_rows_is_refused(small: Dataset) -> None:
 def test_a_contract_without_dense_features_is_refused(small: Dataset) -> None:
     from recinfer.data.contract import FeatureContract
 
-    with pytest.raises(ConfigError, match="26 and 0"):
+    with pytest.raises(ConfigError, match="26 sparse and 0 dense"):
         build_dlrm(FeatureContract(small.contract.sparse, (), small.contract.label))
 
 
