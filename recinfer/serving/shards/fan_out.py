@@ -14,6 +14,7 @@ from typing import Any
 
 from recinfer.archive.manifest import Manifest
 from recinfer.errors import ConfigError
+from recinfer.serving.shards.messages import VectorFormat
 from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.transport import rankers_thread
 
@@ -69,6 +70,11 @@ class FanOut:
     def missing(self) -> str | None:
         """What a rank that nobody answers for means, by the settings of this moment; None: as each manifest says."""
         return self._missing or self.pool.config.settings.missing
+
+    @property
+    def vectors(self) -> VectorFormat:
+        """How shards send vectors, by the settings of this moment."""
+        return VectorFormat.FLOAT16 if self.pool.config.settings.half else VectorFormat.STORED
 
     @property
     def gives_default_rows(self) -> bool:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.messages import Parts, decode_failure, decode_response, join_request
+from recinfer.serving.shards.messages import Parts, VectorFormat, decode_failure, decode_response, join_request
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.transport import rankers_thread
 
@@ -69,13 +69,13 @@ def _hedge_delay(p95: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked for; see :func:`begin_fan_out`. ``half``: as float16, else rows may come as they are stored."""
+    """What is asked for; see :func:`begin_fan_out`."""
 
     version: str
     batch: int
     parts: Mapping[int, Parts]
     deadline: float
-    half: bool
+    vectors: VectorFormat
     default_rows: bool
     fits: Fits | None
 
@@ -171,7 +171,7 @@ class FanOutRequest:
     def _send(self, attempt: _Attempt) -> None:
         asked, fan_out, replica = self._asked, self._fan_out, attempt.replica
         parts = [part for rank in attempt.ranks for part in asked.parts[rank]]
-        message = join_request(asked.version, asked.batch, parts, half=asked.half, stored=not asked.half)
+        message = join_request(asked.version, asked.batch, parts, asked.vectors)
         attempt.num_parts = len(parts)
         self._attempts.append(attempt)
         for rank in attempt.ranks:
@@ -242,7 +242,7 @@ class FanOutRequest:
         failure = decode_failure(data)
         if failure is not None:
             raise _Refused(*failure)
-        arrays = decode_response(data, self._asked.half)
+        arrays = decode_response(data, self._asked.vectors)
         if len(arrays) != attempt.num_parts:
             raise InputError(f"it has {len(arrays)} parts, expected {attempt.num_parts}")
         found: Answers = {}
@@ -342,7 +342,7 @@ def begin_fan_out(
     deadline: float,
     done: FanOutCallback,
     *,
-    exact: bool = False,
+    vectors: VectorFormat = VectorFormat.STORED,
     default_rows: bool = False,
     fits: Fits | None = None,
 ) -> None:
@@ -357,13 +357,12 @@ def begin_fan_out(
         done: called once, on the transport's thread, which it must not block. Its error is an UnavailableError (a rank has
             no living replica, and default rows are not allowed, or forbidden), a DeadlineError, an OverloadedError, or
             the InputError of a shard that does not take the request.
-        exact: float32 whatever the settings say, for golden requests.
+        vectors: how shards send them; :attr:`FanOut.vectors` is what the settings say.
         default_rows: whether the version's manifest allows default rows where nobody answers; the settings may forbid
             them.
         fits: looks at what each rank answered; an answer that does not fit is a failed one.
     """
     settings = fan_out.pool.config.settings
     until = min(deadline, time.monotonic() + settings.timeout_seconds)
-    half = settings.half and not exact
-    asked = Asked(version, batch, parts, until, half, default_rows, fits)
+    asked = Asked(version, batch, parts, until, vectors, default_rows, fits)
     rankers_thread().call(FanOutRequest(fan_out, asked, done).begin)

@@ -23,7 +23,7 @@ from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut, waited_for
 from recinfer.serving.shards.fan_out_request import begin_fan_out
 from recinfer.serving.shards.layout import ModuleLayout, module_layouts
-from recinfer.serving.shards.messages import Parts
+from recinfer.serving.shards.messages import Parts, VectorFormat
 from recinfer.serving.shards.remote_tables import RemoteTables
 from recinfer.serving.shards.split import ModuleSplit, Section
 from recinfer.serving.shards.versions import VersionSpec
@@ -98,7 +98,8 @@ class RemoteLookups:
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the transport's thread."""
-        begin = functools.partial(self._begin, requests, present, float("inf"), exact=True)
+        exact = VectorFormat.STORED  # golden requests are answered to the bit, whatever the settings say
+        begin = functools.partial(self._begin, requests, present, float("inf"), vectors=exact)
         return cast(Found, waited_for(begin).result())
 
     def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
@@ -108,7 +109,7 @@ class RemoteLookups:
             done: told once: here, where nobody has to be asked or an id is out of range, else on the transport's thread.
         """
         try:
-            self._begin(requests, present, deadline, done)
+            self._begin(requests, present, deadline, done, vectors=self._fan_out.vectors)
         except Exception as error:
             done(None, error)
 
@@ -119,7 +120,7 @@ class RemoteLookups:
         deadline: float,
         done: FoundCallback,
         *,
-        exact: bool = False,
+        vectors: VectorFormat,
     ) -> None:
         """Raises what is wrong with the requests themselves."""
         bags = requests[0]
@@ -159,7 +160,7 @@ class RemoteLookups:
             parts,
             deadline,
             joined,
-            exact=exact,
+            vectors=vectors,
             default_rows=self._default_rows,
             fits=fits,
         )

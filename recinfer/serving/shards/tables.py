@@ -43,6 +43,7 @@ from recinfer.serving.shards.messages import (
     part_sizes,
     values_head,
 )
+from recinfer.serving.shards.rank_structs import PlainFind, PlainPart
 from recinfer.serving.shards.versions import base_of, version_key
 from recinfer.serving.wire.limits import Limits
 
@@ -276,35 +277,39 @@ class ShardTables:
 
     def find_directly(self, data: bytes, limits: Limits) -> bytes | None:
         """:meth:`find` of a small request of bags without weights, by the compiled loops; None for any other."""
-        found = read_find(data)
-        if found is None:
+        fields = read_find(data)
+        if fields is None:
             return None
-        key, batch, stored, parts = found
-        version = self._get(key)
+        request = PlainFind._make(fields)
+        version, batch = self._get(request.version), request.batch
         if version is None or batch > limits.max_concurrent * limits.max_batch:
             return None
         answer: list[bytes] = []
         at = 0
         taken = 0
-        for rank, module, length_bytes, lengths_at, lengths_size, ids_at, ids, wide in parts:
-            tables = version.tables.get((rank, module))
+        for part in map(PlainPart._make, request.parts):
+            tables = version.tables.get((part.rank, part.module))
             if tables is None or tables.direct is None:
                 return None
             bags, floats = batch * tables.num_streams, batch * tables.columns
             taken += _FLOAT_BYTES * floats
             if taken > limits.max_response_bytes:  # of all ranks together, so find_any tells them apart
                 return None
-            if ids > _MOST_DIRECT_IDS or floats > _MOST_DIRECT_FLOATS or lengths_size != bags * length_bytes:
+            if (
+                part.ids > _MOST_DIRECT_IDS
+                or floats > _MOST_DIRECT_FLOATS
+                or part.lengths_size != bags * part.length_bytes
+            ):
                 return None
             direct = tables.direct
-            find = direct.pieces.pack if stored else direct.pieces.pool
+            find = direct.pieces.pack if request.stored else direct.pieces.pool
             vectors = find(
                 direct.steps,
                 data,
-                BagPlaces(lengths_at, ids_at, ids, wide, tables.num_streams, batch),
+                BagPlaces(part.lengths_at, part.ids_at, part.ids, part.wide, tables.num_streams, batch),
                 tables.columns,
-                PACKED_HEAD if stored else values_head(at % 4, 4 * floats),
-                length_bytes,
+                PACKED_HEAD if request.stored else values_head(at % 4, 4 * floats),
+                part.length_bytes,
             )
             if vectors is None:
                 return None

@@ -94,13 +94,13 @@ def test_the_command_line(archive: Path, tmp_path: Path):
 
 def test_responses_of_any_alignment():
     arrays = [[np.arange(n, dtype=np.float32)] for n in (0, 1, 40, 3000, 70_000, 2)]
-    found = decode_response(encode_response(arrays), half=False)
+    found = decode_response(encode_response(arrays))
     for got, (expected,) in zip(found, arrays, strict=True):
         assert got.flags.aligned and np.array_equal(got, expected)
     data = encode_response(arrays)
     for broken in (data[:-1], data[:5], b"\x08\x01", b"\xff" * 12):
         with pytest.raises(InputError, match="response"):
-            decode_response(broken, half=False)
+            decode_response(broken)
 
 
 def test_parts_that_do_not_fit_are_refused(archive: Path):
