@@ -81,13 +81,18 @@ class Owner(Protocol):
 
 
 class Method:
-    """What answers the calls of one path: ``dispatch`` takes its messages as they come; without it they are ``handler``'s."""
+    """What answers the calls of one path: ``dispatch`` takes its messages as they come; without it they are ``handler``'s.
 
-    __slots__ = ("bounds", "dispatch", "handler", "path", "read", "streams_in", "streams_out", "write")
+    Attributes:
+        num_open: its calls that gRPC has not closed yet; changed on gRPC's thread alone.
+    """
+
+    __slots__ = ("bounds", "dispatch", "handler", "num_open", "path", "read", "streams_in", "streams_out", "write")
 
     def __init__(self, path: str, handler: Any, dispatch: Dispatch | None, bounds: Bounds) -> None:
         self.path, self.handler, self.dispatch, self.bounds = path, handler, dispatch, bounds
         self.streams_in = self.streams_out = False
+        self.num_open = 0
         self.read: Any = bytes
         self.write: Any = bytes
         if handler is not None:
@@ -130,7 +135,10 @@ class CoreCall:
     ) -> None:
         self._server, self._call, self._metadata, self._deadline = server, call, metadata, deadline
         self._method: Any = method
-        self.ticket: Any = None if method is None else CallTicket(method.bounds)
+        self.ticket: Any = None
+        if method is not None:
+            self.ticket = CallTicket(method.bounds)
+            method.num_open += 1
         self._task: asyncio.Task[None] | None = None
         self._opened = self._listens = False
         self._end = threading.Lock()  # taken by who ends it, or listens
@@ -277,6 +285,7 @@ class CoreCall:
         self._sending = None
         if self.ticket is not None:
             self.ticket.release()
+            self._method.num_open -= 1
 
     # -- on the loop
 
@@ -348,12 +357,19 @@ class CoreCall:
     # -- what a handler may ask: see grpc.aio.ServicerContext
 
     async def write(self, message: Any) -> None:
-        """Send one of many answers, and wait until gRPC has taken it."""
+        """Send one of many answers, and wait until gRPC has sent it. A caller that does not read it for as long as one may
+        leave a single answer unread loses the call.
+        """
         operations = [cygrpc.SendMessageOperation(self._method.write(message), 0)]
         if not self._opened:
             self._opened = True
             operations.append(cygrpc.SendInitialMetadataOperation((), 0))
-        if not (await self._step(*operations)).success:
+        self._sending = self._call
+        self.ticket.sends()
+        event = await self._step(*operations)
+        self._sending = None
+        self.ticket.runs()
+        if not event.success:
             raise asyncio.CancelledError
 
     async def abort(

@@ -52,6 +52,9 @@ _RECEIVE_S = 30.0
 # Health and reflection are small, and health needs no token: two calls at a time may be slow to send their message.
 _OPEN_TO_ALL = ("/grpc.health.", "/grpc.reflection.")
 _OPEN_BYTES, _OPEN_RECEIVE_S, _OPEN_BUDGET = 64 << 10, 3.0, 3
+# Such calls have no end of their own, and health and reflection need no token. Every ranker holds one Watch on each of its
+# shards, a prober one or none.
+_MOST_STREAMS = 1024
 
 Refused = Callable[[str, str, Sequence[tuple[str, Any]]], None]
 """Told of each call that was ended for the memory it holds: method path, code, metadata. Called on gRPC's thread."""
@@ -284,6 +287,8 @@ class CoreServer:
         except Exception:
             _log.exception("%s could not be admitted", path)
             ending = FAILED
+        if ending is None and method is not None and method.streams_out and method.num_open >= _MOST_STREAMS:
+            ending = self._too_many_open(method, metadata)
         call = CoreCall(self, event.call, metadata, deadline, method)
         self.open.add(call)
         if ending is not None or method is None:
@@ -293,6 +298,12 @@ class CoreServer:
         else:
             call.receive()
         return None
+
+    def _too_many_open(self, method: Method, metadata: Sequence[tuple[str, Any]]) -> Ending:
+        name = method.path.rpartition("/")[2]
+        why = f"{method.num_open} {name} calls are open on this server, as many as it holds; close some, or try again later"
+        self.refused(method.path, "RESOURCE_EXHAUSTED", metadata)
+        return Ending("RESOURCE_EXHAUSTED", why)
 
     def _method(self, path: bytes, metadata: Sequence[tuple[str, Any]]) -> Method | None:
         found = self._methods.get(path, _UNSEEN)

@@ -149,10 +149,16 @@ class RemoteTables:
                 else:
                     runs.append(run)
             column += rect.cols
-        heads = [part_head(rank.rank, self._split.number, width) for width in (0, 1, 4)]
         pairs = pairs_of(mine, self._split.layout.configs, firsts)
-        split_by = RankStreams(*heads, np.array(streams, np.int64), rank.wide)
-        return _Rank(rank.rank, split_by, column, np.array(runs, np.int64).reshape(-1, 4), pairs)
+        number = self._split.number
+        rank_streams = RankStreams(
+            part_head(rank.rank, number, 0),
+            part_head(rank.rank, number, 1),
+            part_head(rank.rank, number, 4),
+            np.array(streams, np.int64),
+            rank.wide,
+        )
+        return _Rank(rank.rank, rank_streams, column, np.array(runs, np.int64).reshape(-1, 4), pairs)
 
     def split(self, order: RemoteOrder, data: bytes, bags: BagPlaces) -> dict[int, Parts] | None:
         """What each rank is asked; None when an id is out of range."""
