@@ -10,8 +10,9 @@ CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
 STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0.15
 RECINFER_KERNEL           fbgemm or triton: what looks packed rows up; else FBGEMM where it is installed
 
-and one that it sets, where it is not set:
+and two that it sets, where they are not set:
 ORT_DISABLE_TELEMETRY     1: onnxruntime's Linux wheels have telemetry on, with a thread of its own
+GRPC_VERBOSITY            NONE, in `recinfer serve`: gRPC's core writes lines that callers without a token can cause
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "cross_node_bandwidth",
     "debug",
     "intra_node_bandwidth",
+    "keep_grpc_quiet",
     "keep_onnxruntime_quiet",
     "kernel",
     "local_world_size",
@@ -73,6 +75,14 @@ def supervised_environment(environment: Mapping[str, str] | None = None) -> dict
 def keep_onnxruntime_quiet() -> None:
     """No telemetry, unless the user's environment asks for it; call it before onnxruntime is imported."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
+def keep_grpc_quiet() -> None:
+    """No lines of gRPC's core on stderr, unless the user's environment asks for them; call it before grpc is imported.
+
+    It writes one for every compressed call and every failed TLS handshake, at no bounded rate and without the caller's address.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

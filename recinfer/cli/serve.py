@@ -31,6 +31,7 @@ def run(options: ServeOptions) -> None:
 
     Ctrl-C and SIGTERM finish the requests in flight and stop.
     """
+    env.keep_grpc_quiet()
     options = worker_options(options)
     ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
     _check_ports(options.address)
