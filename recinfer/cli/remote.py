@@ -109,7 +109,7 @@ def _added(tables: ShardTables, store: Path, name: str, version: str) -> Path:
 
 
 def shard_fan_out(path: Path, security: Security, missing: str | None, max_response_bytes: int) -> FanOut:
-    """Who asks the shards of shards.json; raises ConfigError. ``max_response_bytes``: of a rank's rows for one request."""
+    """The fan-out to the shards of shards.json; raises ConfigError. ``max_response_bytes``: of a rank's rows for one request."""
     from recinfer.serving.shards.fan_out import FanOut
     from recinfer.serving.shards.replicas import ReplicaPool
 
@@ -161,14 +161,14 @@ def set_serving_when_there(
     def check() -> None:
         for predictor in predictors:
             lookups: Any = predictor.state.lookups
-            told = ""
+            shown = ""
             while True:
                 missing = fan_out.pool.unreachable(lookups.ranks, lookups.spec.key)
                 if not missing:
                     break
                 where = "; ".join(f"rank {rank}: {fan_out.pool.addresses(rank, lookups.spec.key)}" for rank in missing)
-                if where != told:
-                    told = where
+                if where != shown:
+                    shown = where
                     output.note(f"not serving yet, waiting for shards: {where}")
                 if stopped.wait(0.1):
                     return

@@ -34,7 +34,7 @@ def log_change(call: str, data: bytes) -> None:
 
 
 def log_refused(call: str, data: bytes, error: Exception) -> None:
-    """A change that was asked for and not made."""
+    """A change that was requested and not made."""
     fields = _fields_of(call, data)
     if fields is not None:
         _log.warning("%s, refused: %s", _line(fields), error, extra=fields)

@@ -1,4 +1,4 @@
-"""One call of the server in recinfer.serving.server.grpc_core, from its message to its end, and what its handler may ask of it."""
+"""One call of the server in recinfer.serving.server.grpc_core, from its message to its end, with the context that its handler gets."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Method:
 
 
 class CoreCall:
-    """One call, and what its handler is told of it: the part of grpc.aio.ServicerContext that ours use.
+    """One call, and its handler's context: the part of grpc.aio.ServicerContext that our handlers use.
 
     It begins on gRPC's thread. A call that is dispatched may be answered or ended on any thread; one that is handed over is the
     loop's, but for its events. gRPC's own call is let go as soon as it is over: a server does not end before.
@@ -186,7 +186,7 @@ class CoreCall:
             self._refuse(error)
 
     def hand_over(self, data: bytes | None) -> None:
-        """The rest is a task of the loop, which is cancelled when the caller goes away."""
+        """The rest is a task of the loop, which is cancelled when the caller cancels or disconnects."""
         self._listens = True
         self._call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._closed)
         self._server.loop.call_soon_threadsafe(self._begin, data)
@@ -210,15 +210,15 @@ class CoreCall:
     def certificate_subject(self) -> str:
         """The subject of the caller's certificate, else its common name; empty without one."""
         call = self._call
-        told = {} if call is None else cygrpc.auth_context(call)
-        found = {_text(name): values for name, values in told.items()}
+        properties = {} if call is None else cygrpc.auth_context(call)
+        found = {_text(name): values for name, values in properties.items()}
         for name in ("x509_subject", "x509_common_name"):
             if values := found.get(name):
                 return _text(values[0])
         return ""
 
     def listen(self, gone: Callable[[], None]) -> None:
-        """Have ``gone`` called when the caller goes away before the call is ended, on gRPC's thread."""
+        """Have ``gone`` called, on gRPC's thread, when the caller cancels or disconnects before the call is ended."""
         with self._end:
             call = self._call
             if call is None or self._listens:
@@ -354,7 +354,7 @@ class CoreCall:
         self._call.start_server_batch(operations, lambda event: loop.call_soon_threadsafe(_set, done, event))
         return await done
 
-    # -- what a handler may ask: see grpc.aio.ServicerContext
+    # -- the context of a handler: see grpc.aio.ServicerContext
 
     async def write(self, message: Any) -> None:
         """Send one of many answers, and wait until gRPC has sent it. A caller that does not read it for as long as one may

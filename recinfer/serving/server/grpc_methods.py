@@ -114,7 +114,7 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
                 await context.abort(grpc.StatusCode[ending.code], ending.message, ending.trailing)
             except grpc.aio.AbortError:
                 raise
-            except Exception:  # gRPC cannot send it: who asked is gone, and gRPC would log that as our error
+            except Exception:  # gRPC cannot send it: the caller is gone, and gRPC would log that as our error
                 raise asyncio.CancelledError from None
             raise  # not reached: abort raises
         answered("OK")

@@ -52,9 +52,9 @@ _SMALL_BYTES = (
 )  # of requests that are answered on the thread that reads: behind a larger one, others would wait
 _MAX_RUNNING = 512
 _STOP_SLACK_S = 5.0
-_NOTICED_S = 0.1  # after which rankers know that this server takes no more requests
+_NOTICED_S = 0.1  # after which rankers are notified that this server takes no more requests
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-_SHOWN = ("", SERVICE_NAME)  # the services that health knows
+_SHOWN = ("", SERVICE_NAME)  # the services that health reports
 _log = logging.getLogger(__name__)
 
 
@@ -114,7 +114,7 @@ class ShardServer:
         return self
 
     def stop(self, grace: float = 10.0) -> None:
-        """Say so to the rankers, let requests that run end for up to ``grace`` seconds, then close."""
+        """Notify the rankers, let requests that run end for up to ``grace`` seconds, then close."""
         if self._server is not None:
             run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
 
@@ -224,7 +224,7 @@ class ShardServer:
         if server is None:
             return
         await self._health.end()
-        # A ranker that has heard it just now may have asked before; gRPC's own grace would be for all calls, State's too.
+        # A ranker that is notified now may have sent a request before; gRPC's own grace would be for all calls, State's too.
         end = time.monotonic() + grace
         await asyncio.sleep(min(grace, _NOTICED_S))
         while self._running and time.monotonic() < end:

@@ -654,7 +654,7 @@ static PyObject *join_method(PyObject *module, PyObject *args) {
         return NULL;
     const Py_ssize_t batch = bags.batch;
     if (columns < 0 || (columns && batch > PY_SSIZE_T_MAX / 64 / columns)) {
-        PyErr_SetString(PyExc_ValueError, "join: more columns than memory has room for");
+        PyErr_SetString(PyExc_ValueError, "join: more columns than fit in memory");
         goto release_means;
     }
     const Py_ssize_t num_bytes = 4 * batch * columns;

@@ -36,8 +36,8 @@ __all__ = ["MakeLookups", "RemoteLookups", "remote_lookups"]
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
 
-class _AskedModule(NamedTuple):
-    """What is asked for one module: its bags, and each rank's section of them."""
+class _ModuleRequest(NamedTuple):
+    """One module's part of a request: its bags, and each rank's section of them."""
 
     split: ModuleSplit
     bags: Bags
@@ -45,15 +45,15 @@ class _AskedModule(NamedTuple):
 
 
 class RemoteLookups:
-    """The tables of one version of an archive, on shard servers. Every call asks all ranks for this one version.
+    """The tables of one version of an archive, on shard servers. Every call looks up in this one version on all ranks.
 
     Args:
         archive: opened for no rank.
         spec: the version; shards prepare it for as long as this lives.
-        fan_out: who asks.
+        fan_out: calls the shards.
 
     Raises:
-        ConfigError: the fan-out's settings ask for default rows that the manifest does not allow.
+        ConfigError: the fan-out's settings request default rows that the manifest does not allow.
     """
 
     mapped: MappedShards | None = None
@@ -106,7 +106,7 @@ class RemoteLookups:
         """:meth:`find` without waiting, as it is; ``deadline`` is of ``time.monotonic()``.
 
         Args:
-            done: told once: here, where nobody has to be asked or an id is out of range, else on the transport's thread.
+            done: called once: here, where no shard has to be called or an id is out of range, else on the transport's thread.
         """
         try:
             self._begin(requests, present, deadline, done, vectors=self._fan_out.vectors)
@@ -127,16 +127,16 @@ class RemoteLookups:
         if len(requests) > 1:
             bags = merge_bags(requests, self._features, weighted=self._weighted)
         self._check(bags)
-        asked: list[_AskedModule | None] = []
+        modules: list[_ModuleRequest | None] = []
         parts: dict[int, Parts] = {}
         sections: dict[int, list[tuple[ModuleSplit, Section]]] = {}
         for part, split in zip(self.parts, self._splits):
             if present is not None and present.isdisjoint(part.info.features):
-                asked.append(None)
+                modules.append(None)
             else:
                 mine = _weighed(part, bags)
-                module = _AskedModule(split, mine, split.split(mine))
-                asked.append(module)
+                module = _ModuleRequest(split, mine, split.split(mine))
+                modules.append(module)
                 for rank, section in module.sections.items():
                     parts.setdefault(rank, []).append(section.parts)
                     sections.setdefault(rank, []).append((split, section))
@@ -148,8 +148,8 @@ class RemoteLookups:
             found = None
             try:
                 if error is None:
-                    found = Found(_joined(asked, answers), missing)
-            except Exception as wrong:  # ours: nobody else would hear of it
+                    found = Found(_joined(modules, answers), missing)
+            except Exception as wrong:  # a bug of ours: else the request would never end
                 error = wrong
             done(found, error)
 
@@ -174,10 +174,10 @@ class RemoteLookups:
             FeatureArranger(bags.keys, rows.astype(np.int64).tolist()).check(bags.kjt())
 
 
-def _joined(asked: Sequence[_AskedModule | None], answers: Answers) -> list[Any]:
+def _joined(modules: Sequence[_ModuleRequest | None], answers: Answers) -> list[Any]:
     taken = dict.fromkeys(answers, 0)
     parts: list[Any] = []
-    for module in asked:
+    for module in modules:
         if module is None:
             parts.append(None)
             continue

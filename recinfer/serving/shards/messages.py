@@ -133,7 +133,7 @@ class RequestPart:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A decoded request; its parts are decoded one by one, by who knows their streams."""
+    """A decoded request; its parts are decoded one by one, where the number of their streams is known."""
 
     version: str
     batch: int

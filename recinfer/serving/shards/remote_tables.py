@@ -76,7 +76,7 @@ class RemoteTables:
         split: of the module.
         names, dims: of the module's outputs.
         rows: of each feature's tables.
-        fan_out: asks the shards, for ``version``; ``default_rows``: as ``begin_fan_out`` has it.
+        fan_out: to the shards, for ``version``; ``default_rows``: as ``begin_fan_out`` has it.
 
     Attributes:
         at_end_of_turn: see :class:`FanOut`.
@@ -161,7 +161,7 @@ class RemoteTables:
         return _Rank(rank.rank, rank_streams, column, np.array(runs, np.int64).reshape(-1, 4), pairs)
 
     def split(self, order: RemoteOrder, data: bytes, bags: BagPlaces) -> dict[int, Parts] | None:
-        """What each rank is asked; None when an id is out of range."""
+        """Each rank's part of the request; None when an id is out of range."""
         found = split(data, bags, order.limits, order.streams)
         if found is None:
             return None

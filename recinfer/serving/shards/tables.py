@@ -242,7 +242,7 @@ class ShardTables:
         return [ShardModel(v.key, v.archive.manifest, v.mapped.buffer.numel(), len(v.deltas)) for v in versions]
 
     def keep(self, keys: Iterable[str]) -> None:
-        """A ranker may ask for these versions: they stay mapped for a minute from now, however many there are."""
+        """A ranker may look up in these versions: they stay mapped for a minute from now, however many there are."""
         now = time.monotonic()
         with self._lock:
             still = {key: until for key, until in self._wanted.items() if until > now}
@@ -293,7 +293,7 @@ class ShardTables:
                 return None
             bags, floats = batch * tables.num_streams, batch * tables.columns
             taken += _FLOAT_BYTES * floats
-            if taken > limits.max_response_bytes:  # of all ranks together, so find_any tells them apart
+            if taken > limits.max_response_bytes:  # of all ranks together, so find_any counts each by itself
                 return None
             if (
                 part.ids > _MOST_DIRECT_IDS
@@ -323,7 +323,7 @@ class ShardTables:
         version = self._get(request.version)
         if version is None:
             raise NotPreparedError(f"version: {request.version} is not mapped here; here are {', '.join(self.keys())}")
-        asked = []
+        accepted = []
         taken = dict.fromkeys(self.ranks, 0)
         for part in request.parts:
             tables = version.tables.get((part.rank, part.module))
@@ -337,9 +337,9 @@ class ShardTables:
                     f"rank {part.rank}: {request.batch} samples take {taken[part.rank]} bytes or more, expected at most "
                     f"max_response_bytes = {limits.max_response_bytes}: send fewer samples a request"
                 )
-            asked.append((part, tables))
+            accepted.append((part, tables))
         values = []
-        for part, tables in asked:
+        for part, tables in accepted:
             arrays = tables.find(decode_part(part, tables.num_streams, request.batch), request.batch)
             values.append([a.astype(np.float16) for a in arrays] if request.half else arrays)
         return encode_response(values)
@@ -391,7 +391,7 @@ class ShardTables:
         version = _Version(key, archive, self.ranks, deltas, **self._mapping)
         with self._lock:
             self._versions[key] = version
-            # Other models' versions stay: rankers of a store ask for all of its models.
+            # Other models' versions stay: rankers of a store use all of its models.
             model, now = archive.manifest.model, time.monotonic()
             mine = [name for name, held in self._versions.items() if held.archive.manifest.model == model]
             for gone in mine[:-MAX_VERSIONS]:
