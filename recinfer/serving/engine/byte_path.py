@@ -30,7 +30,6 @@ __all__ = ["Fill", "Predictions", "lookup_now"]
 # A larger lookup would hold the thread that others wait for.
 _MOST_BYTES, _MOST_IDS, _MOST_FLOATS = 128 << 10, 8192, 1 << 18
 _LONGEST_RUN_S = 50e-3  # of a merged run: it is over before those behind it give up, and merging gains no more by then
-_LEAST_UNKNOWN = 64  # samples of a request that are not run on the thread that others wait for before a run was timed
 _OTHER_SHARE = 0.8  # of a thread's part of a request, what the other threads than the caller's get
 
 Fill = Callable[[NDArray[np.float32], "tuple[int, int] | None"], bool]
@@ -121,10 +120,10 @@ class Predictions:
         return cost.expected(samples) <= max(_LONGEST_RUN_S, 2 * cost.expected(1))
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """As it was learned; of a model that has not run yet, large runs are long."""
+        """As it was learned; a version's first run is for a worker, since its duration is not known."""
         plain = entry.work.plain
         expected: float = plain.model.run_cost.expected(samples)
-        if not expected and samples > _LEAST_UNKNOWN:
+        if not expected:
             return math.inf
         return expected / plain.parts(threads) if samples == plain.batch else expected
 
