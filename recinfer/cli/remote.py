@@ -58,7 +58,8 @@ def serve_ranks(
 ) -> None:
     """Run a shard server until a signal stops it."""
     from recinfer.serving.engine.store import ModelStore
-    from recinfer.serving.server.shard_server import ShardServer, serve_shards
+    from recinfer.serving.server.run import serve
+    from recinfer.serving.server.shard_server import ShardServer
     from recinfer.serving.shards.tables import ShardTables
 
     if not archives and store is None:
@@ -75,7 +76,11 @@ def serve_ranks(
     if deltas:
         tables.add(paths[0], deltas)
 
-    def ready(server: ShardServer) -> None:
+    server = ShardServer(
+        tables, host, port, metrics_port=metrics_port, security=security, limits=limits, socket_port=socket_port
+    )
+
+    def ready() -> None:
         listed = ", ".join(map(str, tables.ranks))
         held = ", ".join(f"{m.manifest.model} {m.manifest.version}" for m in tables.models()) or "no version yet"
         what, tls = f"ranks {listed} of {held}", security.tls_cert is not None
@@ -90,16 +95,7 @@ def serve_ranks(
             }
         )
 
-    serve_shards(
-        tables,
-        host,
-        port,
-        metrics_port=metrics_port,
-        security=security,
-        limits=limits,
-        on_ready=ready,
-        socket_port=socket_port,
-    )
+    serve(server, on_ready=ready)
     output.note("stopped")
 
 
