@@ -52,8 +52,3 @@ class Request:
     def drop(self) -> None:
         """Nobody waits for the answer any more."""
         self._reply = self.waits = None
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether nobody waits, or the answer was given."""
-        return self._reply is None
