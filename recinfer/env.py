@@ -11,8 +11,9 @@ STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0
 RECINFER_KERNEL           fbgemm or triton: what looks packed rows up; else FBGEMM where it is installed
 RECINFER_CUDA_GRAPHS      1: small lookups on a GPU are recorded and replayed as CUDA graphs, else they are launched
 
-recinfer sets one variable, if it is unset:
+recinfer sets two variables, if they are unset:
 ORT_DISABLE_TELEMETRY     1: turns off the telemetry of onnxruntime's Linux wheels, which uses a thread
+GRPC_VERBOSITY            NONE, in `recinfer serve`: gRPC's core writes lines that callers without a token can cause
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "cuda_graphs",
     "debug",
     "intra_node_bandwidth",
+    "keep_grpc_quiet",
     "keep_onnxruntime_quiet",
     "kernel",
     "local_world_size",
@@ -81,6 +83,14 @@ def keep_onnxruntime_quiet() -> None:
     """Turn off onnxruntime's telemetry unless the user's environment sets it; call this before importing
     onnxruntime."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
+def keep_grpc_quiet() -> None:
+    """No lines of gRPC's core on stderr, unless the user's environment asks for them; call it before grpc is imported.
+
+    It writes one for every compressed call and every failed TLS handshake, at no bounded rate and without the caller's address.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

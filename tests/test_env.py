@@ -38,6 +38,17 @@ def test_onnxruntime_sends_nothing_unless_told(monkeypatch: pytest.MonkeyPatch, 
     assert env.child_environment()["ORT_DISABLE_TELEMETRY"] == after
 
 
+@pytest.mark.parametrize(("before", "after"), [(None, "NONE"), ("INFO", "INFO")])
+def test_grpc_writes_nothing_unless_its_variable_is_set(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
+) -> None:
+    monkeypatch.setenv("GRPC_VERBOSITY", before or "")
+    if before is None:
+        monkeypatch.delenv("GRPC_VERBOSITY")
+    env.keep_grpc_quiet()
+    assert env.child_environment()["GRPC_VERBOSITY"] == after
+
+
 def test_numbers_for_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("LOCAL_WORLD_SIZE", "INTRA_NODE_BANDWIDTH", "CROSS_NODE_BANDWIDTH", "STORAGE_RESERVE_PERCENT")
 

@@ -58,7 +58,8 @@ def serve_ranks(
 ) -> None:
     """Run a shard server until a signal stops it."""
     from recinfer.serving.engine.store import ModelStore
-    from recinfer.serving.server.shard_server import ShardServer, serve_shards
+    from recinfer.serving.server.run import serve
+    from recinfer.serving.server.shard_server import ShardServer
     from recinfer.serving.shards.tables import ShardTables
 
     if not archives and store is None:
@@ -75,7 +76,11 @@ def serve_ranks(
     if deltas:
         tables.add(paths[0], deltas)
 
-    def ready(server: ShardServer) -> None:
+    server = ShardServer(
+        tables, host, port, metrics_port=metrics_port, security=security, limits=limits, socket_port=socket_port
+    )
+
+    def ready() -> None:
         listed = ", ".join(map(str, tables.ranks))
         held = ", ".join(f"{m.manifest.model} {m.manifest.version}" for m in tables.models()) or "no version yet"
         what, tls = f"ranks {listed} of {held}", security.tls_cert is not None
@@ -90,16 +95,7 @@ def serve_ranks(
             }
         )
 
-    serve_shards(
-        tables,
-        host,
-        port,
-        metrics_port=metrics_port,
-        security=security,
-        limits=limits,
-        on_ready=ready,
-        socket_port=socket_port,
-    )
+    serve(server, on_ready=ready)
     output.note("stopped")
 
 
@@ -162,14 +158,14 @@ def set_serving_when_there(
     def check() -> None:
         for predictor in predictors:
             lookups: Any = predictor.state.lookups
-            told = ""
+            shown = ""
             while True:
                 missing = fan_out.pool.unreachable(lookups.ranks, lookups.spec.key)
                 if not missing:
                     break
                 where = "; ".join(f"rank {rank}: {fan_out.pool.addresses(rank, lookups.spec.key)}" for rank in missing)
-                if where != told:
-                    told = where
+                if where != shown:
+                    shown = where
                     output.note(f"not serving yet, waiting for shards: {where}")
                 if stopped.wait(0.1):
                     return

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from recinfer.serving.server.server import Server
     from recinfer.serving.shards.fan_out import FanOut
     from recinfer.serving.wire.limits import Limits
-    from recinfer.serving.workers.worker import WorkerLink
 
 __all__ = ["limits_of", "serve_models"]
 
@@ -38,6 +37,7 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     from recinfer.serving.engine.registry import ModelRegistry
     from recinfer.serving.engine.store import StoreManager
     from recinfer.serving.server.run import serve
+    from recinfer.serving.server.server import Server
     from recinfer.serving.workers.worker import WorkerLink
 
     address = options.address
@@ -50,27 +50,27 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     registry = ModelRegistry(models)
     manager = None if store is None else StoreManager(registry, store, state)
     following.manager = manager
-    life = _Life(options, models, fan_out, output, link, manager, following)
-    serve(
+    server = Server(
         registry,
-        shards=fan_out,
-        serving=fan_out is None,
-        on_hangup=_on_hangup(fan_out, following),
-        host=address.host,
-        port=address.port,
+        address.host,
+        address.port,
         limits=limits_of(options.limits),
         http_port=address.http_port,
+        metrics_port=None if options.worker else address.metrics_port,  # the supervisor's
         batching=_batching(options.batching),
         security=security,
         share_port=options.worker,
         admin=manager if options.models.admin or following.wanted else None,
         admin_open=options.models.admin,
         admin_through=None if link is None else link.change,
-        stop=None if link is None else link.gone,
-        metrics_port=None if options.worker else address.metrics_port,  # the supervisor's
-        on_ready=life.ready,
-        on_start=life.start,
+        shards=fan_out,
+        serving=fan_out is None,
     )
+    if link is not None:
+        link.attach(server, manager)
+    life = _Life(options, models, fan_out, output, server, following)
+    stop = None if link is None else link.gone
+    serve(server, on_ready=life.ready, on_hangup=_on_hangup(fan_out, following), stop=stop)
     life.end()
 
 
@@ -313,35 +313,26 @@ class _Life:
         models: list[ServedModel],
         fan_out: FanOut | None,
         output: Output,
-        link: WorkerLink | None,
-        manager: StoreManager | None,
+        server: Server,
         following: _Following,
     ) -> None:
         self._options = options
         self._models = list(models)
         self._fan_out = fan_out
         self._output = output
-        self._link = link
-        self._manager = manager
+        self._server = server
         self._following = following
         self._stopped = threading.Event()
-        self._server: Server | None = None
 
-    def start(self, server: Server) -> None:
-        self._server = server
-        if self._link is not None:
-            self._link.attach(server, self._manager)
-
-    def ready(self, port: int) -> None:
-        assert self._server is not None, "a server starts before it is ready"
-        address, output = self._options.address, self._output
+    def ready(self) -> None:
+        address, output, port = self._options.address, self._output, self._server.port
         if self._fan_out is not None:
             predictors: list[Predictor] = [model.predictor for model in self._models]
             set_serving_when_there(predictors, self._fan_out, output, self._server.set_serving, self._stopped)
         served = [f"{m.name} {m.version}" for m in self._models]
         engines = [_engine_of(m) for m in self._models]
         http_port, shown = self._server.http_port, self._server.metrics_port
-        if self._link is None:  # otherwise the supervisor prints it once for all workers
+        if not self._options.worker:  # otherwise the supervisor prints it once for all workers
             tls = self._options.security.tls_cert is not None
             ports = {"http_port": http_port, "metrics_port": shown}
             show_addresses(output, ", ".join(served), address.host, port, **ports, tls=tls, engines=engines)
@@ -364,5 +355,5 @@ class _Life:
         self._following.stop()
         if self._fan_out is not None:
             self._fan_out.pool.close()
-        if self._link is None:
+        if not self._options.worker:
             self._output.note("stopped")

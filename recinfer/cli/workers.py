@@ -29,10 +29,10 @@ def worker_command(arguments: Sequence[str], port: int, http_port: int | None) -
     that lacks one, or the name of an archive, and the "worker" would start workers as well.
     """
     at = arguments.index("serve") + 1
-    told = ["--worker", "--json", "--worker-port", str(port)]
+    options = ["--worker", "--json", "--worker-port", str(port)]
     if http_port is not None:
-        told += ["--worker-http-port", str(http_port)]
-    return [sys.executable, "-m", "recinfer", *arguments[:at], *told, *arguments[at:]]
+        options += ["--worker-http-port", str(http_port)]
+    return [sys.executable, "-m", "recinfer", *arguments[:at], *options, *arguments[at:]]
 
 
 def worker_options(options: ServeOptions) -> ServeOptions:
@@ -89,7 +89,7 @@ def supervise(
         host,
         port,
         timeout=timeout,
-        tell=output.note,
+        report=output.note,
         one_first=one_first,
         environment=environment,
     )
@@ -139,11 +139,11 @@ class _Shown:
         from recinfer.serving.server.telemetry.metrics_http import MetricsServer
         from recinfer.serving.wire.address import check_address
 
-        async def beside() -> Any:
+        async def summed() -> Any:
             return await asyncio.to_thread(status)  # it waits for the workers
 
         check_address(host, port)
-        self._metrics = MetricsServer(beside, host, port, allows=security.allows, tls=security.tls_context())
+        self._metrics = MetricsServer(summed, host, port, allows=security.allows, tls=security.tls_context())
 
     def start(self) -> int | None:
         """Bind and answer; the port."""

@@ -1,4 +1,4 @@
-"""Puts load on a server and measures it: a fixed number of callers, each asking again as soon as it is answered."""
+"""Puts load on a server and measures it: a fixed number of callers, each of which sends its next request when the last one is answered."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def _run(
     reasons: dict[str, str] = {}
     end = time.perf_counter() + duration
 
-    async def ask(first: int) -> None:
+    async def repeat(first: int) -> None:
         at = first
         while (
             start := time.perf_counter()
@@ -163,9 +163,9 @@ async def _run(
             except RecinferError as error:
                 errors[type(error).__name__] += 1
                 reasons.setdefault(type(error).__name__, str(error))
-                await asyncio.sleep(0.001)  # a server that refuses everything at once is not asked in a tight loop
+                await asyncio.sleep(0.001)  # a server that refuses everything at once is not called in a tight loop
                 continue
             latencies.append(time.perf_counter() - start)
 
-    await asyncio.gather(*(ask(caller * 7) for caller in range(callers)))
+    await asyncio.gather(*(repeat(caller * 7) for caller in range(callers)))
     return latencies, errors, reasons

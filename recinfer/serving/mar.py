@@ -55,7 +55,7 @@ def pack(
         model_name: TorchServe's name for it; None: the archive's model name.
         archive_at: where TorchServe finds the archive, if not where it is now (a path inside a container).
         workers: worker processes TorchServe starts; they share the mapped archive's memory.
-        batch_size: requests TorchServe hands to a worker at once. With more than 1, an error keeps its HTTP code but
+        batch_size: requests TorchServe gives to a worker at once. With more than 1, an error keeps its HTTP code but
             not its gRPC status (see docs/how-to/torchserve.md).
         max_batch_delay_ms: how long it waits for a batch to fill.
         max_response_bytes: bytes of the answers to one batch. More than TorchServe's own max_response_size (6,553,500

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 folder, peer = pathlib.Path(sys.argv[1]), Connection(0)
 
 def answer(asked, found):
-    peer.send_bytes(json.dumps({"to": asked["ask"], **found}).encode())
+    peer.send_bytes(json.dumps({"to": asked["request"], **found}).encode())
 
 begin = json.loads(peer.recv_bytes())
 answer(begin, {"is": None})
@@ -81,7 +81,7 @@ def supervising(
     """The same for any command."""
     said: list[str] = []
     ready = threading.Event()
-    supervisor = Supervisor(command, workers, "127.0.0.1", 0, tell=said.append, **options)
+    supervisor = Supervisor(command, workers, "127.0.0.1", 0, report=said.append, **options)
     failed: list[BaseException] = []
 
     def run() -> None:

@@ -65,6 +65,18 @@ def test_an_answer_that_is_not_taken_is_given_up():
     assert isinstance(ticket.look(30.1), DeadlineError)
 
 
+def test_each_answer_of_a_stream_has_its_own_time():
+    ticket = CallTicket(bounds(MemoryBudget(32 * MIB)))
+    ticket.received(1)
+    for now in (0.0, 30.0, 60.0):  # seen only while it sends, each time another answer
+        ticket.sends()
+        assert ticket.look(now) is None and ticket.look(now + 29.0) is None
+        ticket.runs()
+    ticket.sends()
+    assert ticket.look(90.0) is None
+    assert isinstance(ticket.look(120.1), DeadlineError)
+
+
 def test_a_message_that_is_too_large_or_whose_call_is_over_is_refused():
     ticket = CallTicket(bounds(MemoryBudget(32 * MIB)))
     with pytest.raises(InputError, match=f"got {9 * MIB} bytes, expected at most {8 * MIB}"):

@@ -275,7 +275,7 @@ def test_it_ends_while_calls_come_are_answered_and_cancelled(grace: float | None
             for future in futures[turn::5]:
                 future.cancel()
             run_on_loop(server.stop(grace), timeout=LONG)
-            assert not server.tasks and not server._asked
+            assert not server.tasks and not server._requested
 
 
 def test_nothing_is_kept_of_calls_that_are_over():
@@ -301,13 +301,13 @@ def test_a_stop_does_not_wait_for_a_call_that_grpc_keeps_to_itself():
         assert service.begun.wait(LONG)
 
         async def never_over() -> bool:
-            calls, server._asked = server._asked, 0
+            calls, server._requested = server._requested, 0
             over = asyncio.Event()
             await server._wait_for_calls(over, 0.5)
             was_open = bool(server.open)
             service.go_on.set()
             await server._wait_for_calls(over, LONG)
-            server._asked = calls
+            server._requested = calls
             return was_open and not server.open
 
         assert run_on_loop(never_over(), timeout=LONG / 2)

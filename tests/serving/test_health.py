@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from recinfer.inference.predictor import Predictor, load
-from recinfer.serving.server import health
+from recinfer.serving.server import grpc_core
 from recinfer.serving.server.health import LIVENESS, READINESS
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
@@ -125,7 +125,7 @@ def test_readiness_follows_the_ranks(archive: Path, tmp_path: Path, default_rows
 
 
 def test_open_watches_are_bounded_and_the_next_one_is_refused(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(health, "_MOST_WATCHES", 2, raising=False)
+    monkeypatch.setattr(grpc_core, "_MOST_STREAMS", 2)
     with Server({"tiny": predictor}) as server, grpc.insecure_channel(server.target) as channel:
         stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
         open_ones = [stub.Watch(request, timeout=60) for _ in range(2)]

@@ -97,7 +97,7 @@ def apart(workers: supervisor.Supervisor, admin: AdminClient) -> tuple[WorkerPro
     """Of two workers, the one that the client's connection is to, and the other one."""
 
     def asked(worker: WorkerProcess) -> int:
-        requests = worker.connection.ask("beat").result(60)["status"]["requests"]
+        requests = worker.connection.request("beat").result(60)["status"]["requests"]
         return sum(found["count"] for found in requests if found["method"] == "ListModels")
 
     both = workers._ready_workers()
@@ -109,7 +109,7 @@ def apart(workers: supervisor.Supervisor, admin: AdminClient) -> tuple[WorkerPro
 
 def versions(worker: WorkerProcess) -> list[str]:
     """What the worker serves."""
-    models = worker.connection.ask("beat").result(60)["status"]["models"]
+    models = worker.connection.request("beat").result(60)["status"]["models"]
     return sorted(model["version"] for model in models)
 
 
@@ -159,7 +159,7 @@ def test_a_worker_that_hangs_as_a_change_comes_is_replaced_by_one_that_has_it(
 def test_a_worker_that_begins_during_a_change_begins_with_it(tmp_path: Path):
     command = [sys.executable, "-c", FAKE, str(tmp_path)]
     with supervising(lambda port: command, timeout=_NEVER_S) as (workers, _, said):
-        made = workers._asked("change", {"call": "Load", "data": ""})
+        made = workers._on_request("change", {"call": "Load", "data": ""})
         until(lambda: (tmp_path / "asked").exists())
         first, second = workers.pids
         os.kill(second, signal.SIGKILL)
@@ -190,7 +190,7 @@ def test_a_supervisor_that_stood_still_kills_nobody(tmp_path: Path):
     code = (
         "import json, os, sys\n"
         "from recinfer.serving.workers.supervisor import Supervisor\n"
-        "supervisor = Supervisor(lambda port: sys.argv[1:], 2, '127.0.0.1', 0, timeout=2, tell=print)\n"
+        "supervisor = Supervisor(lambda port: sys.argv[1:], 2, '127.0.0.1', 0, timeout=2, report=print)\n"
         "supervisor.run(lambda answer: print(json.dumps(supervisor.pids), flush=True))\n"
     )
     command = [sys.executable, "-c", code, sys.executable, "-c", FAKE, str(tmp_path)]
@@ -275,13 +275,13 @@ def test_two_ends_ask_each_other_and_errors_keep_their_meaning():
 
     ours, theirs = Pipe()
     one, other = PeerConnection(ours, answer), PeerConnection(theirs, answer)
-    waiting = one.ask("later")
-    assert one.ask("a", b=1).result(60) == ["a", {"b": 1}]
-    assert other.ask("c").result(60) == ["c", {}]
+    waiting = one.request("later")
+    assert one.request("a", b=1).result(60) == ["a", {"b": 1}]
+    assert other.request("c").result(60) == ["c", {}]
     with pytest.raises(NotFoundError, match="no x"):
-        one.ask("fail", name="x").result(60)
+        one.request("fail", name="x").result(60)
     with pytest.raises(RecinferError, match="internal error"):
-        one.ask("crash").result(60)
+        one.request("crash").result(60)
     assert not waiting.done()
     later.set_result("now")
     assert waiting.result(60) == "now"
@@ -291,11 +291,11 @@ def test_nobody_waits_for_a_peer_that_reads_nothing_and_all_hear_that_it_has_gon
     ours, theirs = Pipe()
     gone: Future[None] = Future()
     peer = PeerConnection(ours, lambda what, arguments: None, on_gone=lambda: gone.set_result(None))
-    asked = [peer.ask("much", data="x" * (1 << 20)) for _ in range(8)]  # more than a socket takes
+    asked = [peer.request("much", data="x" * (1 << 20)) for _ in range(8)]  # more than a socket takes
     theirs.close()
     for future in asked:
         with pytest.raises(UnavailableError, match="has gone"):
             future.result(60)
     assert gone.result(60) is None and peer.closed
     with pytest.raises(UnavailableError, match="has gone"):
-        peer.ask("more").result(60)
+        peer.request("more").result(60)

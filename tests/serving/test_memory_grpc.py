@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from recinfer.cli.serve_models import limits_of
 from recinfer.cli.serve_options import LimitOptions
@@ -32,6 +33,7 @@ BUDGET, MOST = 32 * MIB, 8 * MIB
 LARGE = BUDGET - BUDGET // 8  # what large calls may hold
 LOOKUP, PREDICT = f"/{SERVICE_NAME}/Lookup", f"/{SERVICE_NAME}/Predict"
 CHECK = "/grpc.health.v1.Health/Check"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 TOKEN = "a-token-of-24-characters"
 HALF = message(bytes(1000), MOST)
@@ -111,16 +113,42 @@ def test_a_health_call_without_a_message_is_given_up(predictor: Predictor, monke
     monkeypatch.setattr(grpc_core, "_OPEN_RECEIVE_S", 0.2)
     with Server({"tiny": predictor}) as server, RawHttp2(server.port) as raw:
         raw.call(CHECK, HALF)
-        raw.call("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        raw.call(REFLECTION)
         raw.until_ended(2)
 
 
-@pytest.mark.parametrize("path", [CHECK, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"])
+@pytest.mark.parametrize("path", [CHECK, REFLECTION])
 def test_health_and_reflection_take_small_messages(server: Server, path: str):
     with grpc.insecure_channel(server.target) as channel, pytest.raises(grpc.RpcError) as refused:
         list(channel.stream_stream(path)(iter([bytes(65 << 10)]), timeout=60))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "expected at most 65536" in refused.value.details()
+
+
+def describe() -> bytes:
+    """Asks reflection for a file of some kilobytes."""
+    return reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME).SerializeToString()
+
+
+def test_open_reflection_calls_are_bounded_in_number(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grpc_core, "_MOST_STREAMS", 4, raising=False)
+    with RawHttp2(server.port, window=0) as raw:
+        for _ in range(10):
+            raw.call(REFLECTION, message(describe()), end=True)
+        raw.until_ended(6)
+        raw.settle()
+        assert len(raw.ended) == 6  # four answers that nobody reads are held, and no more
+        assert ask(server, b"", CHECK) == b"\x08\x01"
+        assert count(server, "RESOURCE_EXHAUSTED", "other") == 6
+        monkeypatch.setattr(call_ticket, "_SENT_S", 0.0)
+        raw.until_ended(10)
+
+
+def test_a_stream_of_answers_that_nobody_reads_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(call_ticket, "_SENT_S", 0.2)
+    with RawHttp2(server.port, window=0) as raw:
+        raw.call(REFLECTION, 100 * message(describe()))  # more than gRPC takes before it waits for its caller
+        raw.until_ended(1)
 
 
 @pytest.mark.parametrize("path", [LOOKUP, CHECK])

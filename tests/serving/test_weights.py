@@ -19,6 +19,7 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire import json_codec
+from recinfer.serving.wire.arrays import decode_predict
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import make_archive
@@ -102,10 +103,11 @@ def test_every_protocol_gives_the_same_outputs_by_name(server: Server, predictor
         answer = door.infer(triton_inputs(CASES[case]), model="mixed")
         check({name: answer.as_numpy(name) for name in ("click", "buy")})
         door.close()
-    # The JSON of the TorchServe handler, and its bytes, over the same service.
+    # A JSON body of `recinfer predict`.
     body: dict[str, Any] = {"features": IDS} | ({} if case == "none" else {"weights": {"tags": TAG_WEIGHTS}})
     service = InferenceService(server.service.registry)
-    check(json_codec.predict_response(service.predict(json_codec.predict_request(body)))["outputs"])
+    outputs, _, _ = decode_predict(service.predict(json_codec.predict_request(body)))
+    check(outputs)
 
 
 def test_a_feature_without_weights_says_so(server: Server, predictor: Predictor) -> None:

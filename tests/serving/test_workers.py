@@ -18,6 +18,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from recinfer import env
@@ -253,6 +254,20 @@ def served(*arguments: object) -> Iterator[dict[str, Any]]:
             process.communicate()
 
 
+def test_a_compressed_call_is_refused_without_a_line_on_stderr(archive: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    command = [sys.executable, "-m", "recinfer", "serve", "--port", "0", "--json", str(archive)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        port = json.loads(process.stdout.readline())["port"]
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            check(bytes(1000), timeout=60, compression=grpc.Compression.Gzip)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "ompression" not in err
+
+
 def test_the_http_port_of_workers_is_held_for_them_alone(archive: Path):
     with served("--workers", 2, "--port", 0, "--http-port", 0, archive) as first:
         with served("--workers", 2, "--port", 0, "--http-port", first["http_port"], archive) as second:
@@ -313,7 +328,7 @@ def test_workers_end_with_their_supervisor(archive: Path):
     command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", "0"]
     with WarmPopen(command, stdin=theirs.fileno(), stdout=subprocess.PIPE, text=True) as process:
         theirs.close()
-        ours.send_bytes(json.dumps({"ask": 7, "what": "begin", "with": {"restore": None}}).encode())
+        ours.send_bytes(json.dumps({"request": 7, "what": "begin", "with": {"restore": None}}).encode())
         assert json.loads(ours.recv_bytes()) == {"to": 7, "is": None}
         assert "port" in json.loads(process.stdout.readline())
         ours.close()

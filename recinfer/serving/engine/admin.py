@@ -19,7 +19,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
 class AdminService:
-    """Answers the admin calls, one at a time, beside the event loop.
+    """Answers the admin calls, one at a time, on a thread of its own.
 
     Args:
         logs: write each change into the log; a worker's are written by its supervisor, once for all workers.

@@ -1,7 +1,7 @@
 """Plain requests answered from their bytes: small lookups at once, predictions in runs that they share.
 
 What turns out to be unusual on the way (an id out of range, a number that is not finite, a dense part that fails) is given
-back: the decoded path knows what to say. So the two may not differ in any answer, and tests hold them to that, to the byte.
+back: the decoded path has the error messages. So the two may not differ in any answer, and tests hold them to that, to the byte.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = ["Fill", "Predictions", "lookup_now"]
 # A larger lookup would hold the thread that others wait for.
 _MOST_BYTES, _MOST_IDS, _MOST_FLOATS = 128 << 10, 8192, 1 << 18
 _LONGEST_RUN_S = 50e-3  # of a merged run: it is over before those behind it give up, and merging gains no more by then
-_LEAST_UNKNOWN = 64  # samples of a request that are not run on the thread that others wait for before a run was timed
 _OTHER_SHARE = 0.8  # of a thread's part of a request, what the other threads than the caller's get
 
 Fill = Callable[[NDArray[np.float32], "tuple[int, int] | None"], bool]
@@ -40,7 +39,7 @@ decoded path has to answer."""
 
 def lookup_now(request: PlainRequest, stats: RequestStats) -> bytes | None:
     """The serialized answer to a small lookup in tables of this process; None when the decoded path has to answer."""
-    if request.context is not None:  # which a LookupRequest knows nothing of
+    if request.context is not None:  # which a LookupRequest does not have
         return None
     if (
         len(request.data) > _MOST_BYTES
@@ -99,9 +98,9 @@ class Predictions:
         """Have a prediction wait for its run.
 
         Args:
-            plain: what it asks; one that can predict.
+            plain: the request; one that can predict.
             fill: gives its vectors when it is run.
-            since: ``time.perf_counter()`` when the shards were asked for them; None: they are in this process.
+            since: ``time.perf_counter()`` when the fan-out began; None: they are in this process.
             missing: ranks that gave no rows.
         """
         entry = Entry(request, plain.model.run_cost, plain.batch, _Prediction(plain, fill, since, missing))
@@ -121,10 +120,10 @@ class Predictions:
         return cost.expected(samples) <= max(_LONGEST_RUN_S, 2 * cost.expected(1))
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """As it was learned; of a model that has not run yet, large runs are long."""
+        """As it was learned; a version's first run is for a worker, since its duration is not known."""
         plain = entry.work.plain
         expected: float = plain.model.run_cost.expected(samples)
-        if not expected and samples > _LEAST_UNKNOWN:
+        if not expected:
             return math.inf
         return expected / plain.parts(threads) if samples == plain.batch else expected
 
@@ -232,7 +231,7 @@ class Predictions:
 def _run_dense(
     state: Predictor, arrays: Sequence[NDArray[Any]], batch: int, *, counted: bool = True
 ) -> list[NDArray[Any]] | None:
-    """The dense program's outputs for ``batch`` samples; None when it fails: the decoded path does so too, and is told.
+    """The dense program's outputs for ``batch`` samples; None when it fails: the decoded path then fails too, and reports why.
 
     Args:
         counted: in the state's figures.

@@ -36,7 +36,7 @@ def log_change(call: str, data: bytes) -> None:
 
 
 def log_refused(call: str, data: bytes, error: Exception) -> None:
-    """A change that was asked for and not made; polling logs its own, each once."""
+    """A change that was requested and not made; polling logs its own, each once."""
     fields = _fields_of(call, data)
     if fields is not None and fields["who"] != BY_POLLING:
         _log.warning("%s, refused: %s", _line(fields), error, extra=fields)

@@ -41,7 +41,7 @@ class DecodedRequest:
     """A Lookup or Predict, ready to run.
 
     Attributes:
-        call: what is asked.
+        call: the method.
         model: what answers it; held until it is answered, also when the model is unloaded meanwhile.
         features: ids of B samples.
         dense: float32 ``[B, num_dense]`` of a Predict.
@@ -118,7 +118,7 @@ class InferenceService:
             context = codec.decode_bags(request.context, self.limits, field="context")
         if raw := request.raw:
             if request.HasField("features") or request.dense or context is not None:
-                raise InputError("raw: got features, dense or context beside it; raw rows hold all the inputs")
+                raise InputError("raw: got features, dense or context as well; raw rows hold all the inputs")
             replaced: dict[str, int] = {}
             dense, rows = read_raw(raw, model.predictor.contract, self.limits, replaced)
             if any(replaced.values()):
@@ -200,7 +200,7 @@ class InferenceService:
         taken = batch * context.values.size * model.sequence_width * _FLOAT_BYTES
         if taken > self.limits.max_response_bytes:
             raise InputError(
-                f"context: its embeddings may take {taken} bytes beside {batch} samples, expected at most "
+                f"context: its embeddings may take {taken} bytes with {batch} samples, expected at most "
                 f"{self.limits.max_response_bytes}: send fewer samples a request"
             )
 
@@ -249,7 +249,7 @@ class DecodedRuns:
         return samples <= _MOST_SHARED
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """Nobody knows before it is decoded: it is for a worker."""
+        """Not known before it is decoded: it is for a worker."""
         return math.inf
 
     def run(self, entries: Sequence[Entry], threads: int) -> None:

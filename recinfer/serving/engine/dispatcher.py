@@ -1,10 +1,10 @@
-"""Which way a request takes; the same for every protocol.
+"""Chooses the path on which a request is answered; the same for every protocol.
 
 1. A small plain lookup in tables of this process: answered from its bytes, now.
 2. A plain prediction: from its bytes, in a short run that it shares with others that are ready.
 3. The same where the run is long: on a worker.
 4. The same where it is alone and large: in parts, on several threads.
-5. A plain request of a ranker: split here, asked of the shards, joined; the dense part then goes as 2 to 4.
+5. A plain request of a ranker: split here, looked up on the shards, joined; the dense part then goes as 2 to 4.
 6. Everything else: decoded and run on a worker; a ranker's waits for its shards without a thread.
 """
 
@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
 
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
@@ -92,22 +90,6 @@ class Dispatcher:
         scheduler.queue.admit(request.deadline)
         self._decoded.submit(request)
 
-    def answer_all(self, asked: Sequence[tuple[CallName, bytes]], deadline: float) -> list[bytes | Exception]:
-        """The answers to requests that came together, for a thread that may wait; those that may share a run do."""
-        answers: list[Any] = [None] * len(asked)
-        done = threading.Semaphore(0)
-
-        def reply(at: int, answer: bytes | Exception) -> None:
-            answers[at] = answer
-            done.release()
-
-        for at, (call, data) in enumerate(asked):
-            self.dispatch(Request(call, data, deadline, lambda answer, at=at: reply(at, answer)))  # type: ignore[misc]
-        self.scheduler.run_ready()
-        for _ in asked:
-            done.acquire()
-        return answers
-
 
 def _hold_vectors(request: Request, plain: PlainRequest) -> None:
     """Those of a small request are there for a moment, and few at a time."""
@@ -128,7 +110,7 @@ class LoopCaller:
         self._loop = asyncio.get_running_loop()
         self._ends = False  # the end of this turn of the loop is awaited
 
-    async def ask(self, call: CallName, data: bytes, deadline: float, ticket: Ticket = UNCOUNTED) -> bytes:
+    async def answer(self, call: CallName, data: bytes, deadline: float, ticket: Ticket = UNCOUNTED) -> bytes:
         """The serialized answer; raises the error that it is. Cancelled, the request gives up its place."""
         future: asyncio.Future[bytes] = self._loop.create_future()
 

@@ -97,7 +97,7 @@ class PlainRequest(NamedTuple):
 
     def dense(self, first: int = 0, last: int | None = None) -> NDArray[np.float32] | None:
         """Dense inputs of its samples from ``first`` to before ``last``, flat; None when one of them is not finite, or all of
-        them are too large to tell.
+        them are too large for the sum to show it.
         """
         columns = self.state.num_dense
         samples = (self.batch if last is None else last) - first
@@ -122,7 +122,7 @@ class PlainReader:
         self._most_floats = min(limits.max_response_bytes // 4, _MOST_FLOATS)
 
     def read(self, data: bytes) -> PlainRequest | None:
-        """What ``data`` asks; None for what is not plain."""
+        """The plain request in ``data``; None for any other."""
         if len(data) > self._most_bytes or (found := read_request(data)) is None:
             return None
         parts = RequestParts._make(found)

@@ -31,7 +31,7 @@ def versions_on_disk(folder: Path) -> dict[str, Path]:
 
 
 class StorePoller:
-    """Looks at a store when asked to, and has what changed served.
+    """Compares a store with the served versions on request, and has the changes served.
 
     A version is tried once; one that is refused is tried again when its files have changed, by a ranker at each look: its
     shards have files of their own, and may get them later. A version becomes the default
@@ -235,14 +235,14 @@ class StorePoller:
 
 
 class PollLoop:
-    """A thread that polls every ``seconds`` (None: never by itself), and whenever it is asked to.
+    """A thread that polls every ``seconds`` (None: never by itself), and on request.
 
     ``reload`` may be called by a signal handler: a SimpleQueue may be put into in the middle of anything.
     """
 
     def __init__(self, poller: StorePoller, seconds: float | None) -> None:
         self._poller, self._seconds = poller, seconds
-        self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recinfer-poll", daemon=True)
 
     def start(self) -> None:
@@ -251,11 +251,11 @@ class PollLoop:
 
     def reload(self) -> None:
         """Read the configuration and the store again."""
-        self._asked.put("config")
+        self._requests.put("config")
 
     def stop(self) -> None:
         """Look no more; what is under way goes on."""
-        self._asked.put(None)
+        self._requests.put(None)
 
     def _run(self) -> None:
         reason: str | None = "config" if self._seconds is None else "poll"
@@ -265,13 +265,13 @@ class PollLoop:
             except Exception:  # a bug of ours must not end polling
                 _log.exception("model store: a look at %s failed", self._poller.folder)
             try:
-                reason = self._asked.get(timeout=self._seconds)
+                reason = self._requests.get(timeout=self._seconds)
             except queue.Empty:
                 reason = "poll"
 
 
 def _fingerprint(folder: Path) -> Fingerprint | None:
-    """Name, size and time of change of all files; None where one goes away meanwhile."""
+    """Name, size and time of change of all files; None where one disappears meanwhile."""
     found = []
     try:
         for parent, _, names in os.walk(folder):

@@ -14,11 +14,11 @@ __all__ = ["QueueBudget"]
 _MARGIN = 1.5  # what the wait may turn out longer by than is expected
 _SMOOTHING = 0.2
 _FULL, _TOO_LATE = "its limit", "more than its deadline allows"
-_SAME_WORDS_S = 20e-3
+_SAME_ERROR_S = 20e-3
 
 
 class _Refusal(NamedTuple):
-    """What one that was refused was told, whether for a full queue, and when (``time.monotonic()``)."""
+    """The error of a refused request, whether it was for a full queue, and when (``time.monotonic()``)."""
 
     full: bool | None
     at: float
@@ -65,9 +65,10 @@ class QueueBudget:
             raise error
 
     def refused(self, deadline: float) -> OverloadedError | None:
-        """What a request is told for which there is no room now; it counts as refused. None: there is room.
+        """The error for a request that cannot be queued now; it is counted as refused. None: it can be queued.
 
-        Those of the same few milliseconds are told the same: to find words for each would be a fifth of what a refusal costs.
+        Requests of the same few milliseconds get the same error object: to format a message for each would be a fifth of what
+        a refusal costs.
         """
         waiting = self.waiting
         if not waiting:
@@ -78,8 +79,8 @@ class QueueBudget:
         with self._lock:
             self.refusals += 1
             last = self._last
-            if last.full is not full or now - last.at > _SAME_WORDS_S:
-                last = self._last = _Refusal(full, now, self._words(_FULL if full else _TOO_LATE))
+            if last.full is not full or now - last.at > _SAME_ERROR_S:
+                last = self._last = _Refusal(full, now, self._error(_FULL if full else _TOO_LATE))
         return last.error
 
     def took(self, seconds: float, requests: int) -> None:
@@ -90,7 +91,7 @@ class QueueBudget:
     def _expected_wait(self) -> float:
         return self.waiting * self._seconds_a_request / self._at_a_time
 
-    def _words(self, why: str) -> OverloadedError:
+    def _error(self, why: str) -> OverloadedError:
         seconds = max(0.001, self._expected_wait())
         return OverloadedError(
             f"the server has {self.waiting} requests waiting, {why}; try again in {seconds * 1e3:.0f} ms",

@@ -86,7 +86,7 @@ class _Versions:
 class ModelRegistry:
     """The served models by name and version; the first one added is the default.
 
-    Readers take no lock: every change builds the new state beside the old one and puts it in place at once. Thread-safe.
+    Readers take no lock: every change builds a new state and replaces the old one at once. Thread-safe.
 
     Args:
         models: name -> predictor, or models as they are to be served.
@@ -210,7 +210,7 @@ class ModelRegistry:
             positive = {version: weight for version, weight in weights.items() if weight > 0}
             if not positive:
                 raise InputError(f"weights: got {dict(weights)}, expected at least one above 0")
-            # Who has no answer asks again: that is no step further from what to go back to.
+            # A caller without an answer repeats its call; the version to roll back to stays the same.
             before = versions.before if positive == versions.weights else versions.weights
             new = replace(versions, weights=positive, before=before)
             self._models = {**self._models, name or next(iter(self._models)): new}

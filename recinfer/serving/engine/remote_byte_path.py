@@ -30,7 +30,7 @@ MOST_FAN_OUTS = 64
 
 
 class FanOuts:
-    """Asks shards for plain requests, each with a fan-out of its own. See recinfer.serving.engine.scheduler.Runner.
+    """Answers plain requests from shards, each with a fan-out of its own. See recinfer.serving.engine.scheduler.Runner.
 
     Args:
         scheduler: where requests wait while too many fan-outs are under way.
@@ -48,10 +48,10 @@ class FanOuts:
         self._lock = threading.Lock()
 
     def start(self, request: Request, plain: PlainRequest) -> None:
-        """Ask the shards for a request, now or when fewer are asked."""
+        """Begin the fan-out of a request, now or when fewer are under way."""
         self._scheduler.queue.admit(request.deadline)
         if self.can_start():
-            self._ask(request, plain)
+            self._begin(request, plain)
             return
         self._scheduler.submit(self, Entry(request, None, plain.batch, plain))
 
@@ -70,15 +70,15 @@ class FanOuts:
         return 0.0
 
     def run(self, entries: Sequence[Entry], threads: int) -> None:
-        """Ask the shards."""
+        """Begin their fan-outs."""
         for entry in entries:
-            self._ask(entry.request, entry.work)
+            self._begin(entry.request, entry.work)
 
     # -- a fan-out
 
-    def _ask(self, request: Request, plain: PlainRequest) -> None:
+    def _begin(self, request: Request, plain: PlainRequest) -> None:
         is_lookup = request.call == "Lookup"
-        if not is_lookup and (not plain.can_predict() or plain.dense() is None):  # before anybody is asked in vain
+        if not is_lookup and (not plain.can_predict() or plain.dense() is None):  # before any shard is called in vain
             self._decode(request)
             return
         tables = plain.tables
@@ -112,7 +112,7 @@ class FanOuts:
             else:
                 self._scheduler.done(1, plain.batch, seconds)
                 request.reply(self._joined(plain, answers, missing, start) if error is None else error)
-        except Exception as failed:  # nobody else would hear of it
+        except Exception as failed:  # else the request would never be answered
             request.reply(failed)
         if self._scheduler.queue.waiting and not self._turn_ends:
             self._turn_ends = True

@@ -1,4 +1,4 @@
-"""A request on its way through the engine: what is asked, until when, and who takes the answer."""
+"""A request on its way through the engine: its call and bytes, its deadline, and the callback for its answer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Request:
     """What every protocol makes of a call, for :meth:`recinfer.serving.engine.dispatcher.Dispatcher.dispatch`.
 
     Args:
-        call: what is asked.
+        call: the method.
         data: a serialized recinfer.v1 LookupRequest or PredictRequest, whatever came over the wire.
         deadline: ``time.monotonic()`` after which nobody waits.
         reply: is given the answer, once; not when the request was dropped before.
-        waits: called once, when the request has to wait for a thread, so that its protocol may look whether its caller goes
-            away meanwhile; on any thread.
+        waits: called once, when the request has to wait for a thread, so that its protocol may watch whether its caller
+            disconnects meanwhile; on any thread.
         ticket: what the call holds of the memory budget.
     """
 
@@ -52,8 +52,3 @@ class Request:
     def drop(self) -> None:
         """Nobody waits for the answer any more."""
         self._reply = self.waits = None
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether nobody waits, or the answer was given."""
-        return self._reply is None

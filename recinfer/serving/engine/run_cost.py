@@ -1,4 +1,4 @@
-"""What a model's dense runs cost, so that the scheduler knows which are short and how many requests may share one."""
+"""What a model's dense runs cost; the scheduler tells short runs and sizes merged ones by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC and HTTP server: connections, admission, health, security; what a request asks is for the engine."""
+"""The gRPC and HTTP server: connections, admission, health, security; the engine answers the requests."""
 
 from __future__ import annotations
 

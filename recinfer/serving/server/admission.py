@@ -1,4 +1,4 @@
-"""What a call meets first: whether it has the token, and whether there is room for it."""
+"""Admission: calls without the token, and calls that the queue cannot take, are ended before their message is read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Queue(Protocol):
     """What calls would wait in."""
 
     def refused(self, deadline: float) -> OverloadedError | None:
-        """What a request is told that would not be taken, where nobody waits for it after ``deadline``
-        (``time.monotonic()``); counts it. May be the same error as before. None: it would be taken.
+        """The error for a request with this ``deadline`` (``time.monotonic()``) that the queue cannot take, which is counted;
+        may be the same object as before. None: the queue can take it.
         """
 
 
@@ -34,9 +34,9 @@ class Admission:
     Args:
         security: who may call.
         queue: what calls would wait in.
-        methods: those that are refused where it has no room: full path ("/package.Service/Method") to the name it is
+        methods: those that are refused when the queue is full: full path ("/package.Service/Method") to the name it is
             counted under.
-        observer: told of each refusal.
+        observer: counts each refusal.
         names: what all methods are counted under, as :func:`names_of` gives it; others are one.
     """
 

@@ -42,33 +42,42 @@ class CallTicket(Ticket):
         bounds: of the call's method.
     """
 
-    __slots__ = ("_bounds", "_looks", "_seen", "_since", "_stage")
+    __slots__ = ("_bounds", "_changes", "_looks", "_seen", "_since", "_stage")
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds.budget)
         self._bounds = bounds
-        self._stage = self._seen = _RECEIVING
+        self._stage = _RECEIVING
+        self._changes = self._seen = 0  # of its stage: how many there were, and at the last look
         self._since, self._looks = 0.0, 0  # when it was first seen in its stage, and how often since
 
     def receives(self) -> None:
         """The call waits for a message."""
-        self._stage = _RECEIVING
+        self._enter(_RECEIVING)
 
     def received(self, num_bytes: int) -> None:
         """The message is here; raises InputError where it is too large, OverloadedError."""
-        self._stage = _RUNNING
+        self._enter(_RUNNING)
         if num_bytes > self._bounds.most_bytes:
             raise InputError(f"request: got {num_bytes} bytes, expected at most {self._bounds.most_bytes}")
         self.resize(num_bytes)
 
     def sends(self) -> None:
-        """The answer is on its way."""
-        self._stage = _SENDING
+        """The answer, or one of many, is being sent."""
+        self._enter(_SENDING)
+
+    def runs(self) -> None:
+        """One of many answers is sent, and more may follow."""
+        self._enter(_RUNNING)
+
+    def _enter(self, stage: int) -> None:
+        self._stage = stage
+        self._changes += 1
 
     def look(self, now: float) -> RecinferError | None:
         """Why the call is to be given up, at ``time.monotonic()``; None: it goes on. Called every so often."""
-        if self._stage != self._seen or not self._looks:
-            self._seen, self._since, self._looks = self._stage, now, 1
+        if self._changes != self._seen or not self._looks:
+            self._seen, self._since, self._looks = self._changes, now, 1
             return None
         self._looks += 1
         spent, bounds = now - self._since, self._bounds

@@ -1,4 +1,4 @@
-"""One call of the server in recinfer.serving.server.grpc_core, from its message to its end, and what its handler may ask of it."""
+"""One call of the server in recinfer.serving.server.grpc_core, from its message to its end, with the context that its handler gets."""
 
 from __future__ import annotations
 
@@ -81,13 +81,18 @@ class Owner(Protocol):
 
 
 class Method:
-    """What answers the calls of one path: ``dispatch`` takes its messages as they come; without it they are ``handler``'s."""
+    """What answers the calls of one path: ``dispatch`` takes its messages as they come; without it they are ``handler``'s.
 
-    __slots__ = ("bounds", "dispatch", "handler", "path", "read", "streams_in", "streams_out", "write")
+    Attributes:
+        num_open: its calls that gRPC has not closed yet; changed on gRPC's thread alone.
+    """
+
+    __slots__ = ("bounds", "dispatch", "handler", "num_open", "path", "read", "streams_in", "streams_out", "write")
 
     def __init__(self, path: str, handler: Any, dispatch: Dispatch | None, bounds: Bounds) -> None:
         self.path, self.handler, self.dispatch, self.bounds = path, handler, dispatch, bounds
         self.streams_in = self.streams_out = False
+        self.num_open = 0
         self.read: Any = bytes
         self.write: Any = bytes
         if handler is not None:
@@ -96,7 +101,7 @@ class Method:
 
 
 class CoreCall:
-    """One call, and what its handler is told of it: the part of grpc.aio.ServicerContext that ours use.
+    """One call, and its handler's context: the part of grpc.aio.ServicerContext that our handlers use.
 
     It begins on gRPC's thread. A call that is dispatched may be answered or ended on any thread; one that is handed over is the
     loop's, but for its events. gRPC's own call is let go as soon as it is over: a server does not end before.
@@ -130,7 +135,10 @@ class CoreCall:
     ) -> None:
         self._server, self._call, self._metadata, self._deadline = server, call, metadata, deadline
         self._method: Any = method
-        self.ticket: Any = None if method is None else CallTicket(method.bounds)
+        self.ticket: Any = None
+        if method is not None:
+            self.ticket = CallTicket(method.bounds)
+            method.num_open += 1
         self._task: asyncio.Task[None] | None = None
         self._opened = self._listens = False
         self._end = threading.Lock()  # taken by who ends it, or listens
@@ -178,7 +186,7 @@ class CoreCall:
             self._refuse(error)
 
     def hand_over(self, data: bytes | None) -> None:
-        """The rest is a task of the loop, which is cancelled when the caller goes away."""
+        """The rest is a task of the loop, which is cancelled when the caller cancels or disconnects."""
         self._listens = True
         self._call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._closed)
         self._server.loop.call_soon_threadsafe(self._begin, data)
@@ -202,15 +210,15 @@ class CoreCall:
     def certificate_subject(self) -> str:
         """The subject of the caller's certificate, else its common name; empty without one."""
         call = self._call
-        told = {} if call is None else cygrpc.auth_context(call)
-        found = {_text(name): values for name, values in told.items()}
+        properties = {} if call is None else cygrpc.auth_context(call)
+        found = {_text(name): values for name, values in properties.items()}
         for name in ("x509_subject", "x509_common_name"):
             if values := found.get(name):
                 return _text(values[0])
         return ""
 
     def listen(self, gone: Callable[[], None]) -> None:
-        """Have ``gone`` called when the caller goes away before the call is ended, on gRPC's thread."""
+        """Have ``gone`` called, on gRPC's thread, when the caller cancels or disconnects before the call is ended."""
         with self._end:
             call = self._call
             if call is None or self._listens:
@@ -277,6 +285,7 @@ class CoreCall:
         self._sending = None
         if self.ticket is not None:
             self.ticket.release()
+            self._method.num_open -= 1
 
     # -- on the loop
 
@@ -345,15 +354,22 @@ class CoreCall:
         self._call.start_server_batch(operations, lambda event: loop.call_soon_threadsafe(_set, done, event))
         return await done
 
-    # -- what a handler may ask: see grpc.aio.ServicerContext
+    # -- the context of a handler: see grpc.aio.ServicerContext
 
     async def write(self, message: Any) -> None:
-        """Send one of many answers, and wait until gRPC has taken it."""
+        """Send one of many answers, and wait until gRPC has sent it. A caller that does not read it for as long as one may
+        leave a single answer unread loses the call.
+        """
         operations = [cygrpc.SendMessageOperation(self._method.write(message), 0)]
         if not self._opened:
             self._opened = True
             operations.append(cygrpc.SendInitialMetadataOperation((), 0))
-        if not (await self._step(*operations)).success:
+        self._sending = self._call
+        self.ticket.sends()
+        event = await self._step(*operations)
+        self._sending = None
+        self.ticket.runs()
+        if not event.success:
             raise asyncio.CancelledError
 
     async def abort(

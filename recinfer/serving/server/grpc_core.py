@@ -1,6 +1,6 @@
 """A gRPC server on grpcio's binding of gRPC's core: one thread takes all events, and answers at once what can be.
 
-grpc.aio, in whose place it is, hands each of a call's events from gRPC's thread to the event loop's, where each wakes a
+grpc.aio, which it replaces, passes each of a call's events from gRPC's thread to the event loop's, where each wakes a
 task; for a small request that is most of what it costs. Here the thread that waits for gRPC's events does a call's steps
 itself, and only a call whose answer has to be waited for becomes a task of the event loop. Handlers are written as for
 grpc.aio, and get what they need of its context.
@@ -38,8 +38,8 @@ from recinfer.serving.wire.limits import Limits
 __all__ = ["Admit", "CoreServer", "Turns"]
 
 _log = logging.getLogger("recinfer.serving.server")
-_ASKED_FOR = 8  # calls that gRPC may hand over before the thread turns to it again
-_ASKED_FOR_LATE = 1024  # the same when the server stops
+_REQUESTED = 8  # calls that gRPC may hand over before the thread turns to it again
+_REQUESTED_LATE = 1024  # the same when the server stops
 _PATHS = 1024  # that are remembered; callers may make up any number of them
 _NEVER_S = 1e17
 _TICK_S = 60.0
@@ -52,9 +52,12 @@ _RECEIVE_S = 30.0
 # Health and reflection are small, and health needs no token: two calls at a time may be slow to send their message.
 _OPEN_TO_ALL = ("/grpc.health.", "/grpc.reflection.")
 _OPEN_BYTES, _OPEN_RECEIVE_S, _OPEN_BUDGET = 64 << 10, 3.0, 3
+# Such calls have no end of their own, and health and reflection need no token. Every ranker holds one Watch on each of its
+# shards, a prober one or none.
+_MOST_STREAMS = 1024
 
 Refused = Callable[[str, str, Sequence[tuple[str, Any]]], None]
-"""Told of each call that was ended for the memory it holds: method path, code, metadata. Called on gRPC's thread."""
+"""Called for each call that was ended for the memory it holds: method path, code, metadata. Called on gRPC's thread."""
 
 Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
 """What a call is ended with as it arrives, before its message is read: takes method path, ``time.monotonic()`` after which
@@ -88,9 +91,9 @@ class CoreServer:
     Args:
         options: of the server's channels.
         admit: looks at every call as it arrives.
-        refused: told of each call that is ended for the memory it holds.
+        refused: called for each call that is ended for the memory it holds.
         dispatch: by method path; for methods with one message in and out, whose messages it gets as they came.
-        turns: told when gRPC has nothing more to hand over after something was dispatched.
+        turns: its ``run_ready`` is called when gRPC has no more events after something was dispatched.
         budget: of the bytes that messages and answers hold; None: one of its own.
         most_bytes: of a message, as ``options`` has it.
 
@@ -122,9 +125,9 @@ class CoreServer:
         self._server = cygrpc.Server(tuple(options), False)
         self._events = cygrpc.CompletionQueue()
         self._server.register_completion_queue(self._events)
-        self._asked = 0  # how many times gRPC has been asked for a call and has not given one
+        self._requested = 0  # calls that were requested of gRPC and that it has not delivered
         self._event_since: float | None = None
-        self._asked_late = self._given_late = 0  # as the server stops; changed on the loop, and on gRPC's thread
+        self._requested_late = self._given_late = 0  # as the server stops; changed on the loop, and on gRPC's thread
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
@@ -156,8 +159,8 @@ class CoreServer:
         self.loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         self._server.start()
-        for _ in range(_ASKED_FOR):
-            self._ask()
+        for _ in range(_REQUESTED):
+            self._request_call()
         thread = threading.Thread(target=self._take_events, name="recinfer-grpc", daemon=True)
         thread.start()
         self.thread_id = thread.native_id
@@ -168,9 +171,9 @@ class CoreServer:
             return
         self._ends.set()
         # Calls that are there and that nobody has taken would end as a bare CANCELLED.
-        for _ in range(_ASKED_FOR_LATE):
+        for _ in range(_REQUESTED_LATE):
             self._server.request_call(self._events, self._events, self._called_late)
-            self._asked_late += 1
+            self._requested_late += 1
         self._server.shutdown(self._events, self._shut)
         if grace:
             await self._wait_for_calls(self._over, grace)
@@ -198,7 +201,7 @@ class CoreServer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), min(left, _LOOK_S))
                 return
-            idle = 0 if self.open or self._is_asked else idle + 1
+            idle = 0 if self.open or self._has_requested else idle + 1
 
     @property
     def is_stopping(self) -> bool:
@@ -208,7 +211,7 @@ class CoreServer:
     @property
     def event_s(self) -> float:
         """For how long gRPC's thread has been at one event, or the end of a turn; 0.0 while it waits for one. Any thread may
-        ask."""
+        read it."""
         since = self._event_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -240,7 +243,7 @@ class CoreServer:
                 ends = event.tag(event) is _END
             except Exception:
                 _log.exception("a call's event was lost")
-            # An event may hold the last reference to its call, which gRPC wants back before it is asked again, and
+            # An event may hold the last reference to its call, which has to be released before another call is requested, and
             # before the server is destroyed.
             event = None
             if ends:
@@ -251,18 +254,18 @@ class CoreServer:
         for call in self.open:
             call.look(now)
 
-    def _ask(self) -> None:
-        self._asked += 1
+    def _request_call(self) -> None:
+        self._requested += 1
         try:
             self._server.request_call(self._events, self._events, self._called)
         except ValueError:  # the server has been stopped since
-            self._asked -= 1
+            self._requested -= 1
 
     def _called(self, event: Any) -> object:
         """A call is there, or will not be, as the server stops."""
-        self._asked -= 1
+        self._requested -= 1
         if not self._ends.is_set():
-            self._ask()
+            self._request_call()
         return self._begin(event)
 
     def _called_late(self, event: Any) -> object:
@@ -284,6 +287,8 @@ class CoreServer:
         except Exception:
             _log.exception("%s could not be admitted", path)
             ending = FAILED
+        if ending is None and method is not None and method.streams_out and method.num_open >= _MOST_STREAMS:
+            ending = self._too_many_open(method, metadata)
         call = CoreCall(self, event.call, metadata, deadline, method)
         self.open.add(call)
         if ending is not None or method is None:
@@ -293,6 +298,12 @@ class CoreServer:
         else:
             call.receive()
         return None
+
+    def _too_many_open(self, method: Method, metadata: Sequence[tuple[str, Any]]) -> Ending:
+        name = method.path.rpartition("/")[2]
+        why = f"{method.num_open} {name} calls are open on this server, as many as it holds; close some, or try again later"
+        self.refused(method.path, "RESOURCE_EXHAUSTED", metadata)
+        return Ending("RESOURCE_EXHAUSTED", why)
 
     def _method(self, path: bytes, metadata: Sequence[tuple[str, Any]]) -> Method | None:
         found = self._methods.get(path, _UNSEEN)
@@ -315,11 +326,11 @@ class CoreServer:
         return self._end_if_over()
 
     def _end_if_over(self) -> object:
-        return _END if self._all_ended and not self._is_asked else None
+        return _END if self._all_ended and not self._has_requested else None
 
     @property
-    def _is_asked(self) -> bool:
-        return self._asked > 0 or self._asked_late > self._given_late
+    def _has_requested(self) -> bool:
+        return self._requested > 0 or self._requested_late > self._given_late
 
 
 @dataclass(frozen=True)

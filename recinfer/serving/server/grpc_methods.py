@@ -1,12 +1,10 @@
-"""What every gRPC server of ours does with a call: bytes in, bytes out, errors of ours as statuses; and how long it serves."""
+"""What every gRPC server of ours does with a call: bytes in, bytes out, errors of ours as statuses."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -35,11 +33,9 @@ __all__ = [
     "dispatched",
     "generic_handler",
     "handler",
-    "until_signalled",
 ]
 
 _log = logging.getLogger("recinfer.serving.server")
-_SIGNAL_POLL_S = 0.05
 _HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
 _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 _IDENTITY = 1 << grpc.Compression.NoCompression
@@ -114,7 +110,7 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
                 await context.abort(grpc.StatusCode[ending.code], ending.message, ending.trailing)
             except grpc.aio.AbortError:
                 raise
-            except Exception:  # gRPC cannot send it: who asked is gone, and gRPC would log that as our error
+            except Exception:  # gRPC cannot send it: the caller is gone, and gRPC would log that as our error
                 raise asyncio.CancelledError from None
             raise  # not reached: abort raises
         answered("OK")
@@ -176,34 +172,3 @@ def add_standard_services(
     health = EndingHealth(is_ready)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     return health
-
-
-def until_signalled(
-    start: Callable[[], None],
-    stop: Callable[[], None],
-    *,
-    wanted: threading.Event | None = None,
-    on_hangup: Callable[[], None] | None = None,
-) -> None:
-    """``start``, wait for SIGTERM, SIGINT (Ctrl-C) or ``wanted``, ``stop``. Call from the main thread.
-
-    Args:
-        on_hangup: called at each SIGHUP, which ends the process when this is None.
-    """
-    # The handler runs in this thread, between any two steps of it: were it to set an Event that this thread is about to
-    # wait for, it could find the Event's lock taken by its own thread, for ever. Appending takes no lock.
-    signalled: list[int] = []
-    before = {
-        number: signal.signal(number, lambda got, _: signalled.append(got))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    if on_hangup is not None:
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: on_hangup())
-    try:
-        start()
-        while not (signalled or (wanted is not None and wanted.is_set())):
-            time.sleep(_SIGNAL_POLL_S)
-    finally:
-        stop()
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""grpc.health.v1: three answers (started, ready, live), and watchers that are let go when the server stops."""
+"""grpc.health.v1: three answers (started, ready, live), and Watch calls that end when the server stops."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from grpc_health.v1 import health, health_pb2
 __all__ = ["LIVENESS", "READINESS", "EndingHealth"]
 
 READINESS, LIVENESS = "readiness", "liveness"
-"""Services that a probe may name beside "" (started): "can it answer now" and "is the process well"."""
+"""Services that a probe may name in addition to "" (started): "can it answer now" and "is the process well"."""
 
 _NOTICED_S = 1.0  # for watchers whose connection takes nothing
-_MOST_WATCHES = 1024  # open at a time: every ranker holds one on each of its shards, a prober one or none
-_LOOK_S = 0.5  # between two looks of one who watches readiness: what it depends on tells nobody of its changes
+_LOOK_S = 0.5  # between two checks for a Watch of readiness, whose changes are not signalled
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -25,9 +24,9 @@ _Status = health_pb2.HealthCheckResponse
 class EndingHealth(health.aio.HealthServicer):  # type: ignore[misc]
     """As grpc_health has it, but NOT_SERVING until :meth:`show`, and with readiness and liveness.
 
-    A Watch ends once it has said what is last for good, and each watcher hears all. In grpc_health a Watch never ends by
-    itself, and gRPC's grace is for all calls: one watcher would hold a stop up for all of it. There, too, the watchers of
-    a service share what wakes them, and the first one that leaves takes it away from the others.
+    When the server stops, a Watch sends the last status and ends; each watcher gets every change. In grpc_health a Watch
+    never ends by itself, and gRPC's grace period is for all calls: one watcher would delay a stop by all of it. There, too,
+    the watchers of a service share one event, and the first that leaves removes it for the others.
 
     Args:
         is_ready: whether the server can answer now, once it has started; called on the event loop.
@@ -59,10 +58,7 @@ class EndingHealth(health.aio.HealthServicer):  # type: ignore[misc]
         return _Status(status=status)
 
     async def Watch(self, request: Any, context: Any) -> None:
-        """See grpc.health.v1; RESOURCE_EXHAUSTED when as many as a server holds are open: a Watch needs no token and has no end."""
-        if len(self._watching) >= _MOST_WATCHES:
-            why = f"{_MOST_WATCHES} Watch calls are open on this server, as many as it holds; use Check"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+        """See grpc.health.v1."""
         changed, said = asyncio.Event(), None
         task = asyncio.current_task()
         assert task is not None

@@ -41,7 +41,7 @@ class Get:
         call: its name in metrics and the log.
         work: answers; what it raises becomes an error of its status.
         is_open: no token is needed.
-        for_people: a browser without the token asks its user for it.
+        for_people: a browser without the token shows its user a prompt for it.
     """
 
     path: str
@@ -67,7 +67,7 @@ class HttpProtocol(Protocol):
     """What a protocol is to the port.
 
     Attributes:
-        paths: which it has, for people who asked for another.
+        paths: that exist, listed in the answer to any other path.
     """
 
     paths: str
@@ -90,7 +90,7 @@ class HttpServer:
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
         grace: seconds that ``stop`` gives the requests that run.
-        observe: told (call, gRPC code name, seconds, headers=..., num_bytes=...) of every request.
+        observe: called with (call, gRPC code name, seconds, headers=..., num_bytes=...) of every request.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class HttpServer:
 
     def _handler(self, route: Route) -> _Work:
         call, is_open = route.call, isinstance(route, Get) and route.is_open
-        asks = 'Basic realm="recinfer: the token as the password", charset="UTF-8"'
-        asks = asks if isinstance(route, Get) and route.for_people else "Bearer"
+        scheme = 'Basic realm="recinfer: the token as the password", charset="UTF-8"'
+        scheme = scheme if isinstance(route, Get) and route.for_people else "Bearer"
         work = self._sent(route) if isinstance(route, Get) else self._with_body(route)
 
         async def handle(request: web.Request) -> web.Response:
@@ -143,7 +143,7 @@ class HttpServer:
                 if self._token and not is_open and not self._authorized(request):
                     code = "UNAUTHENTICATED"
                     text = "authorization: got no valid bearer token; send the header Authorization: Bearer TOKEN"
-                    return web.json_response({"error": text}, status=401, headers={"WWW-Authenticate": asks})
+                    return web.json_response({"error": text}, status=401, headers={"WWW-Authenticate": scheme})
                 answer = await work(request)
                 code = "OK"
                 return answer
@@ -153,7 +153,7 @@ class HttpServer:
             except web.HTTPException:
                 code = "UNIMPLEMENTED"
                 raise
-            except ConnectionError:  # the caller went away in the middle of the body; nobody reads this
+            except ConnectionError:  # the caller closed the connection in the middle of the body
                 return web.Response(status=400)
             except Exception as error:
                 status = status_of(error)

@@ -74,7 +74,7 @@ class HttpSite:
             handle_signals=False,
             keepalive_timeout=self._idle_s,
             shutdown_timeout=self._grace,
-            handler_cancellation=True,  # who goes away frees the place of the request in the queue
+            handler_cancellation=True,  # a caller that disconnects frees its place in the queue
             auto_decompress=False,  # aiohttp would unpack bodies on the event loop, past any bound, for whoever reads none
         )
         await runner.setup()

@@ -114,7 +114,7 @@ def dtype_of(name: str, datatype: str) -> np.dtype:
 
 def _check_size(name: str, shape: Sequence[int], elements: int) -> None:
     """Raise InputError unless ``shape`` is one of ``elements`` elements."""
-    # Beside a size of 0 another may be anything, and our own messages count samples in 31 bits.
+    # With one size 0 another may be anything, and our own messages count samples in 31 bits.
     if not 1 <= len(shape) <= 2 or any(not 0 <= size <= _INT32_MAX for size in shape):
         raise InputError(f"input {name!r}: got shape {list(shape)[:8]}, expected one or two sizes from 0 to 2^31 - 1")
     if math.prod(shape) != elements:
@@ -171,7 +171,7 @@ def _call_of(request: InferRequest, predictor: Predictor) -> Call:
         listed = ", ".join(list(known)[:20])
         raise InputError(f"outputs: got {unknown[0][:80]!r}, expected some of {listed}")
     if len(wanted) > 1:
-        raise InputError("outputs: got model outputs and embeddings together, expected one kind; ask in two requests")
+        raise InputError("outputs: got model outputs and embeddings together, expected one kind; send two requests")
     if request.method:
         call: Call = "Lookup" if request.method == "lookup" else "Predict"
         if wanted and wanted != {call}:
@@ -183,7 +183,7 @@ def _call_of(request: InferRequest, predictor: Predictor) -> Call:
 
 
 def _output_names(predictor: Predictor) -> dict[str, Call]:
-    """Every output that may be asked for, and the call that gives it."""
+    """Every output that a request may name, and the call that gives it."""
     names: dict[str, Call] = {}
     if predictor.manifest.dense is not None:
         names.update((output.name, "Predict") for output in predictor.manifest.dense.outputs)
@@ -228,7 +228,7 @@ def _jagged(name: str, by_name: dict[str, InputTensor]) -> _Feature:
     values = _one_dimensional(_integers(by_name.pop(f"{name}.values")))
     lengths = by_name.pop(f"{name}.lengths", None)
     if lengths is None:
-        raise InputError(f"input '{name}.lengths': got none, expected INT32 [batch] beside '{name}.values'")
+        raise InputError(f"input '{name}.lengths': got none, expected INT32 [batch] together with '{name}.values'")
     counts = _one_dimensional(_integers(lengths)).data
     if lengths.datatype == "INT64":
         if counts.size and not 0 <= int(counts.min()) <= int(counts.max()) <= _INT32_MAX:

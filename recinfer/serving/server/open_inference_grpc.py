@@ -29,7 +29,7 @@ _PARSED, _TYPED = 8, 24  # bytes for one of a message: of integers that are pars
 _INLINE_BYTES = 32 << 10  # a longer message is translated in a thread, so that the event loop stays free
 
 T = TypeVar("T")
-Ask = Callable[["CallName", bytes], Awaitable[bytes]]
+AnswerCall = Callable[["CallName", bytes], Awaitable[bytes]]
 
 
 class OpenInference:
@@ -38,14 +38,14 @@ class OpenInference:
     Args:
         registry: the models.
         limits: bounds on requests.
-        ask: answers a serialized request of ours, by the call's name ("Lookup", "Predict"); raises errors of ours.
+        answer: answers a serialized request of ours, by the call's name ("Lookup", "Predict"); raises errors of ours.
         is_ready: whether the server takes requests.
     """
 
     def __init__(
-        self, registry: ModelRegistry, limits: Limits, ask: Ask, is_ready: Callable[[], bool] = lambda: True
+        self, registry: ModelRegistry, limits: Limits, answer: AnswerCall, is_ready: Callable[[], bool] = lambda: True
     ) -> None:
-        self.registry, self.limits, self._ask, self.is_ready = registry, limits, ask, is_ready
+        self.registry, self.limits, self._answer, self.is_ready = registry, limits, answer, is_ready
 
     def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """Method name -> serialized request to serialized answer."""
@@ -79,7 +79,7 @@ class OpenInference:
         size = sum(tensor.data.nbytes for tensor in request.inputs)
         ticket_of_task.get().grow(size)
         call, message = await off_loop(size, oip.to_call, request, self.registry, self.limits)
-        answer = await self._ask(call, message)
+        answer = await self._answer(call, message)
         return await off_loop(len(answer), oip.read_answer, call, answer, request.outputs)
 
     async def _server_live(self, data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Who may talk to a server, and how it is kept private: TLS from files, a bearer token, and loopback unless told."""
+"""Authentication and encryption of a server: TLS from files, a bearer token, and loopback by default."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recinfer.serving.wire.tls import fits_a_header, load_pem, read_file
 __all__ = ["NO_TOKEN", "Security"]
 
 NO_TOKEN = Ending("UNAUTHENTICATED", "this server needs a token: send 'authorization: Bearer <token>'")
-"""What who has not got it is told."""
+"""The ending of a call without the token."""
 
 _HEADER, _SCHEME = "authorization", "bearer "
 _MIN_TOKEN = 16

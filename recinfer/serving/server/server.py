@@ -137,7 +137,7 @@ class Server:
         self._caller: LoopCaller | None = None
         self._health: EndingHealth | None = None
         self._batching = batching or BatchConfig()
-        self.open_inference = OpenInference(self.service.registry, self.service.limits, self._ask, self.is_ready)
+        self.open_inference = OpenInference(self.service.registry, self.service.limits, self._answer, self.is_ready)
         self.admin_calls: dict[str, Answer] = {}
         self._admin_through, self._admin_open = admin_through, admin_open
         if admin is not None:
@@ -256,7 +256,7 @@ class Server:
         return all(model.predictor.state.lookups.can_answer() for model in models)
 
     def _shown(self) -> tuple[str, ...]:
-        """The services that health knows."""
+        """The services that health reports."""
         return ("", SERVICE_NAME, OPEN_INFERENCE, *self.service.registry.names())
 
     async def _show_health(self) -> None:
@@ -273,10 +273,10 @@ class Server:
             await self._metrics.stop()
         self._dispatcher.close()
 
-    async def _ask(self, call: CallName, data: bytes) -> bytes:
-        """As a protocol that translates to our messages asks, on the loop."""
+    async def _answer(self, call: CallName, data: bytes) -> bytes:
+        """Answer a request of a protocol that translates to our messages; on the loop."""
         assert self._caller is not None
-        return await self._caller.ask(call, data, deadline.get(), ticket_of_task.get())
+        return await self._caller.answer(call, data, deadline.get(), ticket_of_task.get())
 
     async def _get_model(self, data: bytes) -> bytes:
         return self.service.get_model(data)
@@ -298,7 +298,7 @@ class Server:
         self._http = HttpServer(
             [
                 OpenInferenceRest(self.open_inference),
-                V1(registry, limits, self._ask, self.is_ready),
+                V1(registry, limits, self._answer, self.is_ready),
                 ApiDocs(registry, limits, needs_token=bool(token)),
             ],
             self.budget,

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
@@ -25,12 +25,10 @@ from recinfer.serving.server.grpc_methods import (
     add_standard_services,
     connection_options,
     generic_handler,
-    until_signalled,
 )
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.metrics import Status, memory_status, plain_histogram
 from recinfer.serving.server.telemetry.observe import Observer
-from recinfer.serving.server.tuning import tune_process
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
 from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure
 from recinfer.serving.shards.tables import ShardTables
@@ -45,16 +43,16 @@ from recinfer.serving.wire.status import status_of
 if TYPE_CHECKING:
     from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 
-__all__ = ["ShardServer", "serve_shards"]
+__all__ = ["ShardServer"]
 
 _SMALL_BYTES = (
     32 << 10
 )  # of requests that are answered on the thread that reads: behind a larger one, others would wait
 _MAX_RUNNING = 512
 _STOP_SLACK_S = 5.0
-_NOTICED_S = 0.1  # after which rankers know that this server takes no more requests
+_NOTICED_S = 0.1  # after which rankers are notified that this server takes no more requests
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-_SHOWN = ("", SERVICE_NAME)  # the services that health knows
+_SHOWN = ("", SERVICE_NAME)  # the services that health reports
 _log = logging.getLogger(__name__)
 
 
@@ -114,7 +112,7 @@ class ShardServer:
         return self
 
     def stop(self, grace: float = 10.0) -> None:
-        """Say so to the rankers, let requests that run end for up to ``grace`` seconds, then close."""
+        """Notify the rankers, let requests that run end for up to ``grace`` seconds, then close."""
         if self._server is not None:
             run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
 
@@ -224,7 +222,7 @@ class ShardServer:
         if server is None:
             return
         await self._health.end()
-        # A ranker that has heard it just now may have asked before; gRPC's own grace would be for all calls, State's too.
+        # A ranker that is notified now may have sent a request before; gRPC's own grace would be for all calls, State's too.
         end = time.monotonic() + grace
         await asyncio.sleep(min(grace, _NOTICED_S))
         while self._running and time.monotonic() < end:
@@ -333,30 +331,3 @@ def _descriptors() -> DescriptorPool:
     for file in (pb.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
         pool.AddSerializedFile(file.serialized_pb)
     return pool
-
-
-def serve_shards(
-    tables: ShardTables,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    *,
-    metrics_port: int | None = None,
-    security: Security | None = None,
-    limits: Limits | None = None,
-    grace: float = 10.0,
-    on_ready: Callable[[ShardServer], Any] | None = None,
-    stop: threading.Event | None = None,
-    socket_port: int = 0,
-) -> None:
-    """Serve until SIGTERM or SIGINT, then drain for up to ``grace`` seconds. Call from the main thread."""
-    tune_process()
-    server = ShardServer(
-        tables, host, port, metrics_port=metrics_port, security=security, limits=limits, socket_port=socket_port
-    )
-
-    def start() -> None:
-        server.start()
-        if on_ready is not None:
-            on_ready(server)
-
-    until_signalled(start, lambda: server.stop(grace), wanted=stop)

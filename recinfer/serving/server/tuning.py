@@ -1,4 +1,4 @@
-"""What a process that serves asks of Python and of the system's scheduler, beyond their defaults."""
+"""Settings of Python and of the system's scheduler for a process that serves."""
 
 from __future__ import annotations
 

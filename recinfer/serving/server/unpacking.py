@@ -51,11 +51,11 @@ def unpack(body: bytes | bytearray, encoding: str, most: int) -> bytearray:
 
 def _feed(stream: zlib._Decompress, piece: bytes | bytearray, found: bytearray, most: int) -> None:
     while not stream.eof:
-        room = min(_STEP, most + 1 - len(found))
-        step = stream.decompress(piece, room)
+        left = min(_STEP, most + 1 - len(found))
+        step = stream.decompress(piece, left)
         found += step
         if len(found) > most:
             raise TooLargeError(f"body: got more than {most} bytes, expected at most that many")
         piece = stream.unconsumed_tail
-        if not piece and len(step) < room:  # else zlib may have more of what it was given
+        if not piece and len(step) < left:  # else zlib may have more of what it was given
             return

@@ -1,5 +1,8 @@
-/* Small plain requests between a ranker and its shards, from bytes to bytes: what a shard is asked, what it was asked, and
-   the answers put together. What is unusual gets None: then the ordinary way does it, or says what is wrong. */
+/* Small plain requests between a ranker and its shards, from bytes to bytes: a request split by rank, a shard's request read,
+   and the answers joined. Other requests give None: then the path through arrays answers them, or says what is wrong.
+
+   The structs PlainPart, PlainFind, RankStreams and RankAnswer are those of recinfer.serving.shards.rank_structs, with their
+   fields in the same order. */
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -18,9 +21,15 @@ typedef struct {
     uint64_t rank, module, length_bytes;
     Span lengths, ids;
     int wide;
-} Part;
+} PlainPart;
 
-static int read_part(Span message, Part *part) {
+typedef struct {
+    Span version;
+    uint64_t batch, stored;
+    PyObject *parts; /* a list */
+} PlainFind;
+
+static int read_part(Span message, PlainPart *part) {
     Reader reader = {message.at, message.at + message.size};
     unsigned seen = 0;
     while (reader.at < reader.end) {
@@ -50,12 +59,51 @@ static int read_part(Span message, Part *part) {
            part->ids.size && part->ids.size % (part->wide ? 8 : 4) == 0;
 }
 
+/* The fields of a PlainPart; places are offsets from `bytes`. */
+static PyObject *fields_of_part(const PlainPart *part, const uint8_t *bytes) {
+    return Py_BuildValue("nnnnnnnO", (Py_ssize_t)part->rank, (Py_ssize_t)part->module, (Py_ssize_t)part->length_bytes,
+                         part->lengths.at == NULL ? (Py_ssize_t)0 : (Py_ssize_t)(part->lengths.at - bytes),
+                         part->lengths.size, (Py_ssize_t)(part->ids.at - bytes), part->ids.size / (part->wide ? 8 : 4),
+                         part->wide ? Py_True : Py_False);
+}
+
+/* 1 when the bytes are a plain request, 0 for any other, -1 with an error. */
+static int read_plain_find(const uint8_t *bytes, Py_ssize_t size, PlainFind *found) {
+    Reader reader = {bytes, bytes + size};
+    while (reader.at < reader.end) {
+        uint64_t tag;
+        Span span;
+        if (!read_varint(&reader, &tag))
+            return 0;
+        if (tag == (2 << 3 | VARINT)) {
+            if (found->batch || !read_varint(&reader, &found->batch) || found->batch < 1 || found->batch > INT32_MAX)
+                return 0;
+        } else if (tag == (5 << 3 | VARINT)) {
+            if (!read_varint(&reader, &found->stored) || found->stored > 1)
+                return 0;
+        } else if (tag == (1 << 3 | DELIMITED)) {
+            if (found->version.at != NULL || !read_span(&reader, &found->version))
+                return 0;
+        } else if (tag == (3 << 3 | DELIMITED)) {
+            PlainPart part = {0};
+            if (!read_span(&reader, &span) || !read_part(span, &part))
+                return 0;
+            PyObject *fields = fields_of_part(&part, bytes);
+            const int failed = fields == NULL || PyList_Append(found->parts, fields) < 0;
+            Py_XDECREF(fields);
+            if (failed)
+                return -1;
+        } else {
+            return 0;
+        }
+    }
+    return found->batch && found->version.at != NULL;
+}
+
 PyDoc_STRVAR(read_doc,
              "read_find(data)\n--\n\n"
-             "(version, samples, whether stored rows may be sent, parts) of a serialized ShardRequest; None for one that is not\n"
-             "of the plain kind. Each part:\n"
-             "(rank, module, bytes of a length, lengths at, bytes of all lengths, ids at, number of ids, whether ids are 64\n"
-             "bits wide). Places are offsets in `data`. What lengths and ids are, nobody has looked at.");
+             "The fields of a recinfer.serving.shards.rank_structs.PlainFind for a serialized ShardRequest; None for one that is\n"
+             "not of the plain kind. Each of its parts: the fields of a PlainPart. Lengths and ids are not checked.");
 
 static PyObject *read_method(PyObject *module, PyObject *data) {
     (void)module;
@@ -63,56 +111,20 @@ static PyObject *read_method(PyObject *module, PyObject *data) {
         PyErr_SetString(PyExc_TypeError, "read_find: expected bytes");
         return NULL;
     }
-    const uint8_t *bytes = (const uint8_t *)PyBytes_AsString(data);
-    Reader reader = {bytes, bytes + PyBytes_Size(data)};
-    Span version = {NULL, 0};
-    uint64_t batch = 0, stored = 0;
-    PyObject *found = NULL, *parts = PyList_New(0);
-    if (parts == NULL)
+    PlainFind found = {{NULL, 0}, 0, 0, PyList_New(0)};
+    if (found.parts == NULL)
         return NULL;
-    while (reader.at < reader.end) {
-        uint64_t tag;
-        Span span;
-        if (!read_varint(&reader, &tag))
-            goto unusual;
-        if (tag == (2 << 3 | VARINT)) {
-            if (batch || !read_varint(&reader, &batch) || batch < 1 || batch > INT32_MAX)
-                goto unusual;
-        } else if (tag == (5 << 3 | VARINT)) {
-            if (!read_varint(&reader, &stored) || stored > 1)
-                goto unusual;
-        } else if (tag == (1 << 3 | DELIMITED)) {
-            if (version.at != NULL || !read_span(&reader, &version))
-                goto unusual;
-        } else if (tag == (3 << 3 | DELIMITED)) {
-            Part part = {0};
-            if (!read_span(&reader, &span) || !read_part(span, &part))
-                goto unusual;
-            PyObject *item = Py_BuildValue(
-                "nnnnnnnO", (Py_ssize_t)part.rank, (Py_ssize_t)part.module, (Py_ssize_t)part.length_bytes,
-                part.lengths.at == NULL ? (Py_ssize_t)0 : (Py_ssize_t)(part.lengths.at - bytes), part.lengths.size,
-                (Py_ssize_t)(part.ids.at - bytes), part.ids.size / (part.wide ? 8 : 4), part.wide ? Py_True : Py_False);
-            const int failed = item == NULL || PyList_Append(parts, item) < 0;
-            Py_XDECREF(item);
-            if (failed)
-                goto done;
-        } else {
-            goto unusual;
-        }
+    PyObject *fields = NULL;
+    const int is_plain = read_plain_find((const uint8_t *)PyBytes_AsString(data), PyBytes_Size(data), &found);
+    if (is_plain > 0)
+        fields = Py_BuildValue("s#nOO", (const char *)found.version.at, found.version.size, (Py_ssize_t)found.batch,
+                               found.stored ? Py_True : Py_False, found.parts);
+    Py_DECREF(found.parts);
+    if (is_plain == 0 || (fields == NULL && PyErr_ExceptionMatches(PyExc_UnicodeDecodeError))) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
     }
-    if (!batch || version.at == NULL)
-        goto unusual;
-    found = Py_BuildValue("s#nOO", (const char *)version.at, version.size, (Py_ssize_t)batch,
-                          stored ? Py_True : Py_False, parts);
-    if (found != NULL || !PyErr_ExceptionMatches(PyExc_UnicodeDecodeError))
-        goto done;
-    PyErr_Clear();
-unusual:
-    found = Py_None;
-    Py_INCREF(found);
-done:
-    Py_DECREF(parts);
-    return found;
+    return fields;
 }
 
 /* -- a request split by rank ---------------------------------------------------------------------------------------- */
@@ -248,17 +260,29 @@ static uint8_t *put_head(uint8_t *into, int field, uint64_t size) {
 
 static Py_ssize_t field_size(Py_ssize_t size) { return 1 + varint_size((uint64_t)size) + size; }
 
-/* One rank's part as a field of a ShardRequest; None without any id; NULL with an error. `rank`: (heads, streams, wide). */
-static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts, const int64_t *limits, int ones) {
-    PyObject *heads[3], *streams_object, *result = NULL;
+typedef struct {
+    PyObject *head_without_lengths, *head_of_byte_lengths, *head_of_int_lengths; /* bytes, borrowed */
+    Py_buffer streams;
     int wide;
-    if (!PyArg_ParseTuple(rank, "SSSOp", &heads[0], &heads[1], &heads[2], &streams_object, &wide))
+} RankStreams;
+
+/* 0 with an error; else its buffer has to be released. */
+static int read_rank_streams(PyObject *fields, RankStreams *rank) {
+    PyObject *streams;
+    return PyArg_ParseTuple(fields, "SSSOp", &rank->head_without_lengths, &rank->head_of_byte_lengths,
+                            &rank->head_of_int_lengths, &streams, &rank->wide) &&
+           PyObject_GetBuffer(streams, &rank->streams, PyBUF_SIMPLE) == 0;
+}
+
+/* One rank's part as a field of a ShardRequest; None without any id; NULL with an error. */
+static PyObject *part_of(PyObject *fields, const Bags *bags, const int64_t *starts, const int64_t *limits, int ones) {
+    RankStreams rank;
+    PyObject *result = NULL;
+    if (!read_rank_streams(fields, &rank))
         return NULL;
-    Py_buffer view;
-    if (PyObject_GetBuffer(streams_object, &view, PyBUF_SIMPLE) < 0)
-        return NULL;
-    const Stream *streams = view.buf;
-    const int64_t num_streams = view.len / (Py_ssize_t)sizeof *streams;
+    const Stream *streams = rank.streams.buf;
+    const int64_t num_streams = rank.streams.len / (Py_ssize_t)sizeof *streams;
+    const int wide = rank.wide;
     for (int64_t s = 0; s < num_streams; s++) {
         if (streams[s].key < -1 || streams[s].key >= bags->keys || streams[s].start < 0 || streams[s].rows < 0 ||
             (!wide && streams[s].rows > (int64_t)INT32_MAX + 1)) {
@@ -273,7 +297,9 @@ static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts
         goto release;
     }
     const int length_bytes = counts.ones ? 0 : counts.most < 256 ? 1 : 4;
-    PyObject *head = heads[length_bytes == 4 ? 2 : length_bytes];
+    PyObject *head = length_bytes == 4   ? rank.head_of_int_lengths
+                     : length_bytes == 1 ? rank.head_of_byte_lengths
+                                         : rank.head_without_lengths;
     const Py_ssize_t head_size = PyBytes_Size(head), ids_size = (wide ? 8 : 4) * counts.ids,
                      lengths_size = length_bytes * num_streams * bags->batch;
     const Py_ssize_t size = head_size + (length_bytes ? field_size(lengths_size) : 0) + field_size(ids_size);
@@ -287,7 +313,7 @@ static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts
         into = put_lengths(bags, starts, streams, num_streams, length_bytes, ones, put_head(into, 3, (uint64_t)lengths_size));
     put_kept(bags, starts, limits, streams, num_streams, wide, put_head(into, wide ? 6 : 5, (uint64_t)ids_size), counts.ids);
 release:
-    PyBuffer_Release(&view);
+    PyBuffer_Release(&rank.streams);
     return result;
 }
 
@@ -316,8 +342,7 @@ PyDoc_STRVAR(split_doc,
              "Each rank's part of the `bags` (recinfer.quant.bags.BagPlaces) in the bytes `data`: a ShardRequest's field, or None\n"
              "where it has no id.\n\n"
              "limits: int64 [keys], rows of each key's tables.\n"
-             "ranks: of each, (ShardPart without lengths and ids for lengths of 0, 1 and 4 bytes; streams, int64 [S, 3]: place\n"
-             "among the keys or -1, first row, rows; whether its ids are sent 64 bits wide).\n\n"
+             "ranks: a recinfer.serving.shards.rank_structs.RankStreams of each.\n\n"
              "None when an id is not below its limit or the lengths are not those of so many ids. Raises ValueError for places\n"
              "outside `data`.");
 
@@ -534,43 +559,57 @@ static PyObject *is_packed_method(PyObject *module, PyObject *args) {
     return PyBool_FromLong(found);
 }
 
-/* Adds one rank's answer to `out`; 0 with an error. `found`: (values, columns of the rank, runs), or (packed, -1, pairs). */
-static int put_rank(PyObject *found, uint8_t *out, int64_t columns, int64_t batch) {
-    PyObject *values_object, *runs_object;
-    Py_ssize_t rank_columns;
-    Py_buffer values, runs_view;
-    int whole = 0;
-    if (!PyArg_ParseTuple(found, "OnO", &values_object, &rank_columns, &runs_object) ||
-        PyObject_GetBuffer(values_object, &values, PyBUF_SIMPLE) < 0)
+typedef struct {
+    Py_buffer values;
+    Py_ssize_t columns; /* -1: the values are packed */
+    Py_buffer spans;    /* Run, or Pair where the values are packed */
+} RankAnswer;
+
+/* 0 with an error; else its buffers have to be released. */
+static int read_rank_answer(PyObject *fields, RankAnswer *answer) {
+    PyObject *values, *spans;
+    if (!PyArg_ParseTuple(fields, "OnO", &values, &answer->columns, &spans) ||
+        PyObject_GetBuffer(values, &answer->values, PyBUF_SIMPLE) < 0)
         return 0;
-    if (PyObject_GetBuffer(runs_object, &runs_view, PyBUF_SIMPLE) < 0)
-        goto release_values;
-    if (rank_columns == -1) {
-        whole = put_pack(&values, &runs_view, out, columns, batch);
-        goto release;
+    if (PyObject_GetBuffer(spans, &answer->spans, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&answer->values);
+        return 0;
     }
-    if (rank_columns < 0 || rank_columns > PY_SSIZE_T_MAX / 64 / batch || values.len != 4 * batch * rank_columns) {
+    return 1;
+}
+
+/* Adds float32 values to `out`; 0 with an error. */
+static int put_values(const RankAnswer *answer, uint8_t *out, int64_t columns, int64_t batch) {
+    const int64_t mine = answer->columns;
+    if (mine < 0 || mine > PY_SSIZE_T_MAX / 64 / batch || answer->values.len != 4 * batch * mine) {
         PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of [batch, its columns] float32");
-        goto release;
+        return 0;
     }
-    const Run *runs = runs_view.buf;
-    const int64_t num_runs = runs_view.len / (Py_ssize_t)sizeof *runs;
+    const Run *runs = answer->spans.buf;
+    const int64_t num_runs = answer->spans.len / (Py_ssize_t)sizeof *runs;
     for (int64_t r = 0; r < num_runs; r++) {
         const Run *run = runs + r;
-        if (run->width < 0 || run->at < 0 || run->to < 0 || run->width > rank_columns || run->width > columns ||
-            run->at > rank_columns - run->width || run->to > columns - run->width) {
+        if (run->width < 0 || run->at < 0 || run->to < 0 || run->width > mine || run->width > columns ||
+            run->at > mine - run->width || run->to > columns - run->width) {
             PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
-            goto release;
+            return 0;
         }
     }
     for (int64_t r = 0; r < num_runs; r++)
-        put_run(values.buf, rank_columns, runs + r, out, columns, batch);
-    whole = 1;
-release:
-    PyBuffer_Release(&runs_view);
-release_values:
-    PyBuffer_Release(&values);
-    return whole;
+        put_run(answer->values.buf, mine, runs + r, out, columns, batch);
+    return 1;
+}
+
+/* Adds one rank's answer to `out`; 0 with an error. */
+static int put_rank(PyObject *fields, uint8_t *out, int64_t columns, int64_t batch) {
+    RankAnswer answer;
+    if (!read_rank_answer(fields, &answer))
+        return 0;
+    const int done = answer.columns == -1 ? put_pack(&answer.values, &answer.spans, out, columns, batch)
+                                          : put_values(&answer, out, columns, batch);
+    PyBuffer_Release(&answer.spans);
+    PyBuffer_Release(&answer.values);
+    return done;
 }
 
 /* Divides sums of bags by what is in them. `means`: [M, 3], place among the keys, first and last column. */
@@ -596,10 +635,7 @@ static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uin
 PyDoc_STRVAR(join_doc,
              "join(found, means, data, bags, columns, into)\n--\n\n"
              "Float32 [batch, columns] of what ranks gave, zero where none did.\n\n"
-             "found: of each rank, (its float32 [batch, its columns] as a buffer, its columns, runs, int64 [R, 4]: first column\n"
-             "of the rank, first of the answer, how many, whether they are added); or (what `pack` of recinfer.quant._tables\n"
-             "wrote behind the size, -1, pairs, int64 [P, 4]: columns, bits of a stored number, first column of the answer or\n"
-             "-1, whether they are added), P being the steps that were packed.\n"
+             "found: a recinfer.serving.shards.rank_structs.RankAnswer of each rank.\n"
              "means: int64 [M, 3], key, first and last column that are then divided by the ids of its bags, which are `bags`\n"
              "(recinfer.quant.bags.BagPlaces) in the bytes `data`.\n"
              "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n\n"
@@ -618,7 +654,7 @@ static PyObject *join_method(PyObject *module, PyObject *args) {
         return NULL;
     const Py_ssize_t batch = bags.batch;
     if (columns < 0 || (columns && batch > PY_SSIZE_T_MAX / 64 / columns)) {
-        PyErr_SetString(PyExc_ValueError, "join: more columns than memory has room for");
+        PyErr_SetString(PyExc_ValueError, "join: more columns than fit in memory");
         goto release_means;
     }
     const Py_ssize_t num_bytes = 4 * batch * columns;

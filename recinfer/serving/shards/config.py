@@ -1,4 +1,4 @@
-"""``shards.json``: which addresses hold which ranks, and how a ranker asks them; read strictly.
+"""``shards.json``: which addresses hold which ranks, and how a ranker calls them; read strictly.
 
 {"format": "recinfer.shards", "version": 1,
  "ranks": {"0": ["10.0.0.1:50051", "10.0.0.2:50051"], "1": ["dns:///shard-1.recinfer:50051"]},
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"(dns:///)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,
 
 @dataclass(frozen=True)
 class ShardsSettings:
-    """How a ranker asks shards. All of ``settings`` of shards.json.
+    """How a ranker calls shards. All of ``settings`` of shards.json.
 
     Attributes:
         hedge: send a request that takes longer than 95 % of the others to a second replica too.

@@ -14,6 +14,7 @@ from typing import Any
 
 from recinfer.archive.manifest import Manifest
 from recinfer.errors import ConfigError
+from recinfer.serving.shards.messages import VectorFormat
 from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.transport import rankers_thread
 
@@ -71,12 +72,17 @@ class FanOut:
         return self._missing or self.pool.config.settings.missing
 
     @property
+    def vectors(self) -> VectorFormat:
+        """How shards send vectors, by the settings of this moment."""
+        return VectorFormat.FLOAT16 if self.pool.config.settings.half else VectorFormat.STORED
+
+    @property
     def gives_default_rows(self) -> bool:
         """Whether a manifest that allows default rows where nobody answers is followed."""
         return self.missing != "error"
 
     def check_manifest(self, manifest: Manifest) -> None:
-        """Raises ConfigError when the settings ask for default rows that ``manifest`` does not allow."""
+        """Raises ConfigError when the settings request default rows that ``manifest`` does not allow."""
         if self.missing == "default_rows" and manifest.missing_shards != "default_rows":
             raise ConfigError(
                 f"shards: missing is 'default_rows', but the archive of {manifest.model} {manifest.version} does not allow "
@@ -110,7 +116,7 @@ class FanOut:
         return self._turn
 
     def has_choice(self, ranks: Sequence[int]) -> bool:
-        """Whether another replica may be asked for one of ``ranks``."""
+        """Whether another replica may be called for one of ``ranks``."""
         return any(len(self.pool.replicas(rank)) > 1 for rank in ranks)
 
     def times(self, rank: int, batch: int) -> _AnswerTimes:
@@ -132,7 +138,7 @@ class FanOut:
 
 
 def waited_for(begin: Callable[[Callable[..., object]], object]) -> Future[Any]:
-    """A future of what ``begin`` tells the callback that it is given: all but the error, which comes last."""
+    """A future of what ``begin`` passes to its callback: all but the error, which comes last."""
     future: Future[Any] = Future()
 
     def done(*found: Any) -> None:

@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.messages import Parts, decode_failure, decode_response, join_request
+from recinfer.serving.shards.messages import Parts, VectorFormat, decode_failure, decode_response, join_request
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.transport import rankers_thread
 
-__all__ = ["Asked", "FanOutCallback", "FanOutRequest", "Fits", "begin_fan_out"]
+__all__ = ["FanOutCallback", "FanOutRequest", "Fits", "ShardQuery", "begin_fan_out"]
 
 _FIRST_HEDGE_S = 0.05  # until enough answers were timed
 _LEAST_HEDGE_S = 1e-3
 _GIVE_UP, _LEAST_GIVE_UP_S = 20, 0.25
 _RETRIES = 1
-_FULL_S = 0.01  # after which a client may ask full shards again
+_FULL_S = 0.01  # after which a client may call full shards again
 _log = logging.getLogger(__name__)
 
 FanOutCallback = Callable[[Answers, tuple[int, ...], "Exception | None"], object]
@@ -37,26 +37,26 @@ Fits = Callable[[int, list[NDArray[Any]]], bool]
 
 
 def choose(
-    replicas: Sequence[Replica], version: str, chosen: Mapping[Replica, Any], asked: Sequence[Replica], turn: int
+    replicas: Sequence[Replica], version: str, chosen: Mapping[Replica, Any], tried: Sequence[Replica], turn: int
 ) -> Replica | None:
-    """The one of a rank's replicas to ask, of those that were not ``asked``; None: there is none.
+    """The one of a rank's replicas to call, of those that were not ``tried``; None: there is none.
 
     Args:
-        chosen: those that will be asked for other ranks.
-        turn: of equals another one each time, else all rankers that are hardly busy would ask the first that is listed.
+        chosen: those that will be called for other ranks.
+        turn: of equals another one each time, else all rankers that are hardly busy would call the first that is listed.
     """
     if len(replicas) == 1:
-        return replicas[0] if replicas[0] not in asked and replicas[0].usable(version) else None
+        return replicas[0] if replicas[0] not in tried and replicas[0].usable(version) else None
     best: Replica | None = None
     least: Any = None
     now = time.monotonic()
     first = turn % len(replicas) if replicas else 0
     for replica in (*replicas[first:], *replicas[:first]):
-        if replica in asked or not replica.usable(version):
+        if replica in tried or not replica.usable(version):
             continue
         load = replica.load(now)
         if replica in chosen and not load[0]:
-            return replica  # it is asked for another rank anyway
+            return replica  # it is called for another rank anyway
         if least is None or load < least:
             best, least = replica, load
     return best
@@ -68,14 +68,14 @@ def _hedge_delay(p95: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is asked for; see :func:`begin_fan_out`. ``half``: as float16, else rows may come as they are stored."""
+class ShardQuery:
+    """What the ranks are to look up; see :func:`begin_fan_out`."""
 
     version: str
     batch: int
     parts: Mapping[int, Parts]
     deadline: float
-    half: bool
+    vectors: VectorFormat
     default_rows: bool
     fits: Fits | None
 
@@ -115,11 +115,11 @@ class _Refused(Exception):
 class FanOutRequest:
     """A request under way. All of it happens on the transport's thread."""
 
-    def __init__(self, fan_out: FanOut, asked: Asked, done: FanOutCallback) -> None:
-        self._fan_out, self._pool, self._asked, self._done = fan_out, fan_out.pool, asked, done
+    def __init__(self, fan_out: FanOut, query: ShardQuery, done: FanOutCallback) -> None:
+        self._fan_out, self._pool, self._query, self._done = fan_out, fan_out.pool, query, done
         self._loop = rankers_thread().loop
         self._attempts: list[_Attempt] = []
-        self._tried: dict[int, list[Replica]] = {rank: [] for rank in asked.parts}
+        self._tried: dict[int, list[Replica]] = {rank: [] for rank in query.parts}
         self._retried: Counter[int] = Counter()
         self._full: dict[int, str] = {}  # what full replicas have said, by rank
         self._answers: Answers = {}
@@ -127,11 +127,11 @@ class FanOutRequest:
         self._is_over = False
 
     def begin(self) -> None:
-        """Ask all ranks."""
+        """Send all ranks their parts."""
         try:
-            self._ask(tuple(self._asked.parts))
+            self._send_ranks(tuple(self._query.parts))
             self._finish_if_whole()
-        except Exception as error:  # ours: nobody else would hear of it
+        except Exception as error:  # a bug of ours: else the request would never end
             self._finish(error)
 
     def _finish(self, error: Exception | None) -> None:
@@ -146,18 +146,18 @@ class FanOutRequest:
             _log.exception("what the shards answered was lost")
 
     def _finish_if_whole(self) -> None:
-        if len(self._answers) + len(self._missing) == len(self._asked.parts):
+        if len(self._answers) + len(self._missing) == len(self._query.parts):
             self._finish(None)
 
-    # -- asking ------------------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, ranks: Sequence[int], *, hedge: bool = False) -> None:
-        """Send ``ranks`` to replicas that were not asked for them yet, one message a replica."""
+    def _send_ranks(self, ranks: Sequence[int], *, hedge: bool = False) -> None:
+        """Send ``ranks`` to replicas that were not called for them yet, one message a replica."""
         chosen: dict[Replica, list[int]] = {}
         lost = []
         for rank in ranks:
             replicas, turn = self._pool.replicas(rank), self._fan_out.next_turn()
-            replica = choose(replicas, self._asked.version, chosen, self._tried[rank], turn)
+            replica = choose(replicas, self._query.version, chosen, self._tried[rank], turn)
             if replica is None:
                 lost.append(rank)
             else:
@@ -169,9 +169,9 @@ class FanOutRequest:
                 self._send(_Attempt(replica, tuple(mine), hedge))
 
     def _send(self, attempt: _Attempt) -> None:
-        asked, fan_out, replica = self._asked, self._fan_out, attempt.replica
-        parts = [part for rank in attempt.ranks for part in asked.parts[rank]]
-        message = join_request(asked.version, asked.batch, parts, half=asked.half, stored=not asked.half)
+        query, fan_out, replica = self._query, self._fan_out, attempt.replica
+        parts = [part for rank in attempt.ranks for part in query.parts[rank]]
+        message = join_request(query.version, query.batch, parts, query.vectors)
         attempt.num_parts = len(parts)
         self._attempts.append(attempt)
         for rank in attempt.ranks:
@@ -181,31 +181,31 @@ class FanOutRequest:
         if not attempt.is_hedge:
             fan_out.earn_hedge()
             if fan_out.has_choice(attempt.ranks):
-                delay = _hedge_delay(fan_out.times(attempt.ranks[0], asked.batch).p95)
+                delay = _hedge_delay(fan_out.times(attempt.ranks[0], query.batch).p95)
                 attempt.timer = self._loop.call_later(delay, self._late, attempt, delay)
-        attempt.forget = replica.ask(message, asked.deadline, functools.partial(self._ended, attempt))
+        attempt.forget = replica.call(message, query.deadline, functools.partial(self._ended, attempt))
 
     def _late(self, attempt: _Attempt, delay: float) -> None:
         """It takes longer than 95 % of the others."""
         left = self._left(attempt)
         if left and self._fan_out.spend_hedge():
-            self._ask(left, hedge=True)
+            self._send_ranks(left, hedge=True)
             return
         give_up = max(_LEAST_GIVE_UP_S, _GIVE_UP * delay)
         wait = max(0.0, attempt.since + give_up - time.monotonic())
         attempt.timer = self._loop.call_later(wait, self._very_late, attempt)
 
     def _very_late(self, attempt: _Attempt) -> None:
-        """It takes so long that the host may be gone without a word: ask another one, budget or not."""
+        """It takes so long that the host may be lost without notice: call another one, budget or not."""
         left = self._left(attempt)
         if left:
             self._fan_out.calls["retried"] += 1
-            self._ask(left, hedge=True)
+            self._send_ranks(left, hedge=True)
 
     def _left(self, attempt: _Attempt) -> tuple[int, ...]:
-        """The ranks that it has not answered, where each has a replica that was not asked; else none."""
+        """The ranks that it has not answered, where each has a replica that was not called; else none."""
         left = tuple(rank for rank in attempt.ranks if rank not in self._answers)
-        version = self._asked.version
+        version = self._query.version
         can = all(
             any(r not in self._tried[rank] and r.usable(version) for r in self._pool.replicas(rank)) for rank in left
         )
@@ -224,7 +224,7 @@ class FanOutRequest:
             else:
                 self._take(attempt, data)
             self._finish_if_whole()
-        except Exception as error:  # ours: nobody else would hear of it
+        except Exception as error:  # a bug of ours: else the request would never end
             self._finish(error)
 
     def _take(self, attempt: _Attempt, data: bytes | bytearray) -> None:
@@ -232,7 +232,7 @@ class FanOutRequest:
             answers = self._read(attempt, data)
         except _Refused as refused:
             self._failed(attempt, refused.code, str(refused))
-        except RecinferError as error:  # the fault of the shard, so another replica is asked
+        except RecinferError as error:  # the fault of the shard, so another replica is called
             self._failed(attempt, "UNAVAILABLE", f"its answer is malformed: {error}")
         else:
             self._answered(attempt, answers)
@@ -242,19 +242,19 @@ class FanOutRequest:
         failure = decode_failure(data)
         if failure is not None:
             raise _Refused(*failure)
-        arrays = decode_response(data, self._asked.half)
+        arrays = decode_response(data, self._query.vectors)
         if len(arrays) != attempt.num_parts:
             raise InputError(f"it has {len(arrays)} parts, expected {attempt.num_parts}")
         found: Answers = {}
         at = 0
         for rank in attempt.ranks:
-            count = len(self._asked.parts[rank])
+            count = len(self._query.parts[rank])
             found[rank] = arrays[at : at + count]
             at += count
-            if self._asked.fits is not None and not self._asked.fits(rank, found[rank]):
+            if self._query.fits is not None and not self._query.fits(rank, found[rank]):
                 sizes = ", ".join(str(array.nbytes) for array in found[rank])
                 raise InputError(
-                    f"{sizes} bytes are not the rows of rank {rank} for {self._asked.batch} samples; ranker and shard must "
+                    f"{sizes} bytes are not the rows of rank {rank} for {self._query.batch} samples; ranker and shard must "
                     "have the same plan"
                 )
         return found
@@ -268,7 +268,7 @@ class FanOutRequest:
         if attempt.is_hedge:
             first = next((t for t in self._attempts if not t.is_hedge and attempt.ranks[0] in t.ranks), attempt)
             self._fan_out.calls["hedge_won"] += bool(new)
-        self._fan_out.times(attempt.ranks[0], self._asked.batch).add(now - first.since)
+        self._fan_out.times(attempt.ranks[0], self._query.batch).add(now - first.since)
         for other in self._attempts:
             if not other.is_over and all(rank in self._answers for rank in other.ranks):
                 if new and other.since < attempt.since:
@@ -280,8 +280,8 @@ class FanOutRequest:
         left = [rank for rank in attempt.ranks if rank not in self._answers and not self._is_under_way(rank)]
         if code == "FAILED_PRECONDITION":
             fan_out.calls["not_prepared"] += 1
-            replica.lacks(self._asked.version)
-            self._ask(left)
+            replica.lacks(self._query.version)
+            self._send_ranks(left)
         elif code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
             fan_out.calls["failed"] += 1
             if code == "RESOURCE_EXHAUSTED":
@@ -301,7 +301,7 @@ class FanOutRequest:
         return any(not attempt.is_over and rank in attempt.ranks for attempt in self._attempts)
 
     def _too_late(self) -> None:
-        ranks = ", ".join(str(rank) for rank in self._asked.parts if rank not in self._answers)
+        ranks = ", ".join(str(rank) for rank in self._query.parts if rank not in self._answers)
         for attempt in self._attempts:
             if not attempt.is_over:
                 attempt.replica.was_slow(time.monotonic() - attempt.since)
@@ -312,14 +312,14 @@ class FanOutRequest:
         self._retried.update(again)
         if again:
             self._fan_out.calls["retried"] += 1
-            self._ask(again)
+            self._send_ranks(again)
         lost = [rank for rank in ranks if rank not in again]
         if lost:
             self._lose(lost)
 
     def _lose(self, ranks: Sequence[int]) -> None:
-        """Nobody can be asked for ``ranks``."""
-        if self._asked.default_rows and self._fan_out.gives_default_rows:
+        """No replica is left for ``ranks``."""
+        if self._query.default_rows and self._fan_out.gives_default_rows:
             self._fan_out.default_rows.update(ranks)
             self._missing = (*self._missing, *ranks)
             return
@@ -327,10 +327,10 @@ class FanOutRequest:
         if full:
             self._finish(OverloadedError(f"rank {full[0]}: {self._full[full[0]]}", retry_after=_FULL_S))
             return
-        version = self._asked.version
+        version = self._query.version
         where = "; ".join(f"rank {rank} has no living replica: {self._pool.addresses(rank, version)}" for rank in ranks)
         if self._fan_out.missing == "default_rows":
-            where += "; shards.json asks for default rows, but the archive's manifest does not allow them"
+            where += "; shards.json requests default rows, but the archive's manifest does not allow them"
         self._finish(UnavailableError(where))
 
 
@@ -342,28 +342,27 @@ def begin_fan_out(
     deadline: float,
     done: FanOutCallback,
     *,
-    exact: bool = False,
+    vectors: VectorFormat = VectorFormat.STORED,
     default_rows: bool = False,
     fits: Fits | None = None,
 ) -> None:
-    """Ask for the arrays that each rank gives for its parts: the least busy replica, and another one where that is late or fails.
+    """Get the arrays that each rank gives for its parts: from the least busy replica, and from another one where that is late or fails.
 
     Any thread may call this; the request itself happens on the transport's.
 
     Args:
-        version: key of the version that all of them are asked for.
+        version: key of the version that all of them look up in.
         parts: rank -> its parts of the message.
         deadline: of ``time.monotonic()``; infinite: the settings' timeout counts.
         done: called once, on the transport's thread, which it must not block. Its error is an UnavailableError (a rank has
             no living replica, and default rows are not allowed, or forbidden), a DeadlineError, an OverloadedError, or
             the InputError of a shard that does not take the request.
-        exact: float32 whatever the settings say, for golden requests.
+        vectors: how shards send them; :attr:`FanOut.vectors` is what the settings say.
         default_rows: whether the version's manifest allows default rows where nobody answers; the settings may forbid
             them.
         fits: looks at what each rank answered; an answer that does not fit is a failed one.
     """
     settings = fan_out.pool.config.settings
     until = min(deadline, time.monotonic() + settings.timeout_seconds)
-    half = settings.half and not exact
-    asked = Asked(version, batch, parts, until, half, default_rows, fits)
-    rankers_thread().call(FanOutRequest(fan_out, asked, done).begin)
+    query = ShardQuery(version, batch, parts, until, vectors, default_rows, fits)
+    rankers_thread().call(FanOutRequest(fan_out, query, done).begin)

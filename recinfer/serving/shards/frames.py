@@ -32,7 +32,7 @@ _KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1), ("
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Have a TCP connection end when the other host is gone; a listening socket hands this on to what it accepts."""
+    """Have a TCP connection end when the other host is gone; what a listening socket accepts inherits it."""
     options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     options += [(socket.IPPROTO_TCP, getattr(socket, n), value) for n, value in _KEEP_ALIVE if hasattr(socket, n)]
     for option in options:
@@ -71,7 +71,7 @@ class ShardsThread:
             self._is_woken = True
             try:
                 self.loop.call_soon_threadsafe(self._call_all)
-            except RuntimeError:  # the thread has ended: there is nobody left to tell
+            except RuntimeError:  # the thread has ended: no callback is left
                 self._work.clear()
 
     def at_end_of_turn(self, function: Callable[[], object]) -> None:

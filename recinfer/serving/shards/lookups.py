@@ -22,7 +22,7 @@ from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut, waited_for
 from recinfer.serving.shards.fan_out_request import begin_fan_out
-from recinfer.serving.shards.messages import Parts
+from recinfer.serving.shards.messages import Parts, VectorFormat
 from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
 from recinfer.serving.shards.remote_tables import RemoteTables
 from recinfer.serving.shards.split import ModuleSplit, Section
@@ -36,8 +36,8 @@ __all__ = ["MakeLookups", "RemoteLookups", "remote_lookups"]
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
 
-class _AskedModule(NamedTuple):
-    """What is asked for one module: its bags, and each rank's section of them."""
+class _ModuleRequest(NamedTuple):
+    """One module's part of a request: its bags, and each rank's section of them."""
 
     split: ModuleSplit
     bags: Bags
@@ -45,15 +45,15 @@ class _AskedModule(NamedTuple):
 
 
 class RemoteLookups:
-    """The tables of one version of an archive, on shard servers. Every call asks all ranks for this one version.
+    """The tables of one version of an archive, on shard servers. Every call looks up in this one version on all ranks.
 
     Args:
         archive: opened for no rank.
         spec: the version; shards prepare it for as long as this lives.
-        fan_out: who asks.
+        fan_out: calls the shards.
 
     Raises:
-        ConfigError: the fan-out's settings ask for default rows that the manifest does not allow.
+        ConfigError: the fan-out's settings request default rows that the manifest does not allow.
     """
 
     mapped: MappedShards | None = None
@@ -98,17 +98,18 @@ class RemoteLookups:
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the transport's thread."""
-        begin = functools.partial(self._begin, requests, present, float("inf"), exact=True)
+        exact = VectorFormat.STORED  # golden requests are answered to the bit, whatever the settings say
+        begin = functools.partial(self._begin, requests, present, float("inf"), vectors=exact)
         return cast(Found, waited_for(begin).result())
 
     def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
         """:meth:`find` without waiting, as it is; ``deadline`` is of ``time.monotonic()``.
 
         Args:
-            done: told once: here, where nobody has to be asked or an id is out of range, else on the transport's thread.
+            done: called once: here, where no shard has to be called or an id is out of range, else on the transport's thread.
         """
         try:
-            self._begin(requests, present, deadline, done)
+            self._begin(requests, present, deadline, done, vectors=self._fan_out.vectors)
         except Exception as error:
             done(None, error)
 
@@ -119,23 +120,23 @@ class RemoteLookups:
         deadline: float,
         done: FoundCallback,
         *,
-        exact: bool = False,
+        vectors: VectorFormat,
     ) -> None:
         """Raises what is wrong with the requests themselves."""
         bags = requests[0]
         if len(requests) > 1:
             bags = merge_bags(requests, self._features, weighted=self._weighted)
         self._check(bags)
-        asked: list[_AskedModule | None] = []
+        modules: list[_ModuleRequest | None] = []
         parts: dict[int, Parts] = {}
         sections: dict[int, list[tuple[ModuleSplit, Section]]] = {}
         for part, split in zip(self.parts, self._splits):
             if present is not None and present.isdisjoint(part.info.features):
-                asked.append(None)
+                modules.append(None)
             else:
                 mine = _weighed(part, bags)
-                module = _AskedModule(split, mine, split.split(mine))
-                asked.append(module)
+                module = _ModuleRequest(split, mine, split.split(mine))
+                modules.append(module)
                 for rank, section in module.sections.items():
                     parts.setdefault(rank, []).append(section.parts)
                     sections.setdefault(rank, []).append((split, section))
@@ -147,8 +148,8 @@ class RemoteLookups:
             found = None
             try:
                 if error is None:
-                    found = Found(_joined(asked, answers), missing)
-            except Exception as wrong:  # ours: nobody else would hear of it
+                    found = Found(_joined(modules, answers), missing)
+            except Exception as wrong:  # a bug of ours: else the request would never end
                 error = wrong
             done(found, error)
 
@@ -159,7 +160,7 @@ class RemoteLookups:
             parts,
             deadline,
             joined,
-            exact=exact,
+            vectors=vectors,
             default_rows=self._default_rows,
             fits=fits,
         )
@@ -173,10 +174,10 @@ class RemoteLookups:
             FeatureArranger(bags.keys, rows.astype(np.int64).tolist()).check(bags.kjt())
 
 
-def _joined(asked: Sequence[_AskedModule | None], answers: Answers) -> list[Any]:
+def _joined(modules: Sequence[_ModuleRequest | None], answers: Answers) -> list[Any]:
     taken = dict.fromkeys(answers, 0)
     parts: list[Any] = []
-    for module in asked:
+    for module in modules:
         if module is None:
             parts.append(None)
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "Parts",
     "Request",
     "RequestPart",
+    "VectorFormat",
     "decode_failure",
     "decode_part",
     "decode_request",
@@ -53,6 +55,16 @@ PACKED_HEAD = field_head(_PACKED, 0)[:-1]
 
 Parts = list[list[Buffer]]
 """One rank's parts of a request, one a module."""
+
+
+class VectorFormat(Enum):
+    """How a shard sends the vectors of a response; a request names it, and the response is read by it."""
+
+    FLOAT32 = auto()
+    FLOAT16 = auto()
+    """Half the bytes, three decimal digits."""
+    STORED = auto()
+    """Rows as the table stores them where those are fewer bytes, else float32; the ranker gets the same float32 numbers."""
 
 
 def encode_part(
@@ -93,15 +105,19 @@ def part_head(rank: int, module: int, width: int) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _request_head(version: str, batch: int, half: bool, stored: bool) -> bytes:
+def _request_head(version: str, batch: int, vectors: VectorFormat) -> bytes:
+    half, stored = vectors is VectorFormat.FLOAT16, vectors is VectorFormat.STORED
     return pb.ShardRequest(version=version, batch_size=batch, half=half, stored=stored).SerializeToString()
 
 
 def join_request(
-    version: str, batch: int, parts: Iterable[Sequence[Buffer]], *, half: bool = False, stored: bool = False
+    version: str,
+    batch: int,
+    parts: Iterable[Sequence[Buffer]],
+    vectors: VectorFormat = VectorFormat.FLOAT32,
 ) -> bytes:
     """A serialized ``ShardRequest`` of parts of :func:`encode_part`."""
-    return b"".join([_request_head(version, batch, half, stored), *(buffer for part in parts for buffer in part)])
+    return b"".join([_request_head(version, batch, vectors), *(buffer for part in parts for buffer in part)])
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +133,7 @@ class RequestPart:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A decoded request; its parts are decoded one by one, by who knows their streams."""
+    """A decoded request; its parts are decoded one by one, where the number of their streams is known."""
 
     version: str
     batch: int
@@ -219,11 +235,15 @@ def values_head(at: int, size: int) -> bytes:
     return head
 
 
-def decode_response(data: bytes | bytearray, half: bool) -> list[NDArray[Any]]:
+def decode_response(data: bytes | bytearray, vectors: VectorFormat = VectorFormat.FLOAT32) -> list[NDArray[Any]]:
     """The arrays of a response, flat, over its own bytes, packed ones as uint8; raises InputError when it is no such
     message.
+
+    Args:
+        vectors: of the request.
     """
-    types = {_VALUES: np.dtype(np.float16 if half else np.float32), _PACKED: np.dtype(np.uint8)}
+    floats = np.float16 if vectors is VectorFormat.FLOAT16 else np.float32
+    types: dict[int, np.dtype[Any]] = {_VALUES: np.dtype(floats), _PACKED: np.dtype(np.uint8)}
     arrays: list[NDArray[Any]] = []
     for number, view in _fields(data):
         kind = types.get(number)

@@ -17,11 +17,9 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.quant.bags import BagPlaces
 from recinfer.serving.shards._ranks import join
 from recinfer.serving.shards.rank_modules import RankModule
+from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer
 
-__all__ = ["PACKED_ANSWER", "is_packed", "pairs_of", "unpacked"]
-
-PACKED_ANSWER = -1
-"""What ``recinfer.serving.shards._ranks.join`` takes for the columns of a rank whose answer is packed."""
+__all__ = ["is_packed", "pairs_of", "unpacked"]
 
 
 def is_packed(values: NDArray[Any]) -> bool:
@@ -67,7 +65,7 @@ def unpacked(values: NDArray[np.uint8], pairs: NDArray[np.int64], batch: int) ->
     found = np.empty((batch, columns), np.float32)
     try:
         join(
-            [(values, PACKED_ANSWER, pairs)],
+            [RankAnswer(values, PACKED_ANSWER, pairs)],
             np.empty(0, np.int64),
             b"",
             BagPlaces(0, 0, 0, False, 0, batch),

@@ -89,7 +89,7 @@ class ModuleLayout:
 
 
 def _owned(table: TablePlan, number: int) -> list[Rect]:
-    """The rectangles that are asked. A replicated table is asked of one rank, each of another one."""
+    """The rectangles that are looked up in. A replicated table is looked up on one rank, each table on another one."""
     rects = [rect for rect in table.shards if rect.rows]
     return [rects[number % len(rects)]] if table.sharding_type == "data_parallel" else rects
 

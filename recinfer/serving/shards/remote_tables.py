@@ -22,9 +22,9 @@ from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.fan_out_request import FanOutCallback, begin_fan_out
 from recinfer.serving.shards.messages import Parts, part_head
-from recinfer.serving.shards.packed import PACKED_ANSWER, is_packed, pairs_of
+from recinfer.serving.shards.packed import is_packed, pairs_of
+from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer, RankStreams
 from recinfer.serving.shards.split import ModuleSplit
-from recinfer.serving.wire.fields import Buffer
 
 __all__ = ["RemoteOrder", "RemoteTables"]
 
@@ -33,12 +33,16 @@ _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
 @dataclass(frozen=True, eq=False)
 class _Rank:
-    """``part``: what ``split`` takes for this rank; ``columns`` that it answers with; ``runs``: where they go, and
-    ``pairs``, where its answer is packed.
+    """One rank, for one order of a request's keys.
+
+    Attributes:
+        streams: what ``split`` needs to write its part.
+        columns: of its answer.
+        runs, pairs: ``RankAnswer.spans`` of an answer in float32, and of a packed one.
     """
 
     rank: int
-    part: tuple[bytes, bytes, bytes, NDArray[np.int64], bool]
+    streams: RankStreams
     columns: int
     runs: NDArray[np.int64]
     pairs: NDArray[np.int64]
@@ -50,7 +54,7 @@ class RemoteOrder:
 
     Attributes:
         limits: int64 ``[keys]``, rows of each key's tables.
-        ranks: who is asked; ``parts``: what ``split`` takes for them.
+        ranks: those that hold rows of the module; ``streams``: what ``split`` takes for them.
         means: int64 ``[M, 3]``: key, first and last column of what is divided by the number of ids.
     """
 
@@ -60,7 +64,7 @@ class RemoteOrder:
     complete: bool
     limits: NDArray[np.int64]
     ranks: tuple[_Rank, ...]
-    parts: list[Any]
+    streams: list[RankStreams]
     means: NDArray[np.int64]
     heads: LruCache[Any, bytes] = field(default_factory=partial(LruCache, MAX_HEADS))
 
@@ -72,7 +76,7 @@ class RemoteTables:
         split: of the module.
         names, dims: of the module's outputs.
         rows: of each feature's tables.
-        fan_out: asks the shards, for ``version``; ``default_rows``: as ``begin_fan_out`` has it.
+        fan_out: to the shards, for ``version``; ``default_rows``: as ``begin_fan_out`` has it.
 
     Attributes:
         at_end_of_turn: see :class:`FanOut`.
@@ -124,7 +128,7 @@ class RemoteTables:
             len(at) == len(self._known),
             np.array([self._rows[key] for key in keys], np.int64),
             ranks,
-            [rank.part for rank in ranks],
+            [rank.streams for rank in ranks],
             np.array(means, np.int64).reshape(-1, 3),
         )
         self._orders[block] = order
@@ -145,14 +149,20 @@ class RemoteTables:
                 else:
                     runs.append(run)
             column += rect.cols
-        heads = [part_head(rank.rank, self._split.number, width) for width in (0, 1, 4)]
-        part = (heads[0], heads[1], heads[2], np.array(streams, np.int64), rank.wide)
         pairs = pairs_of(mine, self._split.layout.configs, firsts)
-        return _Rank(rank.rank, part, column, np.array(runs, np.int64).reshape(-1, 4), pairs)
+        number = self._split.number
+        rank_streams = RankStreams(
+            part_head(rank.rank, number, 0),
+            part_head(rank.rank, number, 1),
+            part_head(rank.rank, number, 4),
+            np.array(streams, np.int64),
+            rank.wide,
+        )
+        return _Rank(rank.rank, rank_streams, column, np.array(runs, np.int64).reshape(-1, 4), pairs)
 
     def split(self, order: RemoteOrder, data: bytes, bags: BagPlaces) -> dict[int, Parts] | None:
-        """What each rank is asked; None when an id is out of range."""
-        found = split(data, bags, order.limits, order.parts)
+        """Each rank's part of the request; None when an id is out of range."""
+        found = split(data, bags, order.limits, order.streams)
         if found is None:
             return None
         return {rank.rank: [[part]] for rank, part in zip(order.ranks, found) if part is not None}
@@ -164,7 +174,15 @@ class RemoteTables:
             return self._by_rank[rank].is_answer(arrays[0], batch)
 
         begin_fan_out(
-            self._fan_out, self._version, batch, parts, deadline, done, default_rows=self._default_rows, fits=fits
+            self._fan_out,
+            self._version,
+            batch,
+            parts,
+            deadline,
+            done,
+            vectors=self._fan_out.vectors,
+            default_rows=self._default_rows,
+            fits=fits,
         )
 
     def join(
@@ -176,14 +194,14 @@ class RemoteTables:
         into: bytes | NDArray[np.float32],
     ) -> Any:
         """Float32 ``[batch, order.columns]``, zero where no rank answered: see ``recinfer.serving.shards._ranks.join``."""
-        found: list[tuple[Buffer | NDArray[Any], int, NDArray[np.int64]]] = []
+        found: list[RankAnswer] = []
         for rank in order.ranks:
             arrays = answers.get(rank.rank)
             if arrays is None:
                 continue
             if is_packed(arrays[0]):
-                found.append((arrays[0], PACKED_ANSWER, rank.pairs))
+                found.append(RankAnswer(arrays[0], PACKED_ANSWER, rank.pairs))
             else:
                 values = arrays[0] if arrays[0].dtype == np.float32 else arrays[0].astype(np.float32)
-                found.append((values, rank.columns, rank.runs))
+                found.append(RankAnswer(values, rank.columns, rank.runs))
         return join(found, order.means, data, bags, order.columns, into)

@@ -30,7 +30,7 @@ _STATE_S = 5.0
 _AGAIN_S, _MISSING_S = 0.2, 2.0
 _STALE_S = 2.0
 _RETIRED_S = 0.1
-_HEADS_BYTES = 1 << 20  # more than a response has beside its rows
+_HEADS_BYTES = 1 << 20  # more than a response has in addition to its rows
 _SMOOTHING = 0.2
 _STRIKES = 3
 _OUT_S, _MAX_OUT_S = 1.0, 8.0
@@ -53,7 +53,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Replica:
-    """It is the serving loop's, but for what says that it is the transport's thread's, where requests are asked.
+    """It is the serving loop's, but for what says that it is the transport's thread's, where requests are sent.
 
     Args:
         target: ``host:port``.
@@ -126,7 +126,7 @@ class Replica:
         self._task = self._loop.create_task(self._watch())
 
     async def retire(self, seconds: float) -> None:
-        """End when what it was asked is answered, or after ``seconds``; nobody may ask it any more."""
+        """End when its requests are answered, or after ``seconds``; it takes no new ones."""
         self._stop_watching()
         end = time.monotonic() + seconds
         while self.outstanding and time.monotonic() < end:
@@ -146,38 +146,38 @@ class Replica:
             if task is not None:
                 task.cancel()
 
-    # -- which replica to ask ----------------------------------------------------------------------------------------
+    # -- which replica to call ---------------------------------------------------------------------------------------
 
     def usable(self, version: str) -> bool:
-        """Whether it can be asked for ``version``."""
+        """Whether it can look up in ``version``."""
         return self.up and version in self.versions
 
     def lack_of(self, rank: int) -> str:
-        """What is wrong with asking it for ``rank``: shards.json lists it there, but its server has others. Empty: nothing."""
+        """Why it cannot look up ``rank``: shards.json lists it there, but its server has others. Empty: nothing."""
         if not self.ranks or rank in self.ranks:
             return ""
         return f"its server has ranks {', '.join(map(str, self.ranks))}, not {rank}"
 
     def wrong(self, version: str) -> str:
-        """What is wrong with it, or with asking it for ``version``."""
+        """What is wrong with it, or why it cannot look up in ``version``."""
         if not self.up:
             return self.why
         named = next((str(spec) for spec in self._wanted() if spec.key == version), version)
         return self._told.get(version) or f"it has not prepared version {named}"
 
     def load(self, now: float) -> tuple[bool, int, int]:
-        """The replica where this is least is asked: not put aside, least outstanding, then the faster by factors of two."""
-        aside = now < self._out_until or (self._strikes >= _STRIKES and self.outstanding > 0)
+        """The replica where this is least is called: not suspended, least outstanding, then the faster by factors of two."""
+        suspended = now < self._out_until or (self._strikes >= _STRIKES and self.outstanding > 0)
         known = self._seconds and now - self._timed < _STALE_S  # an old figure would keep a replica idle for good
-        return aside, self.outstanding, math.frexp(self._seconds)[1] if known else -64
+        return suspended, self.outstanding, math.frexp(self._seconds)[1] if known else -64
 
     # -- on the transport's thread -----------------------------------------------------------------------------------
 
-    def ask(self, request: bytes, deadline: float, done: ResponseCallback) -> Callable[[], object]:
-        """See :meth:`recinfer.serving.shards.transport.ShardConnection.ask`."""
+    def call(self, request: bytes, deadline: float, done: ResponseCallback) -> Callable[[], object]:
+        """See :meth:`recinfer.serving.shards.transport.ShardConnection.call`."""
         if self._connection is None:
             return rankers_thread().loop.call_soon(done, None, "UNAVAILABLE", self.why).cancel
-        return self._connection.ask(request, deadline, done)
+        return self._connection.call(request, deadline, done)
 
     def answered(self, seconds: float) -> None:
         """It answered in time."""
@@ -187,7 +187,7 @@ class Replica:
         self._strikes, self._out_seconds = 0, _OUT_S
 
     def was_slow(self, seconds: float) -> None:
-        """Another one answered first, or nobody waits any more. A third time in a row it is put aside for a while."""
+        """Another one answered first, or the deadline passed. After a third time in a row it is suspended for a while."""
         self._seconds = max(self._seconds, seconds)
         self._timed = time.monotonic()
         self._strikes += 1
@@ -196,7 +196,7 @@ class Replica:
             self._out_seconds = min(_MAX_OUT_S, 2 * self._out_seconds)
 
     def failed(self, why: str) -> None:
-        """A request was lost: it is not asked before it has said how it is."""
+        """A request was lost: it gets no other before its State was read again."""
         self.why, self.up = why, False
         self._loop.call_soon_threadsafe(self._look_again, _AGAIN_S)
 
@@ -237,7 +237,7 @@ class Replica:
             self._look_again(0.0)
 
     async def _learn(self) -> None:
-        """Say which versions are wanted, and hear which ranks and versions it has."""
+        """Send which versions are wanted, and read which ranks and versions it has."""
         request = pb.StateRequest(wanted=self._keys()).SerializeToString()
         answer = await self._state(request, timeout=_STATE_S, metadata=self._metadata)
         state = pb.ShardState.FromString(answer)

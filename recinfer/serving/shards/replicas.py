@@ -59,7 +59,7 @@ class ReplicaPool:
         self._replicas: dict[str, Replica] = {}
         self._listed: dict[int, tuple[Replica, ...]] = {}
         self._by_rank: dict[int, tuple[Replica, ...]] = {}  # without those that turned out not to have the rank
-        self._lacks: dict[tuple[str, int], str] = {}  # why a replica is not asked for a rank; empty: it is
+        self._lacks: dict[tuple[str, int], str] = {}  # why a replica is not called for a rank; empty: it is
         self._wanted: weakref.WeakValueDictionary[str, VersionSpec] = weakref.WeakValueDictionary()
         self._resolved: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._changed = asyncio.Event()
@@ -77,7 +77,7 @@ class ReplicaPool:
         self._read_again = True
 
     def replicas(self, rank: int) -> tuple[Replica, ...]:
-        """Those of a rank that may be asked for it; none when the file does not list it."""
+        """Those of a rank that may be called for it; none when the file does not list it."""
         return self._by_rank.get(rank, ())
 
     def listed(self, rank: int) -> tuple[Replica, ...]:
@@ -89,7 +89,7 @@ class ReplicaPool:
         return list(self._replicas.values())
 
     def addresses(self, rank: int, version: str = "") -> str:
-        """A rank's replicas and what is wrong with them, or with asking them for ``version``, for messages."""
+        """A rank's replicas and what is wrong with them, or why they cannot look up in ``version``, for messages."""
         found = [
             f"{replica.target} ({replica.lack_of(rank) or replica.wrong(version)})" for replica in self.listed(rank)
         ]
@@ -97,7 +97,7 @@ class ReplicaPool:
         return "; ".join(found) or (f"{', '.join(listed)} (no address)" if listed else "none listed in shards.json")
 
     def unreachable(self, ranks: Iterable[int], version: str) -> list[int]:
-        """Those of ``ranks`` that nobody can be asked for."""
+        """Those of ``ranks`` without a replica that can be called."""
         return [rank for rank in ranks if not any(r.usable(version) for r in self.replicas(rank))]
 
     # -- versions ----------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class ReplicaPool:
         for replica, outcome in zip(up, outcomes):
             if isinstance(outcome, grpc.aio.AioRpcError):
                 if outcome.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                    continue  # it went away, and prepares when it is back
+                    continue  # it is lost, and prepares when it is back
                 raise InputError(f"shard {replica.target} did not prepare version {spec}: {outcome.details()}")
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -144,7 +144,7 @@ class ReplicaPool:
             raise UnavailableError(f"version {spec} is not prepared, no replica of some ranks is there: {where}")
 
     async def wait_for(self, ranks: Sequence[int], version: str) -> None:
-        """Return once every rank can be asked for ``version``."""
+        """Return once every rank can look up in ``version``."""
         while self.unreachable(ranks, version):
             self._changed.clear()
             try:
@@ -241,7 +241,7 @@ class ReplicaPool:
         used: Mapping[str, Replica],
         seconds: float,
     ) -> None:
-        """Until of each rank as many ``new`` replicas can be asked as leave that can be: so no rank is without in between.
+        """Until of each rank as many ``new`` replicas can be called as leave that can be: so no rank is without one in between.
 
         Args:
             by_rank, used: what will be listed.
@@ -261,7 +261,7 @@ class ReplicaPool:
         while (left := awaited()) and time.monotonic() < end:
             await asyncio.sleep(0.05)
         for replica in left:
-            _log.warning("shard %s cannot be asked with the settings of now: %s", replica.target, replica.why)
+            _log.warning("shard %s cannot be called with the present settings: %s", replica.target, replica.why)
 
     def _retire(self, replica: Replica) -> None:
         task = asyncio.get_running_loop().create_task(replica.retire(self.config.settings.timeout_seconds))
@@ -275,7 +275,7 @@ class ReplicaPool:
         }
         for (target, rank), why in lacks.items():
             if why and self._lacks.get((target, rank)) != why:
-                _log.warning("shard %s is listed for rank %d, but %s: it is not asked for it", target, rank, why)
+                _log.warning("shard %s is listed for rank %d, but %s: it is not called for it", target, rank, why)
         self._lacks = lacks
         self._by_rank = {
             rank: tuple(replica for replica in mine if not lacks[replica.target, rank])
@@ -302,7 +302,7 @@ class ReplicaPool:
             except (
                 OSError,
                 UnicodeError,
-            ) as error:  # the last addresses stay: a name server that is away moves no server
+            ) as error:  # the last addresses stay: a failed look-up of a name moves no server
                 _log.warning("cannot resolve %s: %s", address, error)
             self._resolved[address] = (time.monotonic() + _RESOLVE_S, known)
         return [(target, host) for target in known]

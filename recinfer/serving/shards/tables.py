@@ -43,6 +43,7 @@ from recinfer.serving.shards.messages import (
     values_head,
 )
 from recinfer.serving.shards.rank_modules import ModuleLayout, RankModule, module_layouts
+from recinfer.serving.shards.rank_structs import PlainFind, PlainPart
 from recinfer.serving.shards.versions import base_of, version_key
 from recinfer.serving.wire.limits import Limits
 
@@ -241,7 +242,7 @@ class ShardTables:
         return [ShardModel(v.key, v.archive.manifest, v.mapped.buffer.numel(), len(v.deltas)) for v in versions]
 
     def keep(self, keys: Iterable[str]) -> None:
-        """A ranker may ask for these versions: they stay mapped for a minute from now, however many there are."""
+        """A ranker may look up in these versions: they stay mapped for a minute from now, however many there are."""
         now = time.monotonic()
         with self._lock:
             still = {key: until for key, until in self._wanted.items() if until > now}
@@ -276,35 +277,39 @@ class ShardTables:
 
     def find_directly(self, data: bytes, limits: Limits) -> bytes | None:
         """:meth:`find` of a small request of bags without weights, by the compiled loops; None for any other."""
-        found = read_find(data)
-        if found is None:
+        fields = read_find(data)
+        if fields is None:
             return None
-        key, batch, stored, parts = found
-        version = self._get(key)
+        request = PlainFind._make(fields)
+        version, batch = self._get(request.version), request.batch
         if version is None or batch > limits.max_concurrent * limits.max_batch:
             return None
         answer: list[bytes] = []
         at = 0
         taken = 0
-        for rank, module, length_bytes, lengths_at, lengths_size, ids_at, ids, wide in parts:
-            tables = version.tables.get((rank, module))
+        for part in map(PlainPart._make, request.parts):
+            tables = version.tables.get((part.rank, part.module))
             if tables is None or tables.direct is None:
                 return None
             bags, floats = batch * tables.num_streams, batch * tables.columns
             taken += _FLOAT_BYTES * floats
-            if taken > limits.max_response_bytes:  # of all ranks together, so find_any tells them apart
+            if taken > limits.max_response_bytes:  # of all ranks together, so find_any counts each by itself
                 return None
-            if ids > _MOST_DIRECT_IDS or floats > _MOST_DIRECT_FLOATS or lengths_size != bags * length_bytes:
+            if (
+                part.ids > _MOST_DIRECT_IDS
+                or floats > _MOST_DIRECT_FLOATS
+                or part.lengths_size != bags * part.length_bytes
+            ):
                 return None
             direct = tables.direct
-            find = direct.pieces.pack if stored else direct.pieces.pool
+            find = direct.pieces.pack if request.stored else direct.pieces.pool
             vectors = find(
                 direct.steps,
                 data,
-                BagPlaces(lengths_at, ids_at, ids, wide, tables.num_streams, batch),
+                BagPlaces(part.lengths_at, part.ids_at, part.ids, part.wide, tables.num_streams, batch),
                 tables.columns,
-                PACKED_HEAD if stored else values_head(at % 4, 4 * floats),
-                length_bytes,
+                PACKED_HEAD if request.stored else values_head(at % 4, 4 * floats),
+                part.length_bytes,
             )
             if vectors is None:
                 return None
@@ -318,7 +323,7 @@ class ShardTables:
         version = self._get(request.version)
         if version is None:
             raise NotPreparedError(f"version: {request.version} is not mapped here; here are {', '.join(self.keys())}")
-        asked = []
+        accepted = []
         taken = dict.fromkeys(self.ranks, 0)
         for part in request.parts:
             tables = version.tables.get((part.rank, part.module))
@@ -332,9 +337,9 @@ class ShardTables:
                     f"rank {part.rank}: {request.batch} samples take {taken[part.rank]} bytes or more, expected at most "
                     f"max_response_bytes = {limits.max_response_bytes}: send fewer samples a request"
                 )
-            asked.append((part, tables))
+            accepted.append((part, tables))
         values = []
-        for part, tables in asked:
+        for part, tables in accepted:
             arrays = tables.find(decode_part(part, tables.num_streams, request.batch), request.batch)
             values.append([a.astype(np.float16) for a in arrays] if request.half else arrays)
         return encode_response(values)
@@ -386,7 +391,7 @@ class ShardTables:
         version = _Version(key, archive, self.ranks, deltas, **self._mapping)
         with self._lock:
             self._versions[key] = version
-            # Other models' versions stay: rankers of a store ask for all of its models.
+            # Other models' versions stay: rankers of a store use all of its models.
             model, now = archive.manifest.model, time.monotonic()
             mine = [name for name, held in self._versions.items() if held.archive.manifest.model == model]
             for gone in mine[:-MAX_VERSIONS]:

@@ -1,6 +1,6 @@
 """The framed transport between rankers and shard servers: the server's end, which listens, and the ranker's, which connects.
 
-gRPC says where it is: a shard server's State tells the port and who answers there. Each end of a connection begins with one
+Its address comes over gRPC: a shard server's State has the port and the server's id. Each end of a connection begins with one
 message: the server's says who it is and a random number, the ranker's proves by an HMAC over both that it has the token,
 without sending it. Then requests come, serialized ``ShardRequest``s, and each is answered under its number.
 """
@@ -28,7 +28,7 @@ from recinfer.serving.wire.limits import Limits
 __all__ = ["Answer", "ResponseCallback", "ShardAddress", "ShardConnection", "ShardListener", "rankers_thread"]
 
 ResponseCallback = Callable[["bytes | bytearray | None", str, str], None]
-"""Told of a request's end: the response or None, the name of the ``grpc.StatusCode``, its details."""
+"""Called at a request's end: the response or None, the name of the ``grpc.StatusCode``, its details."""
 
 Answer = Callable[[bytes, Callable[[bytes], None]], None]
 """Takes a request, on the listener's thread, and what to call with its response: once, then or later, on any thread."""
@@ -54,7 +54,7 @@ class ShardListener:
         answer: answers a request.
         refuse: gives the response to a request of a connection that has too many unanswered ones, or that is too much for
             the memory budget.
-        token: that rankers have; None: anybody may ask.
+        token: that rankers send; None: any ranker may connect.
         max_request_bytes: of one request, and of all that one connection has unanswered, but for a single one.
         tls: of the server's certificate; None: no TLS.
         budget: of the bytes that requests and responses hold; None: one of its own.
@@ -100,7 +100,7 @@ class ShardListener:
         self._server = asyncio.run_coroutine_threadsafe(made, loop).result()
 
     def close(self) -> None:
-        """Take no more connections, and end those that are there: what they have asked is told UNAVAILABLE at the other end."""
+        """Take no more connections, and end those that are open: their requests end UNAVAILABLE at the ranker."""
         self.thread.call(self._server.close)
         self.thread.close()
 
@@ -199,7 +199,7 @@ def rankers_thread() -> ShardsThread:
 
 
 class ShardAddress(NamedTuple):
-    """Where a shard server takes requests, as its State tells.
+    """Where a shard server takes requests, from its State.
 
     Attributes:
         host, port: of its listener.
@@ -213,7 +213,7 @@ class ShardAddress(NamedTuple):
     max_request_bytes: int
 
 
-class _Asked:
+class _Pending:
     """A request that waits for its response."""
 
     __slots__ = ("deadline", "done")
@@ -228,7 +228,7 @@ class ShardConnection(FrameProtocol):
     Args:
         token: of the server, if it has one.
         max_response_bytes: of one response.
-        on_lost: told, once, when a connection that was open has ended, before its requests are; ``why`` says why.
+        on_lost: called once when a connection that was open has ended, before its requests are; ``why`` says why.
 
     Attributes:
         is_open: it takes requests.
@@ -245,7 +245,7 @@ class ShardConnection(FrameProtocol):
         self.address, self._token, self._on_lost = address, token, on_lost
         self.is_open = False
         self._greeted: asyncio.Future[None] = self.thread.loop.create_future()
-        self._asked: dict[int, _Asked] = {}
+        self._pending: dict[int, _Pending] = {}
         self._numbers = itertools.count(1)
         self._expires: asyncio.TimerHandle | None = None
 
@@ -280,12 +280,12 @@ class ShardConnection(FrameProtocol):
             where = join_address(address.host, address.port)
             raise UnavailableError(f"its port for lookups, {where}, cannot be reached: {why}") from None
 
-    def ask(self, request: bytes, deadline: float, done: ResponseCallback) -> Callable[[], object]:
+    def call(self, request: bytes, deadline: float, done: ResponseCallback) -> Callable[[], object]:
         """Send a serialized ``ShardRequest``; what is returned makes it forgotten: ``done`` is not called any more.
 
         Args:
-            deadline: ``time.monotonic()`` after which it is told DEADLINE_EXCEEDED.
-            done: told of its end, once, on this thread, never before this returns.
+            deadline: ``time.monotonic()`` after which it ends DEADLINE_EXCEEDED.
+            done: called at its end, once, on this thread, never before this returns.
         """
         number = next(self._numbers)
         loop, most = self.thread.loop, self.address.max_request_bytes
@@ -296,19 +296,19 @@ class ShardConnection(FrameProtocol):
                 f"it takes a request of {len(request)} bytes, and at most {most} may come: send fewer samples a request"
             )
             return loop.call_soon(done, None, "INVALID_ARGUMENT", why).cancel
-        self._asked[number] = _Asked(deadline, done)
+        self._pending[number] = _Pending(deadline, done)
         self.send(number, request)
         if self._expires is None:
             self._expires = loop.call_later(_EXPIRE_S, self._expire)
-        return partial(self._asked.pop, number, None)
+        return partial(self._pending.pop, number, None)
 
     def _expire(self) -> None:
         self._expires = None
         now = time.monotonic()
-        for number, asked in tuple(self._asked.items()):
-            if now >= asked.deadline and self._asked.pop(number, None) is not None:
-                asked.done(None, "DEADLINE_EXCEEDED", "no answer came in time")
-        if self._asked:
+        for number, pending in tuple(self._pending.items()):
+            if now >= pending.deadline and self._pending.pop(number, None) is not None:
+                pending.done(None, "DEADLINE_EXCEEDED", "no answer came in time")
+        if self._pending:
             self._expires = self.thread.loop.call_later(_EXPIRE_S, self._expire)
 
     def took(self, number: int, message: bytes | bytearray) -> None:
@@ -322,9 +322,9 @@ class ShardConnection(FrameProtocol):
             self.is_open = True
             self._greeted.set_result(None)
             return
-        asked = self._asked.pop(number, None)
-        if asked is not None:  # else nobody waits for it any more
-            asked.done(message, "OK", "")
+        pending = self._pending.pop(number, None)
+        if pending is not None:  # else its caller has given up
+            pending.done(message, "OK", "")
 
     def lost(self) -> None:
         """See FrameProtocol."""
@@ -336,8 +336,8 @@ class ShardConnection(FrameProtocol):
         was_open, self.is_open = self.is_open, False
         if was_open:
             self._on_lost(self)
-        asked, self._asked = self._asked, {}
-        for each in asked.values():
+        pending, self._pending = self._pending, {}
+        for each in pending.values():
             each.done(None, "UNAVAILABLE", self.why)
 
 

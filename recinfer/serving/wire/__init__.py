@@ -1,1 +1,1 @@
-"""Messages: protobuf and arrays, limits, statuses, and the Open Inference Protocol's tensors; knows no server and no client."""
+"""Messages: protobuf and arrays, limits, statuses, and the Open Inference Protocol's tensors; imports no server and no client."""

@@ -1,7 +1,7 @@
-/* Where the parts of a small LookupRequest or PredictRequest lie in its bytes, for those that need nothing special.
+/* Where the parts of a small LookupRequest or PredictRequest lie in its bytes, for those of the plain kind.
 
    Whatever is unusual, malformed or optional (weights, raw rows, fields in pieces, a context of several samples) gives None: then the protobuf
-   runtime reads the message, and its errors are the caller's. So nothing is refused here. */
+   runtime reads the message and reports what is wrong with it. */
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -133,8 +133,8 @@ PyDoc_STRVAR(read_doc,
              "read_request(data)\n--\n\n"
              "The fields of a recinfer.serving.engine.plain.RequestParts for a serialized LookupRequest or PredictRequest;\n"
              "None for one that is not of the plain kind. features and context, which is None where there is none: (bytes of the\n"
-             "keys, the fields of a recinfer.quant.bags.BagPlaces). Places are offsets in `data`. What the ids are, nobody has\n"
-             "looked at. A LookupRequest knows no context.");
+             "keys, the fields of a recinfer.quant.bags.BagPlaces). Places are offsets in `data`. The ids are not\n"
+             "checked. A LookupRequest has no context.");
 
 static PyObject *read_method(PyObject *module, PyObject *data) {
     (void)module;

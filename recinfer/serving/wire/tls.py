@@ -28,7 +28,7 @@ def load_pem(context: ssl.SSLContext, cert: Path | None, key: Path | None, autho
             read_file(path)  # ssl would not say which it is
     try:
         if cert is not None:
-            context.load_cert_chain(cert, key, password="")  # else ssl asks for a passphrase on the terminal
+            context.load_cert_chain(cert, key, password="")  # else ssl prompts for a passphrase on the terminal
     except OSError as error:  # ssl's own errors are among them
         raise ConfigError(
             f"TLS: {cert} and {key} are no certificate with its key, PEM without a passphrase ({error})"

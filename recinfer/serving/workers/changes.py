@@ -1,4 +1,4 @@
-"""Changes of models, which the admin service asks for: each is made in all workers or in none."""
+"""Changes of models, which the admin service requests: each is made in all workers or in none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ModelChanges"]
 
 _ANSWER_S = 5.0  # for a worker to show that it would take a change
 _CHANGE_S = 3600.0  # loading reads and checks a whole archive
-# What takes back a change that some workers made and another could not, beside the weights that each of them had before.
+# What takes back a change that some workers made and another could not, in addition to the weights that each of them had before.
 # The requests begin with the same fields, so that a change's own request serves to take it back.
 _OPPOSITE = {
     "Load": "Unload",
@@ -42,7 +42,7 @@ class ModelChanges:
 
     Args:
         workers: gives the workers that are ready now.
-        tell: gets a line for people about each worker that has to begin anew.
+        report: gets a line for people about each worker that has to begin anew.
 
     Attributes:
         lock: held while a change is made: who holds it may read what follows, and may say that a worker is ready.
@@ -50,8 +50,8 @@ class ModelChanges:
         generation: of ``state``.
     """
 
-    def __init__(self, workers: Callable[[], list[WorkerProcess]], tell: Callable[[str], None]) -> None:
-        self._workers, self._tell = workers, tell
+    def __init__(self, workers: Callable[[], list[WorkerProcess]], report: Callable[[str], None]) -> None:
+        self._workers, self._report = workers, report
         self.lock = threading.Lock()
         self.state: dict[str, Any] | None = None
         self.generation = 0
@@ -79,7 +79,7 @@ class ModelChanges:
         with self.lock:
             workers = [worker for worker in self._workers() if not worker.stale]
             _check_all_answer(workers)
-            outcome = _ask_all(workers, call, data)
+            outcome = _request_all(workers, call, data)
             failed = list(outcome.failed)
             if failed and (call in _OPPOSITE or not outcome.made):
                 self._begin_anew(_take_back(outcome, call, data))
@@ -95,7 +95,7 @@ class ModelChanges:
     def _begin_anew(self, failed: Sequence[tuple[WorkerProcess, RecinferError]]) -> None:
         """End the workers that are not as the others are; those in their places are."""
         for worker, error in failed:
-            self._tell(f"{worker.name} could not make a change and ends: {error}")
+            self._report(f"{worker.name} could not make a change and ends: {error}")
             worker.stale = True
             worker.process.terminate()
 
@@ -116,19 +116,19 @@ def _check_all_answer(workers: Sequence[WorkerProcess]) -> None:
 def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProcess, RecinferError]]:
     """Have those who made a change be as they were; who could not. The weights first: what has one is not unloaded."""
     for worker, said in outcome.made:
-        worker.connection.ask("set_spread", spread=said["before"])
+        worker.connection.request("set_spread", spread=said["before"])
     opposite = _OPPOSITE.get(call)
     # A load of what a worker served already is no change: it goes on serving it.
     made = [worker for worker, said in outcome.made if not said.get("served_before")]
-    return [] if opposite is None else _ask_all(made, opposite, data).failed
+    return [] if opposite is None else _request_all(made, opposite, data).failed
 
 
-def _ask_all(workers: Sequence[WorkerProcess], call: str, data: str) -> _Outcome:
+def _request_all(workers: Sequence[WorkerProcess], call: str, data: str) -> _Outcome:
     """A worker that hangs meanwhile is killed by the supervisor, so its Future ends as that of one that died does."""
-    asked = [(worker, worker.connection.ask("admin", call=call, data=data)) for worker in workers]
-    wait([future for _, future in asked], timeout=_CHANGE_S)
+    futures = [(worker, worker.connection.request("admin", call=call, data=data)) for worker in workers]
+    wait([future for _, future in futures], timeout=_CHANGE_S)
     outcome = _Outcome([], [])
-    for worker, future in asked:
+    for worker, future in futures:
         if not future.done():
             outcome.failed.append((worker, UnavailableError(f"{worker.name} gave no answer within {_CHANGE_S:g} s")))
         elif (error := future.exception()) is None:

@@ -1,4 +1,4 @@
-"""The connection between a supervisor and one of its workers: either end asks, the other answers; every message is JSON."""
+"""The connection between a supervisor and one of its workers: either end sends requests, the other answers; every message is JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PeerConnection:
 
     Args:
         connection: as multiprocessing.Pipe gives it; closed here once the peer has gone. Nothing on it is pickled.
-        answer: (what, arguments) -> what the peer asked for, JSON or a Future of it; an exception reaches the peer as the
+        answer: (what, arguments) -> the answer, JSON or a Future of it; an exception reaches the peer as the
             error of ours with the same meaning. Called on the reading thread, so it must not block.
         on_gone: called on the reading thread once the peer has gone, however it went.
     """
@@ -37,7 +37,7 @@ class PeerConnection:
         self._connection, self._answer, self._on_gone = connection, answer, on_gone
         self._lock = threading.Lock()  # of the three below
         self._numbers = itertools.count()
-        self._asked: dict[int, Future[Any]] = {}
+        self._pending: dict[int, Future[Any]] = {}
         self._closed = False
         self._unsent: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name="recinfer-peer-send", daemon=True)
@@ -50,16 +50,16 @@ class PeerConnection:
         """Whether the peer has gone."""
         return self._closed
 
-    def ask(self, what: str, **arguments: Any) -> Future[Any]:
-        """Ask the peer, from any thread; the Future fails with UnavailableError when the peer goes first."""
+    def request(self, what: str, **arguments: Any) -> Future[Any]:
+        """Send the peer a request, from any thread; the Future fails with UnavailableError when the peer goes first."""
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
                 future.set_exception(_gone())
                 return future
             number = next(self._numbers)
-            self._asked[number] = future
-        self._unsent.put({"ask": number, "what": what, "with": arguments})
+            self._pending[number] = future
+        self._unsent.put({"request": number, "what": what, "with": arguments})
         return future
 
     def join(self, timeout: float) -> None:
@@ -82,8 +82,8 @@ class PeerConnection:
         finally:
             with self._lock:
                 self._closed = True
-                left = list(self._asked.values())
-                self._asked.clear()
+                left = list(self._pending.values())
+                self._pending.clear()
             for future in left:
                 _settle(future, _gone())
             self._on_gone()
@@ -92,11 +92,11 @@ class PeerConnection:
             self._connection.close()
 
     def _take(self, message: dict[str, Any]) -> None:
-        if "ask" in message:
-            self._reply(message["ask"], message["what"], message["with"])
+        if "request" in message:
+            self._reply(message["request"], message["what"], message["with"])
             return
         with self._lock:
-            future = self._asked.pop(message["to"])
+            future = self._pending.pop(message["to"])
         failed = message.get("failed")
         _settle(future, message.get("is") if failed is None else error_of(failed["code"], failed["message"]))
 
@@ -124,13 +124,13 @@ def _gone() -> UnavailableError:
 
 def _plain(what: str, error: BaseException) -> dict[str, str]:
     status = status_of(error)
-    if status.code == "INTERNAL":  # the peer hears no more than that
+    if status.code == "INTERNAL":  # the peer gets no more than that
         _log.error("%s failed", what, exc_info=error)
     return {"code": status.code, "message": status.message}
 
 
 def _settle(future: Future[Any], found: Any) -> None:
-    with suppress(InvalidStateError):  # who asked does not wait any more
+    with suppress(InvalidStateError):  # its caller does not wait any more
         if isinstance(found, RecinferError):
             future.set_exception(found)
         else:

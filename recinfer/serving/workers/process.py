@@ -27,7 +27,7 @@ class WorkerProcess:
         slot: which of the workers it is; the one that takes its place has the same number.
         command: what to run; its stdin is the connection (see recinfer.serving.workers.worker).
         environment: of the process.
-        answer: what it asks of the supervisor, see PeerConnection.
+        answer: answers its requests to the supervisor, see PeerConnection.
 
     Raises:
         OSError: the process could not be started.
@@ -72,7 +72,7 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """As people are told of it."""
+        """As messages name it."""
         return f"worker {self.slot} (process {self.process.pid})"
 
     def first_line(self) -> dict[str, Any]:
@@ -91,11 +91,11 @@ class WorkerProcess:
         return code
 
     def beat(self) -> Future[Any]:
-        """Ask its event loop how it is, unless it has not answered the last time yet."""
+        """Request its status from its event loop, unless it has not answered the last time yet."""
         with self._lock:
             if self._beat is None or self._beat.done():
                 self._read_beat()
-                self._beat = self.connection.ask("beat")
+                self._beat = self.connection.request("beat")
             return self._beat
 
     def silent_s(self, passed_s: float) -> float:

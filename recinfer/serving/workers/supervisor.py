@@ -1,7 +1,7 @@
 """Several serving processes on one port: started, watched, replaced when one dies or hangs, drained together at the end.
 
 The supervisor loads no model and takes no traffic. It holds the port (bound, not listening), so that the workers can
-share it (SO_REUSEPORT) and nobody else takes it between two of them. Over a connection to each worker it hears at an
+share it (SO_REUSEPORT) and nobody else takes it between two of them. Over a connection to each worker it notices at an
 interval how the worker is and what it counted, and has a change of models made in all of them or in none.
 """
 
@@ -32,7 +32,7 @@ _POLL_S = 0.05
 _BEATS = 10  # within the timeout
 _MAX_INTERVAL_S = 1.0  # between two: what a killed worker counted since the last one is lost
 _STATUS_S = 1.0  # a worker that does not say how it is within that is shown as it was
-_STOP_SLACK_S = 5.0  # for a worker to end, beside its grace
+_STOP_SLACK_S = 5.0  # for a worker to end, after its grace period
 _KILLED_S = 5.0  # for a killed one to be gone
 
 
@@ -48,10 +48,10 @@ class Supervisor:
         grace: seconds a worker has to drain.
         timeout: seconds; a worker that takes requests and whose event loop has not answered for that long, or whose
             gRPC thread has been at one event for that long, is killed and replaced.
-        tell: gets one line of text for each worker that died or came back.
+        report: gets one line of text for each worker that died or came back.
         one_first: start the others when the first serves, with its models: where what a worker loads depends on when
             it looks (the newest versions of a model store).
-        environment: of the workers; None: this process's. Here they are told that they are workers (see recinfer.env):
+        environment: of the workers; None: this process's. A variable that marks them as workers is added (see recinfer.env):
             whatever ``command`` makes of its arguments, no worker becomes a supervisor.
 
     Attributes:
@@ -70,7 +70,7 @@ class Supervisor:
         *,
         grace: float = 10.0,
         timeout: float = 10.0,
-        tell: Callable[[str], None] = _log.warning,
+        report: Callable[[str], None] = _log.warning,
         one_first: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -83,7 +83,7 @@ class Supervisor:
             raise ConfigError(f"workers: got {workers}, expected at least 1")
         if not timeout > 0:
             raise ConfigError(f"timeout: got {timeout}, expected seconds above 0")
-        self._command, self._host, self._grace, self._tell = command, host, grace, tell
+        self._command, self._host, self._grace, self._report = command, host, grace, report
         self._timeout, self._interval = timeout, min(_MAX_INTERVAL_S, timeout / _BEATS)
         self._one_first, self._environment = one_first, env.supervised_environment(environment)
         # Set by signal handlers too, so it is no Event: see recinfer.serving.server.run.serve.
@@ -93,7 +93,7 @@ class Supervisor:
         self._started_slots: set[int] = set()  # whose workers run, or are about to be started
         self._ended: Status | None = None  # the counts of workers that are gone
         self._began = time.monotonic()
-        self.changes = ModelChanges(self._ready_workers, tell)
+        self.changes = ModelChanges(self._ready_workers, report)
         self._ready = [threading.Event() for _ in range(workers)]
         self._failed: str | None = None
         self._answer: dict[str, Any] = {}
@@ -142,7 +142,7 @@ class Supervisor:
     def status(self) -> Status:
         """The sum of what all workers counted, those that are gone too (see recinfer.serving.server.telemetry.metrics).
 
-        A worker that was killed has told its counts with its last answer; what it counted after that is lost.
+        A killed worker's counts are those of its last answer; what it counted after that is lost.
         """
         workers = self._ready_workers()
         wait([worker.beat() for worker in workers], timeout=_STATUS_S)
@@ -186,7 +186,7 @@ class Supervisor:
         while self._may_start(slot, pause):
             began = time.monotonic()
             try:
-                worker = WorkerProcess(slot, self._command(self.port), self._environment, self._asked)
+                worker = WorkerProcess(slot, self._command(self.port), self._environment, self._on_request)
             except OSError as error:
                 said, steady, stale = f"worker {slot} could not be started: {error}", False, False
             else:
@@ -202,7 +202,7 @@ class Supervisor:
                 self.stop()
                 return
             pause = 0.0 if steady else min(_MAX_BACKOFF_S, max(_BACKOFF_S, 2 * pause))
-            self._tell(f"{said}; {self._next_start(pause)}")
+            self._report(f"{said}; {self._next_start(pause)}")
 
     def _run(self, worker: WorkerProcess, began: float) -> tuple[str, bool, bool]:
         """Let it serve until it ends: how it ended, whether it had served for long, whether it was ended as stale."""
@@ -241,11 +241,11 @@ class Supervisor:
         return False
 
     def _begin(self, worker: WorkerProcess) -> str:
-        """Tell the worker what to begin with, read its line; what went wrong, as text to put behind a message."""
+        """Send the worker the state to begin with and read its line; returns what went wrong, as the end of a message."""
         changes = self.changes
         with changes.lock:
             state, generation = changes.state, changes.generation
-        worker.connection.ask("begin", restore=state)
+        worker.connection.request("begin", restore=state)
         answer = worker.first_line()
         if "port" not in answer:
             return f": {answer['error']['message']}" if "error" in answer else ""
@@ -258,12 +258,12 @@ class Supervisor:
                 changes.state = _state_of(worker, self._timeout)
             worker.ready_since, worker.ready = time.monotonic(), True
         if self._ready[worker.slot].is_set():
-            self._tell(f"worker {worker.slot} serves again (process {worker.process.pid})")
+            self._report(f"worker {worker.slot} serves again (process {worker.process.pid})")
         self._answer = self._answer or answer
         self._ready[worker.slot].set()
         return ""
 
-    def _asked(self, what: str, arguments: dict[str, Any]) -> Future[str]:
+    def _on_request(self, what: str, arguments: dict[str, Any]) -> Future[str]:
         """A worker got an admin call that changes models."""
         assert what == "change", what
         return self.changes.submit(arguments["call"], arguments["data"])
@@ -271,9 +271,9 @@ class Supervisor:
 
 def _state_of(worker: WorkerProcess, seconds: float) -> dict[str, Any] | None:
     """What it began with; None where it does not answer."""
-    asked = worker.connection.ask("state")
-    wait([asked], timeout=seconds)
-    return asked.result() if asked.done() and asked.exception() is None else None
+    future = worker.connection.request("state")
+    wait([future], timeout=seconds)
+    return future.result() if future.done() and future.exception() is None else None
 
 
 def _join(threads: Sequence[threading.Thread], seconds: float) -> None:

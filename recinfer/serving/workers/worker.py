@@ -1,4 +1,4 @@
-"""A worker's end of the connection to its supervisor: how it is, and changes of models, which go to all workers."""
+"""A worker's end of the connection to its supervisor: its status, and changes of models, which go to all workers."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class WorkerLink:
             if not request.version:  # all are to load the version that is the newest now
                 request.version = self._manager.newest_version(request.model)
                 data = request.SerializeToString()
-        asked = self._peer.ask("change", call=call, data=base64.b64encode(data).decode())
-        return base64.b64decode(await asyncio.wrap_future(asked))
+        future = self._peer.request("change", call=call, data=base64.b64encode(data).decode())
+        return base64.b64decode(await asyncio.wrap_future(future))
 
     def _end(self) -> None:
         self.gone.set()
@@ -81,7 +81,7 @@ class WorkerLink:
         if what == "begin":
             self._begun.put((arguments["restore"],))
             return None
-        assert self._server is not None, "a supervisor asks once the worker is ready"
+        assert self._server is not None, "a supervisor sends requests once the worker is ready"
         return start_on_loop(self._on_loop(self._server, what, arguments))
 
     async def _on_loop(self, server: Server, what: str, arguments: dict[str, Any]) -> Any:

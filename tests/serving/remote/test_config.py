@@ -94,13 +94,13 @@ def test_the_command_line(archive: Path, tmp_path: Path):
 
 def test_responses_of_any_alignment():
     arrays = [[np.arange(n, dtype=np.float32)] for n in (0, 1, 40, 3000, 70_000, 2)]
-    found = decode_response(encode_response(arrays), half=False)
+    found = decode_response(encode_response(arrays))
     for got, (expected,) in zip(found, arrays, strict=True):
         assert got.flags.aligned and np.array_equal(got, expected)
     data = encode_response(arrays)
     for broken in (data[:-1], data[:5], b"\x08\x01", b"\xff" * 12):
         with pytest.raises(InputError, match="response"):
-            decode_response(broken, half=False)
+            decode_response(broken)
 
 
 def test_parts_that_do_not_fit_are_refused(archive: Path):
@@ -173,9 +173,7 @@ def test_the_bound_of_an_answer_counts_all_parts_of_a_rank(tmp_path: Path):
 def test_a_shard_server_has_the_limits_that_it_is_given(archive: Path, monkeypatch: pytest.MonkeyPatch):
     """A ranker with --max-message-mib needs shards with it too: its parts of a request are as long."""
     taken: list[Limits] = []
-    monkeypatch.setattr(
-        "recinfer.serving.server.shard_server.serve_shards", lambda *_, limits, **__: taken.append(limits)
-    )
+    monkeypatch.setattr("recinfer.serving.server.run.serve", lambda server, **_: taken.append(server._limits))
     done = CliRunner().invoke(app, ["serve", str(archive), "--ranks", "0", "--max-message-mib", "512"])
     assert done.exit_code == 0, done.output
     assert taken == [Limits(max_message_bytes=512 << 20)]

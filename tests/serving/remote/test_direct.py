@@ -33,7 +33,7 @@ from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.server import Server
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.lookups import remote_lookups
-from recinfer.serving.shards.messages import join_request
+from recinfer.serving.shards.messages import VectorFormat, join_request
 from recinfer.serving.shards.rank_modules import module_layouts
 from recinfer.serving.shards.split import ModuleSplit
 from recinfer.serving.shards.tables import ShardTables
@@ -215,7 +215,7 @@ def test_a_shard_leaves_what_is_not_plain(tmp_path: Path):
     assert tables.find_directly(data, Limits()) is not None
     whole = make_request(3, longest=1)
     beyond = KeyedJaggedTensor(whole.keys(), whole.values() + 1000, lengths=whole.lengths())
-    halves = join_request(key, 3, [[data[len(join_request(key, 3, [])) :]]], half=True)
+    halves = join_request(key, 3, [[data[len(join_request(key, 3, [])) :]]], VectorFormat.FLOAT16)
     for other in (
         halves,
         shard_messages(archive, beyond, (0, 1), key),

@@ -288,7 +288,7 @@ def test_a_request_that_cannot_be_sent_is_an_error_and_leaves_nothing_behind(
 ):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
         fan_out = service.registry.get().predictor.lookups._fan_out
-        monkeypatch.setattr(fan_out.pool.replicas(2)[0], "ask", lambda *_: 1 / 0)
+        monkeypatch.setattr(fan_out.pool.replicas(2)[0], "call", lambda *_: 1 / 0)
         found, _ = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
         assert isinstance(found, ZeroDivisionError)
         until(lambda: all(replica.outstanding == 0 for replica in fan_out.pool.everyone()))

@@ -102,7 +102,7 @@ class Asker:
         forget: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
         def ask() -> None:
-            forget.put(self.connection.ask(request, time.monotonic() + seconds, lambda *end: ends.put(end)))
+            forget.put(self.connection.call(request, time.monotonic() + seconds, lambda *end: ends.put(end)))
             assert ends.empty(), "it is told before it knows that it has asked"
 
         rankers_thread().call(ask)
@@ -188,7 +188,7 @@ def test_who_has_waited_too_long_is_told_and_the_answer_is_nobody_elses():
         answers.go_on.set()
         assert waits.get(timeout=LONG) == (b"later 3" * 2, "OK", "")
         assert asker.ask(b"x") == (b"xx", "OK", "")
-        assert expired.empty() and forgotten.empty() and not asker.connection._asked
+        assert expired.empty() and forgotten.empty() and not asker.connection._pending
 
 
 def test_what_one_connection_may_have_unanswered_is_bounded():

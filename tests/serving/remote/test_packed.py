@@ -20,9 +20,10 @@ from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.bags import BagPlaces
 from recinfer.quant.rows import PACKED_TYPES
 from recinfer.serving.shards import tables as tables_module
-from recinfer.serving.shards.messages import decode_response, join_request
-from recinfer.serving.shards.packed import PACKED_ANSWER, is_packed, pairs_of, unpacked
+from recinfer.serving.shards.messages import VectorFormat, decode_response, join_request
+from recinfer.serving.shards.packed import is_packed, pairs_of, unpacked
 from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
+from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer
 from recinfer.serving.shards.split import ModuleSplit
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire.limits import Limits
@@ -63,7 +64,14 @@ def joined(case: Case, packed: bytes, pairs: np.ndarray, *, times: int = 1) -> n
     out = np.full((batch, columns), np.nan, np.float32)
     nothing = np.empty(0, np.int64)
     assert (
-        join([(packed, PACKED_ANSWER, pairs)] * times, nothing, b"", BagPlaces(0, 0, 0, False, 0, batch), columns, out)
+        join(
+            [RankAnswer(packed, PACKED_ANSWER, pairs)] * times,
+            nothing,
+            b"",
+            BagPlaces(0, 0, 0, False, 0, batch),
+            columns,
+            out,
+        )
         is True
     )
     return out
@@ -156,12 +164,12 @@ def layout_of(archive: Path) -> ModuleLayout:
 
 
 def shard_request(
-    layout: ModuleLayout, request: KeyedJaggedTensor, rank: int, key: str, *, stored: bool
+    layout: ModuleLayout, request: KeyedJaggedTensor, rank: int, key: str, vectors: VectorFormat
 ) -> bytes | None:
     sections = ModuleSplit(0, layout).split(bags_of(request))
     if rank not in sections:
         return None
-    return join_request(key, request.stride(), [sections[rank].parts], stored=stored)
+    return join_request(key, request.stride(), [sections[rank].parts], vectors)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,13 +183,13 @@ def test_a_shards_packed_answer_is_its_plain_one(tmp_path: Path, kind: str, prec
         key = tables.add(archive)
         pairs = pairs_of(layout.ranks[rank], layout.configs)
         for request in requests():
-            data = shard_request(layout, request, rank, key, stored=True)
-            plain = shard_request(layout, request, rank, key, stored=False)
+            data = shard_request(layout, request, rank, key, VectorFormat.STORED)
+            plain = shard_request(layout, request, rank, key, VectorFormat.FLOAT32)
             if data is None or plain is None:
                 continue
             answer = tables.find(data, Limits())
-            (found,) = decode_response(answer, half=False)
-            (expected,) = decode_response(tables.find(plain, Limits()), half=False)
+            (found,) = decode_response(answer)
+            (expected,) = decode_response(tables.find(plain, Limits()))
             assert is_packed(found) and not is_packed(expected)
             assert pb.ShardResponse.FromString(answer).packed == [found.tobytes()]
             assert np.array_equal(unpacked(found, pairs, request.stride()).reshape(-1), expected)
@@ -196,12 +204,12 @@ def test_a_shard_that_cannot_pack_sends_floats(tmp_path: Path, monkeypatch: pyte
     tables = ShardTables(tuple(layout.ranks))
     key = tables.add(archive)
     rank = next(iter(layout.ranks))
-    data = shard_request(layout, make_request(9_000, 1, longest=1), rank, key, stored=True)
+    data = shard_request(layout, make_request(9_000, 1, longest=1), rank, key, VectorFormat.STORED)
     assert data is not None
-    (found,) = decode_response(tables.find(data, Limits()), half=False)
+    (found,) = decode_response(tables.find(data, Limits()))
     assert is_packed(found)
     monkeypatch.setattr(tables_module, "_MOST_DIRECT_IDS", 9_000)
-    (found,) = decode_response(tables.find(data, Limits()), half=False)
+    (found,) = decode_response(tables.find(data, Limits()))
     assert not is_packed(found)
     assert found.dtype == np.float32
 
@@ -229,18 +237,18 @@ def test_ten_thousand_mutated_messages_for_packed_answers(tmp_path: Path) -> Non
     starts = [
         found
         for batch, longest in ((1, 1), (2, 4), (70, 1))
-        if (found := shard_request(layout, make_request(batch, batch, longest=longest), rank, key, stored=True))
+        if (found := shard_request(layout, make_request(batch, batch, longest=longest), rank, key, VectorFormat.STORED))
     ]
     answered = 0
     for data in mutated(random.Random(5), starts, 10_000):
         found = tables.find_directly(data, Limits())
         if found is None:
             continue
-        arrays = decode_response(found, half=False)
+        arrays = decode_response(found)
         if len(arrays) != 1 or not is_packed(arrays[0]):
             continue
         answered += 1
         batch = pb.ShardRequest.FromString(data).batch_size
-        (expected,) = decode_response(tables.find_any(data, Limits()), half=False)
+        (expected,) = decode_response(tables.find_any(data, Limits()))
         assert np.array_equal(unpacked(arrays[0], pairs, batch).reshape(-1), expected)
     assert answered > 100

@@ -134,4 +134,4 @@ def test_a_new_address_that_nobody_answers_is_taken_after_a_while(tmp_path: Path
     ):
         write_shards(path, {rank: [nobody] for rank in range(3)}, timeout_seconds=0.2)
         until(lambda: [each.target for each in fan_out.pool.everyone()] == [nobody])
-        assert caplog.text.count(f"shard {nobody} cannot be asked with the settings of now") == 1
+        assert caplog.text.count(f"shard {nobody} cannot be called with the present settings") == 1

@@ -318,13 +318,14 @@ def test_a_version_that_is_still_copied_is_passed_over(
     shutil.copy(archives["2"] / "manifest.json", half)
     write_shards(tmp_path / "s.json", {rank: ["127.0.0.1:1"] for rank in range(3)})
     served: list[list[str]] = []
-    monkeypatch.setattr(
-        "recinfer.serving.server.shard_server.serve_shards",
-        lambda tables, *_, **__: served.append([model.manifest.version for model in tables.models()]),
-    )
-    monkeypatch.setattr(
-        "recinfer.serving.server.run.serve", lambda registry, **_: served.append(list(registry.versions(MODEL)))
-    )
+
+    def serve(server: Server | ShardServer, **_: object) -> None:
+        if isinstance(server, ShardServer):
+            served.append([model.manifest.version for model in server.tables.models()])
+        else:
+            served.append(list(server.service.registry.versions(MODEL)))
+
+    monkeypatch.setattr("recinfer.serving.server.run.serve", serve)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["serve", "--model-store", "store", *role, "--port", "0"])
     assert done.exit_code == 0, done.output

@@ -31,7 +31,7 @@ _PAGE = """<!doctype html>
 <script src="docs/swagger-ui-bundle.js"></script><script src="docs/start.js"></script>
 </body></html>
 """
-# The viewer asks nobody else for anything; a browser holds it to that. It writes styles into its elements.
+# The viewer loads nothing from other hosts; this policy has the browser enforce it. It writes styles into its elements.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -84,7 +84,7 @@ class ApiDocs:
 
 @lru_cache(maxsize=len(_FILES))
 def _read(name: str) -> bytes:
-    """One of the viewer's files: kept, so that who asks for it many times holds it once."""
+    """One of the viewer's files: kept, so that many concurrent requests for it hold it once."""
     return (_folder() / name).read_bytes()
 
 

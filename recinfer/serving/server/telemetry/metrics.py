@@ -43,13 +43,13 @@ _MEMORY_NOW = ("budget", "held")
 
 
 class ServerMetrics:
-    """Reads counts where they are kept, when somebody asks; nothing here runs on the path of a request.
+    """Reads counts where they are kept, when a status is requested; nothing here runs on the path of a request.
 
     Args:
         stats: requests and their stages.
         registry: the models.
         queue: gives the state of the queue of requests; None where there is none (yet).
-        shards: gives the figures of the remote shards that are asked (see recinfer.serving.shards.fan_out); None: none are.
+        shards: gives the figures of the remote shards (see recinfer.serving.shards.fan_out); None: none are.
         is_ready: whether the server can answer now.
         budget: of the process's requests and answers.
     """
@@ -139,12 +139,12 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
 
 def _merge_shards(running: Sequence[Status], everything: Sequence[Status]) -> dict[str, Any] | None:
     """Counts of all, and the replicas as the processes that run see them: up where all that list one say so, as requests come to each."""
-    asked = [status["shards"] for status in everything if status.get("shards") is not None]
-    if not asked:
+    rankers = [status["shards"] for status in everything if status.get("shards") is not None]
+    if not rankers:
         return None
     calls: Counter[str] = Counter()
     missing: Counter[str] = Counter()
-    for shards in asked:
+    for shards in rankers:
         calls.update(shards["calls"])
         missing.update(shards["default_rows"])
     replicas: dict[tuple[int, str], dict[str, Any]] = {}

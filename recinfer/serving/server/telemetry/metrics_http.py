@@ -16,7 +16,7 @@ from recinfer.serving.server.telemetry.prometheus import prometheus_text
 __all__ = ["MetricsServer"]
 
 _PROMETHEUS = {"Content-Type": "text/plain; version=1.0.0; charset=utf-8"}
-# The page is one file and asks nobody else for anything; a browser holds it to that.
+# The page is one file and loads nothing else; this policy has the browser enforce it.
 _PAGE = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -34,7 +34,7 @@ class MetricsServer:
         status: gives the status that is shown (see recinfer.serving.server.telemetry.metrics).
         host: address to listen on.
         port: TCP port; 0 takes a free one.
-        allows: whether a request with this ``Authorization: Bearer`` header may pass. A browser, which asks its user for
+        allows: whether a request with this ``Authorization: Bearer`` header may pass. A browser, which prompts its user for
             a name and a password, passes with the token as the password.
         tls: the server's TLS context; None: plain HTTP.
     """
@@ -74,8 +74,8 @@ class MetricsServer:
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in (_READY, _LIVE) or self._allows(as_bearer(request.headers.get("Authorization"))):
             return await handler(request)
-        asks = {"WWW-Authenticate": 'Basic realm="recinfer: the token as the password", charset="UTF-8"'}
-        return web.Response(status=401, text="this page needs the server's token", headers=asks)
+        headers = {"WWW-Authenticate": 'Basic realm="recinfer: the token as the password", charset="UTF-8"'}
+        return web.Response(status=401, text="this page needs the server's token", headers=headers)
 
     async def _show_page(self, request: web.Request) -> web.Response:
         return web.Response(text=self._page, content_type="text/html", headers=_PAGE)

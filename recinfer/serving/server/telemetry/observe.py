@@ -26,12 +26,12 @@ _EXTRA = ("request_id", "call", "code", "ms", "bytes", "protocol", *_OF_A_CHANGE
 
 
 class Observer:
-    """Told once of every answered request.
+    """Called once for every answered request.
 
     Args:
         stats: where requests are counted.
         trace: start OpenTelemetry spans; None: when the package ``opentelemetry`` is installed and a tracer provider was
-            set (by the program, or by ``opentelemetry-instrument``): without one every span would be made and thrown away.
+            set (by the program, or by ``opentelemetry-instrument``): without one every span would be made and discarded.
     """
 
     def __init__(self, stats: RequestStats, *, trace: bool | None = None) -> None:

@@ -25,7 +25,7 @@ class _Families:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        """The metric families, as prometheus_client asks for them."""
+        """The metric families, as prometheus_client collects them."""
         status = self._status
         yield GaugeMetricFamily("recinfer_workers", "Processes that serve.", value=status["workers"])
         requests = CounterMetricFamily(
