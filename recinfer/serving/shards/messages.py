@@ -36,7 +36,6 @@ __all__ = [
     "encode_part",
     "encode_response",
     "join_request",
-    "ones",
     "part_head",
     "part_sizes",
     "values_head",
@@ -70,23 +69,21 @@ class VectorFormat(Enum):
 def encode_part(
     rank: int,
     module: int,
-    lengths_SB: NDArray[Any] | None,
+    lengths_SB: NDArray[Any],
     ids: NDArray[Any],
     weights: NDArray[np.float32] | None,
 ) -> list[Buffer]:
     """Parts of a ``ShardPart`` field of a request.
 
     Args:
-        lengths_SB: ids of each stream and sample, of any integer type; None: each has one.
+        lengths_SB: ids of each stream and sample, of any integer type.
         ids: int32 or int64, counted from the rank's first row.
     """
-    width, flat = _NO_LENGTHS, None
-    if lengths_SB is not None:
-        flat = lengths_SB.reshape(-1)
-        if len(ids) != flat.size or int(flat.min()) != 1:
-            width = _BYTE if flat.dtype == np.uint8 or int(flat.max()) < 256 else _INT
+    width, flat = _NO_LENGTHS, lengths_SB.reshape(-1)
+    if len(ids) != flat.size or int(flat.min()) != 1:
+        width = _BYTE if int(flat.max()) < 256 else _INT
     parts: list[Buffer] = [part_head(rank, module, width)]
-    if width and flat is not None:
+    if width:
         parts += bytes_field(3, _data(flat.astype(np.uint8 if width == _BYTE else np.uint32, copy=False)))
     parts += bytes_field(5 if ids.dtype == np.int32 else 6, _data(ids))
     if weights is not None:
@@ -156,7 +153,7 @@ def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
     if not part.length_bytes:
         if len(ids) != bags:
             raise InputError(f"ids: got {len(ids)}, expected one for each of {bags} bags")
-        offsets = ones(bags, ids.dtype)
+        offsets = _ones(bags, ids.dtype)
     else:
         if part.length_bytes not in (_BYTE, _INT) or len(raw) != bags * part.length_bytes:
             raise InputError(f"lengths: got {len(raw)} bytes of {part.length_bytes}, expected those of {bags} bags")
@@ -189,7 +186,7 @@ def _array(name: str, raw: bytes, dtype: type[np.generic]) -> NDArray[Any]:
     return np.frombuffer(raw, dtype)
 
 
-def ones(bags: int, dtype: Any) -> NDArray[Any]:
+def _ones(bags: int, dtype: Any) -> NDArray[Any]:
     """Offsets of that many bags of one id each; not to be written."""
     return _few_ones(bags, dtype) if bags <= _FEW_BAGS else np.arange(bags + 1, dtype=dtype)
 

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.inference.bags import Bags, offsets_of
-from recinfer.lru import LruCache
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from recinfer.serving.shards._ranks import is_packed_answer
-from recinfer.serving.shards.messages import encode_part, ones
+from recinfer.serving.shards.messages import encode_part
 from recinfer.serving.shards.packed import is_packed, pairs_of, unpacked
 from recinfer.serving.shards.rank_modules import ModuleLayout, RankModule
 from recinfer.serving.wire.fields import Buffer
@@ -28,8 +27,6 @@ from recinfer.sparse.jagged_tensor import JaggedTensor
 __all__ = ["ModuleSplit", "Section"]
 
 _INT32_ROWS = 1 << 31
-_MAX_ORDERS = 64  # orders of keys that are remembered
-_FEW = 4  # samples for which one scattered copy is faster than a copy for each run of columns
 
 
 @dataclass(slots=True, eq=False)
@@ -59,9 +56,7 @@ class _RankSplit:
         self.wide = not narrow
         self._type = np.dtype(np.int32 if narrow else np.int64)
         self.runs, self.pairs = _runs(mine), pairs_of(mine, configs)
-        self.columns = None if mine.cuts_rows else np.array(_columns(mine), np.intp)
         self._num_columns = sum(pair.rect.cols for pair in mine.pairs)
-        self._places: LruCache[tuple[str, ...], NDArray[np.intp]] = LruCache(_MAX_ORDERS)
 
     def is_answer(self, values: NDArray[Any], batch: int, offsets: NDArray[Any] | None = None) -> bool:
         """Whether ``values`` are of the size of this rank's rows for ``batch`` samples.
@@ -76,28 +71,6 @@ class _RankSplit:
         edges = offsets[::batch].tolist()
         wanted = sum((edges[pair.stream + 1] - edges[pair.stream]) * pair.rect.cols for pair in self.mine.pairs)
         return not is_packed(values) and values.size == wanted
-
-    def section_of_ones(self, bags: Bags) -> Section | None:
-        """:meth:`section` of bags of one id each, all of whose features are there, for a pooled module."""
-        at = self._places[bags.keys]
-        if at is None:
-            place = {key: i for i, key in enumerate(bags.keys)}
-            at = self._places[bags.keys] = np.array([place[name] for name in self.names], np.intp)
-        ids_SB = bags.values.reshape(-1, bags.batch)[at]
-        weights_SB = None if bags.weights is None else bags.weights.reshape(-1, bags.batch)[at]
-        if not self.mine.cuts_rows:
-            weights = None if weights_SB is None else weights_SB.reshape(-1)
-            ids = ids_SB.reshape(-1).astype(self._type, copy=False)
-            return Section(encode_part(self.rank, self._number, None, ids, weights), bags.offsets, None)
-        ids_SB -= self._starts.astype(ids_SB.dtype)[:, None]
-        unsigned = np.uint64 if ids_SB.dtype == np.int64 else np.uint32
-        keep_SB: NDArray[np.bool_] = np.less(ids_SB.view(unsigned), self._rows.astype(unsigned)[:, None])
-        ids = ids_SB[keep_SB].astype(self._type, copy=False)
-        if not ids.size:
-            return None
-        weights = None if weights_SB is None else weights_SB[keep_SB]
-        parts = encode_part(self.rank, self._number, keep_SB.view(np.uint8), ids, weights)
-        return Section(parts, bags.offsets, None)
 
     def section(self, bags: Bags, keep_positions: bool) -> Section | None:
         """Its part; None without any id. All ids are in range."""
@@ -139,11 +112,6 @@ class _Run:
     adds: bool
 
 
-def _columns(mine: RankModule) -> list[int]:
-    """Of each column of the rank, the module's."""
-    return [column for pair in mine.pairs for column in range(pair.column, pair.column + pair.rect.cols)]
-
-
 def _runs(mine: RankModule) -> list[_Run]:
     runs: list[_Run] = []
     at = 0
@@ -174,7 +142,6 @@ class ModuleSplit:
         self.features = tuple(f for config in layout.configs for f in config.feature_names)
         self._dims = [config.embedding_dim for config in layout.configs for _ in config.feature_names]
         self._columns = sum(self._dims)
-        self._names = frozenset(self.features)
         self._mean = self._mean_spans()
         starts = [0, *accumulate(self._dims)]
         self.mean_columns = [
@@ -201,19 +168,11 @@ class ModuleSplit:
     def split(self, bags: Bags) -> dict[int, Section]:
         """Each rank's part of ``bags``, whose ids are in range and which hold weights only where the module has them."""
         sections = {}
-        single = self.layout.pooled and self._is_ones(bags)
         for rank in self.ranks:
-            section = rank.section_of_ones(bags) if single else rank.section(bags, not self.layout.pooled)
+            section = rank.section(bags, not self.layout.pooled)
             if section is not None:
                 sections[rank.rank] = section
         return sections
-
-    def _is_ones(self, bags: Bags) -> bool:
-        """Whether each feature is there and each bag holds one id."""
-        size = bags.values.size
-        if size != len(bags.offsets) - 1 or not size or not self._names.issubset(bags.keys):
-            return False
-        return bool((bags.offsets == ones(size, bags.offsets.dtype)).all())
 
     def fits(self, rank: int, section: Section, batch: int, values: NDArray[Any]) -> bool:
         """Whether ``values`` are what ``rank`` has to give for its section."""
@@ -235,9 +194,6 @@ class ModuleSplit:
             if is_packed(flat):
                 flat = unpacked(flat, rank.pairs, batch)
             mine = flat.reshape(batch, -1)
-            if batch <= _FEW and rank.columns is not None:
-                out_BD[:, rank.columns] = mine
-                continue
             for run in rank.runs:
                 if run.adds:
                     out_BD[:, run.to] += mine[:, run.at]
