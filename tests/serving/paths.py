@@ -103,11 +103,7 @@ def _leave(request: Request) -> None:
 def together(service: InferenceService, call: CallName, messages: Sequence[bytes]) -> list[bytes | Exception]:
     """The answers to requests that come in one turn, each on the way that it takes."""
     dispatcher = Dispatcher(service, BatchConfig(), 1)
-    answers: list[queue.SimpleQueue[bytes | Exception]] = [queue.SimpleQueue() for _ in messages]
     try:
-        for data, answer in zip(messages, answers):
-            dispatcher.dispatch(Request(call, data, math.inf, answer.put))
-        dispatcher.scheduler.run_ready()
-        return [answer.get(timeout=LONG) for answer in answers]
+        return dispatcher.answer_all([(call, data) for data in messages], math.inf)
     finally:
         dispatcher.close()

@@ -11,6 +11,7 @@ from recinfer.errors import InputError
 from recinfer.serving.wire import codec, json_codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 BODY = {"dense": [[1, 2.5], [3, 4]], "features": {"a": [[7], [8, 9]], "b": [3, []]}}
 
@@ -27,12 +28,12 @@ def test_predict_request():
 
 def test_weights_follow_the_ids():
     body = {"features": {"a": [[7], [8, 9]]}, "weights": {"a": [[1], [0.5, 2]]}}
-    request = pb.PredictRequest.FromString(json_codec.predict_request(body))
+    request = pb.LookupRequest.FromString(json_codec.lookup_request(body))
     assert codec.decode_features(request.features, Limits()).weights().tolist() == [1, 0.5, 2]
 
 
 def test_no_ids_at_all():
-    request = pb.PredictRequest.FromString(json_codec.predict_request({"features": {"a": [[], []]}}))
+    request = pb.LookupRequest.FromString(json_codec.lookup_request({"features": {"a": [[], []]}}))
     assert codec.decode_features(request.features, Limits()).lengths().tolist() == [0, 0]
 
 
@@ -83,3 +84,16 @@ def test_text_that_is_no_object(text: str | bytes):
 def test_what_is_beyond_float32_becomes_infinite_for_the_predictor_to_refuse():
     request = pb.PredictRequest.FromString(json_codec.predict_request({**BODY, "dense": [[1e300, 2], [3, 4]]}))
     assert codec.decode_dense(request.dense, 2, 2).tolist() == [[float("inf"), 2], [3, 4]]
+
+
+def test_responses():
+    data = codec.encode_predict_response({"logits": torch.tensor([[0.5], [1.0]])}, "v")
+    assert json_codec.predict_response(data) == {"outputs": {"logits": [[0.5], [1.0]]}, "model_version": "v"}
+    pooled = KeyedTensor(["a"], [2], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    sequence = JaggedTensor(torch.tensor([[1.0], [2.0]]), lengths=torch.tensor([2, 0]))
+    data = codec.encode_lookup_response(pooled, {"s": sequence}, 2, "v")
+    assert json_codec.lookup_response(data) == {
+        "embeddings": {"a": [[1.0, 2.0], [3.0, 4.0]]},
+        "sequences": {"s": [[[1.0], [2.0]], []]},
+        "model_version": "v",
+    }

@@ -358,8 +358,9 @@ def test_calls_that_are_over_leave_nothing_to_the_garbage_collector(predictor: P
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_stop_the_serving_process(archive: Path, number: signal.Signals):
     script = (
-        "import sys; from recinfer.inference.predictor import load; from recinfer.serving.server.run import serve\n"
-        "serve({'tiny': load(sys.argv[1])}, on_ready=lambda port: print(port, flush=True)); print('stopped', flush=True)"
+        "import sys; from recinfer.inference.predictor import load; from recinfer.serving.server import Server, serve\n"
+        "server = Server({'tiny': load(sys.argv[1])})\n"
+        "serve(server, on_ready=lambda: print(server.port, flush=True)); print('stopped', flush=True)"
     )
     with (
         Program(script, archive) as process,
@@ -377,15 +378,15 @@ def test_a_signal_ends_serving_whatever_lock_this_thread_holds(archive: Path) ->
     code = (
         "import os, signal, sys, threading\n"
         "import recinfer\n"
-        "from recinfer.serving.server.run import serve\n"
+        "from recinfer.serving.server import Server, serve\n"
         "class Interrupted(threading.Event):\n"
         "    def wait(self, timeout=None):\n"
         "        with self._cond:\n"
         "            os.kill(os.getpid(), signal.SIGTERM)\n"
         "            return bool(sum(range(10**6)))\n"
-        "def ready(port):\n"
+        "def ready():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "serve({'m': recinfer.load(sys.argv[1])}, on_ready=ready, stop=Interrupted())\n"
+        "serve(Server({'m': recinfer.load(sys.argv[1])}), on_ready=ready, stop=Interrupted())\n"
         "print('stopped')\n"
     )
     ended, out, err = run_program(code, archive)

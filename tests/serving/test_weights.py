@@ -19,7 +19,6 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire import json_codec
-from recinfer.serving.wire.arrays import decode_predict
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import make_archive
@@ -103,11 +102,10 @@ def test_every_protocol_gives_the_same_outputs_by_name(server: Server, predictor
         answer = door.infer(triton_inputs(CASES[case]), model="mixed")
         check({name: answer.as_numpy(name) for name in ("click", "buy")})
         door.close()
-    # A JSON body of `recinfer predict`.
+    # The JSON of the TorchServe handler, and its bytes, over the same service.
     body: dict[str, Any] = {"features": IDS} | ({} if case == "none" else {"weights": {"tags": TAG_WEIGHTS}})
     service = InferenceService(server.service.registry)
-    outputs, _, _ = decode_predict(service.predict(json_codec.predict_request(body)))
-    check(outputs)
+    check(json_codec.predict_response(service.predict(json_codec.predict_request(body)))["outputs"])
 
 
 def test_a_feature_without_weights_says_so(server: Server, predictor: Predictor) -> None:
@@ -138,7 +136,7 @@ def test_metadata_lists_the_weights_that_may_be_sent(server: Server) -> None:
 
 def test_weights_have_the_form_of_their_ids() -> None:
     for weights in ([[1.0], [1.0]], [[1.0, 2.0]], [1.0], [[1.0, 2.0, 3.0], []]):
-        with pytest.raises(InputError, match=r"weights\['tags'\]: got another form"):
+        with pytest.raises(InputError, match=r"weights\['tags'\]: got a different structure"):
             as_features({"tags": ([[3, 7], [5]], weights)})
     with pytest.raises(InputError, match=r"weights\['tags'\]: got <U1 values"):
         as_features({"tags": ([[3, 7]], [["a", "b"]])})

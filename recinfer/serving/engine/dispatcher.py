@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
@@ -89,6 +91,22 @@ class Dispatcher:
                 return
         scheduler.queue.admit(request.deadline)
         self._decoded.submit(request)
+
+    def answer_all(self, requests: Sequence[tuple[CallName, bytes]], deadline: float) -> list[bytes | Exception]:
+        """The answers to requests that came together, for a thread that may wait; those that may share a run do."""
+        answers: list[Any] = [None] * len(requests)
+        done = threading.Semaphore(0)
+
+        def reply(at: int, answer: bytes | Exception) -> None:
+            answers[at] = answer
+            done.release()
+
+        for at, (call, data) in enumerate(requests):
+            self.dispatch(Request(call, data, deadline, lambda answer, at=at: reply(at, answer)))  # type: ignore[misc]
+        self.scheduler.run_ready()
+        for _ in requests:
+            done.acquire()
+        return answers
 
 
 def _hold_vectors(request: Request, plain: PlainRequest) -> None:

@@ -1,8 +1,11 @@
-"""JSON bodies of predictions as PredictRequest messages, and answers as JSON text.
+"""JSON bodies, as a second spelling of the protobuf messages: they are turned into those, so one code checks both.
 
-``{"dense": [[...], ...], "features": {"C1": [[3, 7], [5]], "C2": [4, 9]}}``: a feature is a list of one list of ids a sample, or
-one id a sample. ``"weights"``, where present, holds weights of some features in the same form (an id without one weighs 1),
-``"context"`` holds features of one sample that go with all, and ``"model"`` and ``"version"`` name what predicts.
+Predict takes ``{"dense": [[...], ...], "features": {"C1": [[3, 7], [5]], "C2": [4, 9]}}`` and gives
+``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list of one list of ids a sample, or one id
+a sample; ``"weights"``, where present, holds weights of some features in the same form (an id without one weighs 1), and ``"context"`` holds features of one sample
+that go with all. Lookup takes the same without ``dense`` and
+gives ``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. ``model`` and ``version`` may
+be named in both.
 """
 
 from __future__ import annotations
@@ -16,12 +19,21 @@ from typing import Any
 import numpy as np
 
 from recinfer.errors import InputError
+from recinfer.serving.wire.arrays import decode_lookup, decode_predict
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
-__all__ = ["json_pieces", "json_text", "parse_json", "predict_request"]
+__all__ = [
+    "json_pieces",
+    "json_text",
+    "lookup_request",
+    "lookup_response",
+    "parse_json",
+    "predict_request",
+    "predict_response",
+]
 
 _PIECE = 1 << 14
-_KEYS = {"features", "weights", "model", "version", "dense", "context"}
+_COMMON_KEYS = {"features", "weights", "model", "version"}
 
 
 def parse_json(body: bytes | bytearray | str) -> dict[str, Any]:
@@ -58,7 +70,7 @@ def json_pieces(entries: int, numbers: int) -> Iterator[slice]:
 
 def predict_request(body: Mapping[str, Any]) -> bytes:
     """A serialized PredictRequest of a JSON object."""
-    _check_keys(body, _KEYS)
+    _check_keys(body, _COMMON_KEYS | {"dense", "context"})
     features = _features(body)
     dense = np.zeros(0, np.float32)
     if body.get("dense"):
@@ -79,12 +91,39 @@ def predict_request(body: Mapping[str, Any]) -> bytes:
     ).SerializeToString()
 
 
+def lookup_request(body: Mapping[str, Any]) -> bytes:
+    """A serialized LookupRequest of a JSON object."""
+    _check_keys(body, _COMMON_KEYS)
+    return pb.LookupRequest(**_names(body), features=_features(body)).SerializeToString()
+
+
+def predict_response(data: bytes) -> dict[str, Any]:
+    """The JSON object of a serialized PredictResponse."""
+    outputs, version, _ = decode_predict(data)
+    return {"outputs": {name: array.tolist() for name, array in outputs.items()}, "model_version": version}
+
+
+def lookup_response(data: bytes) -> dict[str, Any]:
+    """The JSON object of a serialized LookupResponse."""
+    found = decode_lookup(data)
+    blocks = np.split(found.values, np.cumsum(found.dims)[:-1], axis=1) if found.dims else []
+    return {
+        "embeddings": {key: block.tolist() for key, block in zip(found.keys, blocks)},
+        "sequences": {key: _nested(*sequence) for key, sequence in found.sequences.items()},
+        "model_version": found.version,
+    }
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _nested(lengths: np.ndarray, vectors: np.ndarray) -> list[Any]:
+    return [sample.tolist() for sample in np.split(vectors, np.cumsum(lengths)[:-1])]
 
 
 def _check_keys(body: Mapping[str, Any], known: set[str]) -> None:

@@ -149,7 +149,7 @@ def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, cl
         assert outputs.missing == (1,) and torch.isfinite(outputs["output"]).all()
         features = [f"--feature={key}=0" for key in request.keys()]  # noqa: SIM118
         asked = ["lookup", "--target", client.target, "--timeout", "60", *features]
-        assert "rank 1 did not answer" in CliRunner().invoke(app, asked).stdout
+        assert "rank 1 did not respond" in CliRunner().invoke(app, asked).stdout
         assert json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)["missing_ranks"] == [1]
     finally:
         fleet.fan_out._missing = "error"
