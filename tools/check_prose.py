@@ -84,16 +84,17 @@ def user_strings(source: str) -> Iterator[tuple[int, str]]:
 
 def check(root: Path) -> list[str]:
     """One line for each banned phrase in the repository at ``root``."""
-    problems = []
-    ignored = root / ".gitignore"  # it lists the pages that are made from the code
+    ignored = root / ".gitignore"  # it lists the pages that are made from the code, whose sources are checked instead
     generated = {line.lstrip("/") for line in ignored.read_text().split()} if ignored.exists() else set()
     pages = [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").rglob("*.md"))]
-    for path in pages:
+    sources = [path for kind in ("*.md", "*.proto") for path in sorted((root / "recinfer").rglob(kind))]
+    problems = []
+    for path in pages + sources:
         name = path.relative_to(root).as_posix()
-        if name not in _EXEMPT and path.exists():
+        if path.exists() and name not in _EXEMPT | generated:
             problems += [
                 f"{name}:{n}: {phrase!r}: write {how}"
-                for n, phrase, how in find(path.read_text(), page=name not in generated)
+                for n, phrase, how in find(path.read_text(), page=path not in sources)
             ]
     for path in sorted((root / "recinfer").rglob("*.py")):
         name = path.relative_to(root).as_posix()
