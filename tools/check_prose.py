@@ -87,7 +87,7 @@ def check(root: Path) -> list[str]:
     ignored = root / ".gitignore"  # it lists the pages that are made from the code, whose sources are checked instead
     generated = {line.lstrip("/") for line in ignored.read_text().split()} if ignored.exists() else set()
     pages = [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").rglob("*.md"))]
-    sources = [path for kind in ("*.md", "*.proto") for path in sorted((root / "recinfer").rglob(kind))]
+    sources = [*sorted((root / "recinfer").rglob("*.md")), *sorted((root / "proto").rglob("*.proto"))]
     problems = []
     for path in pages + sources:
         name = path.relative_to(root).as_posix()
