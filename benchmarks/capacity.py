@@ -3,10 +3,13 @@
     OMP_NUM_THREADS=1 python -m benchmarks.capacity                       # Predict of 1, p99 within 10 ms
     OMP_NUM_THREADS=1 python -m benchmarks.capacity --call lookup --p99-ms 5
     OMP_NUM_THREADS=1 python -m benchmarks.capacity --sharded
+    OMP_NUM_THREADS=1 python -m benchmarks.capacity --batch 128 --over 512 256 1 --p99-ms 20   # for LoadGen on two cores
 
 The server is ``recinfer serve`` in a separate process; it shares the machine with the load. LoadGen
 (``pip install mlcommons-loadgen``) sends requests of its own Poisson process in its Server scenario and calls a run VALID if
-99 % of them were answered within the given latency. Without LoadGen that part is skipped.
+99 % of them were answered within the given latency. Without LoadGen that part is skipped. LoadGen's
+requests are sent from Python: on the server's own two cores it cannot send thousands per second without delaying them, so
+its verdict needs large requests or a second machine.
 """
 
 from __future__ import annotations
