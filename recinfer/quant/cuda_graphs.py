@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recinfer.quant.host_inputs import HostInputs, Room
+from recinfer.quant.host_inputs import HostInputs, InputSizes
 
 __all__ = ["Bucket", "GraphedLookups", "Run", "bucket_of", "padded_offsets"]
 
-_MOST_BATCH, _MOST_IDS = 256, 1 << 14  # beyond, launching costs little beside the lookup
+_MOST_BATCH, _MOST_IDS = 256, 1 << 14  # beyond, launching costs little compared with the lookup
 _LEAST_IDS = 64
 _MOST_GRAPHS = 24  # of one thread
 
@@ -28,7 +28,7 @@ Run = Callable[[Tensor, Tensor, "Tensor | None", int, Tensor], object]
 
 
 class Bucket(NamedTuple):
-    """The sizes that a recorded lookup has room for."""
+    """The sizes that a recorded lookup can take."""
 
     batch: int
     ids: int
@@ -59,8 +59,8 @@ class _Recorded:
         self, run: Run, bucket: Bucket, keys: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.bucket, self.keys = bucket, keys
-        self._room = Room(keys * bucket.batch + 1, bucket.ids, bucket.weighted)
-        self._inputs = HostInputs(self._room.words, device)
+        self._sizes = InputSizes(keys * bucket.batch + 1, bucket.ids, bucket.weighted)
+        self._inputs = HostInputs(self._sizes.words, device)
         self._out = torch.empty(bucket.batch, columns, dtype=dtype, device=device)
         self._run, self._device = run, device
         on_gpu = device.type == "cuda"
@@ -68,11 +68,11 @@ class _Recorded:
         self._read: torch.cuda.Event | None = torch.cuda.Event() if on_gpu else None
 
     def _once(self) -> None:
-        ids, offsets, weights = self._inputs.copy(self._room)
+        ids, offsets, weights = self._inputs.copy(self._sizes)
         self._run(ids, offsets, weights, self.bucket.batch, self._out)
 
     def _recorded(self, device: torch.device) -> torch.cuda.CUDAGraph:
-        self._inputs.host.zero_()  # empty bags
+        self._inputs.host_words.zero_()  # empty bags
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -86,12 +86,12 @@ class _Recorded:
     def __call__(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
         offsets = padded_offsets(offsets, self.keys, batch, self.bucket.batch)
         if self._graph is None or self._read is None:
-            self._inputs.put(self._room, ids, offsets, weights)
+            self._inputs.put(self._sizes, ids, offsets, weights)
             self._once()
             return self._out[:batch].clone()
         stream = torch.cuda.current_stream(self._device)
         self._read.synchronize()  # the host's memory is read
-        self._inputs.put(self._room, ids, offsets, weights)
+        self._inputs.put(self._sizes, ids, offsets, weights)
         stream.wait_event(self._read)
         self._graph.replay()
         found = self._out[:batch].clone()  # the next replay overwrites the bucket's

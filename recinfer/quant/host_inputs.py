@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["HostInputs", "Room", "Staging"]
+__all__ = ["HostInputs", "InputSizes", "Staging"]
 
 
-class Room(NamedTuple):
+class InputSizes(NamedTuple):
     """How many of each a lookup's inputs may be: ``F x B + 1`` offsets, N ids, and N weights where there are any."""
 
     offsets: int
@@ -37,32 +37,32 @@ class Room(NamedTuple):
 
 
 class HostInputs:
-    """Room for the inputs of lookups, page-locked on the host and on the device. For one thread at a time.
+    """Memory for the inputs of lookups, page-locked on the host and on the device. For one thread at a time.
 
     Both are int64 words: offsets, then ids, then float32 weights.
     """
 
     def __init__(self, words: int, device: torch.device) -> None:
-        self.host = torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.near = torch.empty(words, dtype=torch.int64, device=device)
+        self.host_words = torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.device_words = torch.empty(words, dtype=torch.int64, device=device)
 
-    def put(self, room: Room, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
-        """Write inputs on the host, no more than ``room`` says. The last copy to the device has to be over."""
-        to_ids, to_offsets, to_weights = _views(self.host, room)
+    def put(self, sizes: InputSizes, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
+        """Write inputs on the host, no more than ``sizes``. The last copy to the device has to be over."""
+        to_ids, to_offsets, to_weights = _views(self.host_words, sizes)
         to_offsets.copy_(offsets)
         to_ids[: ids.numel()].copy_(ids)
         if to_weights is not None and weights is not None:
             to_weights[: ids.numel()].copy_(weights)
 
-    def copy(self, room: Room) -> tuple[Tensor, Tensor, Tensor | None]:
+    def copy(self, sizes: InputSizes) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids, offsets and weights on the device, copied on the current stream; the host does not wait."""
-        self.near[: room.words].copy_(self.host[: room.words], non_blocking=True)
-        return _views(self.near, room)
+        self.device_words[: sizes.words].copy_(self.host_words[: sizes.words], non_blocking=True)
+        return _views(self.device_words, sizes)
 
 
-def _views(words: Tensor, room: Room) -> tuple[Tensor, Tensor, Tensor | None]:
-    weights = words[room.weights_at : room.words].view(torch.float32)[: room.ids] if room.weighted else None
-    return words[room.ids_at : room.ids_at + room.ids], words[: room.offsets], weights
+def _views(words: Tensor, sizes: InputSizes) -> tuple[Tensor, Tensor, Tensor | None]:
+    weights = words[sizes.weights_at : sizes.words].view(torch.float32)[: sizes.ids] if sizes.weighted else None
+    return words[sizes.ids_at : sizes.ids_at + sizes.ids], words[: sizes.offsets], weights
 
 
 class Staging:
@@ -80,31 +80,30 @@ class Staging:
         self._copied: torch.cuda.Event | None = torch.cuda.Event() if on_gpu else None
         self._read: torch.cuda.Event | None = torch.cuda.Event() if on_gpu else None
 
-    def bring(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def to_device(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids, offsets and weights on the device, in order with the current stream; they are good until the next call."""
-        room = Room(offsets.numel(), ids.numel(), weights is not None)
+        sizes = InputSizes(offsets.numel(), ids.numel(), weights is not None)
         stream, copied, read = self._stream, self._copied, self._read
         if copied is not None:
             copied.synchronize()  # the host's memory is read; long over, unless requests follow one another unanswered
-        if room.words > self._inputs.near.numel():
+        if sizes.words > self._inputs.device_words.numel():
             if read is not None:
-                read.synchronize()  # the memory that goes now is not read any more
-            self._inputs = HostInputs(1 << room.words.bit_length(), self._device)
-            if (
-                stream is not None
-            ):  # whose copies must not meet what the allocator's last owner of the memory still does
+                read.synchronize()  # no lookup reads the old memory any more
+            self._inputs = HostInputs(1 << sizes.words.bit_length(), self._device)
+            # The allocator may have taken the memory from a tensor that the current stream still uses.
+            if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._inputs.put(room, ids, offsets, weights)
+        self._inputs.put(sizes, ids, offsets, weights)
         if stream is None or copied is None or read is None:
-            return self._inputs.copy(room)
+            return self._inputs.copy(sizes)
         with torch.cuda.stream(stream):
             stream.wait_event(read)
-            found = self._inputs.copy(room)
+            found = self._inputs.copy(sizes)
             copied.record(stream)
         torch.cuda.current_stream(self._device).wait_event(copied)
         return found
 
-    def looked_up(self) -> None:
-        """Say that the lookup of what :meth:`bring` gave is on the current stream."""
+    def record_lookup(self) -> None:
+        """Record that the lookup of the last inputs is on the current stream; :meth:`to_device` waits for it before it overwrites them."""
         if self._read is not None:
             self._read.record(torch.cuda.current_stream(self._device))

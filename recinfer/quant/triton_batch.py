@@ -62,8 +62,8 @@ class TritonBatch:
         self._bad, self._seen = self._lookup.new_counter(), [0] * len(self.reads)
         self._graphs = env.cuda_graphs()
         self._own, self._lock = _Own(), threading.Lock()
-        # The counts on the host, and when they are there; None: nothing is on its way.
-        self._told: tuple[Tensor, torch.cuda.Event | None] | None = None
+        # The counts on the host, and the event of their copy; None: no copy is under way.
+        self._sent_counts: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are built anew over their rows: addresses, and what a thread has under way, are not theirs."""
@@ -83,7 +83,7 @@ class TritonBatch:
                 edges = offsets.to(device)
                 weights = None if per_sample_weights is None else per_sample_weights.to(device)
                 out = self._lookup(indices, edges, weights, batch=batch, bad=self._bad)
-                self._tell()
+                self._send_counts()
             else:
                 out = self._of_host(indices, offsets, per_sample_weights, batch)
         return out if self._lookup.pooled else out[0]
@@ -102,29 +102,29 @@ class TritonBatch:
                 return found
         if own.staging is None:
             own.staging = Staging(device)
-        ids, edges, near = own.staging.bring(indices, offsets, weights)
+        ids, edges, near = own.staging.to_device(indices, offsets, weights)
         out = self._lookup(ids, edges, near, batch=batch, bad=self._bad)
-        own.staging.looked_up()
+        own.staging.record_lookup()
         return out
 
     def _into(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int, out: Tensor) -> None:
         self._lookup(ids, offsets, weights, batch=batch, bad=self._bad, out=out)
 
-    def _tell(self) -> None:
+    def _send_counts(self) -> None:
         """Send the counts to the host, behind the lookup."""
         counts = torch.empty(self._bad.shape, dtype=self._bad.dtype, pin_memory=self._bad.is_cuda)
         counts.copy_(self._bad, non_blocking=True)
-        there = None
+        copied = None
         if self._bad.is_cuda:
-            there = torch.cuda.Event()
-            there.record()
-        self._told = counts, there
+            copied = torch.cuda.Event()
+            copied.record()
+        self._sent_counts = counts, copied
 
     def _raise_if_counted(self) -> None:
-        told = self._told
-        if told is None or not (told[1] is None or told[1].query()):
+        sent = self._sent_counts
+        if sent is None or not (sent[1] is None or sent[1].query()):
             return
-        counts = self._new(told[0].tolist())
+        counts = self._since_last(sent[0].tolist())
         if any(counts):
             worst = [
                 f"{count} of table {read.rect.table!r} (rows 0 to {read.rect.rows - 1})"
@@ -136,17 +136,17 @@ class TritonBatch:
                 "itself refused and the id named, give ids on the host"
             )
 
-    def _new(self, counts: list[int]) -> list[int]:
+    def _since_last(self, counts: list[int]) -> list[int]:
         """What was counted since the counts were last looked at."""
         with self._lock:
-            self._told = None
+            self._sent_counts = None
             new = [max(0, now - before) for now, before in zip(counts, self._seen)]
             self._seen = [max(now, before) for now, before in zip(counts, self._seen)]
         return new
 
     def out_of_range(self) -> list[int]:
         """How many ids each read has skipped since the counts were last looked at. Waits for the device."""
-        return self._new(self._bad.tolist())
+        return self._since_last(self._bad.tolist())
 
     def without_padding(self, out_BD: Tensor) -> Tensor:
         """Returns ``out_BD``, which has no padding."""

@@ -61,10 +61,10 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def bring(staging: Staging, size: int) -> None:
     ids, weights = torch.arange(size), torch.rand(size)
-    got = staging.bring(ids, torch.tensor([0, size]), weights)
+    got = staging.to_device(ids, torch.tensor([0, size]), weights)
     assert torch.equal(got[0], ids) and got[1].tolist() == [0, size]
     assert got[2] is not None and torch.equal(got[2], weights)
-    staging.looked_up()
+    staging.record_lookup()
 
 
 def test_copies_and_lookups_wait_for_one_another(done: list[str]) -> None:

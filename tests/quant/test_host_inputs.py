@@ -59,10 +59,10 @@ def test_staging_brings_what_it_is_given_and_grows(dtype: torch.dtype) -> None:
     staging = Staging(CPU)
     for batch, weighted in ((2, False), (50, True), (1, True), (3, False), (0, False)):
         ids, offsets, weights = bags(2, batch, batch, dtype)
-        got = staging.bring(ids, offsets, weights if weighted else None)
+        got = staging.to_device(ids, offsets, weights if weighted else None)
         assert torch.equal(got[0], ids.long()) and torch.equal(got[1], offsets.long())
         assert got[2] is None if not weighted else got[2] is not None and torch.equal(got[2], weights)
-        staging.looked_up()
+        staging.record_lookup()
 
 
 def made(pooling: PoolingType = SUM, tables: list[tuple[DataType, int]] = TABLES) -> TritonBatch:
@@ -113,7 +113,7 @@ def test_a_recording_that_fails_ends_them_all_with_one_warning(caplog: pytest.Lo
     assert [r.getMessage().count("without CUDA graphs") for r in caplog.records] == [1]
 
 
-def test_ids_out_of_range_are_told_at_a_later_lookup_and_once() -> None:
+def test_ids_out_of_range_raise_at_a_later_lookup_and_once() -> None:
     batch = made()
     good, offsets = torch.zeros(3, dtype=torch.int64), torch.arange(4)
     batch.forward(*on_device(good, offsets))
@@ -137,5 +137,5 @@ def test_a_copy_starts_with_nothing_under_way() -> None:
     ids, offsets, _ = bags(3, 2, 1)
     want = batch._of_host(ids, offsets, None, 2)
     for other in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
-        assert other._own.graphs is None and other._told is None
+        assert other._own.graphs is None and other._sent_counts is None
         assert torch.equal(other._of_host(ids, offsets, None, 2), want)

@@ -112,7 +112,7 @@ class Replica:
         self._out_until = 0.0
         self._out_seconds = _OUT_S
         self._task: asyncio.Task[None] | None = None
-        self._told: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
         self._again_seconds = _AGAIN_S
         self._checking = False
         self._check: asyncio.Task[None] | None = None
@@ -163,7 +163,7 @@ class Replica:
         if not self.up:
             return self.why
         named = next((str(spec) for spec in self._wanted() if spec.key == version), version)
-        return self._told.get(version) or f"it has not prepared version {named}"
+        return self._reasons.get(version) or f"it has not prepared version {named}"
 
     def load(self, now: float) -> tuple[bool, int, int]:
         """The replica where this is least is called: not suspended, least outstanding, then the faster by factors of two."""
@@ -291,8 +291,8 @@ class Replica:
             await self.prepare(spec)
         except grpc.aio.AioRpcError as error:
             self.why = f"lacks version {spec}: {error.details()}"
-            if self._told.get(spec.key) != self.why:
-                self._told[spec.key] = self.why
+            if self._reasons.get(spec.key) != self.why:
+                self._reasons[spec.key] = self.why
                 _log.warning("shard %s %s", self.target, self.why)
             return False
         _log.info("shard %s has prepared version %s", self.target, spec)

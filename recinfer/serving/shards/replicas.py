@@ -54,7 +54,7 @@ class ReplicaPool:
         self.config = read_shards(path)
         self._credentials = ShardCredentials.of(self.config.settings, token)
         self._seen = _stamp(path)
-        self._told = ""  # why the file was not followed
+        self._last_error = ""  # why the file was not followed
         self._read_again = False
         self._replicas: dict[str, Replica] = {}
         self._listed: dict[int, tuple[Replica, ...]] = {}
@@ -174,15 +174,15 @@ class ReplicaPool:
                     replica.renew()
             try:
                 stamp = _stamp(self._path)
-                if self._read_again or self._told or stamp != self._seen:
+                if self._read_again or self._last_error or stamp != self._seen:
                     self._read_again, self._seen = False, stamp
                     await self._take_again()
                 else:
                     await self._list(self.config, self._credentials)
             except ConfigError as error:
-                if self._told != str(error):  # it is tried again, as what it names may change and the file not
+                if self._last_error != str(error):  # it is tried again, as what it names may change and the file not
                     _log.error("the shards stay as they were: %s", error)
-                self._told = str(error)
+                self._last_error = str(error)
             except Exception:
                 _log.exception("following %s failed", self._path)
 
@@ -194,7 +194,7 @@ class ReplicaPool:
             ranks = ", ".join(map(str, lost))
             raise ConfigError(f"{self._path}: no address of rank {ranks}; what is served is cut for {needed} ranks")
         await self._list(config, ShardCredentials.of(config.settings, self._token))
-        self._told = ""
+        self._last_error = ""
         _log.info("%s was read again", self._path)
 
     async def _list(self, config: ShardsConfig, credentials: ShardCredentials) -> None:
