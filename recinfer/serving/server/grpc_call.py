@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -17,42 +16,16 @@ from google.protobuf.message import DecodeError
 
 from recinfer.errors import InputError, RecinferError
 from recinfer.serving.server.call_ticket import Bounds, CallTicket
+from recinfer.serving.server.ending import CANCELLED, FAILED, Ending, ending_of
 from recinfer.serving.server.grpc_binding import cygrpc
-from recinfer.serving.wire.retry import trailing_of
-from recinfer.serving.wire.status import status_of
 
-__all__ = ["CoreCall", "Dispatch", "Ending", "Method", "Owner", "ending_of"]
+__all__ = ["CoreCall", "Dispatch", "Method", "Owner"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a call ends that is not answered.
-
-    Attributes:
-        code: name of its ``grpc.StatusCode``.
-        message: for the caller.
-        trailing: metadata.
-    """
-
-    code: str
-    message: str
-    trailing: tuple[tuple[str, str | bytes], ...] = ()
-
-
-def ending_of(error: Exception) -> Ending:
-    """How a call ends that failed with ``error``."""
-    status = status_of(error)
-    return Ending(status.code, status.message, trailing_of(error, status.message))
-
-
 _NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
-CANCELLED = Ending("CANCELLED", "")
-FAILED = Ending("UNKNOWN", "the server failed; its log has the details")
-"""Of a call whose error nobody has turned into a code."""
-
 
 Dispatch = Callable[[bytes, float, "CoreCall"], None]
 """Takes a message on gRPC's thread, the ``time.monotonic()`` after which nobody waits, and the call, which it answers or ends:

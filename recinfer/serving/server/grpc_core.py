@@ -24,15 +24,9 @@ import grpc
 
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.server.call_ticket import Bounds
+from recinfer.serving.server.ending import CANCELLED, FAILED, Ending
 from recinfer.serving.server.grpc_binding import cygrpc
-from recinfer.serving.server.grpc_call import (
-    CANCELLED,
-    FAILED,
-    CoreCall,
-    Dispatch,
-    Ending,
-    Method,
-)
+from recinfer.serving.server.grpc_call import CoreCall, Dispatch, Method
 from recinfer.serving.wire.limits import Limits
 
 __all__ = ["Admit", "CoreServer", "Turns"]

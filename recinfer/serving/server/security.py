@@ -15,7 +15,8 @@ import grpc
 import grpc.aio
 
 from recinfer.errors import ConfigError
-from recinfer.serving.server.grpc_call import CoreCall, Ending
+from recinfer.serving.server.ending import Ending
+from recinfer.serving.server.grpc_call import CoreCall
 from recinfer.serving.wire.tls import fits_a_header, load_pem, read_file
 
 __all__ = ["NO_TOKEN", "Security"]
