@@ -70,7 +70,7 @@ def test_without_pythons_headers_the_build_says_what_to_install(tree: Path) -> N
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_mistake_in_the_code_is_not_said_to_be_a_missing_compiler(tree: Path) -> None:
+def test_compile_error_is_not_reported_as_a_missing_compiler(tree: Path) -> None:
     (tree / "recinfer/quant/_rows.c").write_text("#include <Python.h>\nint mistake(\n")
     done = build(tree)
     assert done.returncode == 1

@@ -23,7 +23,7 @@ def said(package: str) -> list[str]:
     return row.replace(",", "").split()
 
 
-def test_the_traps_are_none_under_recinfer(tmp_path: Path) -> None:
+def test_program_of_the_traps_is_right_under_recinfer(tmp_path: Path) -> None:
     (program,) = (code for code in blocks(PAGE, "python") if code.startswith("# traps.py"))
     done = run_page(f"python - <<'END'\n{program.replace('torchrec', 'recinfer')}END\n", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -71,7 +71,7 @@ COLLECTIVES = "distributed/test_comm_ops.py::test_requests_and_waits_by_hand"
 BY_HAND = "distributed/test_vocabulary.py::test_a_sharded_collection_and_a_sharded_bag_step_by_step"
 STAGES = "distributed/test_train_pipeline.py::test_the_stages_of_the_sparse_pipeline"
 PIPELINES = "distributed/test_train_pipeline.py::test_every_pipeline_trains_as_the_plain_loop"
-GROUP = "distributed/test_vocabulary.py::test_a_group_tells_its_features_and_columns"
+GROUP = "distributed/test_vocabulary.py::test_features_and_columns_of_a_group"
 RUN_BY = {
     **{
         f"recinfer.distributed.comm_ops.{op}_{step}": COLLECTIVES

@@ -206,7 +206,7 @@ SAID = [
 
 
 @pytest.mark.parametrize(("of", "parameter", "happens", "why"), SAID, ids=lambda value: str(value)[:40])
-def test_what_asks_for_something_else_says_so(of: str, parameter: str, happens: str, why: str) -> None:
+def test_arguments_without_effect_warn_or_are_refused(of: str, parameter: str, happens: str, why: str) -> None:
     call = CALLS[of, parameter]
     if happens == "refused":
         with pytest.raises(ConfigError, match=f"{parameter}=.*all (its )?rows"):

@@ -174,7 +174,7 @@ def test_importing_the_command_line_is_light() -> None:
     assert not loaded & {"torch", "numpy", "grpc", "fbgemm_gpu", "onnxruntime"}
 
 
-def test_neither_planning_nor_asking_a_server_needs_kernels() -> None:
+def test_planning_and_clients_need_no_kernels() -> None:
     planning = "recinfer.distributed.planner.plan, recinfer.distributed.planner.planners"
     loaded = loaded_after(f"import {planning}, recinfer.serving.client.client, recinfer.serving.client.admin")
     assert "fbgemm_gpu" not in loaded

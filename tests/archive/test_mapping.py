@@ -67,7 +67,7 @@ class EbcOnly(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise", "grid_shard"])
-def test_pieces_lie_behind_each_other_and_look_up_as_one_table(tmp_path: Path, kind: str) -> None:
+def test_pieces_are_contiguous_and_look_up_as_one_table(tmp_path: Path, kind: str) -> None:
     model, archive = make_archive(tmp_path, model=EbcOnly(), kinds=(kind,), ranks=4)
     mapped = archive.map_shards()
     for shard in mapped.shards:
@@ -88,7 +88,7 @@ def test_pieces_lie_behind_each_other_and_look_up_as_one_table(tmp_path: Path, k
     assert torch.equal(sharded(kjt).values(), unsharded(kjt).values())
 
 
-def test_hardly_anything_is_copied(tmp_path: Path) -> None:
+def test_almost_nothing_is_copied(tmp_path: Path) -> None:
     class Tall(nn.Module):
         def __init__(self) -> None:
             super().__init__()

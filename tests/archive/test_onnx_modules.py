@@ -138,7 +138,7 @@ PARTS: dict[str, tuple[Callable[[], nn.Module | None], Callable[..., Tensor]]] =
 
 
 @pytest.mark.parametrize(("make", "forward"), PARTS.values(), ids=PARTS.keys())
-def test_what_is_ours_exports_to_onnx(make: Callable[[], nn.Module | None], forward: Callable[..., Tensor]) -> None:
+def test_recinfer_modules_export_to_onnx(make: Callable[[], nn.Module | None], forward: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     model = Model(make(), forward).eval()
     cut = cut_model(model, find_leaves(model), lambda body: None)

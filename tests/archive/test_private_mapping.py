@@ -18,7 +18,7 @@ from tests.warm import run_program
 
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("preload", [False, True])
-def test_an_edit_is_seen_by_nobody_else(small: tuple[nn.Module, Archive], copy: bool, preload: bool) -> None:
+def test_other_mappings_do_not_see_an_edit(small: tuple[nn.Module, Archive], copy: bool, preload: bool) -> None:
     archive = small[1]
     plain = archive.map_shards()
     before = plain.buffer.clone()
@@ -71,7 +71,7 @@ def test_lock_keeps_all_pages(tmp_path: Path) -> None:
     assert _locked_kib() == before
 
 
-def test_a_limit_on_locked_memory_is_said(small: tuple[nn.Module, Archive]) -> None:
+def test_error_reports_a_limit_on_locked_memory(small: tuple[nn.Module, Archive]) -> None:
     code = f"""
 import ctypes, os, resource
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))

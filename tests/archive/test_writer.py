@@ -215,7 +215,7 @@ def test_the_next_writer_removes_what_a_killed_one_left(
 
 @pytest.mark.parametrize("system", ["renames to free names", "has no such call"])
 @pytest.mark.parametrize("kind", ["archive", "delta"])
-def test_of_writers_that_end_at_one_moment_one_has_the_name(
+def test_one_of_several_writers_that_finish_together_gets_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, system: str
 ) -> None:
     if system == "has no such call":

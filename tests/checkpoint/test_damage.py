@@ -159,7 +159,7 @@ def test_shards_swapped_by_a_wrong_index(folder: Path) -> None:
         CheckpointReader(folder).read("a.weight")
 
 
-def test_another_dtype_than_promised(folder: Path) -> None:
+def test_dtype_differs_from_the_index(folder: Path) -> None:
     def lie(metadata: Metadata) -> None:
         metadata.state_dict_metadata["model.a.weight"].properties.dtype = torch.int32
 

@@ -60,6 +60,6 @@ def test_onnxruntime(exported: Exported) -> None:
     assert "runs on onnxruntime" in run("inspect", exported.archive)[1]
 
 
-def test_who_asks_for_torch_is_the_reason(exported: Exported) -> None:
+def test_reason_is_the_users_choice_of_torch(exported: Exported) -> None:
     assert load(exported.archive).engine_reason is None
     assert load(exported.archive, dense_engine="torch").engine_reason == "it was loaded with dense_engine='torch'"

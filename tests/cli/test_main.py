@@ -145,7 +145,7 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
+def test_missing_server_is_an_error_of_one_line() -> None:
     code, _, err = invoke("lookup", "--target", "127.0.0.1:1", "--feature", "C1=1", "--timeout", "5")
     assert code == 2
     assert "127.0.0.1:1" in err

@@ -124,7 +124,7 @@ def test_every_absent_name_is_absent() -> None:
     assert "torchmetrics" in instead_of("torchrec.metrics.recall.RecallMetric")
 
 
-def test_nothing_is_written_without_being_told(tmp_path: Path) -> None:
+def test_nothing_is_written_without_the_write_option(tmp_path: Path) -> None:
     program = write(tmp_path / "program.py", "import torchrec\nkinds = torchrec.PoolingType\n")
     for folder in (".hidden", "venv", "lib/site-packages"):
         (tmp_path / folder).mkdir(parents=True)

@@ -87,13 +87,13 @@ def test_load_by_the_name_in_the_certificate(target: str, tls: Path) -> None:
 
 
 @pytest.mark.parametrize("lacking", [("name",), ("cert", "key"), ("ca", "cert", "key", "name")])
-def test_without_one_of_them_nobody_gets_in(lacking: tuple[str, ...], target: str, tls: Path, rows: Path) -> None:
+def test_each_tls_option_is_required(lacking: tuple[str, ...], target: str, tls: Path, rows: Path) -> None:
     for verb in (["lookup", "--feature", "user=3"], ["predict", "--input", rows], ["bench", "serve"]):
         error = run_json(*verb, "--target", target, "--timeout", 120, *options(tls, *lacking), code=2)["error"]
         assert (error["type"], target in error["message"]) == ("UnavailableError", True)
 
 
-def test_a_name_or_a_certificate_without_an_authority_is_said_at_once(target: str, tls: Path) -> None:
+def test_name_or_certificate_without_authority_is_an_error(target: str, tls: Path) -> None:
     for lacking, said in ((("ca", "cert", "key"), NAME), (("ca",), "tls_ca"), (("key",), "both or neither")):
         command = ["lookup", "--feature", "user=3", "--target", target, *options(tls, *lacking)]
         error = run_json(*command, code=2)["error"]

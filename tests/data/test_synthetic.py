@@ -52,7 +52,7 @@ def test_the_signal_is_there_and_is_not_all(rows) -> None:
     assert rows.probability.mean() == pytest.approx(rows.columns["label"].mean(), abs=0.02)
 
 
-def test_more_rows_of_a_seed_show_the_same_world(rows) -> None:
+def test_click_rate_of_a_token_does_not_depend_on_the_number_of_rows(rows) -> None:
     """The rate of clicks of a frequent token is that of the same token among other rows, not of any token."""
     more = generate_criteo(30_000, seed=1)
 

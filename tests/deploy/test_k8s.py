@@ -112,7 +112,7 @@ def test_shards_are_scaled_by_how_busy_they_are():
     assert cores["resource"]["target"]["averageUtilization"] == 40
 
 
-def test_rankers_look_where_the_shards_are(tmp_path: Path):
+def test_rankers_use_the_addresses_of_the_shards(tmp_path: Path):
     found = manifests(FOUND, OPTIONS)
     path = tmp_path / "shards.json"
     path.write_text(found["shards-config.yaml"]["data"]["shards.json"])
@@ -249,7 +249,7 @@ def test_another_version_is_the_folder_that_was_named(archive: Path, tmp_path: P
     assert footprint(archive).version == "3"  # it lies in no store, so what its manifest says
 
 
-def test_options_of_ray_are_not_passed_over(archive: Path, tmp_path: Path):
+def test_ray_options_without_ray_are_an_error(archive: Path, tmp_path: Path):
     """Who gives --tls-cert believes that there will be TLS."""
     command = ["deploy", str(archive), "--k8s", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, [*command, "--tls-cert", "cert.pem", "--min-replicas", "1"])

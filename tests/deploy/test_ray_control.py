@@ -236,7 +236,7 @@ def test_another_controller_goes_on_and_a_lost_node_is_replaced(running: Running
     assert load.failed == [] and set(load.versions) == {"2"}
 
 
-def test_what_fits_nowhere_waits_and_says_so(running: Running):
+def test_server_that_fits_on_no_node_waits_and_status_says_so(running: Running):
     sizes, running.engine.sizes = running.engine.sizes, {host: GIB for host in running.engine.sizes}
     running.controller.scale(2, None)
     running.until(
@@ -257,7 +257,7 @@ def test_down_ends_all(running: Running):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_load_has_a_say_between_bounds(store: Path):
+def test_load_sets_the_number_of_servers_within_bounds(store: Path):
     """No server runs: what they would say is put in their place, and the numbers are what is looked at."""
     spec = spec_of(store, rankers=Bounds(1, 1, 3), queue_depth=4, cool_down=20.0)
     controller = Controller(spec, LocalEngine({}))
@@ -290,7 +290,7 @@ def test_shard_servers_grow_when_they_are_busy(store: Path, busy: float, outstan
     assert controller._wanted[0] == wanted
 
 
-def test_it_is_ready_once_every_ranker_was_told_of_every_shard_server(store: Path):
+def test_status_is_ready_once_every_ranker_lists_every_shard_server(store: Path):
     """A shard server that serves is listed a moment later: whoever asks in between is not told that all is done."""
     spec = spec_of(store, shards=Bounds(2, 2, 2), rankers=Bounds(1, 1, 1))
     controller = Controller(spec, LocalEngine({}))

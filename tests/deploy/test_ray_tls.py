@@ -146,7 +146,7 @@ def test_a_server_without_its_certificate_says_so(store: Path, tls: Tls, tmp_pat
     assert "cannot read" in process.look().why and "gone.pem" in process.look().why
 
 
-def test_what_servers_and_rankers_are_told(store: Path, tls: Tls):
+def test_arguments_of_servers_and_rankers(store: Path, tls: Tls):
     spec = spec_of(store, tls)
     for group in (0, None):
         said = spec.arguments(group, "1", "127.0.0.1")

@@ -186,7 +186,7 @@ def test_metrics_need_the_token(fleet: dict[str, Running]):
         urllib.request.urlopen(f"http://127.0.0.1:{fleet['ranker'].metrics}/metrics", timeout=60)
 
 
-def test_the_healthcheck_says_no_where_nobody_serves():
+def test_healthcheck_fails_without_a_server():
     done = check(free_port())
     assert done.returncode == 1 and "UNAVAILABLE" in done.stderr
 

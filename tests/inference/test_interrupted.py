@@ -147,7 +147,7 @@ def test_chunks_of_any_size_give_the_same_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["delta", "export", "replace", "reshard"])
-def test_the_name_holds_a_whole_one_or_none(tmp_path: Path, verb: str) -> None:
+def test_target_name_holds_a_complete_archive_or_none(tmp_path: Path, verb: str) -> None:
     """Ctrl-C, SIGKILL and files that cannot grow, at random moments of the real verbs."""
     code = "import runpy; runpy.run_module('tests.inference.moments', run_name='__main__')"
     ended, out, err = run_program(code, verb, tmp_path, 5)

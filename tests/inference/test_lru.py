@@ -21,7 +21,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import FEATURES, RANKER_ROWS, make_request
 
 
-def test_the_keys_used_last_are_there_and_no_more_than_the_bound() -> None:
+def test_cache_keeps_the_keys_used_last_up_to_its_bound() -> None:
     cache: LruCache[int, str] = LruCache(8)
     for key in range(1000):
         cache[key] = str(key)

@@ -301,7 +301,7 @@ def test_preload_and_torch_engine(small: tuple[nn.Module, Archive]) -> None:
     torch.testing.assert_close(other.predict(dense, kjt)["output"], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_what_a_predictor_tells(small: tuple[nn.Module, Archive]) -> None:
+def test_attributes_of_a_predictor(small: tuple[nn.Module, Archive]) -> None:
     predictor = recinfer.load(small[1].root)
     assert predictor.num_dense == 3
     assert predictor.contract is None

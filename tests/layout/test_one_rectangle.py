@@ -44,6 +44,6 @@ def test_one_class_is_a_rectangle() -> None:
     assert found == RECTANGLES | OTHERS
 
 
-def test_no_class_has_a_name_that_could_be_any_part_of_a_table() -> None:
+def test_no_class_name_could_mean_any_part_of_a_table() -> None:
     found = {name for name, _ in classes() if name.rpartition(".")[2] in ("Block", "Piece", "Rectangle")}
     assert not found

@@ -322,7 +322,7 @@ def test_bandwidths_of_get_bw_alone_are_asked_for_each_collective() -> None:
 
 
 @pytest.mark.parametrize("figure", [0.0, -1.0, math.nan])
-def test_bandwidths_that_are_none_are_refused(figure: float) -> None:
+def test_invalid_bandwidths_are_refused(figure: float) -> None:
     topology = Topology(2, "cuda", generalized_comms_bandwidths=Measured(figure))
     with pytest.raises(ConfigError, match=r"Measured: .* bytes per millisecond for all_to_all over 2 ranks"):
         plan_inference(model([8]), world_size=2, compute_device="cuda", topology=topology)

@@ -468,7 +468,7 @@ def test_create_planner_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -
         create_planner(torch.device("cpu"), 64)
 
 
-def test_company_makes_a_small_table_dearer_and_repeats_make_it_cheaper() -> None:
+def test_other_tables_make_a_small_table_slower_and_repeated_ids_make_it_faster() -> None:
     profile, one = hardware_of(bag_ns=5.0, far_ns=40.0), np.ones(1)
 
     def ms(ids: float, company: Company | None = None) -> float:
@@ -485,7 +485,7 @@ def test_company_makes_a_small_table_dearer_and_repeats_make_it_cheaper() -> Non
     assert (np.diff(big.between(np.array([1.0, 10.0, 1e3]))) > 0).all()
 
 
-def test_lone_rows_of_a_large_table_fill_whole_sectors_of_a_cache() -> None:
+def test_scattered_rows_of_a_large_table_fill_whole_cache_sectors() -> None:
     ids, out = np.array([1e3]), np.array([0.0])
     lone = Company.of(np.array([1e7]), ids, np.array([68.0]), out)
     assert lone.between(np.ones(1))[0] == pytest.approx(1e3 * (1 + 67 / 128) * 128, rel=0.01)

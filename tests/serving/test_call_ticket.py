@@ -30,7 +30,7 @@ def test_a_message_counts_as_the_largest_once_it_was_looked_for_three_times():
     assert budget.held == 5
 
 
-def test_who_is_slow_and_does_not_fit_is_given_up():
+def test_slow_call_that_does_not_fit_is_ended():
     budget = MemoryBudget(32 * MIB)
     tickets = [CallTicket(bounds(budget)) for _ in range(3)]
     for now in (0.0, 0.05):
@@ -39,7 +39,7 @@ def test_who_is_slow_and_does_not_fit_is_given_up():
     assert first is None and second is None and isinstance(third, OverloadedError)
 
 
-def test_a_message_that_does_not_come_is_given_up():
+def test_call_without_its_message_is_ended():
     ticket = CallTicket(bounds(MemoryBudget(32 * MIB)))
     assert ticket.look(10.0) is None and ticket.look(13.0) is None
     assert isinstance(ticket.look(13.1), DeadlineError)
@@ -57,7 +57,7 @@ def test_each_message_of_a_stream_has_its_own_time():
     assert isinstance(ticket.look(12.1), DeadlineError)
 
 
-def test_an_answer_that_is_not_taken_is_given_up():
+def test_call_whose_answer_is_not_read_is_ended():
     ticket = CallTicket(bounds(MemoryBudget(32 * MIB)))
     ticket.received(1)
     ticket.sends()

@@ -90,7 +90,7 @@ def check_lookup(doors: Doors, kjt: KeyedJaggedTensor) -> None:
             same(answer.as_numpy(f"{name}.embedding"), expected[name])
 
 
-def test_random_requests_through_every_door(doors: dict[str, Doors], request: pytest.FixtureRequest):
+def test_random_requests_through_every_protocol(doors: dict[str, Doors], request: pytest.FixtureRequest):
     for number in range(request.config.getoption("--congruence")):
         asked = nth_request(number)
         if asked.dense is None:

@@ -196,7 +196,7 @@ def test_calls_that_are_not_admitted():
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
-def test_who_goes_away_frees_what_was_held(how: str):
+def test_disconnected_caller_frees_its_memory(how: str):
     with served() as (service, channel, server):
         # The call has to arrive before its deadline: where the machine is slow, a later one.
         for seconds in (LONG,) if how == "cancel" else (0.2, 1.0, 5.0, 25.0):
@@ -213,7 +213,7 @@ def test_who_goes_away_frees_what_was_held(how: str):
         assert not server.tasks
 
 
-def test_who_does_not_read_is_not_written_to():
+def test_no_writes_to_a_caller_that_does_not_read():
     """A stream's handler waits until gRPC takes more."""
     with served() as (service, channel, _):
         answers = channel.unary_stream("/a.B/Count")(b"1000000", timeout=LONG)
@@ -223,7 +223,7 @@ def test_who_does_not_read_is_not_written_to():
         answers.cancel()
 
 
-def test_paths_that_callers_make_up_are_not_kept(monkeypatch: pytest.MonkeyPatch):
+def test_unknown_paths_are_not_remembered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(core, "_PATHS", 4)
     with served() as (_, channel, server):
         for number in range(20):
@@ -234,7 +234,7 @@ def test_paths_that_callers_make_up_are_not_kept(monkeypatch: pytest.MonkeyPatch
         assert channel.unary_unary("/a.B/Echo")(b"now", timeout=LONG) == b"at once"
 
 
-def test_a_stop_waits_for_what_runs_and_takes_nothing_new():
+def test_stop_waits_for_running_calls_and_accepts_no_new_ones():
     with served() as (service, channel, server):
         future = channel.unary_unary("/a.B/Wait").future(b"x", timeout=LONG)
         assert service.begun.wait(LONG)
@@ -254,7 +254,7 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-def test_a_stop_without_grace_cancels_what_runs():
+def test_stop_without_grace_cancels_running_calls():
     with served() as (service, channel, server):
         future = channel.unary_unary("/a.B/Wait").future(b"x", timeout=LONG)
         assert service.begun.wait(LONG)

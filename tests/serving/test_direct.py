@@ -169,7 +169,7 @@ def test_samples_that_see_each_other_stay_together(service: InferenceService) ->
     assert request._replace(state=alone).parts(4) == 1
 
 
-def test_numbers_too_large_to_tell_are_left_to_the_ordinary_way_without_a_word(service: InferenceService) -> None:
+def test_very_large_numbers_take_the_decoded_path_without_a_warning(service: InferenceService) -> None:
     """Their sum overflows, and a signalling NaN is invalid; numpy would say so once, on the server's stderr."""
     values = np.array([1e30, 3e38, -3e38, np.inf, np.nan, 0], np.float32)
     values.view(np.int32)[-1] = 0x7F800001

@@ -36,7 +36,7 @@ def watch(health: EndingHealth, call: Call, service: str = "a") -> asyncio.Task[
     return asyncio.create_task(health.Watch(health_pb2.HealthCheckRequest(service=service), call))
 
 
-def test_one_that_leaves_takes_nothing_from_the_others():
+def test_watcher_that_leaves_does_not_affect_the_others():
     async def main() -> None:
         health = EndingHealth()
         await health.set("a", SERVING)
@@ -57,7 +57,7 @@ def test_one_that_leaves_takes_nothing_from_the_others():
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_the_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+def test_watchers_get_the_last_status(monkeypatch: pytest.MonkeyPatch):
     """However slow the machine is: a watcher is not let go between the end and its word."""
     monkeypatch.setattr("recinfer.serving.server.health._NOTICED_S", 60.0)
 
@@ -79,7 +79,7 @@ def test_the_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_who_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+def test_watcher_that_reads_nothing_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.server.health._NOTICED_S", 0.01)
 
     async def main() -> None:

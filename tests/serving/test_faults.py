@@ -349,7 +349,7 @@ def test_sigterm_ends_what_was_begun(archive: Path):
 # -- clients that stall or vanish --------------------------------------------------------------------------------------
 
 
-def test_who_goes_away_over_http_frees_the_place(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_disconnected_http_caller_frees_its_place(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     begun, go_on = hold(predictor, monkeypatch)
     config = BatchConfig(max_queue=2)
     with Server({"tiny": predictor}, threads=1, batching=config, http_port=0) as server:
@@ -377,7 +377,7 @@ def test_who_goes_away_over_http_frees_the_place(predictor: Predictor, monkeypat
             assert running.result()
 
 
-def test_a_hundred_clients_that_stall_cost_nothing(archive: Path, predictor: Predictor):
+def test_a_hundred_stalled_clients_do_not_affect_others(archive: Path, predictor: Predictor):
     """Connections that say nothing, half a greeting, half a header, half a body, and calls without a request."""
     http = free_port()
     with (
@@ -480,14 +480,14 @@ def until_closed(port: int, data: bytes) -> bytes:
     return said
 
 
-def test_half_a_greeting_is_not_waited_for(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_half_a_greeting_is_closed(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.server.grpc_methods._HANDSHAKE_MS", 500)
     with Server({"tiny": predictor}) as server:
         until_closed(server.port, b"PRI * HTTP/2.0\r\n")  # which gRPC by itself does after 120 s
         answers_well(server.target, predictor)
 
 
-def test_connections_that_get_old_are_changed_without_a_failure(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_old_connections_are_replaced_without_a_failure(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.server.grpc_methods._AGE_MS", 300)
     with Server({"tiny": predictor}) as server:
         with Load(server.target, 3) as load:

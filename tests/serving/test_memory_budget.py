@@ -59,7 +59,7 @@ def test_small_calls_are_answered_beside_one_that_exceeds_the_budget():
     budget.admit(1)
 
 
-def test_small_calls_may_take_what_nobody_else_has():
+def test_small_calls_may_use_all_free_memory():
     budget = MemoryBudget(BUDGET)
     for _ in range(BUDGET // SMALL_BYTES):
         budget.admit(SMALL_BYTES)

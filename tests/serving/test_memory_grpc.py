@@ -73,7 +73,7 @@ def test_half_messages_count_as_the_largest_and_no_more_of_them_fit(server: Serv
         raw.until_ended(3)
 
 
-def test_what_was_half_is_answered_when_it_is_whole(server: Server):
+def test_half_message_is_answered_once_it_is_complete(server: Server):
     data = message(lookup())
     with RawHttp2(server.port) as raw:
         stream = raw.call(LOOKUP, data[:-1])
@@ -190,7 +190,7 @@ def test_an_answer_counts_until_it_was_taken(server: Server):
         assert raw.received[stream] == size + 5
 
 
-def test_who_goes_away_gives_back_what_it_held(server: Server):
+def test_disconnected_caller_frees_its_memory_budget(server: Server):
     data = lookup(16_000)
     with RawHttp2(server.port, window=0) as raw:
         raw.call(LOOKUP, message(data), end=True)
@@ -200,7 +200,7 @@ def test_who_goes_away_gives_back_what_it_held(server: Server):
 
 
 @pytest.mark.parametrize("method", ["Lookup", "ModelInfer"])
-def test_what_does_not_fit_is_told_when_to_come_back(server: Server, method: str, monkeypatch: pytest.MonkeyPatch):
+def test_refused_call_gets_a_time_to_retry(server: Server, method: str, monkeypatch: pytest.MonkeyPatch):
     path = LOOKUP if method == "Lookup" else INFER
     with RawHttp2(server.port) as raw:
         for _ in range(LARGE // MOST):

@@ -124,7 +124,7 @@ def test_an_answer_is_held_until_it_was_sent(server: Server, samples: int, monke
     assert held == [0]
 
 
-def test_who_does_not_read_loses_the_connection_and_what_it_held(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_caller_that_does_not_read_loses_its_connection_and_memory(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "_SENT_S", 0.2)
     with ExitStack() as stack:
         body = lookup(16_000, list(ROWS))  # its answer of 10 MB is more than the system takes from who writes it
@@ -141,7 +141,7 @@ def test_who_does_not_read_loses_the_connection_and_what_it_held(server: Server,
 
 
 @pytest.mark.parametrize("grow", [1, 2, 3, 4, 5])
-def test_whoever_does_not_fit_later_gives_back_what_it_had(server: Server, monkeypatch: pytest.MonkeyPatch, grow: int):
+def test_request_that_outgrows_the_budget_frees_its_memory(server: Server, monkeypatch: pytest.MonkeyPatch, grow: int):
     """Each of the places that a request grows at."""
     resize, calls = Ticket.resize, 0
 

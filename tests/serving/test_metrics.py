@@ -99,7 +99,7 @@ def test_status_holds_the_plan(protocol: Server):
     assert sum(rank["cells"] for rank in model["ranks"]) == (50 + 40 + 30) * 8
 
 
-def test_the_page_asks_nobody_else(protocol: Server):
+def test_page_sends_requests_to_its_own_server_only(protocol: Server):
     page, headers = get(protocol, "/")
     assert b"://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
     assert "default-src 'none'" in headers["Content-Security-Policy"]

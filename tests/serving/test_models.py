@@ -181,7 +181,7 @@ def test_a_bad_archive_replaces_nothing(server: Server, admin: Any):
     assert weights(admin.ListModels(admin_pb.ListModelsRequest())) == {"tiny": {"1": 1}}
 
 
-def test_what_cannot_be_done_is_said(server: Server, admin: Any):
+def test_errors_of_impossible_changes(server: Server, admin: Any):
     request = admin_pb.LoadRequest
     for model, version, code in (
         ("tiny", "7", "NOT_FOUND"),
@@ -252,9 +252,7 @@ def unsound(folder: Path) -> None:
     manifest.write_text(manifest.read_text()[:-20])
 
 
-def test_a_model_without_a_sound_version_is_passed_over_while_another_has_one(
-    store: Path, caplog: pytest.LogCaptureFixture
-):
+def test_model_without_a_valid_version_is_skipped_while_another_has_one(store: Path, caplog: pytest.LogCaptureFixture):
     unsound(store / "other" / "1")
     models = ModelStore(store)
 
@@ -288,7 +286,7 @@ def test_the_command_serves_what_is_sound_of_a_store_and_what_is_named_once(stor
         assert found == weighed
 
 
-def test_a_version_whose_dense_program_fails_is_passed_over(store: Path, caplog: pytest.LogCaptureFixture):
+def test_version_whose_dense_program_fails_is_skipped(store: Path, caplog: pytest.LogCaptureFixture):
     fail_in_onnx(store / "tiny" / "2")
     fail_in_onnx(store / "other" / "1")
     models = ModelStore(store)
@@ -298,7 +296,7 @@ def test_a_version_whose_dense_program_fails_is_passed_over(store: Path, caplog:
         assert f"{what} is not served: [C2] golden request 0 fails: " in caplog.text
 
 
-def test_whatever_a_version_raises_it_is_passed_over_with_a_reason(store: Path, caplog: pytest.LogCaptureFixture):
+def test_version_that_raises_is_skipped_with_a_reason(store: Path, caplog: pytest.LogCaptureFixture):
     def opens(version: str) -> str:
         if version == "1":
             return version

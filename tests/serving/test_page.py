@@ -87,7 +87,7 @@ def is_above_0(text: str) -> bool:
     return bool(re.fullmatch(r"[\d.]+", text)) and float(text) > 0
 
 
-def test_a_person_sees_what_happens(predictor: Predictor, tmp_path: Path):
+def test_page_shows_requests_and_the_end_of_the_server(predictor: Predictor, tmp_path: Path):
     server = Server([ServedModel.of("tiny", predictor), ServedModel.of("tiny", predictor, "4")], metrics_port=0).start()
     try:
         server.service.registry.set_weights("tiny", {"3": 90, "4": 10})

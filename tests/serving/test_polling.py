@@ -185,7 +185,7 @@ def test_a_newer_version_becomes_the_default_and_an_older_one_does_not(
     assert followed.poll() == (["1", "9"], {"9": 1})
 
 
-def test_what_an_operator_does_stays(followed: Followed, store: Path, kinds: list[Path]):
+def test_changes_by_an_operator_stay(followed: Followed, store: Path, kinds: list[Path]):
     put(kinds[1], store, 2)
     followed.poll()
     followed.registry.rollback("tiny")

@@ -69,7 +69,7 @@ def test_calls_without_a_token_are_counted(predictor: Predictor):
         assert found == {"Predict": 1, "ModelInfer": 1, "other": 2}
 
 
-def test_beyond_loopback_something_must_say_who_may_call(predictor: Predictor):
+def test_other_addresses_than_loopback_need_a_token_or_mutual_tls(predictor: Predictor):
     for host in ("0.0.0.0", "::", "example.com", "10.0.0.1"):
         with pytest.raises(ConfigError, match=r"RECINFER_TOKEN.*--insecure"):
             Server({"tiny": predictor}, host=host)
@@ -79,7 +79,7 @@ def test_beyond_loopback_something_must_say_who_may_call(predictor: Predictor):
         Server({"tiny": predictor}, host=host)
 
 
-def test_what_does_not_hold_together_is_refused(tmp_path: Path):
+def test_inconsistent_options_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="at least 16"):
         Security(token="short")
     with pytest.raises(ConfigError, match="both or neither"):
@@ -185,7 +185,7 @@ def test_mutual_tls(predictor: Predictor, certificates: Path):
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_every_door_is_as_safe(predictor: Predictor, certificates: Path):
+def test_every_port_needs_tls_and_the_token(predictor: Predictor, certificates: Path):
     """TLS and the token on the HTTP and metrics ports too, and for all of our clients."""
     pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
     security = Security(token=TOKEN, tls_cert=certificates / "server.pem", tls_key=certificates / "server.key")

@@ -72,7 +72,7 @@ def test_predict_equals_the_predictor(client: InferenceClient, predictor: Predic
         assert torch.equal(got[name], tensor)
 
 
-def test_large_requests_take_the_other_road_to_the_same_numbers(client: InferenceClient, predictor: Predictor):
+def test_large_requests_take_another_path_to_the_same_numbers(client: InferenceClient, predictor: Predictor):
     dense, kjt = make_request(1, 4000)
     assert len(codec.encode_predict_request(dense, kjt)) > 32 << 10
     assert torch.equal(client.lookup(kjt).pooled.values(), predictor.lookup(kjt).pooled.values())
@@ -126,7 +126,7 @@ def one(feature: str, *ids: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor([feature], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
 
 
-def test_bad_input_is_named_and_the_server_lives_on(server: Server, client: InferenceClient):
+def test_bad_input_is_named_and_the_server_keeps_running(server: Server, client: InferenceClient):
     dense, kjt = make_request(3, 2)
     not_a_number = dense.clone()
     not_a_number[1, 2] = float("nan")
@@ -251,7 +251,7 @@ def test_listens_on_loopback_and_refuses_a_taken_port(server: Server, predictor:
         Server({})
 
 
-def test_client_says_when_nobody_is_there():
+def test_client_error_when_no_server_listens():
     port = free_port()
     client = InferenceClient(f"127.0.0.1:{port}", timeout=60)
     with pytest.raises(UnavailableError, match=rf"127.0.0.1:{port}.*is the server running.*recinfer serve"):

@@ -46,7 +46,7 @@ class Played:
 
 @pytest.mark.parametrize("takes", [200, 1_000])
 @pytest.mark.parametrize("times", [2, 3, 10])
-def test_a_twentieth_more_than_is_taken(takes: float, times: float):
+def test_client_sends_a_twentieth_more_than_the_server_accepts(takes: float, times: float):
     played = Played(takes)
     played.run(times * takes, 5)  # it needs a second or two to see how things are
     sent, taken = played.run(times * takes, 5)
@@ -54,7 +54,7 @@ def test_a_twentieth_more_than_is_taken(takes: float, times: float):
     assert sent < 1.1 * taken + 5 * 10
 
 
-def test_nothing_is_held_back_that_would_be_taken():
+def test_no_call_is_held_back_that_the_server_would_accept():
     played = Played(1_000)
     assert played.run(900, 5) == (4_500, 4_500)
 
@@ -64,7 +64,7 @@ def test_few_calls_are_never_held_back():
     assert played.run(8, 5) == (40, 0)
 
 
-def test_room_is_found_again():
+def test_client_notices_that_the_server_has_capacity_again():
     played = Played(100)
     played.run(3_000, 5)
     played.takes = 10_000
@@ -74,7 +74,7 @@ def test_room_is_found_again():
     assert sent > 2_900
 
 
-def test_a_server_that_takes_nothing_is_hardly_asked():
+def test_full_server_gets_few_calls():
     played = Played(0.0)
     played.run(1_000, 5)
     sent, _ = played.run(1_000, 5)
@@ -140,7 +140,7 @@ def words_of(ask: Callable[[], object]) -> str:
     return "not sent" if "was not sent" in str(caught.value) else "waiting"
 
 
-def test_what_is_held_back_waits_as_what_is_refused_does(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_held_back_calls_wait_as_refused_ones_do(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     dense, kjt = make_request(1, 2)
     with held(predictor, monkeypatch) as server:
         futures = server.fill()

@@ -199,7 +199,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", list(BAD))
-def test_what_is_wrong_is_said_of_its_place(server: Server, case: str):
+def test_errors_name_the_place_in_the_body(server: Server, case: str):
     body, said = BAD[case]
     code, _, answer = ask(server, "tiny:predict", body)
     assert code == 400 and answer.keys() == {"error"} and said in answer["error"], answer

@@ -210,7 +210,7 @@ def test_what_is_shown_is_counted_until_it_was_sent(server: Server, path: str, m
     assert held == [0]
 
 
-def test_a_full_queue_is_said_with_when_to_try_again(predictor: Predictor):
+def test_full_queue_is_an_error_with_a_time_to_retry(predictor: Predictor):
     with Server({"tiny": predictor}, http_port=0, batching=BatchConfig(max_queue=1)) as server:
         assert server.scheduler is not None
         server.scheduler.queue.enter()  # as a request does that waits

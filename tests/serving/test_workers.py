@@ -278,14 +278,14 @@ def test_the_http_port_of_workers_is_held_for_them_alone(archive: Path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("doors", [("--port", "--http-port"), ("--http-port", "--metrics-port")])
-def test_two_doors_on_one_port_are_refused(archive: Path, workers: int, doors: tuple[str, str]):
+def test_two_protocols_on_one_port_are_refused(archive: Path, workers: int, doors: tuple[str, str]):
     port = free_port()
     arguments = [part for door in doors for part in (door, port)]
     with served("--port", 0, "--workers", workers, *arguments, archive) as said:
         assert f"got {doors[0]} {port} and {doors[1]} {port}" in said["error"]["message"]
 
 
-def test_a_process_below_a_supervisor_is_none(monkeypatch: pytest.MonkeyPatch):
+def test_child_of_a_supervisor_is_not_a_supervisor(monkeypatch: pytest.MonkeyPatch):
     tell = "import json, os; print(json.dumps({'error': {'message': os.environ['RECINFER_SUPERVISED']}}))"
     with pytest.raises(UnavailableError, match="before it was ready: 1"):
         Supervisor(lambda port: [sys.executable, "-c", tell], 1, "127.0.0.1", 0).run()
@@ -316,7 +316,7 @@ def test_the_log_of_a_supervisor_is_json_too_and_says_once_that_it_serves(archiv
 
 
 @pytest.mark.parametrize("arguments", [["--token-file", "nowhere"], ["--workers", "2", "--admin"], ["gone"]])
-def test_what_stops_a_start_is_a_line_of_the_json_log(archive: Path, arguments: list[str]):
+def test_error_at_the_start_is_a_line_of_the_json_log(archive: Path, arguments: list[str]):
     code, out, err = run_program(RECINFER, "serve", archive, "--port", "0", "--json", "--log-json", *arguments)
     said = [json.loads(line) for line in err.splitlines()]
     message = json.loads(out)["error"]["message"]

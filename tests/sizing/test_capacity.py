@@ -44,7 +44,7 @@ def test_no_rate_meets_an_objective_that_a_lone_request_misses() -> None:
     assert max(driver.rates[:-1]) < 100, "it went on loading a server that was too slow for one request"
 
 
-def test_a_server_that_keeps_it_at_the_highest_rate_is_said_to_take_at_least_that() -> None:
+def test_server_that_meets_the_objective_at_the_highest_rate_has_at_least_that_knee() -> None:
     found = measured(QueueDriver(1e-5, 1e-3), 50e-3, max_qps=500.0)
     assert (found.knee_qps, found.at_least, found.service_s) == (500.0, True, ())
 
@@ -62,7 +62,7 @@ def test_latency_counts_requests_without_an_answer() -> None:
     assert stretch.share_within(0.01) == 0.98
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "capacity.json"
     found = measured(QueueDriver(1e-3, 1e-3), 20e-3)
     found.save(path)
@@ -79,7 +79,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ('{"format": "recinfer.capacity", "version": 1, "measured": {"what": "server"}}', "measure again"),
     ],
 )
-def test_a_file_that_is_none_of_these(tmp_path: Path, text: str, says: str) -> None:
+def test_file_that_is_not_a_capacity_file(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "capacity.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
@@ -107,7 +107,7 @@ def test_each_request_that_is_due_is_sent_and_answered(server: Server, call: str
     assert found.done_s.size == 200
 
 
-def test_what_the_server_refuses_is_counted_with_its_reason(server: Server) -> None:
+def test_refused_requests_are_counted_by_reason(server: Server) -> None:
     target = f"127.0.0.1:{server.port}"
     with InferenceClient(target) as client:
         model = client.get_model()

@@ -36,7 +36,7 @@ def sample(weighted: bool = False) -> KeyedJaggedTensor:
 
 @quick
 @given(features(), st.booleans(), st.sampled_from([torch.int32, torch.int64]))
-def test_says_what_it_was_built_from(naive: NaiveFeatures, offsets: bool, dtype: torch.dtype) -> None:
+def test_parts_are_those_it_was_built_from(naive: NaiveFeatures, offsets: bool, dtype: torch.dtype) -> None:
     kjt = naive.build(offsets=offsets, dtype=dtype)
     naive.check(kjt)
     assert kjt.lengths().dtype == kjt.offsets().dtype == dtype

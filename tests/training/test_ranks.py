@@ -126,7 +126,7 @@ def test_ranks_that_start_alone_name_the_one_they_lost(how: str, said: str) -> N
     assert heard[2] == ""
 
 
-def test_what_needs_ranks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_need_ranks_are_refused_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--world-size 2 or more"):
         run_job(job(tmp_path, sharding={"*": "row_wise"}))
     monkeypatch.setenv("RANK", "3")
@@ -137,7 +137,7 @@ def test_what_needs_ranks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu trains there")
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gpu_that_is_not_there_ends_the_run_before_its_ranks_start(tmp_path: Path, world_size: int) -> None:
+def test_missing_gpu_ends_the_run_before_its_ranks_start(tmp_path: Path, world_size: int) -> None:
     with pytest.raises(UnavailableError, match="--device cuda needs a"):
         run_job(job(tmp_path, device="cuda"), world_size)
 

@@ -275,7 +275,7 @@ def test_a_ranker_splits_and_joins_as_the_ordinary_way(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize(("samples", "longest"), [(6_000, 1), (9_000, 9), (16_000, 3)])
-def test_thousands_of_samples_are_answered_as_few_are(tmp_path: Path, samples: int, longest: int):
+def test_thousands_of_samples_get_the_answers_of_few(tmp_path: Path, samples: int, longest: int):
     """Over sockets, aside of the shards' reading threads, and as calls."""
     archive = make_archive(tmp_path, "row_wise")
     with served(archive, tmp_path) as service:
@@ -345,7 +345,7 @@ def test_a_ranker_leaves_what_is_not_plain(tmp_path: Path):
         assert begun > 50
 
 
-def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
+def test_missing_rank_is_an_error_or_zeros_with_a_flag(tmp_path: Path):
     archive = allowing_default_rows(make_archive(tmp_path, "row_wise"), tmp_path / "allowing.rqa")
     data = codec.encode_lookup_request(make_request(3, 1, longest=1))
     predict = codec.encode_predict_request(torch.zeros(3, NUM_DENSE), make_request(3, 1, longest=1))
@@ -366,7 +366,7 @@ def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
             assert fan_out.default_rows[0] == 3
 
 
-def test_default_rows_need_the_manifests_word(tmp_path: Path):
+def test_default_rows_need_the_manifests_permission(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise")
     data = codec.encode_lookup_request(make_request(3, 1, longest=1))
     with served(archive, tmp_path) as service:
@@ -406,7 +406,7 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
             assert server.stats.batch.state().count == 2
 
 
-def test_a_feature_left_out_is_refused_before_a_shard_is_asked(tmp_path: Path):
+def test_missing_feature_is_refused_before_a_request_to_a_shard(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise")
     some, dense = make_request(3, 6, keys=("d", "b")), torch.zeros(3, NUM_DENSE)
     with pytest.raises(InputError, match=r"^missing features: 'a', 'c', 'e'; got d, b") as here:

@@ -185,7 +185,7 @@ def test_a_stopping_replica_drains(fleet: Fleet, client: InferenceClient, predic
     until(lambda: fleet.up(1) == 2)
 
 
-def test_what_a_ranker_says_of_its_shards_is_not_said_of_the_ranker(fleet: Fleet, client: InferenceClient):
+def test_shard_errors_are_not_reported_as_the_rankers_own(fleet: Fleet, client: InferenceClient):
     """That it runs is seen by its answer: nobody is to start another one, nor to believe that the client's time is over."""
     path, pool = fleet.folder / "shards.json", fleet.fan_out.pool
     write_shards(path, fleet.addresses, timeout_seconds=1.0)

@@ -111,7 +111,7 @@ def test_what_is_unpacked_is_what_is_pooled(
             assert packed == bytes(len(widths))
 
 
-def test_ids_and_places_that_are_not_there() -> None:
+def test_ids_and_places_out_of_range() -> None:
     case = Case([DataType.INT8], [8, 16], 4, 1, PoolingType.SUM, True)
     for bad in (-1, 90, 2**40, -(2**63)):
         ids = case.ids.clone()
@@ -124,7 +124,7 @@ def test_ids_and_places_that_are_not_there() -> None:
         packed_by(case, into=np.zeros((4, 24), np.float32))
 
 
-def test_bytes_that_nobody_packed() -> None:
+def test_random_bytes_instead_of_packed_rows() -> None:
     case = Case([DataType.INT8, DataType.INT4], [8, 16, 20], 70, 1, PoolingType.SUM, True)
     packed, pairs = packed_by(case), pairs_for(case)
     assert packed is not None

@@ -131,7 +131,7 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
             assert server.target in {replica.target for replica in fan_out.pool.replicas(0)}
 
 
-def test_who_does_not_have_a_rank_is_not_asked_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_server_without_a_rank_gets_no_requests_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """shards.json lists a server under a rank that it was not started with: a slip of who wrote it."""
     archive, path, request = make_archive(tmp_path, "row_wise"), tmp_path / "s.json", make_request(6)
     expected = load(archive).lookup(request)

@@ -212,7 +212,7 @@ def test_a_ranker_starts_with_a_delta_before_its_shards(archives: dict[str, Path
         ranker.close()
 
 
-def test_a_replica_that_lost_a_version_gets_it_before_it_is_asked(archives: dict[str, Path], tmp_path: Path):
+def test_replica_that_lost_a_version_gets_it_before_requests(archives: dict[str, Path], tmp_path: Path):
     expected = {version: answer(path) for version, path in archives.items()}
     with rolling(archives, tmp_path) as roll:
         roll.bring(archives["2"], "2")
@@ -255,7 +255,7 @@ def test_only_the_store_is_read_and_few_versions_stay(archives: dict[str, Path],
     assert len(held) == MAX_VERSIONS and first not in held
 
 
-def test_a_replica_that_restarts_has_what_is_asked_for_of_many_versions(tmp_path: Path):
+def test_restarted_replica_has_the_requested_one_of_many_versions(tmp_path: Path):
     """More versions are loaded than a shard server keeps; requests go to the oldest."""
     store, count = tmp_path / "store", MAX_VERSIONS + 2
     for number in range(1, count + 1):
@@ -308,7 +308,7 @@ def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
 
 
 @pytest.mark.parametrize("role", [("--ranks", "0"), ("--shards", "s.json")])
-def test_a_version_that_is_still_copied_is_passed_over(
+def test_version_that_is_still_copied_is_skipped(
     archives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: tuple[str, str]
 ):
     """Who starts meanwhile serves the one before, as a server of whole models does."""
