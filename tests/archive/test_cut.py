@@ -1,4 +1,4 @@
-"""What can be cut out of a model's forward, and what is refused by name."""
+"""The cut of a model's forward into embedding modules and dense part, and errors that name what cannot be cut."""
 
 from __future__ import annotations
 

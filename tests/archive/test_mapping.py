@@ -157,7 +157,9 @@ def test_slack_is_readable(small: tuple[nn.Module, Archive]) -> None:
 
 
 def test_the_tensor_keeps_the_mapping_alive_and_lets_it_go(small: tuple[nn.Module, Archive]) -> None:
-    path = str(small[1].root / "shards/rank-00001.safetensors")  # other tests of this process map files of that name
+    path = str(
+        small[1].root / "shards/rank-00001.safetensors"
+    )  # other tests of this process map files of the same name
 
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count(path)

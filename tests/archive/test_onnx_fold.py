@@ -1,4 +1,4 @@
-"""Gathered products in front of a narrow layer: the same answers, and only where it is what it looks like."""
+"""Folding of gathered products into a narrow layer: same answers, and only for that pattern."""
 
 from __future__ import annotations
 

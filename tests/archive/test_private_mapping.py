@@ -1,4 +1,4 @@
-"""Locked mappings, and mappings that are edited before use: others never see the edit, and untouched pages stay shared."""
+"""Locked mappings, and mappings edited before use: other processes don't see the edit, untouched pages stay shared."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _locked_kib(pid: str = "self") -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_lock_keeps_all_pages(tmp_path: Path) -> None:
     _, archive = make_archive(tmp_path)
-    gc.collect()  # what other tests of this process locked goes now, not later
+    gc.collect()  # memory that other tests of this process locked is freed now, not later
     before = _locked_kib()
     try:
         mapped = archive.map_shards(lock=True)

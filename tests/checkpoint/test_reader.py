@@ -1,4 +1,4 @@
-"""Reading: every layout torch.save writes, prefixes, bounded memory, and what does not fit a module."""
+"""Reading: every layout that torch.save writes, prefixes, bounded memory, and keys that do not fit a module."""
 
 from __future__ import annotations
 

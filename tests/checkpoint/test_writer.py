@@ -1,4 +1,4 @@
-"""Writing: round trips, torch's own loader as the other road, model.json, and what is refused."""
+"""Writing: round trips, reading by torch's own loader, model.json, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs the dense part, and why it is torch, is said by export, inspect, the start of serve and the status."""
+"""export, inspect, the start of serve and the status say which engine runs the dense part, and why it is torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REASON = "the ONNX export failed: "
 
 @pytest.fixture(scope="module")
 def by_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """An archive whose dense part ONNX cannot express, and what export said of it as JSON and to people."""
+    """An archive whose dense part ONNX cannot express, and what export printed for it, as JSON and as text."""
     folder = tmp_path_factory.mktemp("by_torch")
     torch.save(Everything().state_dict(), folder / "weights.pt")
     options = ["--checkpoint", folder / "weights.pt", "--model", "tests.archive.models:Everything", "--out"]

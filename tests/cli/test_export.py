@@ -1,4 +1,4 @@
-"""``recinfer export --missing-shards``: what it writes, and what ``inspect`` and ``reshard`` make of it."""
+"""``recinfer export --missing-shards``: what it writes, what ``inspect`` shows and what ``reshard`` keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.commands import run, run_json
 
 
 def in_manifest(archive: Path) -> str | None:
-    """The word in the file itself; None: the key is not there."""
+    """The value in the manifest; None if it lacks the key."""
     return json.loads((archive / "manifest.json").read_text()).get("missing_shards")
 
 
@@ -38,7 +38,7 @@ def test_reshard_keeps_exports_choice_unless_an_option_changes_it(exported: Expo
 
 
 def test_what_a_missing_shard_means_is_changed_by_itself(exported: Exported, tmp_path: Path) -> None:
-    """As the error of a ranker that may not do without says."""
+    """By the command that a ranker's error suggests when it may not answer with default rows."""
     done = run_json("reshard", exported.archive, "--missing-shards", "error", "--out", tmp_path / "a.rqa")
     assert in_manifest(tmp_path / "a.rqa") is None
     before = run_json("inspect", exported.archive)

@@ -1,4 +1,4 @@
-"""``--label`` of the verbs that ask a model: the version that a label names answers."""
+"""``--label`` of the commands that send requests: the version that the label names answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every verb: help with an example, one JSON object at the end, errors in one line, Ctrl-C."""
+"""Rules for every command: help with an example, one JSON object at the end, errors in one line, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def invoke(*args: object, **env: str) -> tuple[int, str, str]:
 
 
 def words(text: str) -> str:
-    """``text`` without the frames and line breaks that its width put in."""
+    """``text`` without the frames and line breaks that the terminal's width adds."""
     return " ".join(text.replace("│", " ").split())
 
 
@@ -164,7 +164,7 @@ app.command()(verb(run))
 app()
 """
 
-# Where no exception can be raised, so that Python drops it: in a destructor, in a callback of a weak reference.
+# Places from which no exception propagates, so that Python drops it: a destructor, a callback of a weak reference.
 LOST = """
 import signal, time, weakref
 

@@ -1,4 +1,4 @@
-"""``recinfer export --missing`` and ``--out-of-range``: what they write, what ``inspect`` shows, and what callers are told."""
+"""``recinfer export --missing`` and ``--out-of-range``: what they write, what ``inspect`` shows, what callers get."""
 
 from __future__ import annotations
 

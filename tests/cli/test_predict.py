@@ -1,4 +1,4 @@
-"""``recinfer predict`` with ids as JSON: all that the body says is asked, or refused."""
+"""``recinfer predict`` with ids as JSON: every field of the body is sent, or is an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target(exported: Exported, other: Predictor) -> Iterator[str]:
 
 
 def predict(target: str, path: Path, body: dict[str, Any], *options: object, code: int = 0) -> dict[str, Any]:
-    """What ``recinfer predict --json`` says of ``body``."""
+    """What ``recinfer predict --json`` prints for ``body``."""
     path = path / "ids.json"
     path.write_text(json.dumps(body))
     return run_json("predict", "--target", target, "--timeout", 60, "--input", path, *options, code=code)

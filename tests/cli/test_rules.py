@@ -1,4 +1,4 @@
-"""Errors that name a rule of a file format say once which file of the installed package has it."""
+"""Errors that cite a rule of a file format say once which file of the installed package defines it."""
 
 from __future__ import annotations
 

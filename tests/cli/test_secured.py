@@ -1,4 +1,4 @@
-"""``lookup``, ``predict`` and ``bench serve`` at a server behind TLS, mutual TLS, and a certificate with another name than the target."""
+"""``lookup``, ``predict`` and ``bench serve`` with TLS, mutual TLS, and a certificate for another name than the target's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def options(tls: Path, *but: str) -> list[object]:
-    """What says how ``target`` is trusted, without the options named."""
+    """The options for TLS, without those in ``lacking``."""
     all_of_them = {"ca": tls / "ca.pem", "cert": tls / "cert.pem", "key": tls / "key.pem", "name": NAME}
     return [part for name, value in all_of_them.items() if name not in but for part in (f"--tls-{name}", value)]
 

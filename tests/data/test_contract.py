@@ -1,4 +1,4 @@
-"""The contract: values row by row against plain Python, JSON round trips, and every refusal by name."""
+"""The contract: values row by row against plain Python, JSON round trips, and an error that names each refused value."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_other_json_is_refused(data: Any, message: str) -> None:
         FeatureContract.from_dict(data)
 
 
-# ---- what makes no contract
+# ---- invalid contracts
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_inconsistent_contract_is_refused(make: Any, message: str) -> None:
         make()
 
 
-# ---- what rows are refused
+# ---- refused rows
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Text tables: what is written is read back, against the csv module where it can say, and broken files are named."""
+"""Text tables: round trips, comparison with the csv module, and errors that name broken files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where servers of a deployment on Ray go, what they are started with, who is listed, how many there are: plain data."""
+"""A deployment on Ray as plain data: placement, commands, listed servers and their number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nodes(*memory: float) -> list[Node]:
 
 
 def place(found: list[Node], needs: list[tuple[str, Need]]) -> list[tuple[str, str]]:
-    """One after another, as the controller does it."""
+    """Placed one after another, as the controller does it."""
     placed: list[tuple[str, str]] = []
     for kind, need in needs:
         node = choose_node(kind, need, found, [where for other, where in placed if other == kind])

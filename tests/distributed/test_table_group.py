@@ -25,7 +25,7 @@ from recinfer.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from recinfer.optim.row_updates import UPDATES, Hyper
 from recinfer.optim.rowwise_adagrad import RowWiseAdagrad
 
-# FBGEMM's dense operator, which the GPU's groups use, tells autograd less than torch wants to hear.
+# FBGEMM's dense operator, which groups on a GPU use, lacks an autograd registration that torch warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:fbgemm..dense_embedding_codegen_lookup_function")
 
 SUM, MEAN, NONE = PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE

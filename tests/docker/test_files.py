@@ -1,4 +1,4 @@
-"""Images, compose file and dashboards, read as data: what they name is there, and they may do no more than they need."""
+"""Images, compose file and dashboards, read as data: the files and names in them exist, and privileges are minimal."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_ids_out_of_range_are_reported_and_the_device_stays_usable(
     with pytest.raises(
         InputError, match="id -3 is out of range" if kernel == "fbgemm" else "an earlier lookup had ids"
     ):
-        module(features.to("cuda"))  # our kernel counts it, and the next call tells
+        module(features.to("cuda"))  # recinfer's kernel counts it, and the next call raises
         torch.cuda.synchronize()
         module(good)
     with pytest.raises(InputError, match="id -3 is out of range"):

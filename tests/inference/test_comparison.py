@@ -1,4 +1,4 @@
-"""Archives against recorded outputs: a right archive of any precision passes, one that serves other blocks does not."""
+"""Archives against recorded outputs: a correct archive of any precision passes, one with swapped blocks fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What export writes about features left out of a prediction and ids out of range, and who keeps it."""
+"""Policies for missing features and ids out of range: what export writes, and what keeps them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_policies_for_unknown_features_are_refused(tmp_path: Path, options: dict
 
 
 def test_a_contract_says_what_rows_without_a_value_are(tmp_path: Path) -> None:
-    """A column that is not there is refused whatever the archive says of features left out."""
+    """A missing column is an error, whatever the archive's policy for missing features."""
     archive = make_archive(tmp_path, contract=make_contract(), missing={"*": "empty"})[1]
     predictor = recinfer.load(archive.root)
     assert predictor.contract == make_contract()
@@ -100,7 +100,7 @@ def test_ids_and_raw_rows_are_out_of_range_alike(tmp_path: Path) -> None:
 
 
 def test_archives_from_before_0_2_0_keep_their_policy(tmp_path: Path) -> None:
-    """Those that were written when every feature might be left out."""
+    """Archives from when every feature could be left out."""
     archive = copy_with_missing(make_archive(tmp_path)[1].root, tmp_path / "before.rqa", "empty")
     predictor, dense = recinfer.load(archive), torch.randn(2, 3)
     short, whole = bag(f_user=[[1], [2]]), full(f_user=[[1], [2]])

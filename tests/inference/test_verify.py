@@ -1,4 +1,4 @@
-"""verify: all is well, or it says what is not."""
+"""verify: a valid archive passes, and each problem is reported."""
 
 from __future__ import annotations
 

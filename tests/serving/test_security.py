@@ -69,7 +69,7 @@ def test_calls_without_a_token_are_counted(predictor: Predictor):
         assert found == {"Predict": 1, "ModelInfer": 1, "other": 2}
 
 
-def test_other_addresses_than_loopback_need_a_token_or_mutual_tls(predictor: Predictor):
+def test_other_addresses_than_loopback_need_a_token_or_insecure(predictor: Predictor):
     for host in ("0.0.0.0", "::", "example.com", "10.0.0.1"):
         with pytest.raises(ConfigError, match=r"RECINFER_TOKEN.*--insecure"):
             Server({"tiny": predictor}, host=host)
