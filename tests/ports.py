@@ -13,7 +13,7 @@ _held: list[socket.socket] = []
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that nobody else is given within the block, and that a server can listen on all the same.
+    """A port of 127.0.0.1 that is reserved within the block, and on which a server can still listen.
 
     A port that was only looked at and let go may be another test's before the server that is to have it is up. One that a
     socket holds, bound and not listening, the kernel hands to nobody who asks for any port, nor to a connection that goes

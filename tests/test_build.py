@@ -1,4 +1,4 @@
-"""What is compiled: what the build says where something is missing, the wheel's tag, and a tree that was never built."""
+"""The compiled modules: errors of a build that lacks something, the wheel's tag, and a tree that was never built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recinfer.compiled import COMPILED
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A compiler that finds none of Python's headers, wherever they are.
+# A compiler that does not find Python's headers, wherever they are.
 NO_HEADERS = """#!/bin/bash
 kept=()
 for word in "$@"; do [[ $word == -I* ]] || kept+=("$word"); done

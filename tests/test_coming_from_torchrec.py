@@ -18,7 +18,7 @@ TUTORIAL = ROOT / "docs/tutorials/torchrec-model.md"
 
 
 def said(package: str) -> list[str]:
-    """What the page says that the program of the traps prints under a package: names and values, in order."""
+    """The output of the traps' program under a package, as the page lists it: names and values, in order."""
     (row,) = re.findall(rf"^\| `{package}.txt` \| (.*) \|$", PAGE.read_text(), flags=re.MULTILINE)
     return row.replace(",", "").split()
 

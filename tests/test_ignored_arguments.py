@@ -1,4 +1,4 @@
-"""Arguments of TorchRec's that do nothing here: the list is whole, and each does what the list says."""
+"""TorchRec's arguments without effect in recinfer: the list is complete, and each argument behaves as listed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def is_interface(cls: type, owner: type, name: str) -> bool:
 
 
 def is_empty(function: ast.FunctionDef) -> bool:
-    """Whether there is nothing to run: an interface's method."""
+    """Whether the body is empty, as in an interface's method."""
     return all(
         isinstance(s, ast.Pass | ast.Raise) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
         for s in function.body

@@ -1,4 +1,4 @@
-"""One type says which rows and columns of a table lie where, and each tiling is checked by one function."""
+"""One type describes the position of rows and columns, and one function checks tilings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "recinfer"
 
-# Fields by which a class says where something lies in a table.
+# Fields by which a class describes a position in a table.
 SAYS_WHERE = [
     {"row_start", "row_stop"},
     {"col_start", "col_stop"},

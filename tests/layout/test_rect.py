@@ -1,4 +1,4 @@
-"""Tilings against counting every cell, and what is said of those that are none."""
+"""Tilings against counting every cell, and the errors of invalid ones."""
 
 from __future__ import annotations
 

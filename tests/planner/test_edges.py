@@ -1,4 +1,4 @@
-"""What TorchRec's planner takes: nothing to shard, odd sizes; which error it is when nothing fits; what the hash covers."""
+"""Inputs that TorchRec's planner accepts (nothing to shard, odd sizes), errors when nothing fits, the plan's hash."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ class Stored(PlanLoader):
 
 
 class OwnEnumerator(Enumerator):
-    """A user's: TorchRec's interface and nothing of ours."""
+    """A user's plan loader: TorchRec's interface and nothing of recinfer's."""
 
     def __init__(self, topology: Topology, *args: Any, **kwargs: Any) -> None:
         self._inner = EmbeddingEnumerator(topology)
@@ -291,7 +291,7 @@ def test_pins_are_for_the_default_search() -> None:
 
 
 class Measured(GeneralizedCommsBandwidth):
-    """A user's: ``get_bw`` and nothing else."""
+    """A user's bandwidths: ``get_bw`` and nothing else."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor, self.asked = factor, set[tuple[int, int, CollectiveType]]()

@@ -117,7 +117,7 @@ def test_estimates_are_torchrecs() -> None:
 
 
 def test_partial_sums_that_come_in_are_counted() -> None:
-    """Row pieces are summed at home, where as much comes in as each rank looked up; a reduce-scatter inside hosts needs none."""
+    """The rank that sums row pieces receives as much as each rank looked up; a reduce-scatter inside hosts needs none."""
     sums = 8 * 512 * 64 * 4  # ranks x batch x columns x bytes
     for local, kinds in ((8, ("row_wise", "table_row_wise")), (4, ("row_wise",))):
         topology = Topology(8, "cuda", local_world_size=local)
@@ -545,7 +545,7 @@ def test_hardware_profiles_round_trip_and_interpolate(tmp_path: Path) -> None:
     assert grid.at(one * 64, one * 1e6, one * 1.0)[0] == pytest.approx(6.0 + 39 / 2)  # halfway in the logarithm
     lookups = {"ids": one * 1e3, "bags": one * 1e3, "row_bytes": one * 64, "bits": one * 8, "features": one}
     ms = profile.lookup_ms(**lookups, rows=one * 1e8 / 64, vector_bytes=one * 64)
-    assert ms[0] == pytest.approx(45e-3 + 0.001, rel=0.01)  # hardly any row is met twice
+    assert ms[0] == pytest.approx(45e-3 + 0.001, rel=0.01)  # almost no row is read twice
     topology = topology_of(profile, 2)
     assert topology.hardware is profile and topology.ddr_mem_bw == 1e6
     with pytest.raises(ConfigError):

@@ -340,8 +340,8 @@ def test_calibrated_estimates_are_used(
     assert "the rounds of this calibration disagree by a factor of" in caplog.text
     assert measured.notes["disagreement"] >= 1
     typical = plan_inference(model([(1000, 64)] * 3), world_size=2).estimates
-    # Times measured on a busy machine jump from size to size by any factor; how the two estimates go together is looked
-    # at with figures that do not.
+    # Times measured on a busy machine vary by any factor, so the two estimates are combined
+    # here with fixed figures.
     for hardware, factor in ((measured, math.inf), (hardware_of(bag_ns=5.0, far_ns=2.0), 1.5)):
         e = plan_inference(model([(1000, 64)] * 3), world_size=2, hardware=hardware).estimates
         assert e["call_ms"] == hardware.call_ms > 0

@@ -1,4 +1,4 @@
-"""Ids out of range are refused by name, whoever notices them: the op itself, or the comparison where it cannot know."""
+"""The error names ids out of range, whether the op finds them or, where it cannot, a comparison."""
 
 from __future__ import annotations
 

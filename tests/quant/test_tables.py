@@ -1,4 +1,4 @@
-"""The compiled pooled lookup against FBGEMM's operator, bit for bit, and against places that are not there."""
+"""The compiled pooled lookup: FBGEMM's sums bit for bit, and errors for places outside the tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random requests that go through every door: all shapes of features, and the same ones everywhere."""
+"""The random requests of the protocol comparisons: all shapes of features, the same for every protocol."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def kjt_of(ids: dict[str, list[int]]) -> KeyedJaggedTensor:
 
 _ONE_EACH = {name: [1] for name in ROWS}
 
-# What is wrong -> the error it is, and the request: ids by feature, maybe dense, model or version.
+# Mistake -> its error, and the request: ids by feature, and for some dense, model or version.
 BAD: dict[str, tuple[type[RecinferError], dict[str, Any]]] = {
     "id out of range": (InputError, {"ids": {"user": [50]}}),
     "negative id": (InputError, {"ids": {"user": [-1]}}),

@@ -1,4 +1,4 @@
-"""Calls that there is no room for are refused before their message is read; everything else passes."""
+"""Admission: calls that the queue has no place for are refused before their message is read, all others pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = 60.0
 
 
 class Held:
-    """A server of one thread whose merged runs wait until they are let go; its queue takes two requests."""
+    """A server of one thread whose merged runs wait until the test lets them go on; its queue takes two requests."""
 
     def __init__(self, server: Server, channel: grpc.Channel, begun: threading.Event, go_on: threading.Event) -> None:
         self.server, self.begun, self.go_on = server, begun, go_on
@@ -43,7 +43,7 @@ class Held:
         self.channel = channel
 
     def fill(self) -> list[grpc.Future]:
-        """Requests that run and wait, until there is no room."""
+        """Send requests until the worker and the queue are full."""
         futures = [self.call[PREDICT].future(small(), timeout=LONG)]
         assert self.begun.wait(LONG)
         futures += [self.call[PREDICT].future(small(), timeout=LONG) for _ in range(2)]
@@ -207,7 +207,7 @@ def test_client_retries_after_the_time_that_the_server_says(predictor: Predictor
 
 
 class _Queue:
-    """One that has room for those alone who wait for ever."""
+    """Admits only requests without a deadline."""
 
     def refused(self, deadline: float) -> OverloadedError | None:
         return None if deadline == math.inf else OverloadedError("full", retry_after=0.25)

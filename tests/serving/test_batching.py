@@ -1,4 +1,4 @@
-"""Requests that wait: what shares a run, what is refused, what is not run; on a real server and on the scheduler alone."""
+"""Queued requests: which share a run, which are refused, which are dropped; on a real server and on the scheduler alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONG = 120.0
 
 
 class Runs:
-    """A runner that records what runs together. Long runs wait until they are let go; 13 samples are an error."""
+    """A runner that records which requests share a run. Long runs wait for the test; 13 samples are an error."""
 
     def __init__(self, *, short: bool = False, most: int = 1 << 30) -> None:
         self.batches: list[list[Entry]] = []
@@ -72,7 +72,7 @@ class Turn:
         self.scheduler = Scheduler(BatchConfig(**config), threads)
 
     def submit(self, samples: int = 1, key: Hashable = "a", deadline: float = math.inf) -> queue.SimpleQueue[Any]:
-        """One request; where its answer comes."""
+        """Submit one request; returns the queue that gets its answer."""
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.scheduler.queue.admit(deadline)
         self.scheduler.submit(self.runs, Entry(Request("Predict", b"", deadline, answers.put), key, samples))
@@ -98,7 +98,7 @@ class Turn:
 
 
 def own_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the scheduler takes for the time, ``[0]``: it goes on when the test says so."""
+    """The scheduler's clock, ``[0]``, which the test sets."""
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("recinfer.serving.engine.scheduler.time", clock)
@@ -313,7 +313,7 @@ def hold(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[threadi
         return real(self, kjt)
 
     monkeypatch.setattr(type(predictor), "lookup_steps", lookup)
-    monkeypatch.setattr(dispatcher, "lookup_now", lambda *_: None)  # small ones would pass by the queue
+    monkeypatch.setattr(dispatcher, "lookup_now", lambda *_: None)  # small ones would bypass the queue
     return begun, go_on
 
 

@@ -87,7 +87,7 @@ def test_cpu_time_of_a_thread_and_of_a_missing_one():
 
 
 def test_shard_server_reports_its_busy_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """All who answer are followed: the threads that read, and the pool."""
+    """The busy time of all answering threads counts: those that read, and the pool."""
     threads: list[int] = []
     monkeypatch.setattr(shard_server, "thread_seconds", lambda native_id: threads.append(native_id) or 0.0)
     archive = make_archive(tmp_path, "row_wise")

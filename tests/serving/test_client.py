@@ -1,4 +1,4 @@
-"""The clients, blocking and asyncio: every form of ids gives the same answer; another try only where it is safe."""
+"""The clients, blocking and asyncio: every form of ids gives the same answer; only safe calls are retried."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_whole_floats_are_ids_where_pandas_made_them_for_what_is_missing():
 
 
 class Lent:
-    """What another library lends through Arrow's PyCapsule interface, and nothing else of it."""
+    """A column of another library that has only Arrow's PyCapsule interface."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -231,7 +231,7 @@ def test_both_clients_give_the_predictors_numbers(server: Server, client: Infere
 
 
 def test_a_closed_async_client_ends_its_calls_with_an_error():
-    """Not with a CancelledError, which who awaits would take for its own task's end."""
+    """Not with a CancelledError, which the awaiting code would take for the cancellation of its own task."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
 
         async def ask() -> None:
@@ -400,7 +400,7 @@ def test_no_retries_when_disabled(refusing: tuple[Refusing, str]):
 
 
 def test_client_reconnects_soon_after_a_restart():
-    """gRPC's own patience grows to two minutes between two looks: so long a server that is back would have no callers."""
+    """gRPC's own delay between reconnects grows to two minutes, in which a restarted server would have no callers."""
     looks = 0
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         nobody.settimeout(0.05)

@@ -1,4 +1,4 @@
-"""The codec: what goes over the wire comes back, and what does not hold together is refused by name."""
+"""The codec: round trips, and errors that name inconsistent fields."""
 
 from __future__ import annotations
 

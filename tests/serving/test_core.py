@@ -1,4 +1,4 @@
-"""The gRPC server below ours: what its handlers get, what callers see, and that it ends, whatever is under way."""
+"""The gRPC server on grpcio's core: what its handlers get, what callers see, and that it ends in any state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = 60.0
 
 
 class Service:
-    """Handlers of every shape, and what became of them."""
+    """Handlers of every shape, with a record of their calls."""
 
     def __init__(self) -> None:
         self.begun, self.left, self.go_on = threading.Event(), threading.Event(), asyncio.Event()
@@ -240,14 +240,14 @@ def test_stop_waits_for_running_calls_and_accepts_no_new_ones():
         assert service.begun.wait(LONG)
         stopping = start_on_loop(server.stop(LONG))
         state: list[Any] = []
-        # The listening socket is closed, so a new connection finds nobody.
+        # The listening socket is closed, so a new connection fails.
         while not state or state[-1] is not grpc.StatusCode.UNAVAILABLE:
             state.append(refused(lambda: channel.unary_unary("/a.B/Fail")(b"", timeout=LONG)).code())
         assert not stopping.done()
         run_on_loop(_set(service.go_on))
         assert future.result(LONG) == b"x"
         stopping.result(LONG)
-        run_on_loop(server.stop(None), timeout=LONG)  # a second one is free
+        run_on_loop(server.stop(None), timeout=LONG)  # a second stop does nothing
 
 
 async def _set(event: asyncio.Event) -> None:
@@ -279,7 +279,7 @@ def test_it_ends_while_calls_come_are_answered_and_cancelled(grace: float | None
 
 
 def test_nothing_is_kept_of_calls_that_are_over():
-    """Answered, failed, refused, unknown, dispatched or cancelled: gRPC says of each that it is closed."""
+    """Answered, failed, refused, unknown, dispatched or cancelled: gRPC reports each as closed."""
     with served() as (service, channel, server):
         run_on_loop(_set(service.go_on))
         calls = [channel.unary_unary(f"/a.B/{name}") for name in ("Wait", "Echo", "Fail", "Abort", "None")]
@@ -295,7 +295,7 @@ def test_nothing_is_kept_of_calls_that_are_over():
 
 
 def test_a_stop_does_not_wait_for_a_call_that_grpc_keeps_to_itself():
-    """One that comes in that very moment may be given to nobody (of 600 stops as above it was one)."""
+    """gRPC may not deliver a call that arrives at that very moment (one in 600 stops as above)."""
     with served() as (service, channel, server):
         waiting = channel.unary_unary("/a.B/Wait").future(b"x", timeout=LONG)
         assert service.begun.wait(LONG)

@@ -1,4 +1,4 @@
-"""Deltas come and go through the admin service under load: every answer is that of one state, and none is lost."""
+"""Deltas applied and undone by the admin service under load: every answer is that of one state, and none is lost."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_one_version_has_a_delta_and_another_has_not(admin: AdminClient):
         assert {name: v.weight for name, v in admin.rollback("tiny")["tiny"].items()} == {"3": 1, "4": 0}
         admin.set_default("tiny", "4")
         admin.set_default("tiny", "3")
-        admin.set_default("tiny", "3")  # whoever lost the answer asks again
+        admin.set_default("tiny", "3")  # a caller that lost the answer calls again
         assert {name: v.weight for name, v in admin.rollback("tiny")["tiny"].items()} == {"3": 0, "4": 1}
         admin.set_default("tiny", "3")
     finally:

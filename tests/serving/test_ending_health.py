@@ -1,4 +1,4 @@
-"""Watchers of the health service: all of them hear all that changes, and what is last said before they are let go."""
+"""Watchers of the health service: each gets every change, and the last status before the server ends them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 async def turns() -> None:
-    """Some turns of the event loop: what was ready, and what that makes ready, has run."""
+    """Some turns of the event loop: all ready tasks, and those that they make ready, have run."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 class Call:
-    """A watcher; what it is told is on its way until ``ready``."""
+    """A watcher, whose status messages are not delivered until ``ready``."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -58,7 +58,7 @@ def test_watcher_that_leaves_does_not_affect_the_others():
 
 
 def test_watchers_get_the_last_status(monkeypatch: pytest.MonkeyPatch):
-    """However slow the machine is: a watcher is not let go between the end and its word."""
+    """However slow the machine is, a watcher is not ended before it has the last status."""
     monkeypatch.setattr("recinfer.serving.server.health._NOTICED_S", 60.0)
 
     async def main() -> None:

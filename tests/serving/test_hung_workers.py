@@ -1,4 +1,4 @@
-"""Workers that hang, or die of a damaged archive: they are replaced, and changes of models meanwhile fail by name."""
+"""Workers that hang, or die of a damaged archive: they are replaced, and changes of models meanwhile fail with an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.serving.supervised import FAKE, supervised, supervising
 from tests.waiting import until
 
 _NEVER_S = 3600.0  # longer than any test
-_TIMEOUT_S = 5.0  # what a busy machine may take to answer, and a hung worker takes to be noticed
+_TIMEOUT_S = 5.0  # long enough for an answer on a busy machine; after it a hung worker counts as hung
 
 
 def answers(target: str) -> bool:

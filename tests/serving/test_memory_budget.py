@@ -1,4 +1,4 @@
-"""The memory budget alone: what fits, what is refused, and that nothing is lost whatever calls do."""
+"""The memory budget alone: admissions, refusals, and that all bytes are freed in the end."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def test_small_calls_may_use_all_free_memory():
         budget.admit(SMALL_BYTES)
     with pytest.raises(OverloadedError):
         budget.admit(1)
-    with pytest.raises(OverloadedError):  # it is the only large one, but no more than the reserve may be beside it
+    with pytest.raises(
+        OverloadedError
+    ):  # it is the only large call, but the small ones already use more than the reserve
         budget.admit(BUDGET)
 
 

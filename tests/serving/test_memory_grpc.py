@@ -102,7 +102,7 @@ def test_half_sent_health_calls_are_ended_and_others_are_answered(
         for _ in range(40):
             raw.call(CHECK, message(bytes(1000), 64 * MIB))
         raw.until_ended(38)
-        assert server.budget.held == 0  # who has a token has all of the budget
+        assert server.budget.held == 0  # callers with a token have the whole budget
         with grpc.insecure_channel(server.target) as channel:
             found = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
             assert found.status == health_pb2.HealthCheckResponse.SERVING
@@ -174,7 +174,7 @@ def test_answers_that_nobody_reads_are_bounded_and_given_up(server: Server, monk
         raw.until_ended(40 - held)
         assert ask(server, lookup())
         monkeypatch.setattr(call_ticket, "_SENT_S", 0.0)
-        raw.until_ended(40)  # the connection stands, and takes other calls
+        raw.until_ended(40)  # the connection stays open for other calls
         until(lambda: server.budget.held == 0)
 
 
@@ -235,7 +235,7 @@ PLACES = {"plain": (PREDICT, 1), "decoded": (LOOKUP, 2), "Open Inference": (INFE
 def test_wherever_a_request_grows_beyond_the_budget_it_is_refused(
     server: Server, monkeypatch: pytest.MonkeyPatch, kind: str, place: int
 ):
-    """Place 0: nowhere, and all of the places are met."""
+    """A refusal at each place where the request grows; place 0 is none of them, and then all places are passed."""
     path, last = PLACES[kind]
     data = {"plain": predict, "decoded": lambda: lookup(4000) + UNKNOWN_FIELD, "Open Inference": infer}[kind]()
     grow, met = Ticket.grow, 0

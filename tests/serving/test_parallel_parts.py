@@ -1,4 +1,4 @@
-"""Works side by side: what each gave, in order, whatever thread ran it."""
+"""Parallel parts: their results in order, whichever thread ran them."""
 
 from __future__ import annotations
 

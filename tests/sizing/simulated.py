@@ -1,4 +1,4 @@
-"""A driver whose server is a queue on paper, so that what a search of capacity must find is known."""
+"""A driver whose server is a simulated queue with a known knee, for tests of the capacity search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class QueueDriver:
     """Requests wait for one server, which takes ``service_s`` for each; ``alone_s`` more passes on the way.
 
     Attributes:
-        rates: of the stretches so far.
+        rates: of the runs so far.
     """
 
     def __init__(self, service_s: float, alone_s: float, *, refuses: bool = False, seed: int = 0) -> None:

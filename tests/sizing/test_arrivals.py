@@ -1,4 +1,4 @@
-"""Traces: both file forms, what is wrong in them by line, and bringing one to another rate."""
+"""Traces: both file forms, errors by line, and scaling to another rate."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_errors_name_the_line(tmp_path: Path, name: str, text: str, says: str) -
 
 
 def test_a_file_of_a_spreadsheet(tmp_path: Path) -> None:
-    """Which begins with a byte order mark."""
+    """It begins with a byte order mark."""
     assert read_trace(wrote(tmp_path, "t.csv", "\ufefftime,batch\r\n1,2\r\n")).batches.tolist() == [2]
 
 

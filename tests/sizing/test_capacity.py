@@ -1,4 +1,4 @@
-"""The search for the knee, against a queue whose knee is known; the file it is written to; a real server under real load."""
+"""The search for the knee of a simulated queue; the capacity file; a real server under load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a measured knee to hosts: ranks by memory, hosts by rate, a lost host, prices, and why one is not to be had."""
+"""From a measured knee to hosts: ranks by memory, hosts by rate, a lost host, prices, and why a kind does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fan-out on paper against what is known of queues and of maxima."""
+"""The computed latency of fan-outs against known results on queues and maxima."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_meta_has_shapes_only() -> None:
     assert "torch.int64[8] on meta" in str(meta)
     built = KeyedJaggedTensor(["a"], torch.empty(3, device="meta"), lengths=torch.empty(2, device="meta"))
     assert built.stride() == 2
-    # Nobody knows the lengths: as TorchRec, each key gets as many values, and the first one the rest.
+    # Lengths are unknown on meta: as in TorchRec, each key gets equally many values, and the first one the rest.
     assert sample().to(torch.device("meta")).length_per_key() == [4, 2, 2]
 
 

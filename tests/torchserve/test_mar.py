@@ -1,4 +1,4 @@
-"""Packing: a few kilobytes that point at the archive, and clear refusals."""
+"""Packing: a few kilobytes that name the archive's folder, and clear errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The framed transport: messages whole in whatever pieces they come, who may ask, what ends a connection, and that who asked is
-told, once."""
+"""The framed transport: messages in pieces of any size, authentication, what ends a connection, and that each request gets
+one response or error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def frame(number: int, message: bytes) -> bytes:
 
 
 class Answers:
-    """What is asked, and when it is answered: all but "later" at once, on the listener's thread."""
+    """Records requests and answers them at once on the listener's thread, except "later"."""
 
     def __init__(self) -> None:
         self.asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -83,7 +83,7 @@ def listening(
 
 
 class Asker:
-    """A ranker's connection, and who waits for what comes of it."""
+    """A ranker's connection, and the results of its requests."""
 
     def __init__(
         self, listener: ShardListener, token: str | None = None, server_id: bytes | None = None, **address: Any
@@ -217,7 +217,7 @@ def test_waiting_requests_fail_when_the_server_stops_or_fails():
             assert asker.lost.get(timeout=LONG) and asker.lost.empty() and not asker.connection.is_open
 
 
-# -- who may ask ------------------------------------------------------------------------------------------------------
+# -- authentication ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", [None, "another-token-of-the-same", TOKEN])
@@ -237,7 +237,7 @@ def test_token_that_the_server_does_not_need_is_accepted():
 
 
 def test_a_token_is_never_sent():
-    """Somebody who listens in its place, and does not know who it was, is told nothing at all."""
+    """A listener at the server's address that does not know the server's id gets no data at all."""
     with listening(TOKEN) as (_, listener), pytest.raises(UnavailableError, match="another server"):
         Asker(listener, TOKEN, server_id=bytes(32)).open()
     with socket.create_server(("127.0.0.1", 0)) as other, listening() as (_, listener):
@@ -329,7 +329,7 @@ def rest(sock: socket.socket, *data: bytes) -> bytes:
 
 
 def test_any_pieces():
-    """Cut at any byte, several in a piece, and the beginning of a head by itself."""
+    """Cut at any byte, several messages in a piece, and the beginning of a head alone."""
     draw = random.Random(0)
     messages = [draw.randbytes(draw.choice([0, 1, 2, 30, MOST])) for _ in range(200)]
     data = b"".join(frame(number + 7, message) for number, message in enumerate(messages))
@@ -377,7 +377,7 @@ def test_peer_that_does_not_read_is_not_read_and_finally_closed(monkeypatch: pyt
         for _ in range(50):
             sock.sendall(frame(2, b"much"))
         asker = Asker(listener).open()
-        for _ in range(10):  # whatever else had been read by now would have been asked
+        for _ in range(10):  # any other request that had been read would have been recorded by now
             assert asker.ask(b"x") == (b"xx", "OK", "")
         asked = [answers.asked.get() for _ in range(answers.asked.qsize())]
         assert asked.count(b"much") <= 2

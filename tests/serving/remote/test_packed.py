@@ -1,4 +1,4 @@
-"""Answers whose rows are as the tables store them: the floats that come out are those that would have been sent, to the bit."""
+"""Answers with rows as the tables store them: unpacked, they equal the floats of a plain answer bit for bit."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_random_bytes_instead_of_packed_rows() -> None:
         with pytest.raises(ValueError, match="columns outside the answer"):
             joined(case, packed, changed)
     generator = random.Random(2)
-    for data in mutated(generator, [packed], 2_000):  # whatever they give, nothing beyond them is read
+    for data in mutated(generator, [packed], 2_000):  # whatever the result, nothing beyond them is read
         with suppress(ValueError):
             joined(case, data, pairs)
 
@@ -198,7 +198,7 @@ def test_a_shards_packed_answer_is_its_plain_one(tmp_path: Path, kind: str, prec
 
 
 def test_a_shard_that_cannot_pack_sends_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that is older than packed answers, or is asked for too much at a time."""
+    """As a shard server that is older than packed answers, or gets too large a request."""
     archive = make_archive(tmp_path, "table_wise")
     layout = layout_of(archive)
     tables = ShardTables(tuple(layout.ranks))

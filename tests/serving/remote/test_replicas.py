@@ -1,4 +1,4 @@
-"""Following shards.json: what it names is taken as a whole or not at all, and nobody is without a replica in between."""
+"""Changes of shards.json: applied as a whole or not at all, and every rank keeps a replica meanwhile."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_invalid_list_is_logged_once_and_a_later_valid_one_is_used(
 
 
 def test_changed_settings_reach_existing_replicas(tmp_path: Path):
-    """A server that takes the new token alone is asked with it, and until it can be, the old connection stays."""
+    """A server that accepts only the new token gets requests with it; until it is reachable, the old connection stays."""
     archive, path, token = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json", tmp_path / "token"
     token.write_text(TOKENS[0])
     with shard(archive, (0, 1, 2), security=Security(token=TOKENS[0])) as server:
@@ -91,7 +91,7 @@ def test_changed_settings_reach_existing_replicas(tmp_path: Path):
             there.lookup(make_request(4))
             (tmp_path / "other").write_text(TOKENS[1])
             write_shards(path, ranks, token_file=str(tmp_path / "other"), timeout_seconds=0.2)
-            until(lambda: fan_out.pool.everyone() != [second])  # the file says so, though nobody takes it
+            until(lambda: fan_out.pool.everyone() != [second])  # the file says so, though no server accepts it
             (third,) = fan_out.pool.everyone()
             assert third._metadata == (("authorization", f"Bearer {TOKENS[1]}"),) and not third.up
 

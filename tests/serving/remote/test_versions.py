@@ -292,7 +292,7 @@ def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
         with asking(path) as fan_out:
             there = load(archives["1"], lookups=remote_lookups(fan_out))
             key = there.lookups.spec.key  # type: ignore[union-attr]
-            ahead[0] += 2 * _WANTED_S  # what was said at first does not count any more
+            ahead[0] += 2 * _WANTED_S  # the first report no longer counts
             until(lambda: server.tables._wanted[key] > clock.monotonic())
             for archive in others:
                 server.tables.add(archive)
@@ -304,14 +304,14 @@ def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
             server.tables.add(others[0])
             return key not in set(server.tables.keys())
 
-        until(is_gone)  # nobody wants it any more
+        until(is_gone)  # no ranker has it loaded any longer
 
 
 @pytest.mark.parametrize("role", [("--ranks", "0"), ("--shards", "s.json")])
 def test_version_that_is_still_copied_is_skipped(
     archives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: tuple[str, str]
 ):
-    """Who starts meanwhile serves the one before, as a server of whole models does."""
+    """A server that starts meanwhile serves the version before, as a server of all ranks does."""
     shutil.copytree(archives["1"], tmp_path / "store" / MODEL / "1")
     half = tmp_path / "store" / MODEL / "2"
     half.mkdir()
@@ -333,7 +333,7 @@ def test_version_that_is_still_copied_is_skipped(
 
 
 def test_models_do_not_push_each_other_out(archives: dict[str, Path], tmp_path: Path):
-    """A shard server of a store of many models holds one version of each, and all of them are asked for."""
+    """A shard server of a store of many models holds one version of each, and all of them get requests."""
     tables, keys = ShardTables((0,)), []
     for number in range(MAX_VERSIONS + 2):
         archive = tmp_path / str(number)
