@@ -25,7 +25,7 @@ __all__ = ["supervise", "worker_command", "worker_options"]
 def worker_command(arguments: Sequence[str], port: int, http_port: int | None) -> list[str]:
     """The command of a worker of ``recinfer *arguments``.
 
-    What makes it a worker stands directly behind the verb: behind the user's arguments it would be the value of an option
+    The option that makes it a worker comes directly after the command: after the user's arguments it would be the value of an option
     that lacks one, or the name of an archive, and the "worker" would start workers as well.
     """
     at = arguments.index("serve") + 1

@@ -1,4 +1,4 @@
-"""How ids on the host reach the device that looks them up: through page-locked memory, in one copy, on a stream of its own.
+"""Copies ids from the host to the device that looks them up: from page-locked memory, in one copy, on a separate stream.
 
 Shape suffixes: F keys, B batch, N ids.
 """
@@ -85,7 +85,7 @@ class Staging:
         sizes = InputSizes(offsets.numel(), ids.numel(), weights is not None)
         stream, copied, read = self._stream, self._copied, self._read
         if copied is not None:
-            copied.synchronize()  # the host's memory is read; long over, unless requests follow one another unanswered
+            copied.synchronize()  # the copy has read the host's memory; over by now, unless requests are sent before earlier ones are answered
         if sizes.words > self._inputs.device_words.numel():
             if read is not None:
                 read.synchronize()  # no lookup reads the old memory any more

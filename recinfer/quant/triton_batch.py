@@ -22,7 +22,7 @@ __all__ = ["TritonBatch"]
 
 
 class _Own(threading.local):
-    """What each thread has for itself on the way to a GPU."""
+    """The state of one thread for copies to a GPU."""
 
     staging: Staging | None = None
     graphs: GraphedLookups | None = None

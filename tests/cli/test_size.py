@@ -22,8 +22,8 @@ SHORT = ("--seconds", 0.2, "--max-qps", 25, "--p99-ms", 20_000)
 
 
 @pytest.fixture(autouse=True)
-def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No measured run is longer than --seconds says; these tests do not look at the figures."""
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No measurement is longer than --seconds says; these tests do not look at the figures."""
     monkeypatch.setattr(capacity, "_FEWEST", 1)
 
 

@@ -14,7 +14,7 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.server import Server
 from recinfer.sizing.arrivals import Trace, poisson
 from recinfer.sizing.capacity import Measured, find_knee, this_machine
-from recinfer.sizing.load import Driver, Stretch, encode_requests
+from recinfer.sizing.load import Driver, Measurement, encode_requests
 from tests.sizing.simulated import QueueDriver
 
 ARRIVALS = poisson(1000.0, 5000)
@@ -56,10 +56,10 @@ def test_a_server_that_answers_nothing_is_no_knee() -> None:
 
 def test_latency_counts_requests_without_an_answer() -> None:
     latency_s = np.array([0.001] * 98 + [math.inf] * 2)
-    stretch = Stretch(10.0, np.zeros(100), latency_s, np.arange(98.0), {"OverloadedError": 2})
-    assert stretch.percentile(98) == 0.001
-    assert stretch.percentile(99) == math.inf
-    assert stretch.share_within(0.01) == 0.98
+    measurement = Measurement(10.0, np.zeros(100), latency_s, np.arange(98.0), {"OverloadedError": 2})
+    assert measurement.percentile(98) == 0.001
+    assert measurement.percentile(99) == math.inf
+    assert measurement.share_within(0.01) == 0.98
 
 
 def test_written_file_is_read_again(tmp_path: Path) -> None:

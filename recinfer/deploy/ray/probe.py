@@ -141,7 +141,7 @@ class Prober:
             channel.close()
 
     def _status(self, member: Member) -> dict[str, Any]:
-        # Straight to the server: a proxy of the environment has nothing to do with servers next door.
+        # Straight to the server: the environment's proxy is not for servers of the same network.
         name = "" if self._tls is None else self._tls.name or member.host
         connection = _Connection(member.host, member.metrics_port, self._context, name)
         with suppress(OSError, ValueError, http.client.HTTPException), closing(connection):

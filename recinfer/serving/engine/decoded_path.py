@@ -1,4 +1,4 @@
-"""Every request, answered from decoded messages: weights, unpooled vectors, raw rows, and whatever is wrong."""
+"""Answers any request from its decoded message: weights, unpooled vectors, raw rows, and invalid requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models and versions a server has, and which one a request means."""
+"""The models and versions that a server has, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class ModelRegistry:
             self._models = {**self._models, model.name: new}
 
     def remove(self, name: str, version: str) -> None:
-        """Forget a version, and its labels; who has it goes on with it.
+        """Remove a version and its labels; requests that have it finish with it.
 
         Raises:
             NotFoundError: there is none.

@@ -1,4 +1,4 @@
-"""What one gRPC call holds of the memory budget, and when a call is given up that holds something and does not go on."""
+"""The memory budget's bytes of one gRPC call, and the timeouts of calls that hold bytes without progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One HTTP port for several protocols, and what each of their calls meets: the token, the memory budget, errors as JSON."""
+"""One HTTP port for several protocols, with the checks of every call: the token, the memory budget, errors as JSON."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Route = Get | Post
 
 
 class HttpProtocol(Protocol):
-    """What a protocol is to the port.
+    """The interface of a protocol on the port.
 
     Attributes:
         paths: that exist, listed in the answer to any other path.
@@ -244,7 +244,7 @@ def _too_large(most: int) -> TooLargeError:
 
 
 async def _body(request: web.Request, most: int, ticket: Ticket) -> bytearray:
-    """The body, unpacked where it is compressed: once it is all here, so that nobody who sends slowly keeps others waiting."""
+    """The body, unpacked where it is compressed: once it is all here, so that a slow sender does not delay others."""
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):

@@ -1,4 +1,4 @@
-"""Listens for HTTP on one port, for an aiohttp application; who connects and does not speak, or does not read, is let go."""
+"""Listens for HTTP on one port, for an aiohttp application; connections that send or read nothing are closed."""
 
 from __future__ import annotations
 

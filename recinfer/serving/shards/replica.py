@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A host that has gone without a word is found out in three seconds; one that is back is found in one.
+    # A host that fails silently is detected in three seconds; a restarted one in one.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -134,7 +134,7 @@ class Replica:
         await self.close()
 
     async def close(self) -> None:
-        """End, and lose what is under way."""
+        """End at once; running requests are lost."""
         self._stop_watching()
         self.up = False
         self._disconnect()
@@ -346,7 +346,7 @@ class Replica:
             self._look_again(_MISSING_S)
 
     def _look_again(self, seconds: float) -> None:
-        """Follow it anew after a while, since nothing of its health may change: it lacks a version, or a request was lost."""
+        """Follow it again after a while, since its health may not change: it lacks a version, or a request was lost."""
         self._changed(self)
         if self._closes or self._checking:
             return

@@ -103,7 +103,7 @@ class ReplicaPool:
     # -- versions ----------------------------------------------------------------------------------------------------
 
     def want(self, spec: VersionSpec) -> VersionSpec:
-        """Replicas prepare ``spec``, those that are there and those that come, for as long as somebody holds what this
+        """Replicas prepare ``spec``, present and later ones, for as long as the caller keeps what this
         returns."""
         found = self._wanted.setdefault(spec.key, spec)
         start_on_loop(self._catch_up(found.key))

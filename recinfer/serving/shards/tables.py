@@ -153,7 +153,7 @@ class _RankTables:
 
 
 def _place(rect: Rect) -> tuple[str, int, int]:
-    """Whichever rank has it: replicas are mapped once."""
+    """The key of a rectangle without its rank, so that replicas are mapped once."""
     return rect.table, rect.row_start, rect.col_start
 
 
@@ -221,7 +221,7 @@ class ShardTables:
         self._store = store
         self._mapping = {"preload": preload, "lock": lock}
         self._versions: dict[str, _Version] = {}  # the one used last at the end
-        self._wanted: dict[str, float] = {}  # until when (time.monotonic()) somebody wants a version
+        self._wanted: dict[str, float] = {}  # until when (time.monotonic()) a ranker wants a version
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
 

@@ -35,7 +35,7 @@ Answer = Callable[[bytes, Callable[[bytes], None]], None]
 
 _HELLO = b"recinfer.find.2\n"
 _ID_BYTES = 32
-_PROOF_BYTES = 1024  # that may come from who has not proved anything, more than a proof has
+_PROOF_BYTES = 1024  # bytes that a peer may send before its proof, more than a proof has
 _UNPROVED, _CONNECTIONS = 64, 4096  # that may be open: without a proof, and in all
 _UNANSWERED = 1024  # requests of one connection
 _UNREAD_BYTES = 4 << 20  # of responses, above which a connection's next requests are not read
@@ -330,7 +330,7 @@ class ShardConnection(FrameProtocol):
         """See FrameProtocol."""
         if not self._greeted.done():
             self._greeted.set_exception(ConnectionError(self.why))
-            self._greeted.exception()  # somebody may not wait for it any more
+            self._greeted.exception()  # its caller may no longer wait for it
         if self._expires is not None:
             self._expires.cancel()
         was_open, self.is_open = self.is_open, False

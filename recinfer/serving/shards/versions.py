@@ -1,4 +1,4 @@
-"""What a version is to ranker and shards: its content, not its name."""
+"""Identifies a version between ranker and shard servers by its content, not its name."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def parse_json(body: bytes | bytearray | str) -> dict[str, Any]:
 
 
 def json_text(value: Any) -> str:
-    """``value`` as JSON. What is not finite becomes null: JSON has no NaN, and a whole answer is lost to who reads one."""
+    """``value`` as JSON. NaN and infinity become null: JSON has neither, and clients fail on the whole answer."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:

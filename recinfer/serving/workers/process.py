@@ -17,11 +17,11 @@ from recinfer.serving.workers.connection import PeerConnection
 
 __all__ = ["WorkerProcess"]
 
-_LAST_WORDS_S = 5.0  # for what an ended process has sent and we have not read yet
+_LAST_WORDS_S = 5.0  # for unread messages of an ended process
 
 
 class WorkerProcess:
-    """A worker that has been started. May be used from any thread.
+    """A started worker process. May be used from any thread.
 
     Args:
         slot: which of the workers it is; the one that takes its place has the same number.

@@ -1,7 +1,7 @@
 """Several serving processes on one port: started, watched, replaced when one dies or hangs, drained together at the end.
 
 The supervisor loads no model and takes no traffic. It holds the port (bound, not listening), so that the workers can
-share it (SO_REUSEPORT) and nobody else takes it between two of them. Over a connection to each worker it notices at an
+share it (SO_REUSEPORT) and no other process takes it between two of them. Over a connection to each worker it notices at an
 interval how the worker is and what it counted, and has a change of models made in all of them or in none.
 """
 
@@ -163,7 +163,7 @@ class Supervisor:
                 continue
             looked += passed
             for worker in self._ready_workers():
-                # However long this process itself stood still: what answered meanwhile has not been read yet.
+                # However long this process itself was stopped: answers that arrived meanwhile are still unread.
                 if worker.silent_s(min(passed, 2 * self._interval)) > self._timeout:
                     worker.kill(f"hung (no answer for {self._timeout:g} s) and was killed")
                 worker.beat()
