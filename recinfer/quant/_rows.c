@@ -1,7 +1,7 @@
 /* Float rows to packed integer rows and the error this makes, in one pass over each row while it is in the cache.
 
-   The arithmetic is that of recinfer/quant/packing.py and of FBGEMM's quantizer, bit for bit. The caller's threads
-   run beside it: the interpreter lock is given back for the whole call. */
+   The arithmetic is that of recinfer/quant/packing.py and of FBGEMM's quantizer, bit for bit. Other threads of
+   the process run meanwhile: the interpreter lock is released for the whole call. */
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN

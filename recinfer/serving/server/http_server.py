@@ -23,8 +23,8 @@ from recinfer.serving.wire.status import status_of
 __all__ = ["Get", "HttpProtocol", "HttpServer", "Post", "Route", "count_json"]
 
 _log = logging.getLogger(__name__)
-_BODY_S = 30.0  # a body that is not here by then is given up
-_SENT_S = 30.0  # and so is an answer that its caller has not taken
+_BODY_S = 30.0  # a body that is incomplete by then ends its request
+_SENT_S = 30.0  # and so does an answer that its caller has not read
 _SHOWN = 80
 _PARSED = 24  # bytes of Python objects that one byte of JSON becomes
 

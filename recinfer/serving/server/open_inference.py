@@ -80,7 +80,7 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class InferAnswer:
-    """What a ModelInfer gave. ``missing``: ranks that did not answer, so that their rows are zero."""
+    """The result of a ModelInfer. ``missing``: ranks that did not answer, so that their rows are zero."""
 
     version: str
     outputs: list[OutputTensor]

@@ -449,8 +449,8 @@ INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, 
     }
 }
 
-/* `there`: a bit for each bag that has a row; NULL: all have. By eight bytes of them at a time, as which bags have one is for
-   no processor to guess. */
+/* `there`: a bit for each bag that has a row; NULL: all have. Read eight bytes at a time: a branch for
+   each bag would be unpredictable. */
 INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t width, int64_t bits, int64_t adds,
                             float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
     const int64_t size = stored_bytes(width, bits);

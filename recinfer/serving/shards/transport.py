@@ -40,7 +40,7 @@ _UNPROVED, _CONNECTIONS = 64, 4096  # that may be open: without a proof, and in 
 _UNANSWERED = 1024  # requests of one connection
 _UNREAD_BYTES = 4 << 20  # of responses, above which a connection's next requests are not read
 _HANDSHAKE_S, _CONNECT_S = 10.0, 3.0
-_EXPIRE_S = 0.05  # between two looks for requests that have waited too long
+_EXPIRE_S = 0.05  # between two checks for requests past their deadline
 
 
 def _proof(token: str | None, of: bytes) -> bytes:
@@ -194,7 +194,7 @@ class _RankerConnection(FrameProtocol):
 
 @cache
 def rankers_thread() -> ShardsThread:
-    """The thread of all connections to shards of this process; it ends with the process."""
+    """The thread of all this process's connections to shard servers; it ends with the process."""
     return ShardsThread()
 
 
@@ -203,7 +203,7 @@ class ShardAddress(NamedTuple):
 
     Attributes:
         host, port: of its listener.
-        server_id: who is expected there.
+        server_id: the server that is expected there.
         max_request_bytes: of a request that it takes.
     """
 
