@@ -30,9 +30,9 @@ def test_ordinary_english_passes(text: str) -> None:
 
 
 def test_some_phrases_are_banned_in_pages_alone(tmp_path: Path) -> None:
-    text = "It answers 5 requests a second, beside others.\n"
+    text = "It is made anew, beside others.\n"
     assert not list(find(text))
-    assert [phrase for _, phrase, _ in find(text, page=True)] == ["requests a second", "beside"]
+    assert [phrase for _, phrase, _ in find(text, page=True)] == ["beside", "anew"]
     (tmp_path / "docs").mkdir()
     tmp_path.joinpath("docs/made.md").write_text(text)
     assert len(check(tmp_path)) == 2

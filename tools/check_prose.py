@@ -38,15 +38,15 @@ BANNED: list[tuple[str, str, str]] = [
     ("is not here", r"\b(?:is|are) not here\b", "recinfer lacks, or is missing"),
     ("not there any more", r"\bnot there any ?more\b", "was removed, or has ended"),
     ("told beside, is beside it", r"\btold beside\b|\bis beside it\b", "also reported"),
-]
-"""Phrase, its regular expression, what to write instead: in pages, error messages, help texts and module docstrings."""
-
-BANNED_IN_PAGES: list[tuple[str, str, str]] = [
     (
         "requests a second, ids a sample",
         rf"\b(?:requests?|samples?|answers?|rows?|ids?|vectors?|bytes|lines?|one|two) an? (?:{_UNITS})\b",
         "requests per second, ids per sample",
     ),
+]
+"""Phrase, its regular expression, what to write instead: in pages, error messages, help texts and module docstrings."""
+
+BANNED_IN_PAGES: list[tuple[str, str, str]] = [
     ("once a process", r"\bonce an? (?:process|place|table|version)\b", "once per process"),
     ("beside", r"\bbeside\b", "next to, or compared with"),
     ("anew", r"\banew\b", "again"),

@@ -234,7 +234,7 @@ def count_json(ticket: Ticket, num_bytes: int) -> None:
     if num_bytes > most:
         raise TooLargeError(
             f"body: got {num_bytes} bytes of JSON, expected at most {most}: they become {_PARSED} times as many when they are "
-            "read, and the server has a memory budget (--memory-budget-mib); send fewer samples a request, or use gRPC"
+            "read, and the server has a memory budget (--memory-budget-mib); send fewer samples per request, or use gRPC"
         )
     ticket.grow(_PARSED * num_bytes)
 

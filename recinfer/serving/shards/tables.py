@@ -335,7 +335,7 @@ class ShardTables:
             if taken[part.rank] > limits.max_response_bytes:
                 raise InputError(
                     f"rank {part.rank}: {request.batch} samples take {taken[part.rank]} bytes or more, expected at most "
-                    f"max_response_bytes = {limits.max_response_bytes}: send fewer samples a request"
+                    f"max_response_bytes = {limits.max_response_bytes}: send fewer samples per request"
                 )
             accepted.append((part, tables))
         values = []

@@ -1,11 +1,11 @@
-"""JSON bodies, as a second spelling of the protobuf messages: they are turned into those, so one code checks both.
+"""Converts JSON bodies to the protobuf messages, so that the same code checks both.
 
 Predict takes ``{"dense": [[...], ...], "features": {"C1": [[3, 7], [5]], "C2": [4, 9]}}`` and gives
-``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list of one list of ids a sample, or one id
-a sample; ``"weights"``, where present, holds weights of some features in the same form (an id without one weighs 1), and ``"context"`` holds features of one sample
-that go with all. Lookup takes the same without ``dense`` and
-gives ``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. ``model`` and ``version`` may
-be named in both.
+``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list with one list of ids, or one id, per
+sample. ``"weights"``, if present, holds weights of some features in the same form (an id without one weighs 1).
+``"context"`` holds features of one sample that go with all samples. Lookup takes the same without ``dense`` and gives
+``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. Both may name ``model`` and
+``version``.
 """
 
 from __future__ import annotations
