@@ -292,9 +292,7 @@ class ShardConnection(FrameProtocol):
         if not self.is_open:
             return loop.call_soon(done, None, "UNAVAILABLE", self.why).cancel
         if len(request) > most:
-            why = (
-                f"it takes a request of {len(request)} bytes, and at most {most} may come: send fewer samples per request"
-            )
+            why = f"it takes a request of {len(request)} bytes, and at most {most} may come: send fewer samples per request"
             return loop.call_soon(done, None, "INVALID_ARGUMENT", why).cancel
         self._pending[number] = _Pending(deadline, done)
         self.send(number, request)
