@@ -110,7 +110,9 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
                 await context.abort(grpc.StatusCode[ending.code], ending.message, ending.trailing)
             except grpc.aio.AbortError:
                 raise
-            except Exception:  # gRPC cannot send it: the caller is gone, and gRPC would log that as our error
+            except (
+                Exception
+            ):  # gRPC cannot send it to a disconnected caller, and would log that as an error of the server
                 raise asyncio.CancelledError from None
             raise  # not reached: abort raises
         answered("OK")
@@ -132,7 +134,7 @@ def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Di
         def reply(answer: bytes | Exception) -> None:
             if not isinstance(answer, Exception):
                 try:
-                    core.ticket.resize(len(answer))  # what came is let go
+                    core.ticket.resize(len(answer))  # frees the message
                 except RecinferError as error:
                     answer = error
             if isinstance(answer, Exception):

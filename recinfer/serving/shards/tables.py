@@ -59,7 +59,7 @@ _WANTED_S = 60.0
 _MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = (
     1 << 17,
     1 << 22,
-)  # beyond, FBGEMM's operator has more to do than it takes to reach
+)  # for more ids FBGEMM's operator is worth the cost of its call
 _FLOAT_BYTES = 4
 _BEYOND = "ids: one is beyond the rows of this rank; ranker and shard must have the same plan"
 _log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class _RankTables:
         return self._streams
 
     def answer_bytes(self, batch: int, ids: int) -> int:
-        """At most, of the float32 answer to a part with that many ids."""
+        """Upper limit of the bytes of the float32 answer to a part with that many ids."""
         return _FLOAT_BYTES * self.columns * (batch if self._pooled else ids)
 
     def find(self, part: RequestPart, batch: int) -> list[NDArray[Any]]:
@@ -136,7 +136,7 @@ class _RankTables:
             weights = torch.empty(0)
         try:  # forward: past nn.Module's call machinery
             out_BD = batch.forward(torch.from_numpy(bags.values), torch.from_numpy(bags.offsets), weights)
-        except RuntimeError as error:  # the op's word for an id beyond its rows
+        except RuntimeError as error:  # the op's error for an id beyond its rows
             raise InputError(f"{_BEYOND} ({str(error)[:100]})") from None
         found: NDArray[Any] = batch.without_padding(out_BD).numpy()
         return found
@@ -192,7 +192,7 @@ class _Version:
 
 @dataclass(frozen=True)
 class ShardModel:
-    """What a shard server shows of a version."""
+    """A version in a shard server's status."""
 
     key: str
     manifest: Manifest
@@ -231,12 +231,12 @@ class ShardTables:
         return self._add(archive, [read_delta(delta) for delta in deltas]).key
 
     def keys(self) -> list[str]:
-        """The versions that are here."""
+        """The mapped versions."""
         with self._lock:
             return list(self._versions)
 
     def models(self) -> list[ShardModel]:
-        """The same for people."""
+        """The same as text."""
         with self._lock:
             versions = list(self._versions.values())
         return [ShardModel(v.key, v.archive.manifest, v.mapped.buffer.numel(), len(v.deltas)) for v in versions]
