@@ -62,7 +62,7 @@ def supervise(
     """Run this process's own command line in ``workers`` processes until SIGTERM or Ctrl-C.
 
     The metrics port is this process's own: it shows the sum of what the workers count. The others are held here and
-    shared by the workers alone: a second server on one of them is refused, where it would share it without a word.
+    shared by the workers only: a second server on one of them fails, instead of sharing it without an error message.
 
     Args:
         store, poll, model_config: the model store that this process follows for all workers, how often, and by which file.

@@ -184,7 +184,7 @@ def test_inference_storage_is_packed_rows_and_one_batch() -> None:
     tw._tensor = torch.empty(1000, 64, dtype=torch.int8, device="meta")
     tw.module[1]._embedding_bag_configs[0].data_type = DataType.INT8
     EmbeddingStorageEstimator(topology, is_inference=True).estimate([tw])
-    assert tw.shards[0].storage == Storage(1000 * 80 + 512 * 8 + 512 * 64 * 4, 0)  # 64 + 4 bytes a row, padded to 16
+    assert tw.shards[0].storage == Storage(1000 * 80 + 512 * 8 + 512 * 64 * 4, 0)  # 64 + 4 bytes per row, padded to 16
 
 
 def test_offload_stats_read_the_miss_curve() -> None:

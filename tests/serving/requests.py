@@ -69,7 +69,7 @@ def _weighted_or_unpooled(number: int, batch: int, model: str, most: int) -> Key
 
 
 def kjt_of(ids: dict[str, list[int]]) -> KeyedJaggedTensor:
-    """One id a sample of each feature."""
+    """One id per sample of each feature."""
     flat = torch.tensor([i for column in ids.values() for i in column], dtype=torch.int64)
     return KeyedJaggedTensor(list(ids), flat, lengths=torch.ones(len(flat), dtype=torch.int32))
 

@@ -28,7 +28,7 @@ def measured(driver: QueueDriver, p99_s: float, *, max_qps: float = 1e5, what: s
 def test_the_knee_of_a_queue_is_found() -> None:
     # An M/M/1 queue's latency is exponential: its p99 is ln(100) / (1 / service - rate).
     service_s, p99_s = 1e-3, 20e-3
-    expected = 1 / service_s - math.log(100) / p99_s  # 770 requests a second
+    expected = 1 / service_s - math.log(100) / p99_s  # 770 requests per second
     found = measured(QueueDriver(service_s, 0.0), p99_s)
     assert found.knee_qps == pytest.approx(expected, rel=0.12)
     assert not found.at_least

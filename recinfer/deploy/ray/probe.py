@@ -122,7 +122,7 @@ class Prober:
             answer = call(health_pb2.HealthCheckRequest().SerializeToString(), timeout=_TIMEOUT_S)
             return int(health_pb2.HealthCheckResponse.FromString(answer).status), ""
         except grpc.RpcError as error:
-            self._forget(address)  # a server that starts again there is not to wait for this one's patience
+            self._forget(address)  # so that a server that restarts there does not wait for this channel's backoff
             if self._tls is None:
                 return None, ""
             return None, f"its health service does not respond over TLS: {(error.details() or '').rpartition(_LAST)[2]}"

@@ -200,7 +200,7 @@ class ModelRegistry:
         """Spread requests without a version over versions by weight. The same again changes nothing, nor what to go back to.
 
         Raises:
-            NotFoundError: a model or version that is not here.
+            NotFoundError: a model or version that is not loaded.
             InputError: no weight above 0.
         """
         with self._lock:
@@ -219,7 +219,7 @@ class ModelRegistry:
         """Give a model these labels, each the name of a version, and no others.
 
         Raises:
-            NotFoundError: a model or version that is not here.
+            NotFoundError: a model or version that is not loaded.
             InputError: an empty label.
         """
         with self._lock:

@@ -124,7 +124,7 @@ class Scheduler:
         waited: called with the seconds that each request has waited for its run.
 
     Attributes:
-        queue: counts what waits.
+        queue: counts queued requests.
         workers: the threads for long runs.
         has_new: something was submitted since the last :meth:`run_ready` began.
     """

@@ -103,7 +103,7 @@ class Method:
 class CoreCall:
     """One call, and its handler's context: the part of grpc.aio.ServicerContext that recinfer's handlers use.
 
-    It begins on gRPC's thread. A call that is dispatched may be answered or ended on any thread; one that is handed over is the
+    It begins on gRPC's thread. A call that is dispatched may be answered or ended on any thread; one that is passed on is the
     loop's, but for its events. gRPC's own call is released as soon as it is over, since a server does not end before.
 
     Attributes:
@@ -256,7 +256,7 @@ class CoreCall:
         if self._listens:
             call.start_server_batch(tuple(operations), _nothing)
             return
-        operations.append(cygrpc.ReceiveCloseOnServerOperation(0))  # gRPC wants somebody to
+        operations.append(cygrpc.ReceiveCloseOnServerOperation(0))  # gRPC requires it
         call.start_server_batch(tuple(operations), self._finished)
 
     def _send_and_linger(self, call: Any, message: bytes) -> None:

@@ -38,7 +38,7 @@ from recinfer.serving.wire.limits import Limits
 __all__ = ["Admit", "CoreServer", "Turns"]
 
 _log = logging.getLogger("recinfer.serving.server")
-_REQUESTED = 8  # calls that gRPC may hand over before the thread turns to it again
+_REQUESTED = 8  # calls that gRPC may deliver before the thread turns to it again
 _REQUESTED_LATE = 1024  # the same when the server stops
 _PATHS = 1024  # that are remembered; callers may make up any number of them
 _NEVER_S = 1e17

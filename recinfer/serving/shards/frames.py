@@ -60,7 +60,7 @@ class ShardsThread:
         self.thread_id = self._thread.native_id
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Call ``function`` on the thread: now, where this is it. All that others hand over before its turn begins shares one
+        """Call ``function`` on the thread: now, where this is it. All functions that are passed before its turn begins share one
         wake-up.
         """
         if threading.get_ident() == self._thread.ident:

@@ -270,7 +270,7 @@ class ShardTables:
 
         Raises:
             InputError: it does not fit the plan, or a rank's part of it takes more than ``limits.max_response_bytes``.
-            NotPreparedError: its version is not here.
+            NotPreparedError: its version is not mapped.
         """
         answer = self.find_directly(data, limits)
         return self.find_any(data, limits) if answer is None else answer

@@ -46,7 +46,7 @@ class ModelChanges:
 
     Attributes:
         lock: held while a change is made: who holds it may read what follows, and may say that a worker is ready.
-        state: the models that a worker in the place of another begins with; None: those that its command names.
+        state: the models with which a worker begins that replaces another; None: those that its command names.
         generation: of ``state``.
     """
 

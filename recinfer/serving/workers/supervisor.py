@@ -55,7 +55,7 @@ class Supervisor:
             whatever ``command`` makes of its arguments, no worker becomes a supervisor.
 
     Attributes:
-        changes: of models; who calls ``submit`` on it has a change made in all workers.
+        changes: of models; its ``submit`` makes a change in all workers.
 
     Raises:
         ConfigError: no workers, no timeout, or this process is a worker itself.

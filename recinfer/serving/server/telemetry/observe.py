@@ -131,7 +131,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_as_json(*, requests: bool = True) -> None:
-    """Write the package's log to stderr as JSON lines, with one line a request unless ``requests`` is False."""
+    """Write the package's log to stderr as JSON lines, with one line per request unless ``requests`` is False."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     package = logging.getLogger("recinfer")

@@ -99,7 +99,7 @@ def _check_signature(name: Any, call: CallName) -> None:
 
 
 class _Table:
-    """The cells of B samples: of each feature B, and of the dense columns one row a sample (None: no dense input)."""
+    """The cells of B samples: B of each feature, and one row of dense numbers per sample (None: no dense input)."""
 
     def __init__(
         self, in_rows: bool, features: tuple[str, ...], cells: Sequence[_Cells], dense: tuple[str, ...], rows: _Cells
