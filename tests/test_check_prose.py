@@ -65,4 +65,4 @@ def test_glossary_lists_the_banned_words(tmp_path: Path) -> None:
 def test_every_phrase_of_the_list_is_found() -> None:
     for shown, _, _ in BANNED + BANNED_IN_PAGES:
         for phrase in shown.split(" (")[0].split(", "):
-            assert list(find(f"It {phrase} so.", page=True)), phrase
+            assert list(find(f"It {phrase} so.".replace("N ", "3 "), page=True)), phrase

@@ -61,9 +61,9 @@ BANNED_IN_PAGES: list[tuple[str, str, str]] = [
     ("for good", r"\bfor good\b", "permanently"),
     ("made-up", r"\bmade[- ]up\b", "synthetic, or example"),
     (
-        "3 times faster, 3 times as many",
+        "N times faster, N times as many",
         r"\b\d+(?:\.\d+)? times (?:faster|slower|as (?:fast|many|much))\b",
-        "3 times the time, the rate or the bytes",
+        "N times the time, the rate or the bytes",
     ),
 ]
 """The same for pages alone."""
