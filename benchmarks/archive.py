@@ -249,7 +249,7 @@ def against_plain(
     def in_turn(do: Callable[[], float]) -> float:
         for path in read if cold else ():
             drop_cache(path)
-        os.sync()  # no measurement includes writing another's pages
+        os.sync()  # no measurement includes the write-back of an earlier one's pages
         return do()
 
     def timed() -> float:

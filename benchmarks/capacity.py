@@ -38,7 +38,7 @@ from recinfer.sizing.server_process import ServerProcess, ranker_and_shard
 
 
 def loadgen_verdict(target: str, call: str, requests: list[bytes], qps: float, p99_s: float, seconds: float) -> str:
-    """``"VALID"`` or ``"INVALID"``: LoadGen's Server scenario at ``qps`` requests a second."""
+    """``"VALID"`` or ``"INVALID"``: LoadGen's Server scenario at ``qps`` requests per second."""
     import mlperf_loadgen as lg
 
     settings = lg.TestSettings()

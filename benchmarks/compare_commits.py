@@ -8,7 +8,7 @@ Each commit is checked out into a worktree of its own and its C parts are built 
 first commit writes the archive (26 INT8 tables, two ranks), so the second one must read what the first one wrote. Of each
 commit run one ``recinfer serve`` with all tables, and a ranker with two shard servers. The load is one process with one
 asyncio channel. A cell is a call, a batch and a number of callers; its ratio is the median over turns of the second commit's
-rate over the first one's, and both are measured in each turn, so that a machine that changes changes both. Beside it stands
+rate over the first one's, and both are measured in each turn, so that a change of the machine affects both. Next to it is
 the same ratio of the servers' CPU time per answer: where the load generator is the slower side, the rates show its limit and
 the CPU time shows the server's.
 """
@@ -94,7 +94,7 @@ class Running:
 
 @dataclass
 class Ratios:
-    """The second commit over the first one, by turn: answers a second, and CPU time per answer."""
+    """The second commit over the first one, by turn: answers per second, and CPU time per answer."""
 
     rates: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -150,7 +150,7 @@ def compare(servers: list[dict[str, Running]], cells: list[Cell], turns: int, se
         for cell in cells:
             data, path = encoded(cell), f"/{SERVICE_NAME}/{cell.call}"
             rates, cpu = [0.0, 0.0], [0.0, 0.0]
-            for at in (0, 1) if turn % 2 == 0 else (1, 0):  # neither is always the first
+            for at in (0, 1) if turn % 2 == 0 else (1, 0):  # so that neither commit is always measured first
                 running = servers[at][cell.where]
                 before = running.cpu()
                 rates[at] = len(loop.run_until_complete(calls(running.port, path, data, seconds, cell.callers)))

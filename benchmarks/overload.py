@@ -54,7 +54,7 @@ from recinfer.serving.server.tuning import tune_process
 
 _CALLERS, _ROUNDS = (16, 64, 128, 256, 384), 3
 _TICK_S, _PAUSE_S, _IDLE_S = 2e-3, 10e-3, 5e-3
-_LEAD = 0.25  # of what is measured, which is not counted
+_LEAD = 0.25  # share of a measurement that is a warm-up
 _ANY_LENGTH = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _THREADS = {"recinfer-work": "runs", "recinfer-grpc": "events", "recinfer-serving": "loop"}
 
@@ -172,7 +172,7 @@ class Found:
     """The result of one load.
 
     Attributes:
-        answered: in time, a second, behind the lead.
+        answered: responses per second in time, after the warm-up.
         cores: of the server, by kind of thread, and of the clients.
         requests, runs, refused, expired: as the server counts them.
         done: code -> seconds that each took, ascending.
@@ -201,7 +201,7 @@ class Bench:
         call: path of the method.
         data: request.
         timeout: seconds until a caller gives up.
-        ours: ask as recinfer.serving.client.client does.
+        ours: send as recinfer.serving.client.client does.
     """
 
     def __init__(self, port: int, said: dict[str, Any], call: str, data: bytes, timeout: float, *, ours: bool) -> None:
@@ -234,7 +234,7 @@ class Bench:
 
     async def _asking(self, stack: AsyncExitStack) -> Callable[[], Awaitable[object]]:
         """A function that sends a request; ``stack`` closes its connection."""
-        if self._ours:  # without what a request's encoding costs, as it is always the same
+        if self._ours:  # without the encoding of requests, which costs the same everywhere
             client = await stack.enter_async_context(AsyncInferenceClient(self._target, retries=0))
             return functools.partial(client._call, self._call, self._data, self._timeout)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(self._target, options=_ANY_LENGTH))
@@ -287,7 +287,7 @@ async def compare(benches: dict[str, Bench], options: argparse.Namespace) -> Non
         *others, last = options.times
         if not others:
             continue
-        # Of a turn the most at any rate would be a draw of the luckiest: the rate whose median is the best stands for the peak.
+        # The best of a turn over all rates would pick outliers, so the peak is the rate with the best median.
         best = max(others, key=lambda times: statistics.median(found[kind, times]))
         ratios = [over / most for over, most in zip(found[kind, last], found[kind, best], strict=True)]
         print(f"at {last:g} beside {best:g} times the peak, the best of these rates, {kind} clients: {shown(ratios)}")

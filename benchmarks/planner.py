@@ -215,7 +215,7 @@ def _row(name: str, who: str, r: dict[str, Any], bar: tuple[float, float] | None
     if "failed" in r:
         return f"{name:<24}{who:<10}{r['failed']}"
     asked = ""
-    if bar is not None:  # CPU time: a machine that does other work too must not decide
+    if bar is not None:  # CPU time, so that other work on the machine does not matter
         met = r["cpu_seconds"] <= bar[0] and r["gap"] <= bar[1]
         asked = (
             f"{bar[0]:>6.1f} s {bar[1]:.2f}  {'met' if met else 'MISSED'}{', optimal' if r['gap'] < 1 + 1e-9 else ''}"
@@ -251,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         for case in args.cases.split(","):
             num, world = (int(x) for x in case.split("x"))
-            # "forward" is there to compare: TorchRec's idea of inference, planned by both with the same estimates.
+            # "forward" is there to compare: TorchRec's estimates for inference, with plans of both planners.
             modes = ["inference", "train", "forward"] if args.torchrec_python else ["inference", "train"]
             for mode in args.modes.split(",") if args.modes else modes:
                 name = f"{num} x {world} {mode}"

@@ -60,7 +60,7 @@ CASES = (
 
 
 _SETTLE = 0.15
-_SECONDS = 0.02  # of measuring a rank, between any two rounds of the calibration: both see the same moments
+_SECONDS = 0.02  # of measuring a rank, between any two rounds of the calibration, so that both see the same load of the machine
 
 
 def calibrated(hardware_out: Path | None = None) -> list[dict[str, Any]]:

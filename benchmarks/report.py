@@ -2,10 +2,9 @@
 
     python -m benchmarks.report --torchrec-python PATH           # everything, about 25 minutes on two quiet cores
     python -m benchmarks.report --only serving                   # one section; the others keep their figures
-    python -m benchmarks.report --quick                          # tiny settings, to test the program; the figures mean
-    nothing python -m benchmarks.report --render                         # page, plots and table from
-    docs/benchmarks.json python -m benchmarks.report --check                          # fails if page or table differ
-    from the data
+    python -m benchmarks.report --quick                          # tiny settings, to test the program; ignore the figures
+    python -m benchmarks.report --render                         # page, plots and table from docs/benchmarks.json
+    python -m benchmarks.report --check                          # fails if page or table differ from the data
 
 A section is stored as soon as it is measured, with its date, commit, machine, versions, commands and the raw result of every run,
 so a stopped run can be continued with ``--only``. TorchRec is measured with ``--torchrec-python``, an interpreter with

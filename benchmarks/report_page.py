@@ -24,7 +24,7 @@ raw result of every run.
 
 
 class Spread:
-    """Values of several runs: their median, least and largest."""
+    """Values of several runs: their median, minimum and maximum."""
 
     def __init__(self, values: Iterable[float]) -> None:
         self.values = sorted(values)

@@ -109,7 +109,7 @@ def serving(*arguments: object) -> Iterator[int]:
 
 
 def request(batch: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
-    """Dense columns, and one id a bag."""
+    """Dense columns, and one id per bag."""
     random = torch.Generator().manual_seed(batch)
     names = [f"f{i}" for i in range(FEATURES)]
     ids = torch.randint(0, ROWS, (FEATURES * batch,), generator=random)

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.serving                     # everything, about five minutes on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.serving --seconds 2 --batches 1 --concurrency 1 32
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --tuned             # and echo servers on recinfer's event loop and
-    on gRPC's core OMP_NUM_THREADS=1 python -m benchmarks.serving --torchserve        # and TorchServe on the same
-    archive OMP_NUM_THREADS=1 python -m benchmarks.serving --unbatched --over 2048 2048 1 --batches 1 --concurrency 32
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --tuned             # and echo servers on recinfer's loop, on gRPC's core
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --torchserve        # and TorchServe on the same archive
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --unbatched --over 2048 2048 1 --batches 1 --concurrency 32
     OMP_NUM_THREADS=1 python -m benchmarks.serving --context           # what looking up the context once saves
 
 A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights. Each server has its own process, and the
@@ -210,7 +210,7 @@ class Contender:
 
 
 async def drive(who: Contender, data: bytes, concurrency: int, seconds: float) -> dict[str, float]:
-    """Send requests one after another on ``concurrency`` tasks; returns p50 and p99 in microseconds, requests a second,
+    """Send requests one after another on ``concurrency`` tasks; returns p50 and p99 in microseconds, requests per second,
     and the server's CPU microseconds per request."""
     times: list[float] = []
     async with grpc.aio.insecure_channel(f"127.0.0.1:{who.port}", options=_ANY_LENGTH) as channel:

@@ -68,11 +68,11 @@ class SoakResult:
 
     Attributes:
         seconds: how long the load was on.
-        rate: requests a second that were asked for, on average; ``capacity``: what a closed loop got, on average.
+        rate: offered requests per second, on average; ``capacity``: rate of a closed loop, on average.
         answers: answers by version and state, ``"1"`` or ``"1+delta"``.
-        errors: failed requests by gRPC code; ``paused``: those of the moments after the whole machine stood still.
-        said: how often which failure came in which second of the run; the first ones.
-        wrong: answers that are those of no state of the version that they name.
+        errors: failed requests by gRPC code; ``paused``: those right after a pause of the whole machine.
+        said: the first failures: message, second of the run, and count.
+        wrong: answers that match no state of the version that they name.
         changes: changes of models that were made; ``rounds_mib``: anonymous memory after each round of them, when one version
             with its delta is loaded.
         p50_ms, p99_ms: latency.
@@ -350,10 +350,10 @@ def soak(
     Args:
         rows: of each table in the store.
         seconds: how long the load is on.
-        share: of the capacity that is asked for.
+        share: offered load as a share of the capacity.
         every: seconds between changes of the models.
         workers: processes that serve.
-        most: requests a second that are never passed.
+        most: upper limit of the requests per second.
         rounds: rounds of changes at least; it goes on after ``seconds`` until they are done.
     """
     with serving(store, workers) as (target, pids):

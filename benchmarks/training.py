@@ -42,7 +42,7 @@ TYPES = (
     "data_parallel",
 )
 TABLES, ROWS, DIM, POOLING, BATCH, RANKS = 8, 100_000, 64, 5, 512, 2
-BARS = {"data_parallel": 5.0}  # times TorchRec's samples a second; 1.0 for the others
+BARS = {"data_parallel": 5.0}  # samples per second divided by TorchRec's; 1.0 for the others
 
 
 # --------------------------------------------------------------------------------------------------- one rank

@@ -46,12 +46,12 @@ topology_2gpu = Topology(world_size=2, compute_device="cuda")
 planner = EmbeddingShardingPlanner(topology=topology_2gpu, debug=True)
 sharding_plan = planner.plan(small_toy_model, sharders=[EmbeddingBagCollectionSharder()])
 
-# How good would table-wise be?
+# Plan with table-wise only, for comparison.
 constraints = {"small_table": ParameterConstraints(sharding_types=[ShardingType.TABLE_WISE.value])}
 planner = EmbeddingShardingPlanner(topology=topology_2gpu, constraints=constraints, debug=True)
 plan = planner.plan(small_toy_model, sharders=[EmbeddingBagCollectionSharder()])
 
-# What bags of 200 ids cost.
+# The cost of bags of 200 ids.
 constraints = {"small_table": ParameterConstraints(pooling_factors=[200.0])}
 planner = EmbeddingShardingPlanner(topology=topology_2gpu, constraints=constraints, debug=True)
 plan = planner.plan(small_toy_model, sharders=[EmbeddingBagCollectionSharder()])

@@ -87,7 +87,7 @@ def single_rank_execution(
     )
     print(f"rank:{rank},sharding plan: {plan.plan}", flush=True)
 
-    # Beyond the tutorial: each rank looks a batch of two up.
+    # Beyond the tutorial: each rank looks up a batch of two.
     features = [name for table in large_tables + small_tables for name in table.feature_names]
     ids = torch.arange(2 * len(features), device=device) + rank
     lengths = torch.ones(2 * len(features), dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""What all tests share: options, and where the sample data lies when it is there."""
+"""Options and fixtures that all tests share, and the folder of sample data if there is one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
 except ImportError:  # tools/gpu_trial.py runs the kernel's tests where only torch, Triton, numpy and pytest are
     pass
 else:
-    # How long an example takes says how busy the machine is, and nothing of the code: none is too slow.
+    # The time of an example depends on how busy the machine is, so no example is too slow.
     settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     # A landing must not hang on the day's luck: CI draws the same examples each time. Elsewhere they are random, and a
     # case that fails there goes into its test as an @example.
@@ -33,7 +33,7 @@ if not Path("/dev/nvidiactl").exists():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What takes longest, or shares what takes long to start. See pytest_collection_modifyitems.
+# The tests that take longest, and those that share something slow to start. See pytest_collection_modifyitems.
 _FIRST = (
     "tests/torchserve/",
     "tests/serving/remote/test_docs.py",
@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What all modules of tests have imported stays until the end: collections of garbage pass it over.
+    """Keeps imported modules out of garbage collections: they stay until the end.
 
     It is a million objects, and going through them once takes a second. Where tests look at what is collected, they
     collect; by itself that is done after ten thousand new objects, not after seven hundred.
@@ -72,7 +72,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones begin first: one that began last would leave the other cores without work.
+    """Run the longest tests first: one that began last would leave the other cores without work.
 
     A worker of ``--dist worksteal`` that has nothing left takes the last half of what another one has, so what stands at the
     head stays with one worker too: what starts once for all of its tests starts in that one alone.
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """What each export of a small model computes again and again is computed once: half of what it takes.
+    """Cache what every export of a small model computes again: half of its time.
 
     torch.onnx.export asks onnxscript for the same 500 functions, and derives the signature of each; torch.export has all
     operators of C++ made known to Python, 56 times in an export, though there are new ones only when a library is loaded.
@@ -115,7 +115,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session")
 def sample_data() -> Path:
-    """The folder of sample data beside the repository; the test is skipped where there is none."""
+    """The folder of sample data next to the repository; the test is skipped if there is none."""
     if not DATA.is_dir():
         pytest.skip("no sample data beside the repository (../shared/data)")
     return DATA

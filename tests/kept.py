@@ -1,4 +1,4 @@
-"""Archives that tests make again and again: one of each kind is exported by a process, and the others are copies of it."""
+"""A cache of archives that many tests need: a process exports one of each kind, and tests get copies of it."""
 
 from __future__ import annotations
 

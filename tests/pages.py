@@ -25,7 +25,7 @@ __all__ = ["FRESH", "blocks", "finished", "run_page", "script_of", "shell_enviro
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"(?:<!-- not run: (.*?) -->\n)?^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 _CHANGES = {
-    # A smaller set of rows, and more patience with a busy machine than a reader needs.
+    # Fewer rows, and longer timeouts for a busy machine than a reader needs.
     "--limit 20000": "--limit 2000",
     "--wait 60": "--wait 600",
     "wait_until_ready(60)": "wait_until_ready(600)",
@@ -101,7 +101,7 @@ def run_page(
     begin: Path | None = None,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in the new folder ``folder/work``; whatever it leaves in the background is ended.
+    """Run a script in the new folder ``folder/work``; processes that it leaves in the background are ended.
 
     Args:
         changes: text of the script -> what is run instead, besides what all pages have changed: ports that are free, fewer
@@ -112,7 +112,7 @@ def run_page(
     with contextlib.ExitStack() as stack:
         ports = {port: str(stack.enter_context(held_port())) for port in _PORTS}
         changes = {**_CHANGES, **ports, **(changes or {})}
-        # At once: what a text is changed to may be another one that is to be changed.
+        # All in one pass: a replacement may itself contain a text to be replaced.
         script = re.sub("|".join(map(re.escape, changes)), lambda found: changes[found[0]], script)
         work = folder / "work"
         if begin is None:

@@ -13,12 +13,11 @@ _held: list[socket.socket] = []
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that nobody else is given within the block, and that a server can listen on all the same.
+    """A port of 127.0.0.1 that is reserved within the block, and on which a server can still listen.
 
-    A port that was only looked at and let go may be another test's before the server that is to have it is up. One that a
-    socket holds, bound and not listening, the kernel hands to nobody who asks for any port, nor to a connection that goes
-    out; who asks for it by number gets it, if both sockets have SO_REUSEADDR, as those of servers do, or SO_REUSEPORT, as
-    those of workers.
+    A free port that is only looked up may belong to another test before the server binds it. The kernel does not assign a
+    port that a socket has bound, without listening, to a bind of port 0 or to an outgoing connection. A bind of that number
+    succeeds if both sockets have SO_REUSEADDR, as those of servers do, or SO_REUSEPORT, as those of workers.
     """
     with _hold("127.0.0.1") as held:
         yield held.getsockname()[1]

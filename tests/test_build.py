@@ -1,4 +1,4 @@
-"""What is compiled: what the build says where something is missing, the wheel's tag, and a tree that was never built."""
+"""The compiled modules: errors of a build that lacks something, the wheel's tag, and a tree that was never built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recinfer.compiled import COMPILED
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A compiler that finds none of Python's headers, wherever they are.
+# A compiler that does not find Python's headers, wherever they are.
 NO_HEADERS = """#!/bin/bash
 kept=()
 for word in "$@"; do [[ $word == -I* ]] || kept+=("$word"); done
@@ -70,7 +70,7 @@ def test_without_pythons_headers_the_build_says_what_to_install(tree: Path) -> N
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_mistake_in_the_code_is_not_said_to_be_a_missing_compiler(tree: Path) -> None:
+def test_compile_error_is_not_reported_as_a_missing_compiler(tree: Path) -> None:
     (tree / "recinfer/quant/_rows.c").write_text("#include <Python.h>\nint mistake(\n")
     done = build(tree)
     assert done.returncode == 1

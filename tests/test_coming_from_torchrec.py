@@ -18,12 +18,12 @@ TUTORIAL = ROOT / "docs/tutorials/torchrec-model.md"
 
 
 def said(package: str) -> list[str]:
-    """What the page says that the program of the traps prints under a package: names and values, in order."""
+    """The output of the traps' program under a package, as the page lists it: names and values, in order."""
     (row,) = re.findall(rf"^\| `{package}.txt` \| (.*) \|$", PAGE.read_text(), flags=re.MULTILINE)
     return row.replace(",", "").split()
 
 
-def test_the_traps_are_none_under_recinfer(tmp_path: Path) -> None:
+def test_program_of_the_traps_is_right_under_recinfer(tmp_path: Path) -> None:
     (program,) = (code for code in blocks(PAGE, "python") if code.startswith("# traps.py"))
     done = run_page(f"python - <<'END'\n{program.replace('torchrec', 'recinfer')}END\n", tmp_path)
     assert done.returncode == 0, done.stderr

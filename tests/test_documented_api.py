@@ -66,12 +66,12 @@ def test_documented_name(name: str) -> None:
             check_parameters(f"{name}.{member_name}", function, documented)
 
 
-# Names that no test calls itself: what others make or run for it, with the test that does, and looks at what comes.
+# Names that no test calls directly, with the test that runs each through another name and checks the result.
 COLLECTIVES = "distributed/test_comm_ops.py::test_requests_and_waits_by_hand"
 BY_HAND = "distributed/test_vocabulary.py::test_a_sharded_collection_and_a_sharded_bag_step_by_step"
 STAGES = "distributed/test_train_pipeline.py::test_the_stages_of_the_sparse_pipeline"
 PIPELINES = "distributed/test_train_pipeline.py::test_every_pipeline_trains_as_the_plain_loop"
-GROUP = "distributed/test_vocabulary.py::test_a_group_tells_its_features_and_columns"
+GROUP = "distributed/test_vocabulary.py::test_features_and_columns_of_a_group"
 RUN_BY = {
     **{
         f"recinfer.distributed.comm_ops.{op}_{step}": COLLECTIVES
@@ -139,7 +139,7 @@ def name_of(node: ast.expr) -> str | None:
 
 @functools.cache
 def used_in_tests() -> frozenset[str | None]:
-    """What tests call, derive from or take members of: more than importing and comparing types."""
+    """Names that tests call, derive from or take members of, not only import or compare types with."""
     used: set[str | None] = set()
     for path in TESTS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

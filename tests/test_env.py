@@ -30,7 +30,9 @@ def test_a_child_gets_this_environment_with_changes(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
-def test_onnxruntime_sends_nothing_unless_told(monkeypatch: pytest.MonkeyPatch, before: str | None, after: str) -> None:
+def test_onnxruntime_sends_no_telemetry_unless_enabled(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
+) -> None:
     monkeypatch.setenv("ORT_DISABLE_TELEMETRY", before or "")
     if before is None:
         monkeypatch.delenv("ORT_DISABLE_TELEMETRY")
@@ -78,7 +80,7 @@ def test_numbers_for_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
         ("STORAGE_RESERVE_PERCENT", env.storage_reserve_percent),
     ],
 )
-def test_what_is_no_such_number_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, read, text: str) -> None:
+def test_invalid_numbers_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, read, text: str) -> None:
     monkeypatch.setenv(name, text)
     with pytest.raises(ConfigError, match=f"{name}=.*expected"):
         read()

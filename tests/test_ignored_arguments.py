@@ -1,4 +1,4 @@
-"""Arguments of TorchRec's that do nothing here: the list is whole, and each does what the list says."""
+"""TorchRec's arguments without effect in recinfer: the list is complete, and each argument behaves as listed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def is_interface(cls: type, owner: type, name: str) -> bool:
 
 
 def is_empty(function: ast.FunctionDef) -> bool:
-    """Whether there is nothing to run: an interface's method."""
+    """Whether the body is empty, as in an interface's method."""
     return all(
         isinstance(s, ast.Pass | ast.Raise) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
         for s in function.body
@@ -206,7 +206,7 @@ SAID = [
 
 
 @pytest.mark.parametrize(("of", "parameter", "happens", "why"), SAID, ids=lambda value: str(value)[:40])
-def test_what_asks_for_something_else_says_so(of: str, parameter: str, happens: str, why: str) -> None:
+def test_arguments_without_effect_warn_or_are_refused(of: str, parameter: str, happens: str, why: str) -> None:
     call = CALLS[of, parameter]
     if happens == "refused":
         with pytest.raises(ConfigError, match=f"{parameter}=.*all (its )?rows"):

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "recinfer"
 # A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
 BASE = {"arrow", "columns", "errors", "env", "fbgemm", "files", "group_device", "ignored", "lazy", "lru", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
-RECT = {"distributed.layout.rect"}  # plain numbers, for everything that knows where tables lie
+RECT = {"distributed.layout.rect"}  # plain numbers, for all code that uses positions in tables
 LAYOUT = RECT | {"distributed.layout", "distributed.types"}
 BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.embedding_types", "distributed.planner.constants"}
 PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "plan", "solve")}
@@ -72,8 +72,8 @@ ALLOWED: dict[str, set[str]] = {
     "cli": SERVED | SERVING | {"training", "sizing", "deploy", "migrate"},
 }
 
-# What points up all the same, each with its reason. All of them stand inside a function, so nothing is imported by them
-# until that function is called.
+# Exceptions to the direction, each with its reason. All are inside a function, so they import nothing before it is
+# called.
 UPWARD = {
     # TorchRec's collective_plan takes sharders=None and means all of them; sharders are the runtime's.
     ("distributed.planner.planner_base", "distributed.sharding_plan.get_default_sharders"),
@@ -174,7 +174,7 @@ def test_importing_the_command_line_is_light() -> None:
     assert not loaded & {"torch", "numpy", "grpc", "fbgemm_gpu", "onnxruntime"}
 
 
-def test_neither_planning_nor_asking_a_server_needs_kernels() -> None:
+def test_planning_and_clients_need_no_kernels() -> None:
     planning = "recinfer.distributed.planner.plan, recinfer.distributed.planner.planners"
     loaded = loaded_after(f"import {planning}, recinfer.serving.client.client, recinfer.serving.client.admin")
     assert "fbgemm_gpu" not in loaded

@@ -1,4 +1,4 @@
-"""What programs written for TorchRec import is here under our name, and importing the packages stays light.
+"""Names that programs written for TorchRec import exist in recinfer, and importing the packages stays light.
 
 ``imported_names.json`` is the list, by our names: what the DLRM programs of facebookresearch and MLPerf, TorchRec's own
 examples, TorchEasyRec, generative-recommenders and NVIDIA's recsys-examples import of it, as far as we have it.

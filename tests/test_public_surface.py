@@ -1,7 +1,7 @@
 """The public surface is pinned: names, signatures, fields, read from the source with nothing imported.
 
-Pinned are packages, and modules that somebody outside names: documentation, examples, programs written for TorchRec. What
-such a place offers is recorded as what it is where it is defined, so that code may move behind it.
+Pinned are packages, and modules that documentation, examples or programs written for TorchRec name. Each public name of
+such a module is recorded as it is where it is defined, so that code may move without a change of the snapshot.
 
 A change that is meant: ``pytest tests/test_public_surface.py --update-surface``, and commit the snapshots that it changes.
 """
@@ -113,7 +113,7 @@ def module_of(name: str) -> str:
     return name
 
 
-# Places that are TorchRec's, beside those that the two lists name.
+# TorchRec's modules, in addition to those that the two lists name.
 PLACES = [
     "recinfer.datasets.criteo",
     "recinfer.datasets.movielens",

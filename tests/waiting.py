@@ -1,4 +1,4 @@
-"""Waiting for something to become true, for tests: as soon as it is, and with a limit that only a fault reaches."""
+"""Polling for a condition in tests, with a timeout that only a fault reaches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs and ranks of tests in processes forked from a warm interpreter: what takes seconds to import is imported once."""
+"""Programs and ranks of tests in processes forked from a warm interpreter, which imports slow modules once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unittest import mock
 
 __all__ = ["LONGEST_S", "RECINFER", "Program", "WarmPopen", "run_program", "starting_warm", "warm_context"]
 
-# What a process has imported as it begins.
+# Modules that a process has imported when it starts.
 _PRELOAD = [
     "torch",
     "torch.distributed",

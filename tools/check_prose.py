@@ -1,7 +1,7 @@
 """Finds banned words in the documentation, error messages, logs, help texts and module docstrings.
 
 Run ``python tools/check_prose.py`` from the repository root. It prints file:line, the phrase and its replacement, and exits with 1
-if it found any. docs/glossary.md explains the list.
+if it found any. ``--write`` writes the list of this file into docs/glossary.md ("Words to avoid").
 """
 
 from __future__ import annotations
@@ -12,43 +12,63 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-BANNED = {
-    r"\bat the door\b|\b(?:two|three|other|every|all) doors\b": "protocol, port or endpoint",
-    r"\b(?:is|are|was|were) told(?! apart)\b": "is notified, gets an error, or is reported",
-    r"\bwho (?:asks|calls|waits|wants)\b": "caller or client",
-    r"\bsomebody\b": "the client, process or rank that it is",
-    r"\bwhat waits\b": "queued requests",
-    r"\ba server less\b": "one server fewer, or scale-down",
-    r"\bis refused by name\b": "fails with an error that names it",
-    r"\bcrowds?\b(?! out)": "concurrent requests",
-    r"\blookouts?\b": "monitor or watcher",
-    r"\bpatience\b": "timeout",
-    r"\bin the place of\b": "instead of",
-    r"\bto be had\b": "available",
-    r"\bhand(?:s|ed)? over\b": "pass",
-    r"\bwithout a word\b": "without an error message",
-    r"\bdoes nothing here\b": "has no effect",
-    r"\b(?:is|are) not here\b": "recinfer lacks, or is missing",
-    r"\bnot there any ?more\b": "was removed, or has ended",
-    r"\btold beside\b|\bis beside it\b": "also reported",
-}
-"""Regular expression -> what to write instead; in pages, error messages, help texts and module docstrings."""
-
 _UNITS = "second|minute|sample|feature|row|rank|request|call|file|table|line|step|batch|worker"
-BANNED_IN_PAGES = {
-    rf"\b(?:requests?|samples?|answers?|rows?|ids?|vectors?|bytes|lines?|one|two) an? (?:{_UNITS})\b": "per",
-    r"\bonce an? (?:process|place|table|version)\b": "once per",
-    r"\bbeside\b": "next to, or compared with",
-    r"\banew\b": "again",
-    r"\bliving replicas?\b": "usable replica",
-    r"\bwho(?:ever)? (?:calls|sends|reads|looks|waits|wants)\b": "the caller, client or reader",
-    r"\b(?:gives?|given|gave) (?:back|out)\b": "returns, frees, or sends",
-    r"\bby (?:custom|itself alone)\b": "by convention, or alone",
-    r"\bfor good\b": "permanently",
-    r"\bmade[- ]up\b": "synthetic, or example",
-    r"\b\d+(?:\.\d+)? times (?:faster|slower|as (?:fast|many|much))\b": "N times the time, the rate or the bytes",
-}
+
+BANNED: list[tuple[str, str, str]] = [
+    (
+        "at the door, two doors",
+        r"\bat the door\b|\b(?:two|three|other|every|all) doors\b",
+        "protocol, port or endpoint",
+    ),
+    ("is told", r"\b(?:is|are|was|were) told(?! apart)\b", "is notified, gets an error, or is reported"),
+    ("who asks, who calls, who waits", r"\bwho (?:asks|calls|waits|wants)\b", "caller or client"),
+    ("somebody", r"\bsomebody\b", "the client, process or rank that it is"),
+    ("what waits", r"\bwhat waits\b", "queued requests"),
+    ("a server less", r"\ba server less\b", "one server fewer, or scale-down"),
+    ("is refused by name", r"\bis refused by name\b", "fails with an error that names it"),
+    ("crowd", r"\bcrowds?\b(?! out)", "concurrent requests"),
+    ("lookout", r"\blookouts?\b", "monitor or watcher"),
+    ("patience", r"\bpatience\b", "timeout"),
+    ("promise (of latency)", r"\bpromises?\b", "objective"),
+    ("in the place of", r"\bin the place of\b", "instead of"),
+    ("to be had", r"\bto be had\b", "available"),
+    ("hand over", r"\bhand(?:s|ed)? over\b", "pass"),
+    ("without a word", r"\bwithout a word\b", "without an error message"),
+    ("does nothing here", r"\bdoes nothing here\b", "has no effect"),
+    ("is not here", r"\b(?:is|are) not here\b", "recinfer lacks, or is missing"),
+    ("not there any more", r"\bnot there any ?more\b", "was removed, or has ended"),
+    ("told beside, is beside it", r"\btold beside\b|\bis beside it\b", "also reported"),
+    (
+        "requests a second, ids a sample",
+        rf"\b(?:requests?|samples?|answers?|rows?|ids?|vectors?|bytes|lines?|one|two) an? (?:{_UNITS})\b",
+        "requests per second, ids per sample",
+    ),
+]
+"""Phrase, its regular expression, what to write instead: in pages, error messages, help texts and module docstrings."""
+
+BANNED_IN_PAGES: list[tuple[str, str, str]] = [
+    ("once a process", r"\bonce an? (?:process|place|table|version)\b", "once per process"),
+    ("beside", r"\bbeside\b", "next to, or compared with"),
+    ("anew", r"\banew\b", "again"),
+    ("living replica", r"\bliving replicas?\b", "usable replica"),
+    (
+        "whoever calls, who reads",
+        r"\bwho(?:ever)? (?:calls|sends|reads|looks|waits|wants)\b",
+        "the caller, client or reader",
+    ),
+    ("give back, give out", r"\b(?:gives?|given|gave) (?:back|out)\b", "returns, frees, or sends"),
+    ("by custom, by itself alone", r"\bby (?:custom|itself alone)\b", "by convention, or alone"),
+    ("for good", r"\bfor good\b", "permanently"),
+    ("made-up", r"\bmade[- ]up\b", "synthetic, or example"),
+    (
+        "N times faster, N times as many",
+        r"\b\d+(?:\.\d+)? times (?:faster|slower|as (?:fast|many|much))\b",
+        "N times the time, the rate or the bytes",
+    ),
+]
 """The same for pages alone."""
+
+_TABLE = re.compile(r"(## Words to avoid\n.*?\n\|---\|---\|---\|\n).*", re.DOTALL)
 
 _SHOWS = {"error", "exception", "info", "note", "show", "warning"}
 """Methods of loggers and of :class:`recinfer.cli.console.Output` that print their arguments."""
@@ -58,7 +78,7 @@ _EXEMPT = {"docs/glossary.md"}
 
 def find(text: str, first_line: int = 1, *, page: bool = False) -> Iterator[tuple[int, str, str]]:
     """Gives line number, phrase and replacement for each banned phrase in ``text``; a phrase may span two lines."""
-    for pattern, instead in {**BANNED, **(BANNED_IN_PAGES if page else {})}.items():
+    for _, pattern, instead in BANNED + (BANNED_IN_PAGES if page else []):
         for match in re.finditer(pattern.replace(" ", r"\s+"), text, re.IGNORECASE):
             yield first_line + text.count("\n", 0, match.start()), " ".join(match.group().split()), instead
 
@@ -82,6 +102,13 @@ def user_strings(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.value
 
 
+def with_words_to_avoid(page: str) -> str:
+    """The glossary ``page`` with its table of words to avoid made from the lists above."""
+    listed = [(BANNED, "everywhere"), (BANNED_IN_PAGES, "on pages")]
+    rows = [f"| {phrase} | {instead} | {where} |\n" for words, where in listed for phrase, _, instead in words]
+    return _TABLE.sub(lambda head: head.group(1) + "".join(rows), page)
+
+
 def check(root: Path) -> list[str]:
     """One line for each banned phrase in the repository at ``root``."""
     ignored = root / ".gitignore"  # it lists the pages that are made from the code, whose sources are checked instead
@@ -100,10 +127,17 @@ def check(root: Path) -> list[str]:
         name = path.relative_to(root).as_posix()
         for line, text in user_strings(path.read_text()):
             problems += [f"{name}:{n}: {phrase!r}: write {how}" for n, phrase, how in find(text, line)]
+    glossary = root / "docs/glossary.md"
+    if glossary.exists() and with_words_to_avoid(glossary.read_text()) != glossary.read_text():
+        problems.append('docs/glossary.md: "Words to avoid" is not this list; run python tools/check_prose.py --write')
     return problems
 
 
 if __name__ == "__main__":
-    found = check(Path(__file__).parent.parent)
+    root = Path(__file__).parent.parent
+    if "--write" in sys.argv:
+        page = root / "docs/glossary.md"
+        page.write_text(with_words_to_avoid(page.read_text()))
+    found = check(root)
     print("\n".join(found) or "check_prose: no banned words")
     sys.exit(bool(found))

@@ -3,7 +3,7 @@
 From a checkout: ``python tools/gpu_trial.py --out gpu_trial.json``. The kernel's part needs torch (a CUDA build), Triton, numpy and
 pytest: neither FBGEMM nor a network. Tests of what is not installed there are left out, and the file says which; FBGEMM's kernel is
 timed too where it is installed, and the served Predict where serving's packages are. On a machine without a
-GPU ``TRITON_INTERPRET=1 python tools/gpu_trial.py --device cpu --tiny`` runs every line of it but the CUDA graphs; its times mean nothing.
+GPU ``TRITON_INTERPRET=1 python tools/gpu_trial.py --device cpu --tiny`` runs all of it except the CUDA graphs; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recinfer.quant.triton_lookup import Launch, Read, TritonTables  # noqa: E40
 
 ALIGNMENTS = (4, 16, 32)
 LAUNCHES = (Launch(1024, 2), Launch(2048, 4), Launch(4096, 4), Launch(4096, 8))
-MODELS = {"criteo_26x64": (26, 64, 1), "tables_200x128": (200, 128, 20)}  # tables, dim, ids a bag
+MODELS = {"criteo_26x64": (26, 64, 1), "tables_200x128": (200, 128, 20)}  # tables, dim, ids per bag
 
 
 def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -131,7 +131,7 @@ def one_lookup(
 
 
 def models(tiny: bool) -> list[tuple[str, int, int, int]]:
-    """Name, tables, dim and ids a bag of each model."""
+    """Name, tables, dim and ids per bag of each model."""
     return [
         (name, 3 if tiny else count, dim, min(length, 2) if tiny else length)
         for name, (count, dim, length) in MODELS.items()
@@ -139,7 +139,7 @@ def models(tiny: bool) -> list[tuple[str, int, int, int]]:
 
 
 def requests_of_host(device: torch.device, rows: int, repeats: int, tiny: bool) -> list[dict[str, Any]]:
-    """What a request of a few samples takes from ids on the host to vectors on the device, with CUDA graphs and without."""
+    """Time of a small request from ids on the host to vectors on the device, with CUDA graphs and without."""
     found = []
     for name, count, dim, length in models(tiny):
         buffers, placed = tables_of(count, dim, rows, DataType.INT8, device, 16)

@@ -1,4 +1,4 @@
-"""The served Predict of an archive on a device, beside the same archive on the CPU: part of ``tools/gpu_trial.py``.
+"""Compares the served Predict of an archive on a device and on the CPU: part of ``tools/gpu_trial.py``.
 
 Needs what serving needs (grpcio, protobuf ...); without it the part says so.
 """
@@ -28,7 +28,7 @@ FEATURES, DENSE, DIM = 26, 13, 64
 def served_predictions(
     device: torch.device, batches: list[int], rows: int, seconds: float, callers: tuple[int, ...] = (1, 8)
 ) -> list[dict[str, Any]]:
-    """A line per server, batch and number of callers: a DLRM of 26 tables in INT8, one id a feature.
+    """A line per server, batch and number of callers: a DLRM of 26 tables in INT8, one id per feature.
 
     The servers, each a process of its own on loopback: the Triton kernel on ``device`` (the interpreter's in a trial on the CPU),
     and the CPU's default. One that does not start gives a line with its error.
@@ -78,7 +78,7 @@ def kernel_of_children(name: str | None) -> Iterator[None]:
 
 
 def built_apart(folder: Path, rows: int) -> Path:
-    """:func:`build` in a process of its own: without FBGEMM the archive is checked by our kernel, in the interpreter."""
+    """:func:`build` in a process of its own: without FBGEMM recinfer's kernel checks the archive, in the interpreter."""
     interpreted = {} if fbgemm.INSTALLED else {"TRITON_INTERPRET": "1", "RECINFER_KERNEL": "triton"}
     command = [sys.executable, __file__, str(folder), str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **interpreted}, cwd=ROOT)

@@ -98,7 +98,7 @@ class Trial:
     def _follow(self) -> None:
         """Point the client to the serving rankers, as a registry would."""
         while not self._over.wait(0.3):
-            with contextlib.suppress(Exception):  # there is none, or its controller is being started again
+            with contextlib.suppress(Exception):  # there is no deployment, or its controller is restarting
                 found = self.ray.status(NAME)
                 self.client.follow(found["rankers"])
                 for server in found["servers"]:
@@ -167,7 +167,7 @@ class Trial:
         wait(lambda: self.client.targets == found["rankers"], 10)
         row("under load", "s", "answers", "failed", "wrong", "p50", "p99", "max ms", "versions", "")
 
-    # What is done in the parts; each returns what there is to say.
+    # The actions of the parts; each returns a remark for its line.
 
     def kill_server(self) -> str:
         """Send SIGKILL to the process of a shard server."""
@@ -207,17 +207,17 @@ class Trial:
         return f"ready again after {spent:.1f} s, no server touched"
 
     def roll(self, version: str) -> str:
-        """By the command."""
+        """Roll out a version by the command."""
         done = said(recinfer("deploy", self.store / "trial" / version, "--ray", HEAD, "--roll"))
         assert done["version"] == version
         return ""
 
     def roll_back(self) -> str:
-        """By the command."""
+        """Go back to the previous version by the command."""
         return f"serves {said(recinfer('deploy', '--ray', HEAD, '--rollback'))['version']}"
 
     def roll_broken(self) -> str:
-        """A version whose rows are not what its manifest says."""
+        """Roll out a version whose rows differ from its manifest, which must fail."""
         from netns_trial import build
 
         build(self.folder, self.store / NAME / "3", "3")
@@ -231,7 +231,7 @@ class Trial:
         return json.loads(done.stdout.splitlines()[-1])["error"]["message"][:110]
 
     def scale(self, shards: int, rankers: int) -> str:
-        """By the command."""
+        """Set the numbers of servers by the command."""
         found = said(recinfer("deploy", "--ray", HEAD, "--scale", shards, "--scale-rankers", rankers))
         counts = Counter(server["role"] for server in found["servers"])
         wait(lambda: len(self.servers()) == 3 * shards + rankers, 90, "those that drain to end")
@@ -239,7 +239,7 @@ class Trial:
         return f"{len(self.servers())} servers"
 
     def load_up(self, kind: str) -> str:
-        """Many callers: load asks for more servers of a kind; all that are begun must serve."""
+        """Many callers: the load needs more servers of a kind; all started ones must serve."""
         before = len(self.servers(kind))
         self.client.say("callers 48")
         highest: dict[str, tuple[float, float]] = {}
@@ -272,7 +272,7 @@ class Trial:
         return certified(folder, f"DNS:{TLS_NAME}")
 
     def refuse_missing(self, tls: Path) -> None:
-        """A file that no node has is named, with the nodes, before anything is started."""
+        """The error names a file that no node has, with the nodes, before anything is started."""
         files = ["--tls-cert", tls / "cert.pem", "--tls-key", tls / "key.pem", "--tls-ca", tls / "gone.pem"]
         done = recinfer("deploy", self.store / NAME / "1", "--ray", HEAD, *files)
         message = json.loads(done.stdout.splitlines()[-1])["error"]["message"]
@@ -281,7 +281,7 @@ class Trial:
         print(f"refused: {message[:200]}", flush=True)
 
     def down(self) -> list[str]:
-        """Take it down; what is left of it."""
+        """Remove the deployment; returns what is left of it."""
         import ray
         from ray.util.placement_group import placement_group_table
 
@@ -340,7 +340,7 @@ def trial(folder: Path, options: argparse.Namespace, stack: ExitStack) -> int:
 
 
 def faults(run: Trial) -> None:
-    """What ends unasked."""
+    """The parts in which something fails."""
     run.part("nothing wrong")
     run.part("a shard server's process killed", run.kill_server)
     run.part("a shard's actor killed", lambda: run.kill_actor(f"{NAME}/shard-0"))
@@ -351,7 +351,7 @@ def faults(run: Trial) -> None:
 
 
 def changes(run: Trial) -> None:
-    """What is changed by hand."""
+    """The parts with changes by hand."""
     run.part("version 2 rolled out", lambda: run.roll("2"))
     run.part("a ranker's actor killed: starts with 2", lambda: run.kill_actor(f"{NAME}/ranker"))
     run.part("rolled back", run.roll_back)
@@ -361,13 +361,13 @@ def changes(run: Trial) -> None:
 
 
 def load(run: Trial) -> None:
-    """What load changes."""
+    """The parts in which load changes the number of rankers."""
     run.part("48 callers: rankers scaled up", lambda: run.load_up("ranker"))
     run.part("1 caller: rankers scaled down", lambda: run.load_down("ranker", 1))
 
 
 def shard_load(run: Trial) -> None:
-    """What load changes of shard servers: one more of each of the three groups. All share two cores, so none is very busy."""
+    """The parts in which load changes the number of shard servers, by one in each of the three groups."""
     run.part("48 callers: shard servers scaled up", lambda: run.load_up("shard"))
     run.part("1 caller: shard servers scaled down", lambda: run.load_down("shard", 3))
     run.client.say("callers 4")
@@ -383,7 +383,7 @@ def behind_tls(run: Trial) -> tuple[object, ...]:
 
 
 def guarded(run: Trial) -> None:
-    """Behind mutual TLS."""
+    """The parts with mutual TLS."""
     run.part("mutual TLS: a shard server killed", run.kill_server)
     run.part("mutual TLS: version 2 rolled out", lambda: run.roll("2"))
     run.part("mutual TLS: the controller killed", run.kill_controller)
@@ -418,7 +418,7 @@ def main() -> int:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     # A short path: the names of Ray's sockets have 107 characters.
     with tempfile.TemporaryDirectory(prefix="rt", dir="/tmp", ignore_cleanup_errors=True) as name, ExitStack() as stack:
-        os.environ["TMPDIR"] = tempfile.tempdir = name  # of all that is started too: what is left in it was left by us
+        os.environ["TMPDIR"] = tempfile.tempdir = name  # of all started processes too: files left in it are ours
         return trial(Path(name), options, stack)
 
 

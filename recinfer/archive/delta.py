@@ -287,7 +287,7 @@ class DeltaWriter:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._file = path.open("x+b")
         self._tables = {(t.module, t.name): t for t in manifest.tables}
-        # The most the header can take: two tensors a table, one a file, numbers of 20 digits.
+        # Upper limit of the header's size: two tensors per table, one per file, numbers of 20 digits.
         self._room = -(-(512 + 200 * (2 * len(self._tables) + 8)) // _PAGE) * _PAGE
         self._file.seek(self._room)
         self._at = 0

@@ -128,7 +128,7 @@ def _place(files: Sequence[RankFile]) -> tuple[list[_InFile], int]:
         for path, piece in parts:
             in_table = piece.rect.row_start * piece.row_bytes
             if previous is None or piece.rect.row_start != previous.rect.row_stop:
-                # Not the neighbour of the last one (its rank is not here): begin a page of its own, at its phase.
+                # Not the neighbour of the last one (whose rank is not opened): begin at a new page, at its phase.
                 base = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE - in_table // mmap.PAGESIZE * mmap.PAGESIZE
             placed.append(_InFile(path, piece, base + in_table))
             end = base + in_table + piece.bytes

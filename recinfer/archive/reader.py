@@ -29,7 +29,7 @@ class Archive:
         root: its folder.
         manifest: what is inside.
         plan: where each rectangle is.
-        rank_files: the checked shard files, one a rank; those of the ranks it was opened for.
+        rank_files: the checked shard files, one per rank, of the ranks that it was opened for.
         manifest_sha256: of manifest.json, which lists the hashes of all else: what deltas name as their base.
         replaced: files that deltas have replaced, by path; the manifest is then the one after them.
     """

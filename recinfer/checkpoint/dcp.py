@@ -66,7 +66,7 @@ class Chunk:
         """The chunk's tensor in its file; its description is read on first use.
 
         Raises:
-            CheckpointError: the file does not hold the tensor that the index promises.
+            CheckpointError: the file does not hold the tensor that the index lists.
         """
         if self.known is not None:
             return self.known

@@ -151,7 +151,7 @@ def measure(subject: MeasuredServer, load: LoadOptions, client: ClientOptions, o
         trace = _trace(load, model)
         name, version = client.model, model.version if client.label else client.version
         requests = encode_requests(model, call, trace, name=name, version=version, seed=load.seed)
-        # A request that takes ten times the objective is lost, so a stretch ends soon after its last request.
+        # A request that takes ten times the objective is lost, so a measurement ends soon after its last request.
         timeout = max(1.0, load.p99_ms / 100)
         with Driver(target, call, requests, **{**arguments, "timeout": timeout}) as driver, output.bar("") as progress:
             found = find_knee(

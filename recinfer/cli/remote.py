@@ -143,7 +143,7 @@ def unchecked(
 
 
 def version_in(store: Path | None, archive: Path) -> str:
-    """The version that a model store calls ``archive``, its folder's name; empty when it lies in no such place."""
+    """The version that a model store calls ``archive``, its folder's name; empty if it is in no store."""
     inside = store is not None and archive.resolve().parent.parent == store.resolve()
     return archive.resolve().name if inside else ""
 

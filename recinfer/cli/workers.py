@@ -25,7 +25,7 @@ __all__ = ["supervise", "worker_command", "worker_options"]
 def worker_command(arguments: Sequence[str], port: int, http_port: int | None) -> list[str]:
     """The command of a worker of ``recinfer *arguments``.
 
-    What makes it a worker stands directly behind the verb: behind the user's arguments it would be the value of an option
+    The option that makes it a worker comes directly after the command: after the user's arguments it would be the value of an option
     that lacks one, or the name of an archive, and the "worker" would start workers as well.
     """
     at = arguments.index("serve") + 1
@@ -62,7 +62,7 @@ def supervise(
     """Run this process's own command line in ``workers`` processes until SIGTERM or Ctrl-C.
 
     The metrics port is this process's own: it shows the sum of what the workers count. The others are held here and
-    shared by the workers alone: a second server on one of them is refused, where it would share it without a word.
+    shared by the workers only: a second server on one of them fails, instead of sharing it without an error message.
 
     Args:
         store, poll, model_config: the model store that this process follows for all workers, how often, and by which file.

@@ -323,7 +323,7 @@ class _Renderer:
                 {"name": "grpc", "containerPort": _PORT},
                 {"name": "metrics", "containerPort": _METRICS},
             ],
-            # Mapping and checking may take as long as the volume needs to read every byte: ten minutes, then anew.
+            # Mapping and checking may take as long as the volume needs to read every byte: ten minutes, then again.
             "startupProbe": {**probe(), "periodSeconds": 2, "failureThreshold": 300},
             "readinessProbe": {**probe("readiness"), "periodSeconds": 2, "failureThreshold": 2},
             "livenessProbe": {**probe("liveness"), "periodSeconds": 10, "failureThreshold": 6},

@@ -132,7 +132,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._param_name = param_name
         if param_name in optimizer.params:
             raise ConfigError(f"warmup: a parameter has the name {param_name!r} already; give another param_name")
-        # A parameter of no elements carries the state, so that whoever saves by params and state sees it.
+        # A parameter without elements carries the state, so that code that saves params and state includes it.
         self._place: Tensor = torch.zeros(2, dtype=torch.int64)
         self._carrier = nn.Parameter(torch.empty(0))
         self.save_param_groups(True)

@@ -1,4 +1,4 @@
-/* Bags of ids as they lie in a message's bytes: how many each holds, and which. For the compiled loops. */
+/* Bags of ids in a message's bytes: the number of ids of each bag, and the ids. For the compiled loops. */
 
 #ifndef RECINFER_BAGS_H
 #define RECINFER_BAGS_H
@@ -11,12 +11,12 @@ typedef struct {
     const uint8_t *lengths, *values; /* unsigned [keys, batch]; int64 or int32 [ids] */
     int64_t keys, ids, batch;
     int wide;         /* ids are int64 */
-    int length_bytes; /* of a length: 4 or 1; 0: there are none, each bag holds one id */
+    int length_bytes; /* bytes of a length: 4 or 1; 0: no lengths, each bag holds one id */
 } Bags;
 
 static inline int64_t length_at(const Bags *bags, int64_t at) {
     if (bags->length_bytes == 4) {
-        uint32_t length; /* a negative one becomes larger than any number of ids */
+        uint32_t length; /* a negative length becomes larger than any number of ids */
         memcpy(&length, bags->lengths + 4 * at, 4);
         return length;
     }
@@ -52,7 +52,7 @@ static inline int read_bags(PyObject *places, const uint8_t *data, Py_ssize_t si
     return 1;
 }
 
-/* Where each key's ids begin, [keys + 1]; 0 where the lengths are not those of so many ids. */
+/* The first id of each key, [keys + 1]; 0 if the sum of the lengths is not the number of ids. */
 static inline int find_starts(const Bags *bags, int64_t *starts) {
     int64_t at = 0;
     for (int64_t key = 0; key < bags->keys; key++) {

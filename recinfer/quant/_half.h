@@ -1,4 +1,4 @@
-/* Numbers of 16 bits without the machine's help, and the choice of the machine's vectors: for the compiled loops here. */
+/* Half-precision conversion without special instructions, and functions compiled for several vector widths. */
 
 #ifndef RECINFER_HALF_H
 #define RECINFER_HALF_H
@@ -37,7 +37,7 @@ static inline uint32_t to_half(float value) {
 static inline float from_half(uint32_t half) {
     uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
     uint32_t normal = (magnitude << 13) + 0x38000000u;
-    uint32_t subnormal = to_bits(from_bits(magnitude + 0x3f000000u) - 0.5f); /* its bits count units of 2**-24 */
+    uint32_t subnormal = to_bits(from_bits(magnitude + 0x3f000000u) - 0.5f); /* the mantissa counts units of 2**-24 */
     uint32_t bits = magnitude < 0x400u ? subnormal : normal;
     return from_bits(sign | (magnitude < 0x7c00u ? bits : 0x7f800000u));
 }

@@ -1,4 +1,4 @@
-/* One row of a packed table as numbers: for the compiled loops here. */
+/* Unpacks one row of a packed table to floats, for the compiled loops. */
 
 #ifndef RECINFER_ROW_H
 #define RECINFER_ROW_H
@@ -16,7 +16,7 @@
 #endif
 
 #define QPARAM_BYTES 4 /* the scale and the bias before the codes */
-#define CHUNK 128 /* codes of less than a byte that are spread out at a time */
+#define CHUNK 128 /* codes smaller than a byte that are unpacked at a time */
 
 /* How `pack` of _tables.c sends what bags of one feature hold: nothing; the row of each; sums; the rows of some. The same
    numbers stand in proto/recinfer/v1/shards.proto. */
@@ -25,7 +25,7 @@ enum { EMPTY = 0, STORED = 1, SUMS = 2, SOME = 3 };
 /* A bit for each bag. */
 static inline int64_t bits_bytes(int64_t batch) { return (batch + 7) / 8; }
 
-/* One number, by the machine's instruction where it has one. */
+/* Convert one number, by the machine's instruction if it has one. */
 static inline float one_from_half(uint16_t half) {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
     _Float16 value;
@@ -36,10 +36,10 @@ static inline float one_from_half(uint16_t half) {
 #endif
 }
 
-/* What can be a code or a float. */
+/* An element: a code or a float. */
 static inline int are_bits(int64_t bits) { return bits == 2 || bits == 4 || bits == 8 || bits == 16 || bits == 32; }
 
-/* Bytes of a row, without what aligns it. */
+/* Bytes of a row, without padding. */
 static inline int64_t stored_bytes(int64_t width, int64_t bits) {
     return (bits < 16 ? QPARAM_BYTES : 0) + (width * bits + 7) / 8;
 }
@@ -69,7 +69,7 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, floa
     const uint8_t *codes = row + QPARAM_BYTES;
     const int per_byte = (int)(8 / bits), shift = (int)bits;
     if (bits == 8) {
-#pragma omp simd /* else a width that is known becomes scalar code, before it could become vectors */
+#pragma omp simd /* otherwise the compiler unrolls a constant width to scalar code before it vectorizes */
         for (int64_t i = 0; i < width; i++)
             sum[i] = fmaf((float)codes[i], scale, sum[i] + bias);
         return;

@@ -1,7 +1,7 @@
 /* Float rows to packed integer rows and the error this makes, in one pass over each row while it is in the cache.
 
-   The arithmetic is that of recinfer/quant/packing.py and of FBGEMM's quantizer, bit for bit. The caller's threads
-   run beside it: the interpreter lock is given back for the whole call. */
+   The arithmetic is that of recinfer/quant/packing.py and of FBGEMM's quantizer, bit for bit. Other threads of
+   the process run meanwhile: the interpreter lock is released for the whole call. */
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -15,8 +15,8 @@
 #define QPARAM_BYTES 4
 
 typedef struct {
-    double weight_squares; /* of all weights: NaN or infinite where a weight is */
-    double squares;        /* of all differences */
+    double weight_squares; /* sum of squares of all weights: NaN or infinite if a weight is */
+    double squares;        /* sum of squares of all differences */
     float largest;         /* difference, in and out */
     float step;            /* the largest scale, in and out */
 } Errors;
@@ -58,7 +58,7 @@ static inline void find_scales(float levels, Group *group) {
         uint32_t half_bias = to_half(low);
         float bias = from_half(half_bias), range = high - bias;
         uint32_t half_scale = to_half(range == 0.0f ? 1.0f : range / levels);
-        half_scale = (half_scale & 0x7fffu) == 0 ? 0x3c00u : half_scale; /* 1, where the range is too small for fp16 */
+        half_scale = (half_scale & 0x7fffu) == 0 ? 0x3c00u : half_scale; /* 1 if the range is too small for fp16 */
         float scale = from_half(half_scale);
         group->half_bias[r] = half_bias;
         group->half_scale[r] = half_scale;

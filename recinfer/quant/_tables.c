@@ -11,8 +11,8 @@
 #include "_half.h"
 #include "_row.h"
 
-#define AHEAD 48 /* ids whose rows are asked for before they are needed */
-#define LONG_WORK 65536 /* floats; what takes longer lets other Python threads run */
+#define AHEAD 48 /* ids whose rows are prefetched ahead of their use */
+#define LONG_WORK 65536 /* floats; a larger lookup releases the interpreter lock */
 
 /* A table, or columns of one, in the buffer. `bits` of a code; 16 and 32 are floats. */
 typedef struct {
@@ -24,7 +24,7 @@ typedef struct {
     int64_t key, piece, column;
 } Step;
 
-/* The samples that are wanted of each key, and where their ids begin and end. */
+/* The requested samples of each key, and the first and last position of their ids. */
 typedef struct {
     int64_t first, samples, *starts, *ends;
 } Part;
@@ -66,7 +66,7 @@ INLINE static int are_rows(const uint8_t *table, const Piece *piece, const Bags 
     return 1;
 }
 
-/* Find a part's ids, behind find_starts. */
+/* Find a part's ids; call find_starts first. */
 static void narrow(const Bags *bags, Part *part) {
     for (int64_t key = 0; key < bags->keys; key++) {
         int64_t at = part->starts[key], b = key * bags->batch;
@@ -131,7 +131,7 @@ INLINE static void copy_rows(uint8_t kind, const uint8_t *table, const Piece *pi
             out[b / 8] |= (uint8_t)(length_at(bags, key * bags->batch + b) << b % 8);
         out += bits_bytes(bags->batch);
     }
-    const int all = kind == SOME || last - at == bags->batch; /* each row that is sent is of an id */
+    const int all = kind == SOME || last - at == bags->batch; /* every sent row belongs to an id */
     for (int64_t b = 0; all ? at < last : b < bags->batch; b++, out += size) {
         if (!all && !length_at(bags, key * bags->batch + b)) {
             memset(out, 0, (size_t)size);
@@ -160,7 +160,7 @@ WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *ste
         if (kinds[s] == SUMS) {
             BY_ROW(POOL, piece->width, piece->bits, sum);
         } else if (kinds[s] != EMPTY) {
-            switch (stored_bytes(piece->width, piece->bits)) { /* copies of a size that is known are moves */
+            switch (stored_bytes(piece->width, piece->bits)) { /* copies of a constant size compile to moves */
             case 12:
                 COPY(12);
                 break;
@@ -213,7 +213,7 @@ typedef struct {
     Bags bags;
 } Context;
 
-/* Take a context's places, as `pool` has them; raises. `steps` is to be released where it has an obj. */
+/* Read a context's arguments, as `pool` has them; raises. The caller releases `steps` if it has an obj. */
 static int read_context(PyObject *given, const Py_buffer *data, const Piece *pieces, int64_t num_pieces, Py_ssize_t columns,
                         Context *context, int64_t *widest) {
     PyObject *steps, *places;

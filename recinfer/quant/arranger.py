@@ -135,7 +135,7 @@ class FeatureArranger:
 
     def _in_range_on_host(self, values_N: Tensor, offsets: Tensor, batch: int) -> bool:
         # The largest id of each feature in one vectorised pass; FBGEMM's own checker takes 3 ns an id, this 0.2. After
-        # a lookup of some megabytes every line of code is out of the cache: few calls matter more than few ids.
+        # a lookup of some megabytes the code is out of the cache, so the number of calls matters more than that of ids.
         unsigned, limits = self._limits[values_N.dtype]
         ids: np.ndarray = values_N.numpy().view(unsigned)
         edges = offsets.numpy()[::batch]

@@ -1,4 +1,4 @@
-"""How ids on the host reach the device that looks them up: through page-locked memory, in one copy, on a stream of its own.
+"""Copies ids from the host to the device that looks them up: from page-locked memory, in one copy, on a separate stream.
 
 Shape suffixes: F keys, B batch, N ids.
 """
@@ -14,7 +14,7 @@ __all__ = ["HostInputs", "InputSizes", "Staging"]
 
 
 class InputSizes(NamedTuple):
-    """How many of each a lookup's inputs may be: ``F x B + 1`` offsets, N ids, and N weights where there are any."""
+    """The largest numbers of a lookup's inputs: ``F x B + 1`` offsets, N ids, and N weights if there are any."""
 
     offsets: int
     ids: int
@@ -32,7 +32,7 @@ class InputSizes(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Of all three."""
+        """The words of all three."""
         return self.weights_at + (-(-self.ids // 2) if self.weighted else 0)
 
 
@@ -85,7 +85,7 @@ class Staging:
         sizes = InputSizes(offsets.numel(), ids.numel(), weights is not None)
         stream, copied, read = self._stream, self._copied, self._read
         if copied is not None:
-            copied.synchronize()  # the host's memory is read; long over, unless requests follow one another unanswered
+            copied.synchronize()  # the last copy has read the host's memory; seldom waits
         if sizes.words > self._inputs.device_words.numel():
             if read is not None:
                 read.synchronize()  # no lookup reads the old memory any more

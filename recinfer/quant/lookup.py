@@ -130,7 +130,7 @@ class PooledLookup(nn.Module):
         op_pooling = PoolingType.SUM if mixed else poolings.pop()
         self.batch = table_batch([piece for _, piece in reads], op_pooling, buffers, output_dtype=output_dtype)
         self._op_knows_rows, self._counts_ids = self.batch.knows_rows, self.batch.counts_ids
-        self._run = self.batch.forward  # past nn.Module's call machinery, which costs as much as the op's dispatch
+        self._run = self.batch.forward  # without nn.Module.__call__, which costs as much as the op's dispatch
         self.arranger = FeatureArranger([feature for feature, _ in reads], [piece.rect.rows for _, piece in reads])
         means = {c.name for c in configs if c.pooling is PoolingType.MEAN}
         self._mean_runs = _mean_runs(self.batch.reads, self.batch.widths, means) if mixed else []

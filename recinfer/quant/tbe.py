@@ -105,7 +105,7 @@ class TableBatch(nn.Module):
         tables: the tables, each once.
         widths: columns of each read in the output, padded.
         knows_rows: whether the op refuses ids beyond the tables' rows.
-        counts_ids: whether it tells of ids out of range afterwards; it does not.
+        counts_ids: whether it reports ids out of range after the lookup; it does not.
         real_columns: int64, those of the op's output that are columns of a table; None: all are. The op pads columns of INT4
             and INT2 tables to whole bytes.
     """

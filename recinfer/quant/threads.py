@@ -27,7 +27,7 @@ _LEAST_IDS = 16384
 """A lookup of fewer ids is never split: it takes less than waking a thread and copying (measured: 65 to 95 us plus 1 ns
 per byte)."""
 _TRIALS = 4  # of each way, before the faster one is kept
-_AGAIN = 128  # every so many lookups of a size the slower way gets another chance: the machine's load changes
+_AGAIN = 128  # every so many lookups of a size the slower way is timed again: the machine's load changes
 _CLEARLY = 0.9  # a split must win by this much, so that noise never makes a lookup slower
 _KEEP = 0.75  # of the running time of a way, the rest is the newest measurement
 

@@ -22,7 +22,7 @@ __all__ = ["TritonBatch"]
 
 
 class _Own(threading.local):
-    """What each thread has for itself on the way to a GPU."""
+    """The state of one thread for copies to a GPU."""
 
     staging: Staging | None = None
     graphs: GraphedLookups | None = None
@@ -62,7 +62,7 @@ class TritonBatch:
         self._bad, self._seen = self._lookup.new_counter(), [0] * len(self.reads)
         self._graphs = env.cuda_graphs()
         self._own, self._lock = _Own(), threading.Lock()
-        # The counts on the host, and the event of their copy; None: no copy is under way.
+        # The counts on the host, and the event of their copy; None: no copy is running.
         self._sent_counts: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -137,7 +137,7 @@ class TritonBatch:
             )
 
     def _since_last(self, counts: list[int]) -> list[int]:
-        """What was counted since the counts were last looked at."""
+        """The counts since they were last read."""
         with self._lock:
             self._sent_counts = None
             new = [max(0, now - before) for now, before in zip(counts, self._seen)]

@@ -1,4 +1,4 @@
-"""Puts load on a server and measures it: a fixed number of callers, each of which sends its next request when the last one is answered."""
+"""Puts load on a server and measures it: callers that each send the next request after an answer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from recinfer.serving.wire.loop import run_on_loop
 __all__ = ["LoadResult", "measure_load", "random_features", "random_requests"]
 
 _WARM_UP_S = 0.3
-_REQUESTS, _MOST_IDS = 64, 1 << 25  # that are made beforehand: different ones, but not gigabytes of them
+_REQUESTS, _MOST_IDS = 64, 1 << 25  # requests made in advance: different ones, but not gigabytes
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What one level of concurrency gave.
+    """The result of one level of concurrency.
 
     Attributes:
         concurrency: callers at a time.
@@ -34,7 +34,7 @@ class LoadResult:
         latencies: seconds of each answered request, ascending.
         errors: refused or failed requests by the error's name.
         batch: samples of a request.
-        reasons: what the first error of each name said.
+        reasons: message of the first error of each name.
     """
 
     concurrency: int
@@ -46,7 +46,7 @@ class LoadResult:
 
     @property
     def rate(self) -> float:
-        """Answered requests a second."""
+        """Answered requests per second."""
         return self.latencies.size / self.seconds
 
     def percentile(self, percent: float) -> float:
@@ -152,7 +152,7 @@ async def _run(
         at = first
         while (
             start := time.perf_counter()
-        ) < end or at == first:  # once at least, also where all stands still meanwhile
+        ) < end or at == first:  # at least once, also if the machine pauses meanwhile
             dense, features = requests[at % len(requests)]
             at += 1
             try:

@@ -1,4 +1,4 @@
-"""Packs an archive for TorchServe: a model entry that holds the handler and points at the archive where it lies."""
+"""Packs an archive for TorchServe: a model entry with the handler and the path of the archive's folder."""
 
 from __future__ import annotations
 

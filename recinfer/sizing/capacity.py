@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from recinfer import __version__
 from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 from recinfer.sizing.arrivals import Trace
-from recinfer.sizing.load import Driver, Stretch
+from recinfer.sizing.load import Driver, Measurement
 
 __all__ = ["OBJECTIVE_SHARE", "Measured", "Point", "find_knee", "this_machine"]
 
@@ -28,8 +28,8 @@ OBJECTIVE_SHARE = 0.99
 """The share of requests that the objective is about."""
 
 _FIRST_QPS = 20.0
-_FEWEST, _LONGER = 300, 5  # minimum requests per stretch, and how many times longer it may be for them
-_REPEATS, _NEAR = 3, 1.1  # most stretches per rate; the search ends at rates this close
+_FEWEST, _LONGER = 300, 5  # minimum requests per measurement, and how many times longer it may be for them
+_REPEATS, _NEAR = 3, 1.1  # most measurements per rate; the search ends at rates this close
 _SHARES = (0.25, 0.5, 0.7, 0.85)  # shares of the knee that are measured for the curve
 _QUANTILES = 201  # quantiles that are stored of a distribution
 _WARM_UP_S = 1.0
@@ -43,10 +43,10 @@ class Point:
 
     Attributes:
         qps: requests per second.
-        p50_s, p99_s: medians over the stretches, over all scheduled requests; infinite if too many were not answered.
-        spread_s: the smallest and the largest p99 of the stretches.
-        within: share of the requests that were answered within the objective, median of the stretches.
-        kept: whether most of the stretches met the objective.
+        p50_s, p99_s: medians over the measurements, over all scheduled requests; infinite if too many were not answered.
+        spread_s: the smallest and the largest p99 of the measurements.
+        within: share of the requests that were answered within the objective, median of the measurements.
+        kept: whether most of the measurements met the objective.
         late_s: delay after the scheduled time within which 99 % of the requests were sent.
     """
 
@@ -143,13 +143,13 @@ def find_knee(
     """Find the highest rate at which 99 % of requests are answered within ``p99_s``: rates double until one is too high, then
     rates between the last two are tried until two neighbours are within 10 %.
 
-    Up to three stretches of load decide about a rate. At the end a longer stretch at the knee must meet the objective
+    Up to three measurements decide about a rate. At the end a longer measurement at the knee must meet the objective
     too, or the knee is lowered.
 
     Args:
         driver: sends the requests.
         trace: arrival times, scaled to each rate.
-        seconds: length of one stretch of load; longer if it would have fewer than 300 requests.
+        seconds: length of one measurement; longer if it would have fewer than 300 requests.
         max_qps: the highest rate to try.
         cpu_s: returns the CPU seconds used so far, by process.
 
@@ -176,11 +176,11 @@ class _Search:
     ) -> None:
         self._driver, self._trace, self._p99_s, self._seconds, self._seed = driver, trace, p99_s, seconds, seed
         self._max_qps, self._cpu_s, self._say, self._done = max_qps, cpu_s, say, 0
-        self._stretches: dict[float, list[Stretch]] = {}
+        self._measurements: dict[float, list[Measurement]] = {}
 
     def run(self) -> dict[str, Any]:
-        self._stretch(_FIRST_QPS, min(_WARM_UP_S, self._seconds))
-        alone = self._stretch(_FIRST_QPS)
+        self._measure(_FIRST_QPS, min(_WARM_UP_S, self._seconds))
+        alone = self._measure(_FIRST_QPS)
         if not np.isfinite(alone.latency_s).any():
             raise UnavailableError(f"the server answered none of {alone.latency_s.size} requests: {alone.reason}")
         knee, broken = self._bracket()
@@ -191,7 +191,7 @@ class _Search:
         for qps in (share * knee for share in _SHARES):
             if qps >= _FIRST_QPS:
                 self._kept(qps, at_least=2)
-        points = tuple(self._point(qps, found) for qps, found in sorted(self._stretches.items()))
+        points = tuple(self._point(qps, found) for qps, found in sorted(self._measurements.items()))
         near = [point for point in points if knee and point.qps <= knee * 1.001]
         return {
             "knee_qps": knee,
@@ -213,10 +213,10 @@ class _Search:
         return knee, rate
 
     def _confirmed(self, knee: float) -> tuple[float, dict[str, float]]:
-        """The knee, lowered until a longer stretch meets the objective, and CPU seconds per request there."""
+        """The knee, lowered until a longer measurement meets the objective, and CPU seconds per request there."""
         while knee > _FIRST_QPS:
             before, start = self._cpu_s(), time.process_time()
-            found = self._stretch(knee, 3 * self._seconds)
+            found = self._measure(knee, 3 * self._seconds)
             spent = {name: after - before[name] for name, after in self._cpu_s().items()}
             spent["driver"] = time.process_time() - start
             if found.share_within(self._p99_s) >= OBJECTIVE_SHARE:
@@ -225,10 +225,10 @@ class _Search:
         return knee, {}
 
     def _kept(self, qps: float, at_least: int = 1) -> bool:
-        """Whether most of three stretches meet the objective; the first decides alone if it is far from it."""
+        """Whether most of three measurements meet the objective; the first decides alone if it is far from it."""
         kept: list[bool] = []
         while len(kept) < _REPEATS:
-            found = self._stretch(qps)
+            found = self._measure(qps)
             p99_s = found.percentile(100 * OBJECTIVE_SHARE)
             kept.append(p99_s <= self._p99_s)
             far = not 0.7 * self._p99_s < p99_s < 3 * self._p99_s
@@ -237,36 +237,36 @@ class _Search:
                 break
         return 2 * kept.count(True) > len(kept)
 
-    def _stretch(self, qps: float, seconds: float | None = None) -> Stretch:
+    def _measure(self, qps: float, seconds: float | None = None) -> Measurement:
         wanted = self._seconds if seconds is None else seconds
         count = max(int(qps * wanted), min(_FEWEST, int(qps * _LONGER * wanted)) if seconds is None else 1, 2)
         self._say(f"{qps:,.0f} requests per second", self._done, self._done + 8)
         due = self._trace.at_rate(qps, count, self._seed + self._done)
         self._done += 1
         found = self._driver.run(due.times)
-        if seconds is None or seconds > self._seconds:  # other stretches are for warming up or deliberate overload
-            self._stretches.setdefault(qps, []).append(found)
+        if seconds is None or seconds > self._seconds:  # other measurements are for warming up or deliberate overload
+            self._measurements.setdefault(qps, []).append(found)
         return found
 
     def _gaps(self, qps: float) -> NDArray[np.float64]:
-        """Seconds between two answers while requests wait: at a rate well above the knee, without the stretch's first quarter."""
-        busiest = max(self._stretches, default=qps)
-        over = self._stretch(max(1.5 * qps, busiest), self._seconds)
+        """Seconds between two answers while requests wait: at a rate well above the knee, without the first quarter."""
+        busiest = max(self._measurements, default=qps)
+        over = self._measure(max(1.5 * qps, busiest), self._seconds)
         done = over.done_s
         waiting = done[done.size // 4 : done.size * 3 // 4]
         return np.diff(waiting) if waiting.size > 2 else np.array([1 / qps])
 
-    def _point(self, qps: float, stretches: Sequence[Stretch]) -> Point:
-        p99s = [each.percentile(100 * OBJECTIVE_SHARE) for each in stretches]
-        within = [each.share_within(self._p99_s) for each in stretches]
+    def _point(self, qps: float, measurements: Sequence[Measurement]) -> Point:
+        p99s = [each.percentile(100 * OBJECTIVE_SHARE) for each in measurements]
+        within = [each.share_within(self._p99_s) for each in measurements]
         return Point(
             qps=qps,
-            p50_s=statistics.median(each.percentile(50) for each in stretches),
+            p50_s=statistics.median(each.percentile(50) for each in measurements),
             p99_s=statistics.median(p99s),
             spread_s=(min(p99s), max(p99s)),
             within=statistics.median(within),
             kept=2 * sum(share >= OBJECTIVE_SHARE for share in within) > len(within),
-            late_s=statistics.median(float(np.nanpercentile(each.sent_s, 99)) for each in stretches),
+            late_s=statistics.median(float(np.nanpercentile(each.sent_s, 99)) for each in measurements),
         )
 
 

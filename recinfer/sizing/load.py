@@ -23,7 +23,7 @@ from recinfer.serving.wire import codec
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sizing.arrivals import Trace
 
-__all__ = ["Call", "Driver", "Stretch", "encode_requests"]
+__all__ = ["Call", "Driver", "Measurement", "encode_requests"]
 
 Call = Literal["lookup", "predict"]
 
@@ -31,8 +31,8 @@ _DISTINCT, _MOST_BYTES = 2048, 256 << 20  # maximum number and bytes of requests
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Results of one stretch of load.
+class Measurement:
+    """Results of one measurement.
 
     Attributes:
         qps: scheduled requests per second.
@@ -136,7 +136,7 @@ class Driver:
         # Retries and throttling would hide refused requests.
         self._client = AsyncInferenceClient(target, **{**client, "retries": 0, "throttle": False, "timeout": timeout})
 
-    def run(self, due_s: NDArray[np.float64]) -> Stretch:
+    def run(self, due_s: NDArray[np.float64]) -> Measurement:
         """Send a request at each of ``due_s`` (seconds from the start, ascending) and wait for all responses."""
         return run_on_loop(self._run(due_s))
 
@@ -150,7 +150,7 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _run(self, due_s: NDArray[np.float64]) -> Stretch:
+    async def _run(self, due_s: NDArray[np.float64]) -> Measurement:
         count = due_s.size
         sent, done = np.full(count, np.nan), np.full(count, np.inf)
         errors: Counter[str] = Counter()
@@ -207,7 +207,7 @@ class Driver:
         spread = float(due_s[-1] - due_s[0]) * count / max(count - 1, 1)
         answered = np.sort(done[np.isfinite(done)])
         reason = reasons[0] if reasons else ""
-        return Stretch(count / (spread or 1.0), sent - due_s, done - due_s, answered, dict(errors), reason)
+        return Measurement(count / (spread or 1.0), sent - due_s, done - due_s, answered, dict(errors), reason)
 
 
 def _when_due(

@@ -132,7 +132,7 @@ def train(
         dataset: rows, contract and split.
         embedding_dim: columns of every table.
         epochs: passes over the training rows.
-        batch_size: rows a step.
+        batch_size: rows per step.
         seed: of the initial weights and of the order of the rows.
         out: folder of the checkpoint (model, optimizers, model.json with the contract); None writes none.
         progress: show a progress bar on stderr.

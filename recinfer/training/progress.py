@@ -21,7 +21,7 @@ def training_progress(num_steps: int | None, *, show: bool, done: int = 0, rows:
         num_steps: in all; None while unknown, then the bar pulses.
         show: on stderr, or not at all.
         done: steps made before.
-        rows: of all ranks in a step, for samples a second.
+        rows: of all ranks in a step, for samples per second.
     """
     if not show:
         yield lambda epoch, loss: None

@@ -76,7 +76,7 @@ class Sparse:
 
 
 class Batch:
-    """What Everything takes."""
+    """A batch of random inputs for Everything."""
 
     def __init__(self, dense: Tensor, ids: KeyedJaggedTensor) -> None:
         self.dense = dense
@@ -104,7 +104,7 @@ def make_plan(
     precision: DataType = DataType.INT8,
     kinds: tuple[str, ...] = ("table_wise", "row_wise", "column_wise"),
 ) -> Plan:
-    """Tables take ``kinds`` in turn."""
+    """A plan that gives the tables the sharding types ``kinds`` in turn."""
     tables = []
     for path, _, configs, _ in embedding_tables(model):
         for config in configs:

@@ -1,4 +1,4 @@
-"""What can be cut out of a model's forward, and what is refused by name."""
+"""The cut of a model's forward into embedding modules and dense part, and errors that name what cannot be cut."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def fails(self, dense, features):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_refusals_name_the_place(forward: Callable[..., Any], message: str) -> None:
+def test_errors_name_the_place(forward: Callable[..., Any], message: str) -> None:
     model = Model(forward)
     del model.other
     with pytest.raises(ConfigError, match=message):
@@ -303,7 +303,7 @@ def test_a_split_of_the_sparse_input_goes_to_two_modules() -> None:
         torch.testing.assert_close(made.program(dense, *pooled)["output"], expected)
 
 
-def test_a_sparse_input_that_is_read_as_a_tensor_is_named_so() -> None:
+def test_error_names_a_sparse_input_that_is_read_as_a_tensor() -> None:
     class Reads(TwoCollections):
         def forward(self, sparse, dense):
             scale = sparse.values().float().mean()
@@ -339,7 +339,7 @@ def test_one_feature_in_two_inputs_is_refused() -> None:
         cut(Both())
 
 
-def test_num_dense_that_no_linear_tells() -> None:
+def test_num_dense_without_a_linear_that_shows_it() -> None:
     def forward(self, dense, features):
         return self.linear(torch.cat([self.norm(dense), self.ebc(features).values()], 1))
 
@@ -355,7 +355,7 @@ def test_models_without_tables_are_refused() -> None:
         find_leaves(nn.Linear(3, 3))
 
 
-def test_other_feature_processors_are_refused_by_name() -> None:
+def test_error_names_an_unsupported_feature_processor() -> None:
     class Scale(FeatureProcessor):
         def __init__(self) -> None:
             super().__init__()
@@ -371,7 +371,7 @@ def test_other_feature_processors_are_refused_by_name() -> None:
         find_leaves(model)
 
 
-def test_tensors_on_meta_are_refused_by_name() -> None:
+def test_error_names_a_tensor_on_meta() -> None:
     model = Model(direct)
     del model.other
     model.register_buffer("places", torch.empty(3, device="meta"), persistent=False)

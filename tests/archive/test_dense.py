@@ -43,7 +43,7 @@ def test_engines_run_from_many_threads(small: tuple[nn.Module, Archive]) -> None
                 assert torch.equal(given, known)
 
 
-def test_what_onnx_cannot_do_runs_on_torch(everything: tuple[nn.Module, Archive]) -> None:
+def test_operators_without_onnx_form_run_on_torch(everything: tuple[nn.Module, Archive]) -> None:
     info = everything[1].manifest.dense
     assert info is not None
     assert (info.engine, info.onnx) == ("torch", None)

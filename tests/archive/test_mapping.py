@@ -67,7 +67,7 @@ class EbcOnly(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise", "grid_shard"])
-def test_pieces_lie_behind_each_other_and_look_up_as_one_table(tmp_path: Path, kind: str) -> None:
+def test_pieces_are_contiguous_and_look_up_as_one_table(tmp_path: Path, kind: str) -> None:
     model, archive = make_archive(tmp_path, model=EbcOnly(), kinds=(kind,), ranks=4)
     mapped = archive.map_shards()
     for shard in mapped.shards:
@@ -88,7 +88,7 @@ def test_pieces_lie_behind_each_other_and_look_up_as_one_table(tmp_path: Path, k
     assert torch.equal(sharded(kjt).values(), unsharded(kjt).values())
 
 
-def test_hardly_anything_is_copied(tmp_path: Path) -> None:
+def test_almost_nothing_is_copied(tmp_path: Path) -> None:
     class Tall(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -157,7 +157,9 @@ def test_slack_is_readable(small: tuple[nn.Module, Archive]) -> None:
 
 
 def test_the_tensor_keeps_the_mapping_alive_and_lets_it_go(small: tuple[nn.Module, Archive]) -> None:
-    path = str(small[1].root / "shards/rank-00001.safetensors")  # other tests of this process map files of that name
+    path = str(
+        small[1].root / "shards/rank-00001.safetensors"
+    )  # other tests of this process map files of the same name
 
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count(path)

@@ -1,4 +1,4 @@
-"""Gathered products in front of a narrow layer: the same answers, and only where it is what it looks like."""
+"""Folding of gathered products into a narrow layer: same answers, and only for that pattern."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_columns_that_come_twice_or_from_behind_are_added(narrow: tuple[nn.Modul
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_not_such_a_gather_stays(narrow: tuple[nn.Module, Any]) -> None:
+def test_other_gathers_are_unchanged(narrow: tuple[nn.Module, Any]) -> None:
     def also_given(model: Any) -> None:
         model.graph.output.append(copy.deepcopy(model.graph.output[0]))
         model.graph.output[-1].name = node(model, "Gather").output[0]

@@ -1,4 +1,4 @@
-"""Gathered columns: the same numbers whichever way, and only where it is worth it."""
+"""Columns gathered as rows: same numbers, and only where that saves time."""
 
 from __future__ import annotations
 

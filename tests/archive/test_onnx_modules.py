@@ -1,4 +1,4 @@
-"""Modules and tensors of ours inside a dense part: each has an ONNX form, and it gives what torch gives."""
+"""recinfer's modules and tensors inside a dense part: each exports to ONNX and gives torch's numbers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ PARTS: dict[str, tuple[Callable[[], nn.Module | None], Callable[..., Tensor]]] =
 
 
 @pytest.mark.parametrize(("make", "forward"), PARTS.values(), ids=PARTS.keys())
-def test_what_is_ours_exports_to_onnx(make: Callable[[], nn.Module | None], forward: Callable[..., Tensor]) -> None:
+def test_recinfer_modules_export_to_onnx(make: Callable[[], nn.Module | None], forward: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     model = Model(make(), forward).eval()
     cut = cut_model(model, find_leaves(model), lambda body: None)
@@ -157,7 +157,7 @@ def test_what_is_ours_exports_to_onnx(make: Callable[[], nn.Module | None], forw
             torch.testing.assert_close(b, c, rtol=1e-5, atol=1e-6)
 
 
-# What stands before the tables, or is them: an archive runs these itself, outside of the dense part.
+# Modules in front of the tables, and the tables: an archive runs these itself, outside the dense part.
 NOT_DENSE = {
     "BaseFeatureProcessor",
     "BaseGroupedFeatureProcessor",

@@ -14,7 +14,7 @@ from tests.archive.models import make_archive
 
 
 @pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.FP16])
-def test_rows_are_padded_on_the_way(tmp_path: Path, precision: DataType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_while_copied(tmp_path: Path, precision: DataType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers_module, "_COPY_BYTES", 500)  # several steps a shard
     _, archive = make_archive(tmp_path, precision=precision, kinds=("row_wise", "column_wise"), ranks=2)
     mapped = archive.map_shards()

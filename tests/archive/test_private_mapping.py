@@ -1,4 +1,4 @@
-"""Locked mappings, and mappings that are edited before use: others never see the edit, and untouched pages stay shared."""
+"""Locked mappings, and mappings edited before use: other processes don't see the edit, untouched pages stay shared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.warm import run_program
 
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("preload", [False, True])
-def test_an_edit_is_seen_by_nobody_else(small: tuple[nn.Module, Archive], copy: bool, preload: bool) -> None:
+def test_other_mappings_do_not_see_an_edit(small: tuple[nn.Module, Archive], copy: bool, preload: bool) -> None:
     archive = small[1]
     plain = archive.map_shards()
     before = plain.buffer.clone()
@@ -59,7 +59,7 @@ def _locked_kib(pid: str = "self") -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_lock_keeps_all_pages(tmp_path: Path) -> None:
     _, archive = make_archive(tmp_path)
-    gc.collect()  # what other tests of this process locked goes now, not later
+    gc.collect()  # memory that other tests of this process locked is freed now, not later
     before = _locked_kib()
     try:
         mapped = archive.map_shards(lock=True)
@@ -71,7 +71,7 @@ def test_lock_keeps_all_pages(tmp_path: Path) -> None:
     assert _locked_kib() == before
 
 
-def test_a_limit_on_locked_memory_is_said(small: tuple[nn.Module, Archive]) -> None:
+def test_error_reports_a_limit_on_locked_memory(small: tuple[nn.Module, Archive]) -> None:
     code = f"""
 import ctypes, os, resource
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))

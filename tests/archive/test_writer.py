@@ -1,4 +1,4 @@
-"""The archive's name appears when it is whole, or not at all."""
+"""An archive's folder appears under its name when it is complete, or not at all."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path, error: type[BaseEx
 def test_control_c_while_the_folder_is_made_or_removed_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Any], name: str
 ) -> None:
-    """The call returns, and the signal's handler runs before anybody has noted that it did."""
+    """The signal's handler runs after the call has returned and before its result is stored."""
     real, calls = getattr(os, name), []
 
     def interrupted(path: object, *arguments: object, **options: object) -> None:
@@ -180,7 +180,7 @@ def start_writer(kind: str, target: Path, then: str) -> Program:
 def test_the_next_writer_removes_what_a_killed_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Nothing else goes: not the folder of one that still writes, of another target, or that is no writer's."""
+    """It keeps the folder of a running writer, of another target, and any that no writer made."""
     target = tmp_path / "m.rq[a]"
     killed = start_writer(kind, target, "kill")
     killed.communicate()
@@ -201,7 +201,7 @@ def test_the_next_writer_removes_what_a_killed_one_left(
             kept.add(tmp_path / name)
         (tmp_path / ".m.rq[a].ghijklmn.partial").symlink_to(tmp_path / ".other.abcdefgh.partial")
         kept.add(tmp_path / ".m.rq[a].ghijklmn.partial")
-        assert left <= set(tmp_path.iterdir())  # too young to be sure that its writer will not lock it yet
+        assert left <= set(tmp_path.iterdir())  # so new that its writer may still be about to lock it
         monkeypatch.setattr(writer, "_YOUNG_SECONDS", -math.inf)
         with writer.archive_folder(target) if kind == "archive" else delta_file(target) as made:
             mine = made.root if kind == "archive" else made.parent
@@ -215,7 +215,7 @@ def test_the_next_writer_removes_what_a_killed_one_left(
 
 @pytest.mark.parametrize("system", ["renames to free names", "has no such call"])
 @pytest.mark.parametrize("kind", ["archive", "delta"])
-def test_of_writers_that_end_at_one_moment_one_has_the_name(
+def test_one_of_several_writers_that_finish_together_gets_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, system: str
 ) -> None:
     if system == "has no such call":

@@ -16,7 +16,7 @@ FEATURES = ["f_user", "f_item", "f_hist", "f_cat", "f_country"]
 
 
 class Ranker(nn.Module):
-    """The module that TorchRec's test checkpoint was saved from, in our parts."""
+    """The module that TorchRec's test checkpoint was saved from, built of recinfer's modules."""
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()

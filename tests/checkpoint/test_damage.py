@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: a clear CheckpointError, and no code of theirs ever runs."""
+"""Damaged and hostile checkpoints: a clear CheckpointError, and no code in them ever runs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_shards_that_do_not_make_up_their_table(
         entry = metadata.state_dict_metadata["model.a.weight"]
         entry.chunks = [ChunkStorageMetadata(torch.Size(()), torch.Size(())) for _ in chunks]
         for chunk, (offsets, sizes) in zip(entry.chunks, chunks):
-            # torch.Size takes no negative numbers; a forged index has what it likes.
+            # torch.Size takes no negative numbers; a forged index may hold any.
             chunk.offsets, chunk.sizes = offsets, sizes
             metadata.storage_data[MetadataIndex("model.a.weight", offsets)] = info
 
@@ -159,7 +159,7 @@ def test_shards_swapped_by_a_wrong_index(folder: Path) -> None:
         CheckpointReader(folder).read("a.weight")
 
 
-def test_another_dtype_than_promised(folder: Path) -> None:
+def test_dtype_differs_from_the_index(folder: Path) -> None:
     def lie(metadata: Metadata) -> None:
         metadata.state_dict_metadata["model.a.weight"].properties.dtype = torch.int32
 

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded tables that an optimizer of the user's steps: its state goes with the rows, to any sharding."""
+"""Checkpoints of sharded tables that a user's optimizer trains: its state loads with the rows, in any sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that dies while it saves leaves the last whole checkpoint under its name; a rank's death leaves it too."""
+"""A process or rank that dies while it saves leaves the last complete checkpoint under its name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_killed_save_leaves_the_last_whole_checkpoint(tmp_path: Path) -> None:
     assert ended == 0, err
     assert len(out.split()) == 5
     save_checkpoint(tmp_path / "ck", nn.Linear(2, 1))
-    assert [p.name for p in tmp_path.iterdir()] == ["ck"]  # what the dead left behind goes with the next save
+    assert [p.name for p in tmp_path.iterdir()] == ["ck"]  # the next save removes the files of the killed process
 
 
 @pytest.mark.parametrize("atomic", [True, False])

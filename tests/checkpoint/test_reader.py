@@ -1,4 +1,4 @@
-"""Reading: every layout torch.save writes, prefixes, bounded memory, and what does not fit a module."""
+"""Reading: every layout that torch.save writes, prefixes, bounded memory, and keys that do not fit a module."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_long_strided_reads_go_block_by_block(tmp_path: Path, monkeypatch: pytes
         assert torch.equal(out.float(), tensors()[key])
 
 
-def test_parameters_and_metadata_of_a_state_dict_are_no_obstacle(tmp_path: Path) -> None:
+def test_state_dict_may_hold_parameters_and_metadata(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     torch.save(module.state_dict(), tmp_path / "state.pt")
     torch.save(dict(module.named_parameters()), tmp_path / "parameters.pt")

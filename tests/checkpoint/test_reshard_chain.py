@@ -1,4 +1,4 @@
-"""Training that stops and goes on at other numbers of ranks and other shardings has the losses of one process's run."""
+"""Training resumed with other numbers of ranks and other shardings has the losses of a run in one process."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_an_async_save_holds_the_state_of_its_call(tmp_path: Path) -> None:
     assert run_ranks(2, write_behind, str(tmp_path / "ckpt")) == [True, True]
 
 
-def test_misfits_are_named_and_change_nothing(tmp_path: Path) -> None:
+def test_mismatches_are_named_and_change_nothing(tmp_path: Path) -> None:
     model = make_model().model
     save_checkpoint(tmp_path / "ckpt", model)
     other = make_model(seed=3).model

@@ -1,4 +1,4 @@
-"""Training goes on across packages: TorchRec's checkpoint here, and ours in TorchRec (``--torchrec-python``)."""
+"""Each package continues training from the other's checkpoint (``--torchrec-python`` runs TorchRec's side)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing: round trips, torch's own loader as the other road, model.json, and what is refused."""
+"""Writing: round trips, reading by torch's own loader, model.json, and errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_torchs_own_loader_reads_it_into_a_module(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))
 
 
-def test_the_optimizer_is_beside_the_model_under_the_parameters_names(tmp_path: Path) -> None:
+def test_optimizer_state_is_saved_under_the_parameters_names(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     tables, rest = torch.optim.Adagrad(model[0].parameters()), torch.optim.Adam(model[1].parameters())
     model(torch.ones(4, 3)).sum().backward()
@@ -91,7 +91,7 @@ def test_an_earlier_checkpoint_is_replaced_and_nothing_is_left_over(tmp_path: Pa
     assert torch.equal(CheckpointReader(tmp_path / "ck").read("weight"), newer.weight)
 
 
-def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+def test_folder_that_is_not_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(CheckpointError, match="holds files that are not a checkpoint"):
@@ -161,7 +161,7 @@ def test_two_ranks_write_one_checkpoint(tmp_path: Path) -> None:
 # ---- --model pkg.module:function
 
 
-def test_a_function_of_the_users_gives_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_function_builds_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_ranker_ab.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Linear(2, 1, device='meta')\ndef other():\n    return 3\n"
     )

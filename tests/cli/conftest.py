@@ -1,4 +1,4 @@
-"""A small model, exported by the command line, for the verbs that need an archive."""
+"""A small model, exported by the command line, for the commands that need an archive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.serving.conftest import build_model
 
 @dataclass(frozen=True)
 class Exported:
-    """An archive, and what ``recinfer export`` said of it."""
+    """An archive, and what ``recinfer export`` printed for it."""
 
     archive: Path
     said: dict[str, Any]

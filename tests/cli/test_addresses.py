@@ -1,4 +1,4 @@
-"""What ``recinfer serve`` says of its ports can be used as it stands: addresses, and names that look like markup."""
+"""The addresses that ``recinfer serve`` prints can be copied, also with names that look like markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON line is JSON, whatever the numbers; text for people stays off stdout then; errors name the extra."""
+"""With ``--json`` stdout has only valid JSON, whatever the numbers; errors name the missing extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs the dense part, and why it is torch, is said by export, inspect, the start of serve and the status."""
+"""export, inspect, the start of serve and the status say which engine runs the dense part, and why it is torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REASON = "the ONNX export failed: "
 
 @pytest.fixture(scope="module")
 def by_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """An archive whose dense part ONNX cannot express, and what export said of it as JSON and to people."""
+    """An archive whose dense part ONNX cannot express, and what export printed for it, as JSON and as text."""
     folder = tmp_path_factory.mktemp("by_torch")
     torch.save(Everything().state_dict(), folder / "weights.pt")
     options = ["--checkpoint", folder / "weights.pt", "--model", "tests.archive.models:Everything", "--out"]
@@ -60,6 +60,6 @@ def test_onnxruntime(exported: Exported) -> None:
     assert "runs on onnxruntime" in run("inspect", exported.archive)[1]
 
 
-def test_who_asks_for_torch_is_the_reason(exported: Exported) -> None:
+def test_reason_is_the_users_choice_of_torch(exported: Exported) -> None:
     assert load(exported.archive).engine_reason is None
     assert load(exported.archive, dense_engine="torch").engine_reason == "it was loaded with dense_engine='torch'"

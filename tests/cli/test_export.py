@@ -1,4 +1,4 @@
-"""``recinfer export --missing-shards``: what it writes, and what ``inspect`` and ``reshard`` make of it."""
+"""``recinfer export --missing-shards``: what it writes, what ``inspect`` shows and what ``reshard`` keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.commands import run, run_json
 
 
 def in_manifest(archive: Path) -> str | None:
-    """The word in the file itself; None: the key is not there."""
+    """The value in the manifest; None if it lacks the key."""
     return json.loads((archive / "manifest.json").read_text()).get("missing_shards")
 
 
@@ -25,7 +25,7 @@ def test_default_rows_are_in_the_archive_and_inspect_says_so(exported: Exported)
     assert (code, "default rows instead, flagged" in line) == (0, True)
 
 
-def test_reshard_keeps_what_export_said_unless_told_otherwise(exported: Exported, tmp_path: Path) -> None:
+def test_reshard_keeps_exports_choice_unless_an_option_changes_it(exported: Exported, tmp_path: Path) -> None:
     def reshard(name: str, *more: object) -> Path:
         run_json("reshard", exported.archive, "--world-size", 1, "--out", tmp_path / name, *more)
         return tmp_path / name
@@ -38,7 +38,7 @@ def test_reshard_keeps_what_export_said_unless_told_otherwise(exported: Exported
 
 
 def test_what_a_missing_shard_means_is_changed_by_itself(exported: Exported, tmp_path: Path) -> None:
-    """As the error of a ranker that may not do without says."""
+    """By the command that a ranker's error suggests when it may not answer with default rows."""
     done = run_json("reshard", exported.archive, "--missing-shards", "error", "--out", tmp_path / "a.rqa")
     assert in_manifest(tmp_path / "a.rqa") is None
     before = run_json("inspect", exported.archive)
@@ -46,7 +46,7 @@ def test_what_a_missing_shard_means_is_changed_by_itself(exported: Exported, tmp
     assert run("reshard", exported.archive, "--out", tmp_path / "b.rqa")[0] == 2
 
 
-def test_another_word_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_invalid_choice_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     out = tmp_path / "none.rqa"
     code, _, err = run("export", "--checkpoint", tmp_path, "--out", out, "--missing-shards", "default_rows")
     assert code == 2

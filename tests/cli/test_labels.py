@@ -1,4 +1,4 @@
-"""``--label`` of the verbs that ask a model: the version that a label names answers."""
+"""``--label`` of the commands that send requests: the version that the label names answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_version_of_the_label_answers(target: str, row: Path, label: str) ->
     assert level["requests"] > 0 and level["errors"] == {}
 
 
-def test_a_label_that_names_nothing_is_said(target: str, row: Path) -> None:
+def test_error_names_an_unknown_label(target: str, row: Path) -> None:
     for verb in (["lookup", "--feature", "user=3"], ["predict", "--input", row]):
         error = run_json(*verb, "--target", target, "--label", "nightly", code=2)["error"]
         assert error["type"] == "NotFoundError" and "'nightly'" in error["message"], error

@@ -1,4 +1,4 @@
-"""What holds for every verb: help with an example, one JSON object at the end, errors in one line, Ctrl-C."""
+"""Rules for every command: help with an example, one JSON object at the end, errors in one line, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def invoke(*args: object, **env: str) -> tuple[int, str, str]:
 
 
 def words(text: str) -> str:
-    """``text`` without the frames and line breaks that its width put in."""
+    """``text`` without the frames and line breaks that the terminal's width adds."""
     return " ".join(text.replace("│", " ").split())
 
 
@@ -145,7 +145,7 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
+def test_missing_server_is_an_error_of_one_line() -> None:
     code, _, err = invoke("lookup", "--target", "127.0.0.1:1", "--feature", "C1=1", "--timeout", "5")
     assert code == 2
     assert "127.0.0.1:1" in err
@@ -164,7 +164,7 @@ app.command()(verb(run))
 app()
 """
 
-# Where no exception can be raised, so that Python drops it: in a destructor, in a callback of a weak reference.
+# Places from which no exception propagates, so that Python drops it: a destructor, a callback of a weak reference.
 LOST = """
 import signal, time, weakref
 

@@ -109,7 +109,7 @@ def test_the_encoding_stays(tmp_path: Path) -> None:
 
 
 def test_uses_in_f_strings_change_or_are_listed(tmp_path: Path) -> None:
-    """Python before 3.12 gives no true places there."""
+    """Python before 3.12 reports no correct positions there."""
     change = migrate_file(write(tmp_path / "program.py", 'import torchrec\nf"{1}:{torchrec.PoolingType}"\n'))
     if "torchrec" in change.after:
         assert change.by_hand == ((2, "a use of torchrec whose position Python does not report"),)
@@ -124,7 +124,7 @@ def test_every_absent_name_is_absent() -> None:
     assert "torchmetrics" in instead_of("torchrec.metrics.recall.RecallMetric")
 
 
-def test_nothing_is_written_without_being_told(tmp_path: Path) -> None:
+def test_nothing_is_written_without_the_write_option(tmp_path: Path) -> None:
     program = write(tmp_path / "program.py", "import torchrec\nkinds = torchrec.PoolingType\n")
     for folder in (".hidden", "venv", "lib/site-packages"):
         (tmp_path / folder).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""``--model pkg:build``: what the user's module imports and is not installed, in one sentence."""
+"""``--model pkg:build``: one sentence names the package that the user's module imports and that is not installed."""
 
 from __future__ import annotations
 

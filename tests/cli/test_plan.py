@@ -48,7 +48,7 @@ def test_a_picture_of_an_unknown_kind_is_refused(checkpoint: Path, tmp_path: Pat
     assert ".png" in error["message"]
 
 
-def test_what_does_not_fit_is_said(checkpoint: Path, tmp_path: Path) -> None:
+def test_error_when_tables_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
     options = ["--world-size", 2, "--device", "cuda", "--hbm-gb", 0.000001, "--ddr-gb", 0.000001]
     error = run_json("plan", "--checkpoint", checkpoint, *options, "--out", tmp_path / "plan.json", code=2)["error"]
     assert error["type"] == "PlannerError"
@@ -67,7 +67,7 @@ def test_precision_by_table(checkpoint: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_table_that_is_not_there_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_unknown_table_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     options = ["--table-precision", "t9=int4", "--out", tmp_path / "plan.json"]
     code, _, err = run("plan", "--checkpoint", checkpoint, "--world-size", 2, *options)
     assert code == 2

@@ -1,4 +1,4 @@
-"""``recinfer export --missing`` and ``--out-of-range``: what they write, what ``inspect`` shows, and what callers are told."""
+"""``recinfer export --missing`` and ``--out-of-range``: what they write, what ``inspect`` shows, what callers get."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def export(exported: Exported, out: Path, *options: str) -> tuple[int, str, str]
     return run("export", "--checkpoint", checkpoint, "--out", out, *options)
 
 
-def test_what_it_is_told_is_in_the_archive_and_inspect_shows_it(exported: Exported, tmp_path: Path) -> None:
+def test_archive_holds_the_policies_and_inspect_shows_them(exported: Exported, tmp_path: Path) -> None:
     options = [
         "--missing",
         "*=empty",

@@ -1,4 +1,4 @@
-"""``recinfer predict`` with ids as JSON: all that the body says is asked, or refused."""
+"""``recinfer predict`` with ids as JSON: every field of the body is sent, or is an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target(exported: Exported, other: Predictor) -> Iterator[str]:
 
 
 def predict(target: str, path: Path, body: dict[str, Any], *options: object, code: int = 0) -> dict[str, Any]:
-    """What ``recinfer predict --json`` says of ``body``."""
+    """What ``recinfer predict --json`` prints for ``body``."""
     path = path / "ids.json"
     path.write_text(json.dumps(body))
     return run_json("predict", "--target", target, "--timeout", 60, "--input", path, *options, code=code)
@@ -56,7 +56,7 @@ def test_a_context_of_several_samples_is_refused(target: str, tmp_path: Path) ->
     assert (error["type"], "context" in error["message"]) == ("InputError", True), error
 
 
-def test_the_model_and_version_that_a_body_names_are_asked(target: str, tmp_path: Path) -> None:
+def test_body_selects_model_and_version(target: str, tmp_path: Path) -> None:
     expected = predict(target, tmp_path, TOGETHER, "--model", "other")["outputs"]
     assert expected != predict(target, tmp_path, TOGETHER)["outputs"]
     for named in ({"model": "other"}, {"model": "other", "version": "8"}, {"version": "8"}):
@@ -65,7 +65,7 @@ def test_the_model_and_version_that_a_body_names_are_asked(target: str, tmp_path
     assert predict(target, tmp_path, {**TOGETHER, "model": "other"}, "--model", "other")["outputs"] == expected
 
 
-def test_a_model_or_version_that_is_not_there_is_said(target: str, tmp_path: Path) -> None:
+def test_error_names_an_unknown_model_or_version(target: str, tmp_path: Path) -> None:
     for named, said in (({"model": "nonsense"}, "'nonsense'"), ({"version": "99"}, "'99'")):
         error = predict(target, tmp_path, {**TOGETHER, **named}, code=2)["error"]
         assert (error["type"], said in error["message"]) == ("NotFoundError", True), error

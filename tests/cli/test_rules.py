@@ -1,4 +1,4 @@
-"""Errors that name a rule of a file format say once which file of the installed package has it."""
+"""Errors that cite a rule of a file format say once which file of the installed package defines it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_rule_is_in_the_file_that_is_named() -> None:
         assert all(f"- **{letter}1** " in (FORMATS / file).read_text() for letter in letters)
 
 
-def test_what_is_no_archive(tmp_path: Path) -> None:
+def test_folder_that_is_not_an_archive(tmp_path: Path) -> None:
     code, _, err = run("inspect", tmp_path)
     assert code == 2
     assert err.count(str(FORMATS / "FORMAT.md")) == 1

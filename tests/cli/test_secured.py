@@ -1,4 +1,4 @@
-"""``lookup``, ``predict`` and ``bench serve`` at a server behind TLS, mutual TLS, and a certificate with another name than the target."""
+"""``lookup``, ``predict`` and ``bench serve`` with TLS, mutual TLS, and a certificate for another name than the target's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def options(tls: Path, *but: str) -> list[object]:
-    """What says how ``target`` is trusted, without the options named."""
+    """The options for TLS, without those in ``lacking``."""
     all_of_them = {"ca": tls / "ca.pem", "cert": tls / "cert.pem", "key": tls / "key.pem", "name": NAME}
     return [part for name, value in all_of_them.items() if name not in but for part in (f"--tls-{name}", value)]
 
@@ -87,13 +87,13 @@ def test_load_by_the_name_in_the_certificate(target: str, tls: Path) -> None:
 
 
 @pytest.mark.parametrize("lacking", [("name",), ("cert", "key"), ("ca", "cert", "key", "name")])
-def test_without_one_of_them_nobody_gets_in(lacking: tuple[str, ...], target: str, tls: Path, rows: Path) -> None:
+def test_each_tls_option_is_required(lacking: tuple[str, ...], target: str, tls: Path, rows: Path) -> None:
     for verb in (["lookup", "--feature", "user=3"], ["predict", "--input", rows], ["bench", "serve"]):
         error = run_json(*verb, "--target", target, "--timeout", 120, *options(tls, *lacking), code=2)["error"]
         assert (error["type"], target in error["message"]) == ("UnavailableError", True)
 
 
-def test_a_name_or_a_certificate_without_an_authority_is_said_at_once(target: str, tls: Path) -> None:
+def test_name_or_certificate_without_authority_is_an_error(target: str, tls: Path) -> None:
     for lacking, said in ((("ca", "cert", "key"), NAME), (("ca",), "tls_ca"), (("key",), "both or neither")):
         command = ["lookup", "--feature", "user=3", "--target", target, *options(tls, *lacking)]
         error = run_json(*command, code=2)["error"]

@@ -1,4 +1,4 @@
-"""Sizing by the command line: capacity of a real server, hosts from what was measured, and what is refused."""
+"""Sizing by the command line: capacity of a real server, hosts from measured figures, and errors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SHORT = ("--seconds", 0.2, "--max-qps", 25, "--p99-ms", 20_000)
 
 
 @pytest.fixture(autouse=True)
-def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No stretch of load is longer than --seconds says; what it measures is of no interest here."""
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No measurement is longer than --seconds says; these tests do not look at the figures."""
     monkeypatch.setattr(capacity, "_FEWEST", 1)
 
 

@@ -72,7 +72,7 @@ def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_what_is_hidden_is_hidden(place: Path) -> None:
+def test_hidden_packages_cannot_be_imported(place: Path) -> None:
     for name in ABSENT:
         assert f"No module named '{name}'" in python(place, "-c", f"import {name}").stderr
 

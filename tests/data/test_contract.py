@@ -1,4 +1,4 @@
-"""The contract: values row by row against plain Python, JSON round trips, and every refusal by name."""
+"""The contract: values row by row against plain Python, JSON round trips, and an error that names each refused value."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_numbers_and_their_text_are_the_same_value(values: Any) -> None:
 
 
 @pytest.mark.parametrize("missing", [None, "", float("nan"), np.nan, np.float32("nan")])
-def test_every_form_of_nothing_is_missing(missing: Any) -> None:
+def test_every_empty_value_is_missing(missing: Any) -> None:
     contract = FeatureContract((SparseFeature("x", Hash(10)),), (DenseFeature("y", fill=-1.0),))
     dense, kjt = contract.apply({"x": ["a", missing], "y": [2, missing]})
     assert kjt.lengths().tolist() == [1, 0]
@@ -193,7 +193,7 @@ def test_other_json_is_refused(data: Any, message: str) -> None:
         FeatureContract.from_dict(data)
 
 
-# ---- what makes no contract
+# ---- invalid contracts
 
 
 @pytest.mark.parametrize(
@@ -224,12 +224,12 @@ def test_other_json_is_refused(data: Any, message: str) -> None:
         (lambda: FeatureContract(), "no features"),
     ],
 )
-def test_what_does_not_hold_together_is_refused_when_built(make: Any, message: str) -> None:
+def test_inconsistent_contract_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-# ---- what rows are refused
+# ---- refused rows
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_dense_value_that_must_be_there() -> None:
         FeatureContract(dense=(DenseFeature("x", fill=None),)).apply({"x": [1, None]})
 
 
-def test_labels_that_are_none() -> None:
+def test_invalid_labels() -> None:
     contract = FeatureContract(dense=(DenseFeature("x"),), label=Label("y"))
     assert contract.labels({"y": ["0", "1", 1]}).tolist() == [0, 1, 1]
     with pytest.raises(InputError, match=r"label 'y', row 1: got 2\.0, expected 0 or 1"):

@@ -1,4 +1,4 @@
-"""Datasets: every format loads, splits without overlap, learns its contract from the training rows, refuses nonsense."""
+"""Datasets: every format loads, splits without overlap, learns its contract from the training rows, refuses bad input."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_synthetic_rows_through_the_contract() -> None:
 
 
 def test_synthetic_rows_survive_a_file(tmp_path: Path) -> None:
-    """What is trained on in memory and what `recinfer predict` reads from a file give the same inputs."""
+    """Rows in memory, as for training, and rows that `recinfer predict` reads from a file give the same inputs."""
     dataset = load_dataset(None, "synthetic", limit=300)
     write_csv(tmp_path / "rows.csv", dataset.columns)
     read = read_columns(tmp_path / "rows.csv", "criteo")

@@ -81,7 +81,7 @@ def test_sigmoid_at_the_ends() -> None:
         ([[0, 1], [1, 0]], [[0.5, 0.1], [0.1, 0.1]], r"shape \(2, 2\)"),
     ],
 )
-def test_what_is_no_prediction_is_refused(metric, labels, scores, message) -> None:
+def test_invalid_predictions_are_refused(metric, labels, scores, message) -> None:
     with pytest.raises(InputError, match=message):
         metric(labels, scores)
 

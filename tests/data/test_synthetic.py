@@ -1,4 +1,4 @@
-"""Made-up rows: the format of the Criteo set, the same for a seed, skewed, partly empty, and with a signal in them."""
+"""Synthetic rows: in Criteo's format, the same for a seed, skewed, partly empty, and with a signal to learn."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_signal_is_there_and_is_not_all(rows) -> None:
     assert rows.probability.mean() == pytest.approx(rows.columns["label"].mean(), abs=0.02)
 
 
-def test_more_rows_of_a_seed_show_the_same_world(rows) -> None:
+def test_click_rate_of_a_token_does_not_depend_on_the_number_of_rows(rows) -> None:
     """The rate of clicks of a frequent token is that of the same token among other rows, not of any token."""
     more = generate_criteo(30_000, seed=1)
 
@@ -67,7 +67,7 @@ def test_more_rows_of_a_seed_show_the_same_world(rows) -> None:
     one, two, other = rates(rows), rates(more), rates(generate_criteo(20_000, seed=2))
     assert len(one) > 20
     assert np.corrcoef([one[k] for k in one], [two[k] for k in one])[0, 1] > 0.9
-    shared = sorted(set(one) & set(other))  # the words are the same in every world, what they do is not
+    shared = sorted(set(one) & set(other))  # the tokens are the same for every seed, their effects are not
     assert np.corrcoef([one[k] for k in shared], [other[k] for k in shared])[0, 1] < 0.7
 
 

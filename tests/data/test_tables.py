@@ -1,4 +1,4 @@
-"""Text tables: what is written is read back, against the csv module where it can say, and broken files are named."""
+"""Text tables: round trips, comparison with the csv module, and errors that name broken files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_written_columns_are_read_back(tmp_path: Path, rows: list[list[str]]) ->
     assert lists(read_csv(tmp_path / "t.csv", ",")) == columns
 
 
-def test_numbers_and_nothing_are_written_as_text(tmp_path: Path) -> None:
+def test_numbers_and_none_are_written_as_text(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", {"a": [1, 2.0, None], "b": [1.5, float("nan"), "x,y"]})
     assert lists(read_csv(tmp_path / "t.csv")) == {"a": ["1", "2", ""], "b": ["1.5", "", "x,y"]}
 

@@ -1,4 +1,4 @@
-"""Text to tokens to ids, against the same said in plain Python, value by value."""
+"""Text to tokens to ids, compared with plain Python value by value."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_hash_is_the_documented_one(texts: list[str], seed: int, num_buckets
 
 
 def test_the_hash_never_changes() -> None:
-    """A model in service depends on these numbers: a change here breaks every checkpoint that hashes."""
+    """Served models depend on these numbers: a change breaks every checkpoint that uses the hash."""
     texts = ["68fd1e64", "a", "12345678", "123456789", "Ünïcödé", "x" * 100, "7"]
     tokens = split_tokens(texts, "c")
     assert hash_tokens(tokens, 0, 1_000_000).tolist() == GOLDEN_BUCKETS

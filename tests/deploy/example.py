@@ -1,4 +1,4 @@
-"""The example in docker/k8s: a 46 GiB model on two ranks. ``python -m tests.deploy.example`` writes it anew."""
+"""The example in docker/k8s: a 46 GiB model on two ranks. ``python -m tests.deploy.example`` writes it again."""
 
 from __future__ import annotations
 

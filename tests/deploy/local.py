@@ -19,7 +19,7 @@ from recinfer.deploy.ray.spec import Need
 class LocalEngine:
     """See recinfer.deploy.ray.engine.Engine. ``sizes``: node's address -> bytes of memory.
 
-    A test loses nodes while its controller looks: ``lock`` is held by whoever reads or changes ``lives``.
+    A test loses nodes while its controller looks: ``lock`` is held while ``lives`` is read or changed.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -37,7 +37,7 @@ class LocalEngine:
         return [Node(f"id-{host}", host, memory, 8.0) for host, memory in free.items()]
 
     def reserve(self, member: Member, need: Need, node: Node) -> bool:
-        # As a cluster does: what the controller saw of the nodes may be seconds old.
+        # As in a cluster: the controller's view of the nodes may be seconds old.
         if not any(each.host == node.host and each.memory >= need.memory for each in self.nodes()):
             return False
         self.places[member.place] = node.host, need
@@ -96,7 +96,7 @@ class LocalEngine:
                     with suppress(ProcessLookupError):
                         os.kill(process.guard_pid, signal.SIGKILL)
                     assert process.wait(60)
-                    if process.folder is not None:  # a killed guard removes nothing, as on a node that is gone
+                    if process.folder is not None:  # a killed guard removes no files, as on a lost node
                         shutil.rmtree(process.folder)
                     del self.lives[life]
 

@@ -1,4 +1,4 @@
-"""Manifests of an archive: right by Kubernetes' own schema, true to the archive, and the same every time."""
+"""Manifests of an archive: valid by Kubernetes' own schema, consistent with the archive, and the same every time."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_shards_are_scaled_by_how_busy_they_are():
     assert cores["resource"]["target"]["averageUtilization"] == 40
 
 
-def test_rankers_look_where_the_shards_are(tmp_path: Path):
+def test_rankers_use_the_addresses_of_the_shards(tmp_path: Path):
     found = manifests(FOUND, OPTIONS)
     path = tmp_path / "shards.json"
     path.write_text(found["shards-config.yaml"]["data"]["shards.json"])
@@ -134,7 +134,7 @@ def test_pods_may_do_no_more_than_they_need():
         for probe, service in asked.items():
             assert container[probe]["grpc"]["port"] == container["ports"][0]["containerPort"]
             assert container[probe]["grpc"].get("service") == service
-        # The kubelet's patience covers the sleep before SIGTERM and the drain of 10 s after it.
+        # The grace period covers the sleep before SIGTERM and the drain of 10 s after it.
         assert pod["terminationGracePeriodSeconds"] >= container["lifecycle"]["preStop"]["sleep"]["seconds"] + 10 + 5
 
 
@@ -206,7 +206,7 @@ def test_files_of_another_plan_are_not_applied_by_chance(tmp_path: Path):
         ({"claim": "x\ny"}, "claim"),
         ({"claim": "x..y"}, "claim"),
         ({"token_secret": "-x"}, "token_secret"),
-        ({"cpus": "0m"}, "cpus"),  # of no cores asked for, an autoscaler finds no share
+        ({"cpus": "0m"}, "cpus"),  # without requested cores an autoscaler cannot compute a share
         ({"cpus": "0.0001"}, "cpus"),
     ],
 )
@@ -246,11 +246,11 @@ def test_another_version_is_the_folder_that_was_named(archive: Path, tmp_path: P
         found = manifests(footprint(tmp_path / "store" / "tiny" / version), OPTIONS)
         for pod in pods(found):
             assert pod["containers"][0]["args"][0] == f"/models/tiny/{version}"
-    assert footprint(archive).version == "3"  # it lies in no store, so what its manifest says
+    assert footprint(archive).version == "3"  # it is in no store, so the version of its manifest
 
 
-def test_options_of_ray_are_not_passed_over(archive: Path, tmp_path: Path):
-    """Who gives --tls-cert believes that there will be TLS."""
+def test_ray_options_without_ray_are_an_error(archive: Path, tmp_path: Path):
+    """A user who gives --tls-cert expects TLS."""
     command = ["deploy", str(archive), "--k8s", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, [*command, "--tls-cert", "cert.pem", "--min-replicas", "1"])
     assert done.exit_code == 2 and "--min-replicas, --tls-cert" in " ".join(done.output.split())

@@ -1,4 +1,4 @@
-"""A controller and its servers, all real but for Ray: they are children of this process, nodes are addresses of loopback."""
+"""A controller and its servers, all real except Ray: servers are children of this process, nodes are loopback addresses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def until(condition: Callable[[], Any], seconds: float = 90.0) -> None:
 
 
 class Load:
-    """Calls the rankers that are listed all the time; a call that finds nobody is made again, as clients of ours do."""
+    """Calls the listed rankers without pause; repeats a call that reaches no server, as recinfer's clients do."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller, self._over = controller, threading.Event()
@@ -120,7 +120,7 @@ class Running:
         self.wait()
 
     def until(self, condition: Callable[[], Any]) -> None:
-        """Say what was there instead, where it does not come true."""
+        """Wait for a condition; the error shows the state that was there instead."""
         try:
             until(condition)
         except AssertionError as error:
@@ -145,7 +145,7 @@ def running(store: Path) -> Iterator[Running]:
     patch.undo()
 
 
-# One deployment goes through all of these, in this order.
+# One deployment runs through all of these tests, in this order.
 
 
 def test_it_serves_from_nodes_that_differ(running: Running):
@@ -236,7 +236,7 @@ def test_another_controller_goes_on_and_a_lost_node_is_replaced(running: Running
     assert load.failed == [] and set(load.versions) == {"2"}
 
 
-def test_what_fits_nowhere_waits_and_says_so(running: Running):
+def test_server_that_fits_on_no_node_waits_and_status_says_so(running: Running):
     sizes, running.engine.sizes = running.engine.sizes, {host: GIB for host in running.engine.sizes}
     running.controller.scale(2, None)
     running.until(
@@ -257,8 +257,8 @@ def test_down_ends_all(running: Running):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_load_has_a_say_between_bounds(store: Path):
-    """No server runs: what they would say is put in their place, and the numbers are what is looked at."""
+def test_load_sets_the_number_of_servers_within_bounds(store: Path):
+    """No server runs: the test sets the servers' figures and checks the number of servers."""
     spec = spec_of(store, rankers=Bounds(1, 1, 3), queue_depth=4, cool_down=20.0)
     controller = Controller(spec, LocalEngine({}))
     controller._members = {"ranker-0": Member("ranker-0", None, phase=Phase.serving, host="h", port=1)}
@@ -272,7 +272,7 @@ def test_load_has_a_say_between_bounds(store: Path):
 
 @pytest.mark.parametrize(("busy", "outstanding", "wanted"), [(0.95, 1, 2), (0.6, 1, 1), (0.1, 9, 3)])
 def test_shard_servers_grow_when_they_are_busy(store: Path, busy: float, outstanding: int, wanted: int):
-    """Small requests are answered as they are read, and rankers put together what waits: few calls are under way then."""
+    """Shard servers answer small requests as they read them and rankers merge queued ones, so few calls are running."""
     spec = spec_of(store, shards=Bounds(1, 1, 3), queue_depth=4, cool_down=20.0)
     controller = Controller(spec, LocalEngine({}))
     controller._members = {
@@ -290,8 +290,8 @@ def test_shard_servers_grow_when_they_are_busy(store: Path, busy: float, outstan
     assert controller._wanted[0] == wanted
 
 
-def test_it_is_ready_once_every_ranker_was_told_of_every_shard_server(store: Path):
-    """A shard server that serves is listed a moment later: whoever asks in between is not told that all is done."""
+def test_status_is_ready_once_every_ranker_lists_every_shard_server(store: Path):
+    """A serving shard server is listed a moment later; a status in between does not say that all is ready."""
     spec = spec_of(store, shards=Bounds(2, 2, 2), rankers=Bounds(1, 1, 1))
     controller = Controller(spec, LocalEngine({}))
     shards = [Member(f"shard-0-{n}", 0, Phase.serving, host="h", port=n + 1) for n in range(2)]

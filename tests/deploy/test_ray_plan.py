@@ -1,4 +1,4 @@
-"""Where servers of a deployment on Ray go, what they are started with, who is listed, how many there are: plain data."""
+"""A deployment on Ray as plain data: placement, commands, listed servers and their number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nodes(*memory: float) -> list[Node]:
 
 
 def place(found: list[Node], needs: list[tuple[str, Need]]) -> list[tuple[str, str]]:
-    """One after another, as the controller does it."""
+    """Placed one after another, as the controller does it."""
     placed: list[tuple[str, str]] = []
     for kind, need in needs:
         node = choose_node(kind, need, found, [where for other, where in placed if other == kind])
@@ -131,7 +131,7 @@ def test_listed_are_those_that_serve(tmp_path: Path):
     assert addresses_by_group(2, here[:3], second)[1] == ("10.0.0.1:7",), "the last one stays, to be named as missing"
 
 
-def test_who_goes_first():
+def test_which_servers_are_removed_first():
     here = [member("s-0", 0, node="n0"), member("s-1", 0, node="n1"), member("s-2", 0, node="n1")]
     assert [m.name for m in to_remove(here, 1)] == ["s-2"], "the younger of those that share a node"
     here[0].phase = Phase.starting
@@ -173,7 +173,7 @@ def test_more_load_more_servers_within_bounds():
     assert max(follow([4000.0] * 15)) == 4, "at most twice as many at a time"
 
 
-def test_a_moment_changes_nothing():
+def test_a_short_peak_changes_nothing():
     assert set(follow([16.0] * 20 + [100.0] + [16.0] * 20)) <= {2, 3}
     assert follow([17.0] * 60)[-1] == 2, "nor does a tenth more"
 

@@ -1,4 +1,4 @@
-"""A server's process ends with whoever started it, in every way that one can end, and leaves no file."""
+"""A server's process ends with the process that started it, however that ends, and leaves no file."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], int, Path]]]:
-    """Starts a script under a guard: the guard, the script's process id, and the folder that is to go."""
+    """Starts a script under a guard: the guard, the script's process id, and the folder that the guard removes."""
     started: list[subprocess.Popen[str]] = []
 
     def start(script: str) -> tuple[subprocess.Popen[str], int, Path]:
-        grace = "0.5" if script == STUBBORN else "60"  # one that ends well gets the time for it
+        grace = "0.5" if script == STUBBORN else "60"  # a clean end gets the time that it needs
         folder = tmp_path / "folder"
         folder.mkdir()
         (folder / "shards.json").write_text("{}")
@@ -89,7 +89,7 @@ def test_a_command_whose_guard_is_gone_before_it_begins_does_not_begin():
         "for pid in (0, os.getpid()):  # nobody's process id, and its own\n"
         "    print(subprocess.Popen(['true'], preexec_fn=partial(_die_with, pid)).wait(60))\n"
     )
-    # In a process like a guard's: what gRPC has to be told of a fork may abort where its threads are at work.
+    # In a process like a guard's: gRPC's fork handlers may abort while its threads run.
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.split() == [str(128 + signal.SIGKILL), "0"], found.stderr
 
@@ -108,7 +108,7 @@ def test_a_server_says_why_it_could_not_start(tmp_path: Path):
 
 
 def test_killing_the_starter_ends_server_and_folder(archive: Path):
-    """The starter is killed as Ray's worker processes are: nothing of it runs any more."""
+    """The starter is killed with SIGKILL, as Ray kills its workers: none of its code runs afterwards."""
     script = (
         "import sys, time\n"
         "from recinfer.deploy.ray.process import ServerProcess\n"

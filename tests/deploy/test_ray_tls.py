@@ -1,4 +1,4 @@
-"""A deployment with mutual TLS whose certificates have no address in them: servers, rankers' calls, the controller's looks."""
+"""A deployment with mutual TLS whose certificates name no address: servers, rankers' calls, the controller's probes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 @pytest.fixture
 def controller(store: Path, tls: Tls, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
-    """One shard server and one ranker that serve. However busy the machine is, nobody is taken for gone."""
+    """One shard server and one ranker that serve. No server is taken for dead, however busy the machine is."""
     monkeypatch.setattr(control, "_PERIOD_S", 0.2)
     monkeypatch.setattr(control, "_RANKER_DRAIN_S", 0.1)
     monkeypatch.setattr(control, "_MISSES", 1 << 30)
@@ -105,7 +105,7 @@ def test_a_deployment_behind_mutual_tls(controller: Controller, archive: Path, t
     expected = load(archive).lookup(features).pooled
     assert pooled is not None and expected is not None and torch.equal(pooled.values(), expected.values())
 
-    for address in (shard["address"], ranker["address"]):  # nobody speaks without TLS, or without a certificate
+    for address in (shard["address"], ranker["address"]):  # no connection without TLS or without a certificate
         alone = grpc.ssl_channel_credentials(Path(tls.ca).read_bytes())
         for stranger in (grpc.insecure_channel(address), grpc.secure_channel(address, alone, options=options)):
             with stranger, pytest.raises(grpc.RpcError) as refused:
@@ -146,7 +146,7 @@ def test_a_server_without_its_certificate_says_so(store: Path, tls: Tls, tmp_pat
     assert "cannot read" in process.look().why and "gone.pem" in process.look().why
 
 
-def test_what_servers_and_rankers_are_told(store: Path, tls: Tls):
+def test_arguments_of_servers_and_rankers(store: Path, tls: Tls):
     spec = spec_of(store, tls)
     for group in (0, None):
         said = spec.arguments(group, "1", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""What every rank runs in the tests of sharded modules: each function takes (rank, world size) first."""
+"""Functions that every rank runs in the tests of sharded modules; each takes (rank, world size) first."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def whole_tables(module: nn.Module) -> dict[str, Tensor]:
 
 
 def first_values_do_not_depend_on_the_sharding(rank: int, world: int) -> None:
-    """A module on meta holds the same tables however it is cut; a reset draws others."""
+    """A module on meta has the same tables in every sharding; a reset draws new ones."""
     tables = []
     for kind in ("table_wise", "row_wise", "column_wise", "mixed", "data_parallel"):
         torch.manual_seed(3)
@@ -410,6 +410,6 @@ def sizes_of_several_modules_go_together(rank: int, world: int) -> None:
 
 
 def all_of(rank: int, world: int, calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Several of these in one go: ranks are started once."""
+    """Runs several of these functions in one call, so that ranks are started once."""
     for function, args in calls:
         function(rank, world, *args)

@@ -1,4 +1,4 @@
-"""Copies on another device: what is shared and what is moved, and that nobody else's copies change meanwhile."""
+"""Copies on another device: which tensors are shared and which moved; copies by other threads are unaffected."""
 
 from __future__ import annotations
 

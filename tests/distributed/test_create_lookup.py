@@ -1,4 +1,4 @@
-"""What ``create_lookup`` and the lookups are given is used, or refused by name: fused_params and feature processors."""
+"""``create_lookup`` and the lookups use fused_params and feature processors, or fail with an error that names them."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def exchange_splits(rank: int, world: int) -> None:
     ]
 
 
-def test_splits_are_told_to_whom_they_concern() -> None:
+def test_each_rank_gets_its_splits() -> None:
     run_ranks(3, exchange_splits)
 
 

@@ -1,4 +1,4 @@
-"""Documented parameters and members that no other test needs: what they do, on real modules and ranks."""
+"""Documented parameters and members that no other test uses, on real modules and ranks."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_plan_prints_its_parameters_and_shards() -> None:
 
 
 class Local(EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]):
-    """A user's sharding: everything is here already."""
+    """A user's sharding in which nothing has to be exchanged."""
 
     class Features(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         def forward(self, sparse_features: KeyedJaggedTensor) -> Any:

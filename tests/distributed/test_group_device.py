@@ -1,4 +1,4 @@
-"""Where the ranks of a group compute. NCCL and GPUs are played: no CPU machine has them."""
+"""The devices on which the ranks of a group compute, with simulated NCCL and GPUs: no CPU machine has them."""
 
 from __future__ import annotations
 

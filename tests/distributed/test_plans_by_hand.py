@@ -1,4 +1,4 @@
-"""Plans written by hand: which kernel a table gets, whose optimizer then trains it, and what the generators take."""
+"""Plans written by hand: which kernel a table gets, which optimizer trains it, and what the generators accept."""
 
 from __future__ import annotations
 

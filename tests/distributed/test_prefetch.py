@@ -37,7 +37,7 @@ LAST = 5  # batches
 
 
 class Watched(ModuleTableGroup):
-    """FBGEMM's module, and what it was asked for in which order."""
+    """FBGEMM's module with a record of its calls, in order."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -128,7 +128,7 @@ def dropped(rank: int, world_size: int) -> list[list[int]]:
         else:
             assert 0 < len(drain(pipeline, list(stream))) < LAST
         found.append([group.waiting for group in groups])
-        # What comes next is looked up where it is, not where rows of the dropped batch were.
+        # The next batch is looked up in its own rows' places, not in those of the dropped batch.
         drain(pipeline, batches_of(rank, world_size, 2))
     return found
 

@@ -1,4 +1,4 @@
-"""Where rows are kept does not show: joined columns, managed memory and caches give the unsharded module's numbers."""
+"""The memory that holds the rows does not change results: joined columns, managed memory and caches."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_table_of_100_million_rows_on_meta() -> None:
 
 
 def test_threads_take_turns_at_the_cache_of_a_batch() -> None:
-    """The module with the cache fills it and then looks up; it is stood for by one that sees whether two threads are inside."""
+    """A module with a cache fills it and then looks up. The module here detects whether two threads are in it at once."""
     module = EmbeddingBagCollection.from_float(float_bags([SUM] * 4))
     batch = module._lookup.batch
     inside, overlaps = threading.Semaphore(1), []

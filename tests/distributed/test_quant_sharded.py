@@ -203,7 +203,7 @@ def test_tbes_register_every_shard_and_share_the_mapped_bytes() -> None:
     assert {type(t).__name__ for t in shared.tbes_configs()} == {"IntNBitTableBatchedEmbeddingBagsCodegen"}
 
 
-def test_bad_ids_and_bad_plans_are_refused_by_name() -> None:
+def test_errors_name_bad_ids_and_bad_plans() -> None:
     module = EmbeddingBagCollection.from_float(float_bags())
     env = ShardingEnv.from_local(2, 0)
     plan = plan_for(module, "row_wise", 2)
@@ -302,7 +302,7 @@ def test_sharders() -> None:
     assert torch.equal(sharded(features)["f2"].values(), module(features)["f2"].values())
 
 
-def test_a_copy_shares_rows_and_tells_its_plan() -> None:
+def test_copy_shares_rows_and_has_the_plan() -> None:
     module = EmbeddingBagCollection.from_float(float_bags())
     plan = plan_for(module, "mixed", 2)
     sharded = ShardedQuantEmbeddingBagCollection(module, plan, ShardingEnv.from_local(2, 0))

@@ -25,7 +25,7 @@ from recinfer.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from recinfer.optim.row_updates import UPDATES, Hyper
 from recinfer.optim.rowwise_adagrad import RowWiseAdagrad
 
-# FBGEMM's dense operator, which the GPU's groups use, tells autograd less than torch wants to hear.
+# FBGEMM's dense operator, which groups on a GPU use, lacks an autograd registration that torch warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:fbgemm..dense_embedding_codegen_lookup_function")
 
 SUM, MEAN, NONE = PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE
@@ -374,7 +374,7 @@ def test_no_gradients_no_update() -> None:
         assert not group(torch.tensor([0]), torch.tensor([0, 1, 1, 1])).requires_grad
 
 
-def test_what_no_kernel_does_is_refused() -> None:
+def test_unsupported_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="the same dim"):
         TableGroup(MIXED, NONE, FusedSettings())
     with pytest.raises(ConfigError, match="float32"):
@@ -408,7 +408,7 @@ def test_hyper_numbers_come_from_the_settings() -> None:
         ({"weight_decay": 0.1}, "weight_decay_mode"),
     ],
 )
-def test_numbers_that_a_formula_would_pass_over_are_refused(params: dict[str, Any], named: str) -> None:
+def test_settings_that_a_formula_ignores_are_refused(params: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         FusedSettings.from_params(params)
     off = {**params, "momentum": 0.0, "max_norm": 0.0, "weight_decay": 0.0}

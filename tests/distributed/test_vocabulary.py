@@ -92,7 +92,7 @@ def weights_of(lookup: nn.Module) -> dict[str, torch.Tensor]:
     return {name.split(".")[-2]: value.detach() for name, value in lookup.state_dict().items()}
 
 
-def test_a_group_tells_its_features_and_columns() -> None:
+def test_features_and_columns_of_a_group() -> None:
     made = group(table("t", "f"), table("u", "g"))
     assert made.feature_names() == made.embedding_names() == ["f", "g"]
     assert made.feature_hash_sizes() == [ROWS, ROWS]

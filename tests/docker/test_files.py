@@ -1,4 +1,4 @@
-"""Images, compose file and dashboards, read as data: what they name is there, and they may do no more than they need."""
+"""Images, compose file and dashboards, read as data: the files and names in them exist, and privileges are minimal."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def hadolint() -> str:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_hadolint_has_nothing_to_say(image: str):
+def test_hadolint_finds_nothing(image: str):
     done = subprocess.run([hadolint(), DOCKER / image], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_hadolint_would_say_something(tmp_path: Path):
+def test_hadolint_reports_a_bad_file(tmp_path: Path):
     broken = tmp_path / "Dockerfile"
     broken.write_text((DOCKER / "Dockerfile").read_text().replace("python:3.11.14-slim-bookworm", "python"))
     done = subprocess.run([hadolint(), broken], capture_output=True, text=True, timeout=60, check=False)

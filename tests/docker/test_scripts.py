@@ -48,11 +48,11 @@ class Running:
     log: Path
 
     def healthy(self) -> bool:
-        """What the image's HEALTHCHECK finds."""
+        """The result of the image's HEALTHCHECK."""
         return check(self.port).returncode == 0
 
     def wait(self) -> None:
-        """Until it is healthy."""
+        """Wait until it is healthy."""
         end = time.monotonic() + 240
         # A healthcheck is a process of its own, which takes a core from a server that is not listening yet.
         while not (_listens(self.port) and self.healthy()):
@@ -162,7 +162,7 @@ def test_every_metric_that_is_named_is_one_of_a_running_server(fleet: dict[str, 
         ask(client)
     by_role = {role: fleet[name].scrape() for role, name in (("shard", "shard-0"), ("ranker", "ranker"))}
     text = "".join(by_role.values())
-    # Families, which stand there also before their first sample: a counter of refusals has none in a good hour.
+    # Metric families, which are listed before their first sample: a counter of refusals may have no sample yet.
     exported = set(re.findall(r"^(recinfer_[a-z_]+?)(?:\{| )", text, flags=re.MULTILINE))
     exported |= {name for name, kind in re.findall(r"^# TYPE (recinfer_\S+) (\S+)", text, flags=re.MULTILINE)}
     dashboard = json.loads((DOCKER / "grafana/dashboards/recinfer.json").read_text())
@@ -186,7 +186,7 @@ def test_metrics_need_the_token(fleet: dict[str, Running]):
         urllib.request.urlopen(f"http://127.0.0.1:{fleet['ranker'].metrics}/metrics", timeout=60)
 
 
-def test_the_healthcheck_says_no_where_nobody_serves():
+def test_healthcheck_fails_without_a_server():
     done = check(free_port())
     assert done.returncode == 1 and "UNAVAILABLE" in done.stderr
 
@@ -237,7 +237,7 @@ def test_one_process_and_a_ranker_that_waits(tools: Path, warm: Path, tmp_path: 
 
 
 def test_rankers_of_two_versions_at_one_set_of_shards(warm: Path, tmp_path: Path):
-    """A roll-out as manifests and compose do it: shards keep what they began with, and rankers of the next version come."""
+    """A roll-out as manifests and compose do it: shard servers keep running, and rankers of the next version start."""
     store = tmp_path / "store"
     for version, seed in (("1", 0), ("2", 1)):
         (tmp_path / version).mkdir()

@@ -62,7 +62,7 @@ def test_the_verbs_work_together(folder: tuple[Path, Dataset]) -> None:
     assert all(0 <= t["relative_error"] < 0.05 for t in found["report"]["tables"])
 
     code, found = invoke(*base, "--out", root / "refused.rqa", "--precision", "int2", "--max-auc-drop", 0)
-    if code:  # two bits may by luck lose nothing
+    if code:  # two bits may lose nothing by chance
         assert "per table quantized alone" in found["error"]["message"]
         assert not (root / "refused.rqa").exists()
 

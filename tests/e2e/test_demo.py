@@ -1,4 +1,4 @@
-"""The demo, whole, on made-up rows and on the real samples where they are there."""
+"""The whole demo, on synthetic rows and on the real samples if they are present."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Archives that older code wrote open as they are, give its answers, and today's code still writes the same rows."""
+"""Archives of older code open unchanged and give the same answers; today's code writes the same rows."""
 
 from __future__ import annotations
 

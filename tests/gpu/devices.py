@@ -1,4 +1,4 @@
-"""On which devices the bodies of GPU tests run: on the CPU too, where they make sense there, so that they are known to be right."""
+"""Devices of the GPU tests; where it makes sense, they also run on the CPU, which checks the tests themselves."""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ def test_sequences_on_cuda(types: dict[str, DataType], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["fbgemm", "triton"])
-def test_bad_ids_are_told_and_the_device_lives(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_out_of_range_are_reported_and_the_device_stays_usable(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kernel == "fbgemm" and not fbgemm.HAS_CUDA:
         pytest.skip("FBGEMM's build here is not the one for CUDA")
     monkeypatch.setenv("RECINFER_KERNEL", kernel)
@@ -92,7 +94,7 @@ def test_bad_ids_are_told_and_the_device_lives(kernel: str, monkeypatch: pytest.
     with pytest.raises(
         InputError, match="id -3 is out of range" if kernel == "fbgemm" else "an earlier lookup had ids"
     ):
-        module(features.to("cuda"))  # our kernel counts it, and the next call tells
+        module(features.to("cuda"))  # recinfer's kernel counts it, and the next call raises
         torch.cuda.synchronize()
         module(good)
     with pytest.raises(InputError, match="id -3 is out of range"):

@@ -26,7 +26,7 @@ from tests.gpu.devices import BACKENDS, DEVICES, skip_unless_fbgemm_has
 
 CPU = torch.device("cpu")
 SUM, MEAN, NONE = PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE
-# FBGEMM's dense operator tells autograd less than torch wants to hear.
+# FBGEMM's dense operator lacks an autograd registration that torch warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:fbgemm..dense_embedding_codegen_lookup_function")
 
 

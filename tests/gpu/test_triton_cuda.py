@@ -1,4 +1,4 @@
-"""The Triton kernel on a GPU: an archive, CUDA graphs, and lookups that wait for nothing. Never run yet: no GPU was at hand."""
+"""The Triton kernel on a GPU: an archive, CUDA graphs, and lookups without synchronization. Not yet run on a GPU."""
 
 from __future__ import annotations
 

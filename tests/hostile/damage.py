@@ -32,7 +32,7 @@ def relist(root: Path) -> None:
 
 
 def rewrite(root: Path, name: str, content: bytes) -> None:
-    """Replace a file and list it rightly."""
+    """Replace a file and put its size and hash into the manifest."""
     (root / name).write_bytes(content)
     relist(root)
 
@@ -61,7 +61,7 @@ def read_header(root: Path, rank: int) -> tuple[dict[str, Any], bytes]:
 def write_header(
     root: Path, rank: int, header: dict[str, Any] | bytes, rest: bytes, *, length: int | None = None
 ) -> None:
-    """Write a shard file with any header, and list it rightly."""
+    """Write a shard file with any header, and put its size and hash into the manifest."""
     text = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(len(text) + -(8 + len(text)) % 4096)
     prefix = (len(text) if length is None else length).to_bytes(8, "little")

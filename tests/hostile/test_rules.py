@@ -1,4 +1,4 @@
-"""Every rule of FORMAT.md broken in turn: the load (or verify) names that rule, and nothing else happens."""
+"""Every rule of FORMAT.md broken in turn: loading (or verify) fails with an error that names the rule."""
 
 from __future__ import annotations
 

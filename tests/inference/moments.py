@@ -112,13 +112,13 @@ def trial(work: Callable[[Path, Path], None], folder: Path, out: Path, how: str,
         finally:
             try:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-            finally:  # also where Ctrl-C comes as late as here: nothing of this process may go on beside its parent
+            finally:  # also if Ctrl-C comes this late: the child must not run on in parallel to its parent
                 os._exit(code)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if how in ("INT", "KILL"):
         while (left := started + at - time.monotonic()) > 0:
             ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:  # faster than it was said to be
+            if ended:  # it ended before the moment that was drawn
                 return os.waitstatus_to_exitcode(status), time.monotonic() - started
             time.sleep(min(left, 0.01))
         os.kill(child, signal.SIGINT if how == "INT" else signal.SIGKILL)
@@ -155,7 +155,7 @@ def main(verb: str, folder: Path, trials: int) -> dict[str, Any]:
     for how in ("INT", "KILL", "DISK") * trials:
         prepare()
         code, took = trial(VERBS[verb], folder, out, how, chance.random() * (largest if how == "DISK" else seconds))
-        if code == 0:  # the first one may have been held up: then the later signals would all come too late
+        if code == 0:  # if the first trial was delayed, all later signals would come too late
             seconds = min(seconds, took)
         codes.setdefault(how, []).append(code)
         names = sorted(p.name for p in place.iterdir())

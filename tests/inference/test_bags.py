@@ -58,7 +58,7 @@ def test_any_order_holds_the_same_bags(kjt: KeyedJaggedTensor, wanted: list[str]
 @settings(max_examples=60, deadline=None)
 @given(st.lists(requests, min_size=1, max_size=5), st.booleans())
 def test_merged_requests_hold_each_ones_bags(kjts: list[KeyedJaggedTensor], same: bool):
-    if same:  # one id a bag and the same keys in each: the short way
+    if same:  # one id per bag and the same keys in each: the fast path
         kjts = [make(i, 2, NAMES, 1, torch.int64) for i in range(len(kjts))]
     merged = merge_bags([bags_of(kjt) for kjt in kjts], NAMES, weighted=not same)
     assert merged.batch == sum(kjt.stride() for kjt in kjts)

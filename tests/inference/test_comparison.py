@@ -1,4 +1,4 @@
-"""Archives against recorded outputs: a right archive of any precision passes, one that serves other blocks does not."""
+"""Archives against recorded outputs: a correct archive of any precision passes, one with swapped blocks fails."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_right_archive_passes_and_other_blocks_do_not(tmp_path: Path, precisio
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.INT2], ids=lambda p: p.value)
-def test_no_right_archive_is_refused(tmp_path: Path, precision: DataType, seed: int) -> None:
+def test_every_correct_archive_passes(tmp_path: Path, precision: DataType, seed: int) -> None:
     """Rows of all kinds: constant, with one outlier, of other sizes; outputs that are sharp or saturated."""
     torch.manual_seed(seed)
 
@@ -195,7 +195,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_files_that_do_not_fit_are_refused_by_name(
+def test_errors_name_files_that_do_not_fit(
     small: tuple[nn.Module, Archive], tmp_path: Path, changes: dict[str, np.ndarray], message: str
 ) -> None:
     reference = record(tmp_path / "r.npz", make_model(), **changes)

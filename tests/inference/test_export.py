@@ -244,7 +244,7 @@ def test_weights_that_are_nan_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "small.rqa").exists()
 
 
-def test_nan_that_forward_makes_is_said_to_be_forwards(tmp_path: Path) -> None:
+def test_error_says_that_forward_makes_nan(tmp_path: Path) -> None:
     class Logarithm(Ranker):
         def forward(self, dense: Tensor, kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
             return {"score": super().forward(dense, kjt), "log": dense[:, 0].log() + self.bottom(dense)[:, 0]}
@@ -255,7 +255,7 @@ def test_nan_that_forward_makes_is_said_to_be_forwards(tmp_path: Path) -> None:
     assert "not what was exported" not in str(caught.value)
 
 
-def test_an_answer_that_is_nan_is_called_so() -> None:
+def test_error_names_a_nan_answer() -> None:
     stored, found = torch.zeros(12), torch.zeros(12)
     found[2:] = float("nan")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A full disk and Ctrl-C in the middle of an export, a reshard or a delta leave nothing behind: no half archive, no rubbish."""
+"""A full disk and Ctrl-C during an export, a reshard or a delta leave no partial archive and no temporary files."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_chunks_of_any_size_give_the_same_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["delta", "export", "replace", "reshard"])
-def test_the_name_holds_a_whole_one_or_none(tmp_path: Path, verb: str) -> None:
+def test_target_name_holds_a_complete_archive_or_none(tmp_path: Path, verb: str) -> None:
     """Ctrl-C, SIGKILL and files that cannot grow, at random moments of the real verbs."""
     code = "import runpy; runpy.run_module('tests.inference.moments', run_name='__main__')"
     ended, out, err = run_program(code, verb, tmp_path, 5)
@@ -161,7 +161,7 @@ def test_the_name_holds_a_whole_one_or_none(tmp_path: Path, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", ["delta", "export", "reshard"])
 def test_a_disk_that_is_really_full(tmp_path: Path, verb: str) -> None:
-    """A file system of too few blocks: what is written, tables or what comes after them, runs into its end."""
+    """A file system with too few blocks: it fills up while tables or later files are written."""
     from tests.inference import moments
 
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path, verb: str) -> None:
     shards = sum(p.stat().st_size for p in tmp_path.glob("base.rqa/shards/*"))
     small = tmp_path / "small"
     small.mkdir()
-    room = shards + (0 if verb == "delta" else 5 * 4096)  # room for the shards, and hardly more
+    room = shards + (0 if verb == "delta" else 5 * 4096)  # space for the shards, and little more
     mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(small)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("a small file system needs root and mount")

@@ -1,4 +1,4 @@
-"""Keys in use stay known, however many others pass by; memory stays bounded."""
+"""Keys in use stay cached, however many other keys come; memory stays bounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import FEATURES, RANKER_ROWS, make_request
 
 
-def test_the_keys_used_last_are_there_and_no_more_than_the_bound() -> None:
+def test_cache_keeps_the_keys_used_last_up_to_its_bound() -> None:
     cache: LruCache[int, str] = LruCache(8)
     for key in range(1000):
         cache[key] = str(key)
@@ -54,7 +54,7 @@ def test_threads_find_what_was_put_or_nothing() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(use, (1, 3, 7, 11)))
-    assert len(cache) <= 8 + 4  # each thread may be between its look and its insertion
+    assert len(cache) <= 8 + 4  # each thread may be between its lookup and its insertion
 
 
 ORDERS = [order for size in range(1, 5) for order in itertools.permutations(FEATURES, size)]

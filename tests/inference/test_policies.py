@@ -1,4 +1,4 @@
-"""What export writes about features left out of a prediction and ids out of range, and who keeps it."""
+"""Policies for missing features and ids out of range: what export writes, and what keeps them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_by_default_every_feature_is_needed(tmp_path: Path) -> None:
     assert set(policies(make_archive(tmp_path)[1]).values()) == {("reject", "reject", 0)}
 
 
-def test_what_export_is_told(tmp_path: Path) -> None:
+def test_manifest_holds_the_policies_that_export_was_given(tmp_path: Path) -> None:
     missing: dict[str, str | int] = {"*": "empty", "f_user": "reject", "f_item": 1200}
     archive = make_archive(tmp_path, missing=missing, out_of_range={"f_hist": "default_row"})[1]
     assert policies(archive) == {
@@ -60,14 +60,14 @@ def test_what_export_is_told(tmp_path: Path) -> None:
         ({"out_of_range": {"f_cat": "clip"}}, "out_of_range: got 'clip' for feature 'f_cat'"),
     ],
 )
-def test_what_there_is_not_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_policies_for_unknown_features_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_archive(tmp_path, **options)
     assert not (tmp_path / "small.rqa").exists()
 
 
 def test_a_contract_says_what_rows_without_a_value_are(tmp_path: Path) -> None:
-    """A column that is not there is refused whatever the archive says of features left out."""
+    """A missing column is an error, whatever the archive's policy for missing features."""
     archive = make_archive(tmp_path, contract=make_contract(), missing={"*": "empty"})[1]
     predictor = recinfer.load(archive.root)
     assert predictor.contract == make_contract()
@@ -99,8 +99,8 @@ def test_ids_and_raw_rows_are_out_of_range_alike(tmp_path: Path) -> None:
     assert [f.missing for f in contract.sparse] == [f.missing for f in make_contract().sparse]
 
 
-def test_archives_of_before_keep_what_they_say(tmp_path: Path) -> None:
-    """Those that were written when every feature might be left out."""
+def test_archives_from_before_0_2_0_keep_their_policy(tmp_path: Path) -> None:
+    """Archives from when every feature could be left out."""
     archive = copy_with_missing(make_archive(tmp_path)[1].root, tmp_path / "before.rqa", "empty")
     predictor, dense = recinfer.load(archive), torch.randn(2, 3)
     short, whole = bag(f_user=[[1], [2]]), full(f_user=[[1], [2]])
@@ -119,7 +119,7 @@ def test_archives_of_before_keep_what_they_say(tmp_path: Path) -> None:
     assert torch.equal(changed, predictor.predict(dense, whole)["output"]) and not torch.equal(changed, expected)
 
 
-def test_what_export_was_told_is_kept_by_reshard_and_delta(tmp_path: Path) -> None:
+def test_reshard_and_delta_keep_the_policies_of_the_export(tmp_path: Path) -> None:
     model, archive = make_archive(tmp_path, missing={"f_hist": "empty"}, out_of_range={"f_cat": "default_row"})
     plan = plan_archive(archive.manifest, world_size=1)
     resharded = reshard_archive(archive.root, plan, tmp_path / "one.rqa", progress=False)

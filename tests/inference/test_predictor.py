@@ -136,19 +136,19 @@ def test_lookup_of_one_module_of_several(everything: tuple[nn.Module, Archive]) 
 
 
 def test_a_prediction_needs_every_feature(exact: tuple[nn.Module, Predictor]) -> None:
-    """A forgotten feature is no empty one: the answer would be another, and nobody would know."""
+    """A forgotten feature is not an empty one: the answer would be wrong without an error."""
     predictor, dense = exact[1], torch.randn(2, 3)
     half = bag(f_cat=[[3, 4], []], f_user=[[1], [2]])
     said = r"^missing features: 'f_item', 'f_hist'; got f_cat, f_user\. .*empty list for a sample without ids.* --missing f_item=empty"
     with pytest.raises(InputError, match=said):
         predictor.predict(dense, half)
-    # Features of a context are given, and nothing else of it is.
+    # Features of a context count as given.
     rest = bag(f_item=[[7]], f_hist=[[]])
     whole = full(f_cat=[[3, 4], []], f_user=[[1], [2]], f_item=[[7], [7]])
     assert torch.equal(predictor.predict(dense, half, rest)["output"], predictor.predict(dense, whole)["output"])
     with pytest.raises(InputError, match=r"^missing features: 'f_hist'; got f_cat, f_user, f_item"):
         predictor.predict(dense, half, bag(f_item=[[7]]))
-    # Of requests that are run together only the one that lacks some is refused.
+    # If requests share a run, only the one with missing features fails.
     refused, answer = predictor.predict_many([PredictInputs(dense, half), PredictInputs(dense, whole)])
     assert isinstance(refused, InputError) and str(refused).startswith("missing features: 'f_item', 'f_hist'; got")
     assert isinstance(answer, dict) and len(answer["output"]) == 2
@@ -301,7 +301,7 @@ def test_preload_and_torch_engine(small: tuple[nn.Module, Archive]) -> None:
     torch.testing.assert_close(other.predict(dense, kjt)["output"], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_what_a_predictor_tells(small: tuple[nn.Module, Archive]) -> None:
+def test_attributes_of_a_predictor(small: tuple[nn.Module, Archive]) -> None:
     predictor = recinfer.load(small[1].root)
     assert predictor.num_dense == 3
     assert predictor.contract is None

@@ -61,7 +61,7 @@ def test_lookups_are_the_same_bit_for_bit(small: tuple[nn.Module, Archive], tmp_
     assert torch.equal(before.lookup(request).pooled.values(), after.lookup(request).pooled.values())
 
 
-def test_what_rankers_may_do_goes_along_or_is_changed(small: tuple[nn.Module, Archive], tmp_path: Path) -> None:
+def test_default_rows_setting_is_kept_or_changed(small: tuple[nn.Module, Archive], tmp_path: Path) -> None:
     archive = small[1]
     assert archive.manifest.missing_shards == "reject"
     assert "missing_shards" not in (archive.root / "manifest.json").read_text()  # older readers know no such key

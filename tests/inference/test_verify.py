@@ -1,4 +1,4 @@
-"""verify: all is well, or it says what is not."""
+"""verify: a valid archive passes, and each problem is reported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_kind_of_module(everything: tuple[nn.Module, Archive]) -> None:
     assert verify(everything[1].root).ok
 
 
-def test_files_of_nobody(copied: Path) -> None:
+def test_files_that_the_manifest_does_not_list(copied: Path) -> None:
     (copied / "notes").mkdir()
     (copied / "notes" / "a.txt").write_text("hello")
     report = verify(copied)

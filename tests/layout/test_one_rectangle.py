@@ -1,4 +1,4 @@
-"""One type says which rows and columns of a table lie where, and each tiling is checked by one function."""
+"""One type describes the position of rows and columns, and one function checks tilings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "recinfer"
 
-# Fields by which a class says where something lies in a table.
+# Fields by which a class describes a position in a table.
 SAYS_WHERE = [
     {"row_start", "row_stop"},
     {"col_start", "col_stop"},
@@ -44,6 +44,6 @@ def test_one_class_is_a_rectangle() -> None:
     assert found == RECTANGLES | OTHERS
 
 
-def test_no_class_has_a_name_that_could_be_any_part_of_a_table() -> None:
+def test_no_class_name_could_mean_any_part_of_a_table() -> None:
     found = {name for name, _ in classes() if name.rpartition(".")[2] in ("Block", "Piece", "Rectangle")}
     assert not found

@@ -1,4 +1,4 @@
-"""Tilings against counting every cell, and what is said of those that are none."""
+"""Tilings against counting every cell, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def check(rows: int, cols: int, rects: list[Rect]) -> None:
         ([Rect(0, 0, 10, 0, 6), Rect(1, 0, 10, 6, 8)], "expected a first column that is a multiple of 4"),
     ],
 )
-def test_what_is_said(rects: list[Rect], said: str) -> None:
+def test_error_messages(rects: list[Rect], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         tile("t", 10, 8, rects, world_size=2 if "below" in said else None, column_unit=4)
 

@@ -1,4 +1,4 @@
-"""Table names that torch's ModuleDict cannot hold are refused by name, not by a KeyError from inside torch."""
+"""A table name that torch's ModuleDict cannot hold is an error that names it, not a KeyError from torch."""
 
 from __future__ import annotations
 

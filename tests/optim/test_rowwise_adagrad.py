@@ -96,7 +96,7 @@ def test_the_closure_runs_with_gradients() -> None:
     "numbers",
     [{"lr": -1.0}, {"lr": float("nan")}, {"eps": -1e-8}, {"lr_decay": -1.0}, {"weight_decay": -1.0}],
 )
-def test_steps_that_cannot_be_are_refused(numbers: dict[str, float]) -> None:
+def test_impossible_steps_are_refused(numbers: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="at least 0"):
         RowWiseAdagrad([nn.Parameter(torch.zeros(2, 2))], **numbers)
 
@@ -136,7 +136,7 @@ def test_sparse_gradients_end_with_the_block() -> None:
     assert not model.embedding_bags["t"].sparse
 
 
-def test_arguments_that_would_do_nothing_are_refused() -> None:
+def test_arguments_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match="momentum"):
         RowWiseAdagrad([nn.Parameter(torch.zeros(2, 2))], momentum=0.9)
     RowWiseAdagrad([nn.Parameter(torch.zeros(2, 2))], foreach=False)

@@ -79,7 +79,7 @@ def test_a_schedule_goes_on_after_loading() -> None:
         [WarmupStage(sgdr_period=0)],
     ],
 )
-def test_stages_that_cannot_be_are_refused(stages: list[WarmupStage]) -> None:
+def test_impossible_stages_are_refused(stages: list[WarmupStage]) -> None:
     with pytest.raises(ConfigError, match="warmup"):
         WarmupOptimizer(sgd(), stages)
 

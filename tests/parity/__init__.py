@@ -1,1 +1,1 @@
-"""Two roads to one answer: what recinfer does sharded, against the unsharded module."""
+"""Comparisons of sharded computation with the unsharded module."""

@@ -217,7 +217,7 @@ def new_module(case: Case) -> nn.Module:
     return EmbeddingBagCollection(tables, is_weighted=case.weighted)
 
 
-# --------------------------------------------------------------------------------------------------- the unsharded road
+# ------------------------------------------------------------------------------------------------- the unsharded module
 
 
 class Reference:
@@ -254,7 +254,7 @@ class Reference:
 
 
 def loss_weights(rank: int, step: int, like: Tensor) -> Tensor:
-    """What a rank's outputs are multiplied with before they are summed: so every gradient is another."""
+    """Factors of a rank's outputs before they are summed, so that all gradients differ."""
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(5000 + 100 * step + rank))
 
 
@@ -278,7 +278,7 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def shard(module: nn.Module, case: Case, plan: EmbeddingModuleShardingPlan) -> nn.Module:
-    """The sharded road."""
+    """The sharded module."""
     fused_params = {"optimizer": OptimType[case.optimizer], "learning_rate": LEARNING_RATE, "eps": 1e-8}
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     if case.pooled:
@@ -312,7 +312,7 @@ def with_gradients(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def run_case(rank: int, world: int, case: Case, local: int) -> None:
-    """Three steps on both roads; forward and gradients of weights of each, state after the first and the third."""
+    """Three steps of both modules: outputs and gradients of weights of each, state after the first and the third."""
     module = new_module(case)
     configs = module.embedding_bag_configs() if case.pooled else module.embedding_configs()
     plan = module_plan(configs, case, world, local)

@@ -1,4 +1,4 @@
-"""What TorchRec's planner takes: nothing to shard, odd sizes; which error it is when nothing fits; what the hash covers."""
+"""Inputs that TorchRec's planner accepts (nothing to shard, odd sizes), errors when nothing fits, the plan's hash."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ class Stored(PlanLoader):
 
 
 class OwnEnumerator(Enumerator):
-    """A user's: TorchRec's interface and nothing of ours."""
+    """A user's plan loader: TorchRec's interface and nothing of recinfer's."""
 
     def __init__(self, topology: Topology, *args: Any, **kwargs: Any) -> None:
         self._inner = EmbeddingEnumerator(topology)
@@ -291,7 +291,7 @@ def test_pins_are_for_the_default_search() -> None:
 
 
 class Measured(GeneralizedCommsBandwidth):
-    """A user's: ``get_bw`` and nothing else."""
+    """A user's bandwidths: ``get_bw`` and nothing else."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor, self.asked = factor, set[tuple[int, int, CollectiveType]]()
@@ -322,7 +322,7 @@ def test_bandwidths_of_get_bw_alone_are_asked_for_each_collective() -> None:
 
 
 @pytest.mark.parametrize("figure", [0.0, -1.0, math.nan])
-def test_bandwidths_that_are_none_are_refused(figure: float) -> None:
+def test_invalid_bandwidths_are_refused(figure: float) -> None:
     topology = Topology(2, "cuda", generalized_comms_bandwidths=Measured(figure))
     with pytest.raises(ConfigError, match=r"Measured: .* bytes per millisecond for all_to_all over 2 ranks"):
         plan_inference(model([8]), world_size=2, compute_device="cuda", topology=topology)

@@ -1,4 +1,4 @@
-"""The plans of the examples are pinned by their hashes: where each rectangle lies changes only when somebody means it."""
+"""The plans of the examples are pinned by their hashes, so that no rectangle moves unintentionally."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_estimates_are_torchrecs() -> None:
 
 
 def test_partial_sums_that_come_in_are_counted() -> None:
-    """Row pieces are summed at home, where as much comes in as each rank looked up; a reduce-scatter inside hosts needs none."""
+    """The rank that sums row pieces receives as much as each rank looked up; a reduce-scatter inside hosts needs none."""
     sums = 8 * 512 * 64 * 4  # ranks x batch x columns x bytes
     for local, kinds in ((8, ("row_wise", "table_row_wise")), (4, ("row_wise",))):
         topology = Topology(8, "cuda", local_world_size=local)
@@ -184,7 +184,7 @@ def test_inference_storage_is_packed_rows_and_one_batch() -> None:
     tw._tensor = torch.empty(1000, 64, dtype=torch.int8, device="meta")
     tw.module[1]._embedding_bag_configs[0].data_type = DataType.INT8
     EmbeddingStorageEstimator(topology, is_inference=True).estimate([tw])
-    assert tw.shards[0].storage == Storage(1000 * 80 + 512 * 8 + 512 * 64 * 4, 0)  # 64 + 4 bytes a row, padded to 16
+    assert tw.shards[0].storage == Storage(1000 * 80 + 512 * 8 + 512 * 64 * 4, 0)  # 64 + 4 bytes per row, padded to 16
 
 
 def test_offload_stats_read_the_miss_curve() -> None:
@@ -468,7 +468,7 @@ def test_create_planner_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -
         create_planner(torch.device("cpu"), 64)
 
 
-def test_company_makes_a_small_table_dearer_and_repeats_make_it_cheaper() -> None:
+def test_other_tables_make_a_small_table_slower_and_repeated_ids_make_it_faster() -> None:
     profile, one = hardware_of(bag_ns=5.0, far_ns=40.0), np.ones(1)
 
     def ms(ids: float, company: Company | None = None) -> float:
@@ -485,7 +485,7 @@ def test_company_makes_a_small_table_dearer_and_repeats_make_it_cheaper() -> Non
     assert (np.diff(big.between(np.array([1.0, 10.0, 1e3]))) > 0).all()
 
 
-def test_lone_rows_of_a_large_table_fill_whole_sectors_of_a_cache() -> None:
+def test_scattered_rows_of_a_large_table_fill_whole_cache_sectors() -> None:
     ids, out = np.array([1e3]), np.array([0.0])
     lone = Company.of(np.array([1e7]), ids, np.array([68.0]), out)
     assert lone.between(np.ones(1))[0] == pytest.approx(1e3 * (1 + 67 / 128) * 128, rel=0.01)
@@ -545,7 +545,7 @@ def test_hardware_profiles_round_trip_and_interpolate(tmp_path: Path) -> None:
     assert grid.at(one * 64, one * 1e6, one * 1.0)[0] == pytest.approx(6.0 + 39 / 2)  # halfway in the logarithm
     lookups = {"ids": one * 1e3, "bags": one * 1e3, "row_bytes": one * 64, "bits": one * 8, "features": one}
     ms = profile.lookup_ms(**lookups, rows=one * 1e8 / 64, vector_bytes=one * 64)
-    assert ms[0] == pytest.approx(45e-3 + 0.001, rel=0.01)  # hardly any row is met twice
+    assert ms[0] == pytest.approx(45e-3 + 0.001, rel=0.01)  # almost no row is read twice
     topology = topology_of(profile, 2)
     assert topology.hardware is profile and topology.ddr_mem_bw == 1e6
     with pytest.raises(ConfigError):

@@ -271,7 +271,7 @@ def test_explains_when_all_together_are_too_large() -> None:
         )
 
 
-def test_nothing_to_plan_is_said() -> None:
+def test_error_when_there_is_nothing_to_plan() -> None:
     with pytest.raises(ConfigError, match="no embedding collection"):
         plan_inference(torch.nn.Linear(2, 2), world_size=1)
     with pytest.raises(ConfigError, match=r"constraints name tables \['other'\]"):
@@ -340,8 +340,8 @@ def test_calibrated_estimates_are_used(
     assert "the rounds of this calibration disagree by a factor of" in caplog.text
     assert measured.notes["disagreement"] >= 1
     typical = plan_inference(model([(1000, 64)] * 3), world_size=2).estimates
-    # Times measured on a busy machine jump from size to size by any factor; how the two estimates go together is looked
-    # at with figures that do not.
+    # Times measured on a busy machine vary by any factor, so the two estimates are combined
+    # here with fixed figures.
     for hardware, factor in ((measured, math.inf), (hardware_of(bag_ns=5.0, far_ns=2.0), 1.5)):
         e = plan_inference(model([(1000, 64)] * 3), world_size=2, hardware=hardware).estimates
         assert e["call_ms"] == hardware.call_ms > 0
@@ -358,7 +358,7 @@ def test_calibrated_estimates_are_used(
 
 
 @pytest.mark.parametrize(("second_ms", "factor"), [((2.0, 4.0), 1.0), ((6.0, 12.0), 3.0)])
-def test_timings_tell_how_far_their_rounds_disagree(second_ms: tuple[float, float], factor: float) -> None:
+def test_timings_report_how_far_their_rounds_disagree(second_ms: tuple[float, float], factor: float) -> None:
     def clock() -> Iterator[float]:
         now = 0.0
         for took in (2.0, 2.0, 4.0, 4.0, *(ms for ms in second_ms for _ in (0, 1))):

@@ -116,7 +116,7 @@ def test_training_plans_fit_and_keep_tables_together(
 )  # the local search sat 15 % above the optimum here
 @example(
     shapes=[(750, 64), (5000, 64), (2, 16), (937, 64)], world_size=2, pooling=[1.0, 8.0, 47.0, 9.0], kb=900
-)  # a load of -1e-18 on an empty rank let a table in where there was no room
+)  # a load of -1e-18 on an empty rank once admitted a table that did not fit
 @settings(max_examples=25, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 5000), st.sampled_from([16, 64, 256])), min_size=1, max_size=4),

@@ -1,4 +1,4 @@
-"""The search: a plan is found wherever a simple one exists, advice is enough, and plans are near the best known."""
+"""The search: it finds a plan wherever a simple one exists, its advice suffices, and plans are near the best known."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_heavy_tails_are_balanced() -> None:
 
 
 def test_a_table_in_pieces_is_no_worse_than_a_whole_one_of_less_load() -> None:
-    """Where memory is full the pieces find room: an option is dropped only if another is better in its largest piece too."""
+    """Pieces fit where memory is almost full, so an option is dropped only if another's largest piece is better too."""
     problem = random_problem(4, 20, 4)
     kept = LocalSearch(problem, Placer(problem), float("inf"), 0).alternatives
     for unit, options in enumerate(kept):

@@ -1,4 +1,4 @@
-"""In which order the streams of a GPU wait for one another. The streams are played: no CPU machine has them."""
+"""The order in which the streams of a GPU wait for one another, with simulated streams: no CPU machine has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Played:
-    """Notes what is asked of it, under the name of the stream or event."""
+    """Records its calls under the name of the stream or event."""
 
     done: list[str]
 
@@ -32,7 +32,7 @@ class Played:
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What streams and events were asked for; tensors are the CPU's."""
+    """The calls of streams and events; tensors are on the CPU."""
     Played.done = []
     events = iter(("copied", "read"))
     empty = torch.empty

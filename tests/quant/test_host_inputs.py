@@ -1,4 +1,4 @@
-"""Ids from the host on their way to a kernel: buckets, their padding and their limits, in Triton's interpreter.
+"""Copies of ids from the host to a kernel: buckets, their padding and their limits, in Triton's interpreter.
 
 On CPU a bucket runs what a GPU would record; tests/gpu compares the recordings themselves.
 """

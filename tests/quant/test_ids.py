@@ -1,4 +1,4 @@
-"""Ids out of range are refused by name, whoever notices them: the op itself, or the comparison where it cannot know."""
+"""The error names ids out of range, whether the op finds them or, where it cannot, a comparison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tables(kind: type, data_type: DataType, dim: int) -> list:
 
 
 def features(bad: int | None = None, at: int = 0, dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
-    """Bags of 2, 0 and 1 ids a feature; id ``at`` of all is ``bad``."""
+    """Bags of 2, 0 and 1 ids of each feature; the id at position ``at`` is ``bad``."""
     ids = torch.zeros(9, dtype=dtype)
     if bad is not None:
         ids[at] = bad

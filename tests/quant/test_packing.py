@@ -79,7 +79,7 @@ def test_row_alignment_pads_with_zeros(data_type: DataType) -> None:
     assert torch.equal(aligned[:, : plain.shape[1]], plain) and not aligned[:, plain.shape[1] :].any()
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_size_does_not_change_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(100, 10)
     whole = pack_rows(weight, DataType.INT4)
     monkeypatch.setattr(packing, "BLOCK_ELEMENTS", 70)

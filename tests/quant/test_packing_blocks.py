@@ -31,7 +31,7 @@ def packed_by(packer: RowPacker, weight: Tensor, out: Tensor | None = None) -> T
 
 
 def hard_rows(seed: int, rows: int, dim: int) -> dict[str, Tensor]:
-    """Rows by what is hard about them."""
+    """Rows by the difficulty that they test."""
     torch.manual_seed(seed)
     plain = torch.randn(rows, dim)
     some = torch.rand(rows, dim) < 0.5

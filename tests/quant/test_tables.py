@@ -1,4 +1,4 @@
-"""The compiled pooled lookup against FBGEMM's operator, bit for bit, and against places that are not there."""
+"""The compiled pooled lookup: FBGEMM's sums bit for bit, and errors for places outside the tables."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_ids_of_no_row_and_lengths_of_other_ids_get_no_answer() -> None:
     assert case.pool(ids=case.bags.ids - 1) is None
 
 
-def test_places_that_are_not_there_are_refused() -> None:
+def test_places_outside_the_tables_are_refused() -> None:
     case = Case([DataType.INT8], [8, 16], 4, 3, PoolingType.SUM, True)
     pieces, steps = case.asked["pieces"], case.asked["steps"]
 

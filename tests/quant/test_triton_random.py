@@ -1,4 +1,4 @@
-"""The Triton kernel against the reference on tables of all kinds at once; apart, since a GPU machine may lack hypothesis."""
+"""The Triton kernel against the reference on mixed tables. In its own file, since a GPU machine may lack hypothesis."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def client(server: Server) -> Iterator[InferenceClient]:
 
 
 def replace_archive(folder: Path) -> None:
-    """Put another archive, just as sound, in the place of ``folder``, as one is put there: beside it, then renamed."""
+    """Replace the archive at ``folder`` by another valid one, as an export does: written next to it, then renamed."""
     old, new = folder.with_name("old"), folder.with_name("new")
     shutil.copytree(folder, new)
     manifest = new / "manifest.json"

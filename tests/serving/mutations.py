@@ -1,4 +1,4 @@
-"""Messages that are nearly right, for doors that take bytes."""
+"""Almost valid messages, for endpoints that take bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def mutated(chosen: random.Random, starts: list[bytes], count: int) -> Iterator[bytes]:
-    """``count`` messages, each one of ``starts`` with one to three bytes or stretches changed, gone or added."""
+    """``count`` messages, each one of ``starts`` with one to three bytes or ranges of bytes changed, removed or added."""
     for _ in range(count):
         data = bytearray(chosen.choice(starts))
         for _ in range(chosen.randint(1, 3)):

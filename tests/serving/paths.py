@@ -1,4 +1,4 @@
-"""The ways of the engine on their own, for tests: answers from bytes, or None where the decoded path has to answer."""
+"""The engine's paths one by one, for tests: answers from bytes, or None where only the decoded path can answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BytePath:
         return None if plain is None else lookup_now(plain, self.service.stats)
 
     def predict(self, *messages: bytes) -> list[bytes | None]:
-        """The answers to predictions that come in one turn."""
+        """The answers to predictions that arrive in one turn."""
         answers: list[Any] = [None] * len(messages)
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -72,14 +72,14 @@ class BytePath:
         return answers
 
     def split(self, call: CallName, data: bytes) -> Any:
-        """What each rank would be asked; None where the decoded path has to answer."""
+        """The requests to each rank; None where only the decoded path can answer."""
         plain = self.read(data)
         if plain is None or (call == "Predict" and (not plain.can_predict() or plain.dense() is None)):
             return None
         return plain.tables.split(plain.order, data, plain.bags)
 
     def begin(self, call: CallName, data: bytes, reply: Any, seconds: float = LONG) -> bool:
-        """Ask the shards; ``reply`` is given the answer. False: the decoded path has to answer."""
+        """Send requests to the shards; ``reply`` gets the answer. False: only the decoded path can answer."""
         plain = self.read(data)
         if plain is None:
             return False
@@ -87,7 +87,7 @@ class BytePath:
         return True
 
     def remote(self, call: CallName, data: bytes, seconds: float = LONG) -> Any:
-        """What shards give; an error of ours is given back, None where the decoded path has to answer."""
+        """The shards' answer, or recinfer's error; None where only the decoded path can answer."""
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         if not self.begin(call, data, done.put, seconds):
             return None
@@ -101,7 +101,7 @@ def _leave(request: Request) -> None:
 
 
 def together(service: InferenceService, call: CallName, messages: Sequence[bytes]) -> list[bytes | Exception]:
-    """The answers to requests that come in one turn, each on the way that it takes."""
+    """The answers to requests that arrive in one turn, each by the path that it takes."""
     dispatcher = Dispatcher(service, BatchConfig(), 1)
     try:
         return dispatcher.answer_all([(call, data) for data in messages], math.inf)

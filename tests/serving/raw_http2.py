@@ -1,4 +1,4 @@
-"""HTTP/2 by hand, for callers that no gRPC library can play: half a message sent, and answers that are never read."""
+"""HTTP/2 by hand, for callers that no gRPC library can simulate: half a message sent, answers never read."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RawHttp2:
         return sent
 
     def read(self, seconds: float = 0.0) -> None:
-        """Take what has come; waits for some up to ``seconds``. Raises ConnectionResetError when nothing will."""
+        """Read the data that has arrived, or wait up to ``seconds`` for some. Raises ConnectionResetError if the connection is closed."""
         begun = False
         while select.select([self._socket], [], [], seconds)[0]:
             seconds = 0.0
@@ -114,7 +114,7 @@ class RawHttp2:
             self.read(0.1)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
     def __enter__(self) -> RawHttp2:
@@ -152,7 +152,7 @@ class RawHttp2:
 
 
 def _text(text: str) -> bytes:
-    """As HPACK writes it plainly; up to 126 bytes."""
+    """A string in HPACK without compression; up to 126 bytes."""
     data = text.encode()
     assert len(data) < 127
     return bytes([len(data)]) + data

@@ -1,4 +1,4 @@
-"""The random requests that go through every door: all shapes of features, and the same ones everywhere."""
+"""The random requests of the protocol comparisons: all shapes of features, the same for every protocol."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def _weighted_or_unpooled(number: int, batch: int, model: str, most: int) -> Key
 
 
 def kjt_of(ids: dict[str, list[int]]) -> KeyedJaggedTensor:
-    """One id a sample of each feature."""
+    """One id per sample of each feature."""
     flat = torch.tensor([i for column in ids.values() for i in column], dtype=torch.int64)
     return KeyedJaggedTensor(list(ids), flat, lengths=torch.ones(len(flat), dtype=torch.int32))
 
 
 _ONE_EACH = {name: [1] for name in ROWS}
 
-# What is wrong -> the error it is, and the request: ids by feature, maybe dense, model or version.
+# Mistake -> its error, and the request: ids by feature, and for some dense, model or version.
 BAD: dict[str, tuple[type[RecinferError], dict[str, Any]]] = {
     "id out of range": (InputError, {"ids": {"user": [50]}}),
     "negative id": (InputError, {"ids": {"user": [-1]}}),

@@ -58,7 +58,7 @@ to start while there is "broken". What it began with is in the file "began-<its 
 def supervised(
     *arguments: object, workers: int = 2, program: Sequence[str] = ("-m", "recinfer"), **options: Any
 ) -> Iterator[tuple[Supervisor, str, list[str]]]:
-    """A supervisor in this process, with real workers, forked from a warm interpreter: its target, and the list of what it tells.
+    """A supervisor in this process, with real workers, forked from a warm interpreter: its target, and the list of its messages.
     Tests of the whole command, `recinfer serve --workers 2`, have workers that are started as everywhere.
 
     Args:

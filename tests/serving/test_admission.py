@@ -1,4 +1,4 @@
-"""Calls that there is no room for are refused before their message is read; everything else passes."""
+"""Admission: calls that the queue has no place for are refused before their message is read, all others pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = 60.0
 
 
 class Held:
-    """A server of one thread whose merged runs wait until they are let go; its queue takes two requests."""
+    """A server of one thread whose merged runs wait until the test lets them go on; its queue takes two requests."""
 
     def __init__(self, server: Server, channel: grpc.Channel, begun: threading.Event, go_on: threading.Event) -> None:
         self.server, self.begun, self.go_on = server, begun, go_on
@@ -43,7 +43,7 @@ class Held:
         self.channel = channel
 
     def fill(self) -> list[grpc.Future]:
-        """Requests that run and wait, until there is no room."""
+        """Send requests until the worker and the queue are full."""
         futures = [self.call[PREDICT].future(small(), timeout=LONG)]
         assert self.begun.wait(LONG)
         futures += [self.call[PREDICT].future(small(), timeout=LONG) for _ in range(2)]
@@ -89,7 +89,7 @@ def refused(call: grpc.UnaryUnaryMultiCallable, data: bytes, **how: object) -> g
     return caught.value
 
 
-def test_no_room_is_said_before_the_message_is_read(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_full_queue_refuses_before_the_message_is_read(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     with held(predictor, monkeypatch) as server:
         futures = server.fill()
         read: list[str] = []
@@ -138,7 +138,7 @@ def test_over_http_a_header_says_when_to_try_again(predictor: Predictor, monkeyp
         assert ask()[:2] == (200, None)
 
 
-def test_what_does_not_wait_passes(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_calls_that_do_not_wait_are_admitted(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     with held(predictor, monkeypatch) as server:
         futures = server.fill()
         lookup = codec.encode_lookup_request(make_request(1, 2)[1])
@@ -152,9 +152,7 @@ def test_what_does_not_wait_passes(predictor: Predictor, monkeypatch: pytest.Mon
         del futures
 
 
-def test_all_that_was_taken_is_answered_and_a_place_is_free_again(
-    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
-):
+def test_admitted_requests_are_answered_and_free_their_places(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     with held(predictor, monkeypatch) as server:
         futures = server.fill()
         for _ in range(20):
@@ -168,9 +166,7 @@ def test_all_that_was_taken_is_answered_and_a_place_is_free_again(
     assert len(answers) == 3 and all(answers)
 
 
-def test_who_has_no_token_is_told_that_and_not_that_the_queue_is_full(
-    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
-):
+def test_missing_token_is_reported_before_a_full_queue(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     with held(predictor, monkeypatch, Security(token="secret-of-sixteen")) as server:
         right = (("authorization", "Bearer secret-of-sixteen"),)
         for path in (PREDICT, LOOKUP):
@@ -193,7 +189,7 @@ class _with:
         return self._call.future(data, timeout=timeout, metadata=self._metadata)
 
 
-def test_the_client_tries_again_when_told_to(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_client_retries_after_the_time_that_the_server_says(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     with held(predictor, monkeypatch) as server:
         futures = server.fill()
         with InferenceClient(server.server.target, timeout=LONG, retries=10_000) as client:
@@ -211,7 +207,7 @@ def test_the_client_tries_again_when_told_to(predictor: Predictor, monkeypatch: 
 
 
 class _Queue:
-    """One that has room for those alone who wait for ever."""
+    """Admits only requests without a deadline."""
 
     def refused(self, deadline: float) -> OverloadedError | None:
         return None if deadline == math.inf else OverloadedError("full", retry_after=0.25)

@@ -1,4 +1,4 @@
-"""Requests that wait: what shares a run, what is refused, what is not run; on a real server and on the scheduler alone."""
+"""Queued requests: which share a run, which are refused, which are dropped; on a real server and on the scheduler alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONG = 120.0
 
 
 class Runs:
-    """A runner that records what runs together. Long runs wait until they are let go; 13 samples are an error."""
+    """A runner that records which requests share a run. Long runs wait for the test; 13 samples are an error."""
 
     def __init__(self, *, short: bool = False, most: int = 1 << 30) -> None:
         self.batches: list[list[Entry]] = []
@@ -72,7 +72,7 @@ class Turn:
         self.scheduler = Scheduler(BatchConfig(**config), threads)
 
     def submit(self, samples: int = 1, key: Hashable = "a", deadline: float = math.inf) -> queue.SimpleQueue[Any]:
-        """One request; where its answer comes."""
+        """Submit one request; returns the queue that gets its answer."""
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.scheduler.queue.admit(deadline)
         self.scheduler.submit(self.runs, Entry(Request("Predict", b"", deadline, answers.put), key, samples))
@@ -98,7 +98,7 @@ class Turn:
 
 
 def own_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the scheduler takes for the time, ``[0]``: it goes on when the test says so."""
+    """The scheduler's clock, ``[0]``, which the test sets."""
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("recinfer.serving.engine.scheduler.time", clock)
@@ -106,7 +106,7 @@ def own_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_what_comes_in_one_turn_runs_together_on_the_thread_that_took_it():
+def test_requests_of_one_turn_share_a_run_on_their_thread():
     turn = Turn(Runs(short=True))
     answers = [turn.submit(n) for n in (1, 2, 3)]
     assert turn.scheduler.has_new and not turn.runs.batches
@@ -131,7 +131,7 @@ def test_a_turn_that_does_not_end_is_due_at_a_number_of_requests_or_samples():
     turn.finish(*answers)
 
 
-def test_what_waits_for_a_worker_runs_together_up_to_max_batch():
+def test_queued_requests_share_a_run_up_to_max_batch():
     turn = Turn(Runs(), max_batch=8)
     answers = [turn.busy(), *(turn.submit(n) for n in (3, 3, 3, 50, 1))]
     turn.end()
@@ -139,7 +139,7 @@ def test_what_waits_for_a_worker_runs_together_up_to_max_batch():
     assert turn.runs.samples == [[1], [3, 3], [3], [50], [1]]
 
 
-def test_a_runner_says_what_may_share():
+def test_runner_decides_which_requests_share_a_run():
     turn = Turn(Runs(short=True, most=4))
     answers = [turn.submit(2) for _ in range(3)]
     turn.end()
@@ -155,7 +155,7 @@ def test_keys_take_turns():
     assert [batch[0].key for batch in turn.runs.batches[1:]] == ["a", "b", "a"]
 
 
-def test_a_short_run_passes_by_a_long_one_that_waits():
+def test_short_run_overtakes_a_queued_long_one():
     turn = Turn(Runs())
     long = [turn.busy(), turn.submit(key="long")]
     turn.end()
@@ -167,7 +167,7 @@ def test_a_short_run_passes_by_a_long_one_that_waits():
     turn.finish(*long)
 
 
-def test_what_is_alone_may_use_all_threads():
+def test_single_request_may_use_all_threads():
     turn = Turn(Runs(short=True), threads=3)
     alone = turn.submit()
     turn.end()
@@ -177,7 +177,7 @@ def test_what_is_alone_may_use_all_threads():
     turn.finish(alone, *both)
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
+def test_full_queue_refuses_at_once_with_a_time_to_retry():
     turn = Turn(Runs(), max_queue=3)
     answers = [turn.busy(), *(turn.submit() for _ in range(3))]
     with pytest.raises(OverloadedError, match="3 requests waiting, its limit") as caught:
@@ -189,7 +189,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
     turn.finish(*answers)
 
 
-def test_those_refused_in_the_same_moment_are_told_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_requests_refused_together_get_the_same_error(monkeypatch: pytest.MonkeyPatch):
     now = own_clock(monkeypatch)
     turn = Turn(Runs(), max_queue=3)
     waiting = turn.scheduler.queue
@@ -237,7 +237,7 @@ def test_a_request_that_would_be_late_is_refused_at_once(monkeypatch: pytest.Mon
     turn.finish(*answers)
 
 
-def test_who_goes_away_frees_the_place():
+def test_disconnected_caller_frees_its_place():
     turn = Turn(Runs(), max_queue=1)
     first, gone = turn.busy(), turn.submit(7)
     entry = next(iter(turn.scheduler._lanes.values()))[0]
@@ -248,7 +248,7 @@ def test_who_goes_away_frees_the_place():
     assert turn.runs.samples == [[1]] and gone.empty()
 
 
-def test_who_has_to_wait_for_a_thread_is_told_once():
+def test_request_that_waits_for_a_thread_is_notified_once():
     turn, told = Turn(Runs()), []
     first = turn.busy()
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -261,7 +261,7 @@ def test_who_has_to_wait_for_a_thread_is_told_once():
     turn.finish(first, answers)
 
 
-def test_an_error_is_its_requests_own():
+def test_error_reaches_only_its_request():
     turn = Turn(Runs(short=True))
     answers = [turn.submit(n) for n in (1, 13, 2)]
     turn.end()
@@ -313,7 +313,7 @@ def hold(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[threadi
         return real(self, kjt)
 
     monkeypatch.setattr(type(predictor), "lookup_steps", lookup)
-    monkeypatch.setattr(dispatcher, "lookup_now", lambda *_: None)  # small ones would pass by the queue
+    monkeypatch.setattr(dispatcher, "lookup_now", lambda *_: None)  # small ones would bypass the queue
     return begun, go_on
 
 
@@ -348,7 +348,7 @@ def test_overload_on_the_wire(predictor: Predictor, monkeypatch: pytest.MonkeyPa
             assert torch.equal(codec.decode_lookup_response(answer.result())[0].values(), expected)
 
 
-def test_a_caller_that_is_gone_is_no_error_of_ours(predictor: Predictor):
+def test_disconnected_caller_is_not_logged_as_an_error(predictor: Predictor):
     class Gone:
         """A call whose client has gone: gRPC cannot send it a status."""
 

@@ -30,7 +30,7 @@ def test_load_is_measured(server: Server, call: str):
 
 
 def test_every_caller_asks_at_least_once(server: Server):
-    """However short the time, or long the moment for which the machine stands still."""
+    """However short the run is, or however long the machine pauses."""
     (found,) = measure_load(server.target, concurrency=[3], duration=1e-9)
     assert found.latencies.size >= 3 and found.errors == {}
 

@@ -46,7 +46,7 @@ def test_the_share_is_of_the_last_ten_seconds():
     assert share.now() == 0.0
 
 
-def test_looks_in_quick_succession_are_not_all_remembered():
+def test_readings_in_quick_succession_are_not_all_kept():
     time = Time()
     share = time.share()
     for _ in range(30_000):
@@ -55,7 +55,7 @@ def test_looks_in_quick_succession_are_not_all_remembered():
     assert len(share._looks) < 50 and share.now() == pytest.approx(0.3)
 
 
-def test_who_looks_seldom_has_the_share_since_the_last_look():
+def test_rare_readings_have_the_share_since_the_last_one():
     time = Time()
     share = time.share()
     for busy in (6.0, 30.0, 0.0):
@@ -63,7 +63,7 @@ def test_who_looks_seldom_has_the_share_since_the_last_look():
         assert share.now() == pytest.approx(busy / 60)
 
 
-def test_a_share_is_a_share():
+def test_share_is_between_0_and_1():
     time = Time()
     share = time.share()
     time.passes(1.0, 1.2)
@@ -73,7 +73,7 @@ def test_a_share_is_a_share():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are Linux's")
-def test_a_thread_has_its_time_and_one_that_is_not_there_has_none():
+def test_cpu_time_of_a_thread_and_of_a_missing_one():
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("this kernel does not count what threads wait")
     own = threading.get_native_id()
@@ -86,8 +86,8 @@ def test_a_thread_has_its_time_and_one_that_is_not_there_has_none():
     assert thread_seconds(0) == 0.0
 
 
-def test_a_shard_server_says_how_busy_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """All who answer are followed: the threads that read, and the pool."""
+def test_shard_server_reports_its_busy_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The busy time of all answering threads counts: those that read, and the pool."""
     threads: list[int] = []
     monkeypatch.setattr(shard_server, "thread_seconds", lambda native_id: threads.append(native_id) or 0.0)
     archive = make_archive(tmp_path, "row_wise")

@@ -1,4 +1,4 @@
-"""When a call counts as slow and when it is given up, look by look; no clock runs here."""
+"""When a call counts as slow and when it is ended, check by check, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bounds(budget: MemoryBudget) -> Bounds:
 def test_a_message_counts_as_the_largest_once_it_was_looked_for_three_times():
     budget = MemoryBudget(32 * MIB)
     ticket = CallTicket(bounds(budget))
-    assert ticket.look(100.0) is None and ticket.look(102.0) is None  # a server that stood still has looked twice
+    assert ticket.look(100.0) is None and ticket.look(102.0) is None  # a server that was stopped has checked twice
     assert budget.held == 0
     assert ticket.look(102.1) is None and ticket.look(102.2) is None
     assert budget.held == 10 * MIB
@@ -30,7 +30,7 @@ def test_a_message_counts_as_the_largest_once_it_was_looked_for_three_times():
     assert budget.held == 5
 
 
-def test_who_is_slow_and_does_not_fit_is_given_up():
+def test_slow_call_that_does_not_fit_is_ended():
     budget = MemoryBudget(32 * MIB)
     tickets = [CallTicket(bounds(budget)) for _ in range(3)]
     for now in (0.0, 0.05):
@@ -39,7 +39,7 @@ def test_who_is_slow_and_does_not_fit_is_given_up():
     assert first is None and second is None and isinstance(third, OverloadedError)
 
 
-def test_a_message_that_does_not_come_is_given_up():
+def test_call_without_its_message_is_ended():
     ticket = CallTicket(bounds(MemoryBudget(32 * MIB)))
     assert ticket.look(10.0) is None and ticket.look(13.0) is None
     assert isinstance(ticket.look(13.1), DeadlineError)
@@ -57,7 +57,7 @@ def test_each_message_of_a_stream_has_its_own_time():
     assert isinstance(ticket.look(12.1), DeadlineError)
 
 
-def test_an_answer_that_is_not_taken_is_given_up():
+def test_call_whose_answer_is_not_read_is_ended():
     ticket = CallTicket(bounds(MemoryBudget(32 * MIB)))
     ticket.received(1)
     ticket.sends()
@@ -68,7 +68,7 @@ def test_an_answer_that_is_not_taken_is_given_up():
 def test_each_answer_of_a_stream_has_its_own_time():
     ticket = CallTicket(bounds(MemoryBudget(32 * MIB)))
     ticket.received(1)
-    for now in (0.0, 30.0, 60.0):  # seen only while it sends, each time another answer
+    for now in (0.0, 30.0, 60.0):  # checked only while it sends, each time a different answer
         ticket.sends()
         assert ticket.look(now) is None and ticket.look(now + 29.0) is None
         ticket.runs()

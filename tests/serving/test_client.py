@@ -1,4 +1,4 @@
-"""The clients, blocking and asyncio: every form of ids gives the same answer; another try only where it is safe."""
+"""The clients, blocking and asyncio: every form of ids gives the same answer; only safe calls are retried."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_whole_floats_are_ids_where_pandas_made_them_for_what_is_missing():
 
 
 class Lent:
-    """What another library lends through Arrow's PyCapsule interface, and nothing else of it."""
+    """A column of another library that has only Arrow's PyCapsule interface."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -171,7 +171,7 @@ def test_other_things_are_refused(data: Any, words: str):
         as_features(data)
 
 
-def test_what_is_masked_is_no_id():
+def test_masked_values_are_not_ids():
     masked = np.ma.array([[1, 2], [3, 4], [5, 6]], mask=[[0, 1], [1, 1], [0, 0]])
     features = as_features({"user": np.ma.array([1, 49, 7], mask=[0, 1, 0]), "clicks": masked})
     assert features.lengths.tolist() == [1, 0, 1, 1, 0, 2]
@@ -192,7 +192,7 @@ def test_names_are_text(name: Any):
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "3"])
-def test_a_timeout_is_more_than_nothing(timeout: Any):
+def test_timeout_must_be_positive(timeout: Any):
     with pytest.raises(InputError, match="timeout: got"):
         InferenceClient("127.0.0.1:1", timeout=timeout)
     with InferenceClient("127.0.0.1:1") as client, pytest.raises(InputError, match="timeout: got"):
@@ -231,7 +231,7 @@ def test_both_clients_give_the_predictors_numbers(server: Server, client: Infere
 
 
 def test_a_closed_async_client_ends_its_calls_with_an_error():
-    """Not with a CancelledError, which who awaits would take for its own task's end."""
+    """Not with a CancelledError, which the awaiting code would take for the cancellation of its own task."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
 
         async def ask() -> None:
@@ -369,7 +369,7 @@ UNAVAILABLE, EXHAUSTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_E
     ],
     indirect=["refusing"],
 )
-def test_only_what_is_safe_is_tried_again(refusing: tuple[Refusing, str], calls: int, answers: bool):
+def test_only_safe_calls_are_retried(refusing: tuple[Refusing, str], calls: int, answers: bool):
     handler, target = refusing
 
     def ask(work: Any) -> None:
@@ -392,15 +392,15 @@ def test_only_what_is_safe_is_tried_again(refusing: tuple[Refusing, str], calls:
 
 
 @pytest.mark.parametrize("refusing", [(UNAVAILABLE, 9, None)], indirect=True)
-def test_no_retries_when_told(refusing: tuple[Refusing, str]):
+def test_no_retries_when_disabled(refusing: tuple[Refusing, str]):
     handler, target = refusing
     with InferenceClient(target, retries=0, timeout=60) as client, pytest.raises(UnavailableError):
         client.get_model()
     assert handler.calls == 1
 
 
-def test_a_server_that_is_back_is_found_soon():
-    """gRPC's own patience grows to two minutes between two looks: so long a server that is back would have no callers."""
+def test_client_reconnects_soon_after_a_restart():
+    """gRPC's own delay between reconnects grows to two minutes, in which a restarted server would have no callers."""
     looks = 0
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         nobody.settimeout(0.05)

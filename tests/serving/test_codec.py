@@ -1,4 +1,4 @@
-"""The codec: what goes over the wire comes back, and what does not hold together is refused by name."""
+"""The codec: round trips, and errors that name inconsistent fields."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_dense_is_checked_by_bytes():
         codec.decode_dense(f32(1, 2, 3), 2, 2)
 
 
-def test_what_is_no_message_is_an_input_error():
+def test_bytes_that_are_not_a_message_are_an_input_error():
     with pytest.raises(InputError, match=r"4 bytes are not a recinfer\.v1\.LookupRequest"):
         codec.parse(pb.LookupRequest, b"\xff\xff\xff\xff")
 
@@ -194,7 +194,7 @@ def test_responses_round_trip():
     assert all(torch.equal(got_outputs[name], tensor) for name, tensor in outputs.items())
 
 
-def test_encodes_what_is_not_contiguous_or_not_float32():
+def test_encodes_arrays_that_are_not_contiguous_or_not_float32():
     tensor = torch.arange(6, dtype=torch.float64).view(2, 3).t()
     got, _ = codec.decode_predict_response(codec.encode_predict_response({"x": tensor}, ""))
     assert got["x"].dtype == torch.float32

@@ -1,6 +1,6 @@
-"""One archive, several doors, the same numbers through each: random requests of every form, and errors of one meaning.
+"""One archive through several protocols: the same numbers for random requests of every form, and the same errors.
 
-tests/torchserve sends the same requests through TorchServe's doors. ``--congruence N``: that many requests.
+tests/torchserve sends the same requests through TorchServe's protocols. ``--congruence N``: that many requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["predictors"]
 
 @dataclass(frozen=True)
 class Doors:
-    """The doors of one server, and what stands behind them."""
+    """The protocols of one server, and the predictor that it serves."""
 
     predictor: Predictor
     model: str
@@ -39,7 +39,7 @@ class Doors:
 
 @pytest.fixture(scope="module")
 def doors(predictor: Predictor, predictors: dict[str, Predictor]) -> Iterator[dict[str, Doors]]:
-    """Model name -> its doors."""
+    """Model name -> its protocols."""
     models = {"tiny": predictor, **predictors}
     with ExitStack() as stack:
         server = stack.enter_context(Server(models, http_port=0))
@@ -90,7 +90,7 @@ def check_lookup(doors: Doors, kjt: KeyedJaggedTensor) -> None:
             same(answer.as_numpy(f"{name}.embedding"), expected[name])
 
 
-def test_random_requests_through_every_door(doors: dict[str, Doors], request: pytest.FixtureRequest):
+def test_random_requests_through_every_protocol(doors: dict[str, Doors], request: pytest.FixtureRequest):
     for number in range(request.config.getoption("--congruence")):
         asked = nth_request(number)
         if asked.dense is None:

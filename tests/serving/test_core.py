@@ -1,4 +1,4 @@
-"""The gRPC server below ours: what its handlers get, what callers see, and that it ends, whatever is under way."""
+"""The gRPC server on grpcio's core: what its handlers get, what callers see, and that it ends in any state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = 60.0
 
 
 class Service:
-    """Handlers of every shape, and what became of them."""
+    """Handlers of every shape, with a record of their calls."""
 
     def __init__(self) -> None:
         self.begun, self.left, self.go_on = threading.Event(), threading.Event(), asyncio.Event()
@@ -197,7 +197,7 @@ def test_calls_that_are_not_admitted():
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
-def test_who_goes_away_frees_what_was_held(how: str):
+def test_disconnected_caller_frees_its_memory(how: str):
     with served() as (service, channel, server):
         # The call has to arrive before its deadline: where the machine is slow, a later one.
         for seconds in (LONG,) if how == "cancel" else (0.2, 1.0, 5.0, 25.0):
@@ -214,7 +214,7 @@ def test_who_goes_away_frees_what_was_held(how: str):
         assert not server.tasks
 
 
-def test_who_does_not_read_is_not_written_to():
+def test_no_writes_to_a_caller_that_does_not_read():
     """A stream's handler waits until gRPC takes more."""
     with served() as (service, channel, _):
         answers = channel.unary_stream("/a.B/Count")(b"1000000", timeout=LONG)
@@ -224,7 +224,7 @@ def test_who_does_not_read_is_not_written_to():
         answers.cancel()
 
 
-def test_paths_that_callers_make_up_are_not_kept(monkeypatch: pytest.MonkeyPatch):
+def test_unknown_paths_are_not_remembered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(core, "_PATHS", 4)
     with served() as (_, channel, server):
         for number in range(20):
@@ -235,27 +235,27 @@ def test_paths_that_callers_make_up_are_not_kept(monkeypatch: pytest.MonkeyPatch
         assert channel.unary_unary("/a.B/Echo")(b"now", timeout=LONG) == b"at once"
 
 
-def test_a_stop_waits_for_what_runs_and_takes_nothing_new():
+def test_stop_waits_for_running_calls_and_accepts_no_new_ones():
     with served() as (service, channel, server):
         future = channel.unary_unary("/a.B/Wait").future(b"x", timeout=LONG)
         assert service.begun.wait(LONG)
         stopping = start_on_loop(server.stop(LONG))
         state: list[Any] = []
-        # The listening socket is closed, so a new connection finds nobody.
+        # The listening socket is closed, so a new connection fails.
         while not state or state[-1] is not grpc.StatusCode.UNAVAILABLE:
             state.append(refused(lambda: channel.unary_unary("/a.B/Fail")(b"", timeout=LONG)).code())
         assert not stopping.done()
         run_on_loop(_set(service.go_on))
         assert future.result(LONG) == b"x"
         stopping.result(LONG)
-        run_on_loop(server.stop(None), timeout=LONG)  # a second one is free
+        run_on_loop(server.stop(None), timeout=LONG)  # a second stop does nothing
 
 
 async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-def test_a_stop_without_grace_cancels_what_runs():
+def test_stop_without_grace_cancels_running_calls():
     with served() as (service, channel, server):
         future = channel.unary_unary("/a.B/Wait").future(b"x", timeout=LONG)
         assert service.begun.wait(LONG)
@@ -280,7 +280,7 @@ def test_it_ends_while_calls_come_are_answered_and_cancelled(grace: float | None
 
 
 def test_nothing_is_kept_of_calls_that_are_over():
-    """Answered, failed, refused, unknown, dispatched or cancelled: gRPC says of each that it is closed."""
+    """Answered, failed, refused, unknown, dispatched or cancelled: gRPC reports each as closed."""
     with served() as (service, channel, server):
         run_on_loop(_set(service.go_on))
         calls = [channel.unary_unary(f"/a.B/{name}") for name in ("Wait", "Echo", "Fail", "Abort", "None")]
@@ -296,7 +296,7 @@ def test_nothing_is_kept_of_calls_that_are_over():
 
 
 def test_a_stop_does_not_wait_for_a_call_that_grpc_keeps_to_itself():
-    """One that comes in that very moment may be given to nobody (of 600 stops as above it was one)."""
+    """gRPC may not deliver a call that arrives at that very moment (one in 600 stops as above)."""
     with served() as (service, channel, server):
         waiting = channel.unary_unary("/a.B/Wait").future(b"x", timeout=LONG)
         assert service.begun.wait(LONG)

@@ -1,4 +1,4 @@
-"""Deltas come and go through the admin service under load: every answer is that of one state, and none is lost."""
+"""Deltas applied and undone by the admin service under load: every answer is that of one state, and none is lost."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_apply_and_undo_under_load(server: Server, admin: AdminClient, store: Pa
     assert set(load_.answers) == {"0", "1", "2"}, load_.answers
 
 
-def test_what_does_not_fit_changes_nothing(admin: AdminClient, store: Path):
+def test_delta_that_does_not_fit_changes_nothing(admin: AdminClient, store: Path):
     for name, kind, words in (
         ("7.rqd", NotFoundError, r"the store has no '7.rqd' of model 'tiny'; it has 1.rqd, 2.rqd, broken.rqd"),
         ("3", NotFoundError, "no '3'"),
@@ -177,14 +177,14 @@ def test_one_version_has_a_delta_and_another_has_not(admin: AdminClient):
         assert {name: v.weight for name, v in admin.rollback("tiny")["tiny"].items()} == {"3": 1, "4": 0}
         admin.set_default("tiny", "4")
         admin.set_default("tiny", "3")
-        admin.set_default("tiny", "3")  # whoever lost the answer asks again
+        admin.set_default("tiny", "3")  # a caller that lost the answer calls again
         assert {name: v.weight for name, v in admin.rollback("tiny")["tiny"].items()} == {"3": 0, "4": 1}
         admin.set_default("tiny", "3")
     finally:
         assert set(admin.unload("tiny", "4")["tiny"]) == {"3"}
 
 
-def test_what_is_gone_or_replaced_is_not_restored_and_the_rest_is(
+def test_restart_restores_all_but_missing_or_replaced_archives(
     store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     shutil.copytree(store, tmp_path, dirs_exist_ok=True)
@@ -217,7 +217,7 @@ def test_what_is_gone_or_replaced_is_not_restored_and_the_rest_is(
         restored()
 
 
-def test_the_client_says_what_is_not_there(store: Path):
+def test_client_names_what_is_missing(store: Path):
     with (
         Server({"tiny": load(store / "tiny" / "3")}) as server,
         AdminClient(server.target) as client,

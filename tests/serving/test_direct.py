@@ -1,4 +1,4 @@
-"""Requests answered from their bytes get the ordinary way's answers, to the byte, or none at all."""
+"""The byte path gives exactly the decoded path's bytes, or declines the request."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_predictions_alone_and_together(service: InferenceService) -> None:
 
 
 def test_large_predictions_alone_and_together_through_a_server(service: InferenceService) -> None:
-    """32 to 128 KB: run beside gRPC's thread, to their ends when alone, and merged when they come together."""
+    """32 to 128 KB: run outside gRPC's thread, split when alone, and merged when they come together."""
     predictor = service.registry.get().predictor
     requests = []
     for seed, batch in enumerate((400, 520, 450, 612)):
@@ -169,8 +169,8 @@ def test_samples_that_see_each_other_stay_together(service: InferenceService) ->
     assert request._replace(state=alone).parts(4) == 1
 
 
-def test_numbers_too_large_to_tell_are_left_to_the_ordinary_way_without_a_word(service: InferenceService) -> None:
-    """Their sum overflows, and a signalling NaN is invalid; numpy would say so once, on the server's stderr."""
+def test_very_large_numbers_take_the_decoded_path_without_a_warning(service: InferenceService) -> None:
+    """Their sum overflows, and a signalling NaN is invalid; numpy would print a warning to the server's stderr."""
     values = np.array([1e30, 3e38, -3e38, np.inf, np.nan, 0], np.float32)
     values.view(np.int32)[-1] = 0x7F800001
     requests = [
@@ -230,7 +230,7 @@ def test_what_is_not_plain_is_left_to_the_ordinary_way(service: InferenceService
         pb.PredictRequest(raw=b"x").SerializeToString(),
     ):
         assert paths.predict(data) == [None]
-    # A LookupRequest has no context: what stands in its place is a field that nobody knows.
+    # A LookupRequest has no context: that field number is an unknown field.
     assert paths.lookup(plain + codec.encode_predict_request(dense, rest, context=context)[-20:]) is None
     both = pb.PredictRequest(context=pb.JaggedFeatures(keys=["f_user"], batch_size=1, lengths=bytes(4)))
     assert paths.lookup(plain + both.SerializeToString()) is None
@@ -279,7 +279,7 @@ def test_contexts_beside_others_in_one_run_and_what_is_wrong_with_one(service: I
 
 
 def test_a_feature_left_out_is_refused_whichever_way_answers(service: InferenceService, tmp_path: Path) -> None:
-    """Alone, beside others in one run, and of a context; an archive that allows it answers, each way the same."""
+    """Alone, with others in one run, and in a context; an archive that allows it answers, the same on each path."""
     four, user = make_request(RANKER_ROWS, 3), some_of(make_request(RANKER_ROWS, 1, 7), ["f_user"])
     dense = torch.ones(3, NUM_DENSE)
     whole = codec.encode_predict_request(dense, four)
@@ -340,7 +340,7 @@ def test_limits_are_the_ordinary_ways(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_mutated_messages(service: InferenceService) -> None:
-    """Whatever the bytes, the answer is the ordinary way's, or none."""
+    """Whatever the bytes, the answer is the decoded path's, or none."""
     chosen = random.Random(11)
     starts = [codec.encode_lookup_request(make_request(RANKER_ROWS, batch, batch)) for batch in (1, 3)]
     answered, paths = 0, BytePath(service)

@@ -1,4 +1,4 @@
-"""Watchers of the health service: all of them hear all that changes, and what is last said before they are let go."""
+"""Watchers of the health service: each gets every change, and the last status before the server ends them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 async def turns() -> None:
-    """Some turns of the event loop: what was ready, and what that makes ready, has run."""
+    """Some turns of the event loop: all ready tasks, and those that they make ready, have run."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 class Call:
-    """A watcher; what it is told is on its way until ``ready``."""
+    """A watcher, whose status messages are not delivered until ``ready``."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -36,7 +36,7 @@ def watch(health: EndingHealth, call: Call, service: str = "a") -> asyncio.Task[
     return asyncio.create_task(health.Watch(health_pb2.HealthCheckRequest(service=service), call))
 
 
-def test_one_that_leaves_takes_nothing_from_the_others():
+def test_watcher_that_leaves_does_not_affect_the_others():
     async def main() -> None:
         health = EndingHealth()
         await health.set("a", SERVING)
@@ -57,8 +57,8 @@ def test_one_that_leaves_takes_nothing_from_the_others():
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_the_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch):
-    """However slow the machine is: a watcher is not let go between the end and its word."""
+def test_watchers_get_the_last_status(monkeypatch: pytest.MonkeyPatch):
+    """However slow the machine is, a watcher is not ended before it has the last status."""
     monkeypatch.setattr("recinfer.serving.server.health._NOTICED_S", 60.0)
 
     async def main() -> None:
@@ -79,7 +79,7 @@ def test_the_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_who_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+def test_watcher_that_reads_nothing_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.server.health._NOTICED_S", 0.01)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""A real server process and what the world does to it: floods of nonsense, clocks that jump, clients that stall or vanish."""
+"""A real server process under faults: malformed messages, clock jumps, clients that stall or disconnect."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ main()
 def serving(
     archive: Path, *arguments: str, program: tuple[str, str] = ("-m", "recinfer"), **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """``recinfer serve`` of the archive in its own process; what it said when it was ready."""
+    """``recinfer serve`` of the archive in its own process, and the JSON that it printed when it was ready."""
     command = [sys.executable, *program, "serve", str(archive), "--port", "0", "--json", *arguments]
     with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would stop a server that writes too much
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | environment)
@@ -78,7 +78,7 @@ def serving(
             process.send_signal(signal.SIGTERM)
             assert process.wait(180) == 0, told(log)
             assert "Traceback" not in told(log), told(log)
-            assert len(told(log)) < 10_000, told(log)  # callers' nonsense fills no disk
+            assert len(told(log)) < 10_000, told(log)  # malformed requests must not fill the disk with log lines
         finally:
             process.kill()
             process.communicate()
@@ -90,7 +90,7 @@ def told(log: IO[str]) -> str:
 
 
 def memory_mib(process: subprocess.Popen[str]) -> float:
-    """Memory of the process that no file stands behind."""
+    """Memory of the process that is not mapped from files (RssAnon), in MiB."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
@@ -135,13 +135,13 @@ def nonsense(rng: random.Random, seed: int) -> list[tuple[str, bytes]]:
             request.raw_input_contents.extend(rng.randbytes(rng.choice([0, 1, 8, 64])) for _ in request.inputs)
         data = request.SerializeToString()
         calls.append((infer, data[: rng.randrange(len(data))] if rng.random() < 0.2 else data))
-    # A length prefix that promises gigabytes, and a tag that is none.
+    # A length prefix of gigabytes, and an invalid tag.
     calls += [(infer, b"\x0a\xff\xff\xff\xff\x0f"), (infer, b"\x2a\xfe\xff\xff\xff\x07ab"), (infer, b"\x07\x07")]
     return calls
 
 
 async def flood(target: str, calls: list[tuple[str, bytes]]) -> Counter[str]:
-    """What the calls are answered with, sixteen at a time; details of refusals are looked at."""
+    """The answers to the calls, sixteen at a time; details of refusals are checked."""
     codes: Counter[str] = Counter()
     turns = iter(calls)
     async with grpc.aio.insecure_channel(target) as channel:
@@ -211,7 +211,7 @@ def test_ten_thousand_malformed_messages(archive: Path, predictor: Predictor):
         first, more = calls[: len(calls) // 2], calls[len(calls) // 2 :]
         codes = asyncio.run(flood(target, first))
         http_codes = asyncio.run(flood_http(http, 500, rng))
-        before = memory_mib(process)  # what each kind of message takes once is taken by now
+        before = memory_mib(process)  # memory that each kind of message takes only once is taken by now
         codes += asyncio.run(flood(target, more))
         http_codes += asyncio.run(flood_http(http, 500, rng))
         for number in range(400):
@@ -265,7 +265,7 @@ time_t time(time_t *now) {
 
 
 def test_jumps_of_the_clock_change_nothing(archive: Path, tmp_path: Path, predictor: Predictor):
-    """The server's wall clock, for its C++ libraries too, jumps by days while it answers: no deadline, delay or age heeds it."""
+    """The server's wall clock, also of its C++ libraries, jumps by days: no deadline, delay or age depends on it."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler, to give one process another wall clock")
@@ -295,14 +295,16 @@ def test_jumps_of_the_clock_change_nothing(archive: Path, tmp_path: Path, predic
                     f"http://127.0.0.1:{ready['metrics_port']}/status.json", timeout=60
                 ) as page:
                     status = json.loads(page.read())
-                assert 0 <= status["models"][0]["age"] < 3600 and 0 <= status["uptime"] < 3600  # none has a day of it
+                assert (
+                    0 <= status["models"][0]["age"] < 3600 and 0 <= status["uptime"] < 3600
+                )  # no latency includes a day
                 assert status["queue"]["expired"] == 0
         assert set(load.codes) == {"OK"}, load.codes
         answers_well(target, predictor)
 
 
 def shifted(folder: Path, seconds: int) -> Path:
-    """Set the clock of who reads the file."""
+    """Set the clock of the processes that read the file."""
     with (folder / "shift").open("r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
         memory[:] = struct.pack("<q", seconds)
     return folder / "shift"
@@ -346,10 +348,10 @@ def test_sigterm_ends_what_was_begun(archive: Path):
         assert process.wait(180) == 0
 
 
-# -- clients that stall or vanish --------------------------------------------------------------------------------------
+# -- clients that stall or disconnect ----------------------------------------------------------------------------------
 
 
-def test_who_goes_away_over_http_frees_the_place(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_disconnected_http_caller_frees_its_place(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     begun, go_on = hold(predictor, monkeypatch)
     config = BatchConfig(max_queue=2)
     with Server({"tiny": predictor}, threads=1, batching=config, http_port=0) as server:
@@ -377,7 +379,7 @@ def test_who_goes_away_over_http_frees_the_place(predictor: Predictor, monkeypat
             assert running.result()
 
 
-def test_a_hundred_clients_that_stall_cost_nothing(archive: Path, predictor: Predictor):
+def test_a_hundred_stalled_clients_do_not_affect_others(archive: Path, predictor: Predictor):
     """Connections that say nothing, half a greeting, half a header, half a body, and calls without a request."""
     http = free_port()
     with (
@@ -434,7 +436,7 @@ def test_a_silent_http_connection_is_closed():
             until_closed(site.port, data)
     finally:
         run_on_loop(site.stop())
-    # With a bound on headers that a machine which stands still does not pass before it has read one.
+    # With a timeout for headers that also a machine that pauses does not exceed before it has read one.
     app = aiohttp.web.Application()
     app.router.add_get("/", answer)
     site = HttpSite(app, "127.0.0.1", 0, header_s=60.0, idle_s=0.5)
@@ -480,14 +482,14 @@ def until_closed(port: int, data: bytes) -> bytes:
     return said
 
 
-def test_half_a_greeting_is_not_waited_for(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_half_a_greeting_is_closed(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.server.grpc_methods._HANDSHAKE_MS", 500)
     with Server({"tiny": predictor}) as server:
         until_closed(server.port, b"PRI * HTTP/2.0\r\n")  # which gRPC by itself does after 120 s
         answers_well(server.target, predictor)
 
 
-def test_connections_that_get_old_are_changed_without_a_failure(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_old_connections_are_replaced_without_a_failure(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.server.grpc_methods._AGE_MS", 300)
     with Server({"tiny": predictor}) as server:
         with Load(server.target, 3) as load:

@@ -166,7 +166,7 @@ def test_statuses_are_summed():
     assert merged["requests"] == [{"method": "Lookup", "code": "OK", "count": 14}]
     assert merged["latency"]["Lookup"] == {"bounds": [1.0], "counts": [14, 6], "total": 20.0}
     assert (merged["queue"]["waiting"], merged["queue"]["runs"]) == (4, 15)
-    assert merged["memory"] == {"budget": 200, "held": 14, "refused": 6}  # who has ended holds nothing
+    assert merged["memory"] == {"budget": 200, "held": 14, "refused": 6}  # an ended worker holds nothing
     assert merged["models"] == [
         {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 3}, "missing": {"a": 6}}
     ]
@@ -194,7 +194,7 @@ def test_a_worker_that_hangs_is_shown_as_it_was(archive: Path):
         hanging = min(workers_of(process))
         os.kill(hanging, signal.SIGSTOP)
         try:
-            for _ in range(3):  # each in the time that its caller has
+            for _ in range(3):  # each within its caller's timeout
                 assert counted(status(ready)) == 12
         finally:
             os.kill(hanging, signal.SIGCONT)

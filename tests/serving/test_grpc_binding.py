@@ -1,5 +1,5 @@
-"""The contract with grpcio: the names of its binding that are used, and how each is called. When it fails with a new grpcio, look
-at what grpc/_server.py does there, and do the same.
+"""The names of grpcio's binding that recinfer uses, and how each is called. If this fails with a new grpcio, look
+at what grpc/_server.py of that release does, and do the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Started, ready, live: what health says before a server has started, while it serves, and when a rank is lost."""
+"""Health before a server has started, while it serves, and when a rank is lost."""
 
 from __future__ import annotations
 

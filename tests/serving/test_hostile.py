@@ -20,7 +20,7 @@ KINDS = {"Lookup": pb.LookupRequest, "Predict": pb.PredictRequest, "GetModel": p
 
 
 def mutations(seed: int) -> list[tuple[str, bytes]]:
-    """Calls with bytes that are random, cut, flipped, repeated, or well-formed messages with fields that lie."""
+    """Calls with bytes that are random, cut, flipped or repeated, or well-formed messages with inconsistent fields."""
     rng = random.Random(seed)
     dense, kjt = make_request(seed, 3)
     good = {"Lookup": codec.encode_lookup_request(kjt), "Predict": codec.encode_predict_request(dense, kjt)}

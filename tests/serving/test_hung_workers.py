@@ -1,4 +1,4 @@
-"""Workers that hang, or die of a damaged archive: they are replaced, and changes of models meanwhile fail by name."""
+"""Workers that hang, or die of a damaged archive: they are replaced, and changes of models meanwhile fail with an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.serving.supervised import FAKE, supervised, supervising
 from tests.waiting import until
 
 _NEVER_S = 3600.0  # longer than any test
-_TIMEOUT_S = 5.0  # what a busy machine may take to answer, and a hung worker takes to be noticed
+_TIMEOUT_S = 5.0  # long enough for an answer on a busy machine; after it a hung worker counts as hung
 
 
 def answers(target: str) -> bool:
@@ -172,7 +172,7 @@ def test_a_worker_that_begins_during_a_change_begins_with_it(tmp_path: Path):
         assert began == {first: "null", third: '"after"'}
 
 
-def test_pauses_before_restarts_never_leave_all_workers_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_pauses_before_restarts_leave_one_worker_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(supervisor, "_BACKOFF_S", _NEVER_S)
     monkeypatch.setattr(supervisor, "_MAX_BACKOFF_S", _NEVER_S)
     command = [sys.executable, "-c", FAKE, str(tmp_path)]
@@ -186,7 +186,7 @@ def test_pauses_before_restarts_never_leave_all_workers_away(tmp_path: Path, mon
         assert "no other one runs, another starts in 0.5 s" in said[1]
 
 
-def test_a_supervisor_that_stood_still_kills_nobody(tmp_path: Path):
+def test_supervisor_that_was_stopped_kills_no_worker(tmp_path: Path):
     code = (
         "import json, os, sys\n"
         "from recinfer.serving.workers.supervisor import Supervisor\n"
@@ -252,7 +252,7 @@ def test_a_stop_leaves_no_worker_behind_not_even_a_stopped_one(archive: Path):
             os.kill(pid, 0)
 
 
-def test_a_worker_that_cannot_be_started_is_said(tmp_path: Path):
+def test_error_names_a_worker_that_cannot_start(tmp_path: Path):
     with pytest.raises(UnavailableError, match=r"worker 0 could not be started: .*No such file"):
         supervisor.Supervisor(lambda port: [str(tmp_path / "nothing")], 1, "127.0.0.1", 0).run()
 
@@ -287,7 +287,7 @@ def test_two_ends_ask_each_other_and_errors_keep_their_meaning():
     assert waiting.result(60) == "now"
 
 
-def test_nobody_waits_for_a_peer_that_reads_nothing_and_all_hear_that_it_has_gone():
+def test_requests_do_not_wait_for_a_peer_that_reads_nothing_and_fail_when_it_ends():
     ours, theirs = Pipe()
     gone: Future[None] = Future()
     peer = PeerConnection(ours, lambda what, arguments: None, on_gone=lambda: gone.set_result(None))

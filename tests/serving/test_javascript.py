@@ -1,4 +1,4 @@
-"""The example in JavaScript, which knows the proto and nothing else of recinfer: its numbers are the predictor's."""
+"""The JavaScript example, which uses only the proto file, gives the predictor's numbers."""
 
 from __future__ import annotations
 

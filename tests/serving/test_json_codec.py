@@ -1,4 +1,4 @@
-"""JSON bodies mean the same as the protobuf messages, and broken ones are refused by name."""
+"""JSON bodies mean the same as the protobuf messages; errors name what is malformed."""
 
 from __future__ import annotations
 

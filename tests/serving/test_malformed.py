@@ -1,4 +1,4 @@
-"""Bytes that no message can be read from, and names that no file can have, are the caller's fault on every service."""
+"""Bytes that are not a message and impossible file names are INVALID_ARGUMENT on every service."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ranks(archive: Path, store: Path) -> Iterator[ShardServer]:
 
 
 def refused(target: str, path: str, data: bytes) -> tuple[grpc.StatusCode, str]:
-    """How a call ends, of whatever kind: one message out, and many that come back."""
+    """The status of a call with one request and one or many responses."""
     with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError) as caught:
         list(channel.stream_stream(path)(iter([data]), timeout=60))
     return caught.value.code(), caught.value.details()

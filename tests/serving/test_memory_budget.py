@@ -1,4 +1,4 @@
-"""The memory budget alone: what fits, what is refused, and that nothing is lost whatever calls do."""
+"""The memory budget alone: admissions, refusals, and that all bytes are freed in the end."""
 
 from __future__ import annotations
 
@@ -59,13 +59,15 @@ def test_small_calls_are_answered_beside_one_that_exceeds_the_budget():
     budget.admit(1)
 
 
-def test_small_calls_may_take_what_nobody_else_has():
+def test_small_calls_may_use_all_free_memory():
     budget = MemoryBudget(BUDGET)
     for _ in range(BUDGET // SMALL_BYTES):
         budget.admit(SMALL_BYTES)
     with pytest.raises(OverloadedError):
         budget.admit(1)
-    with pytest.raises(OverloadedError):  # it is the only large one, but no more than the reserve may be beside it
+    with pytest.raises(
+        OverloadedError
+    ):  # it is the only large call, but the small ones already use more than the reserve
         budget.admit(BUDGET)
 
 

@@ -73,7 +73,7 @@ def test_half_messages_count_as_the_largest_and_no_more_of_them_fit(server: Serv
         raw.until_ended(3)
 
 
-def test_what_was_half_is_answered_when_it_is_whole(server: Server):
+def test_half_message_is_answered_once_it_is_complete(server: Server):
     data = message(lookup())
     with RawHttp2(server.port) as raw:
         stream = raw.call(LOOKUP, data[:-1])
@@ -102,7 +102,7 @@ def test_half_sent_health_calls_are_ended_and_others_are_answered(
         for _ in range(40):
             raw.call(CHECK, message(bytes(1000), 64 * MIB))
         raw.until_ended(38)
-        assert server.budget.held == 0  # who has a token has all of the budget
+        assert server.budget.held == 0  # callers with a token have the whole budget
         with grpc.insecure_channel(server.target) as channel:
             found = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
             assert found.status == health_pb2.HealthCheckResponse.SERVING
@@ -174,7 +174,7 @@ def test_answers_that_nobody_reads_are_bounded_and_given_up(server: Server, monk
         raw.until_ended(40 - held)
         assert ask(server, lookup())
         monkeypatch.setattr(call_ticket, "_SENT_S", 0.0)
-        raw.until_ended(40)  # the connection stands, and takes other calls
+        raw.until_ended(40)  # the connection stays open for other calls
         until(lambda: server.budget.held == 0)
 
 
@@ -190,7 +190,7 @@ def test_an_answer_counts_until_it_was_taken(server: Server):
         assert raw.received[stream] == size + 5
 
 
-def test_who_goes_away_gives_back_what_it_held(server: Server):
+def test_disconnected_caller_frees_its_memory_budget(server: Server):
     data = lookup(16_000)
     with RawHttp2(server.port, window=0) as raw:
         raw.call(LOOKUP, message(data), end=True)
@@ -200,7 +200,7 @@ def test_who_goes_away_gives_back_what_it_held(server: Server):
 
 
 @pytest.mark.parametrize("method", ["Lookup", "ModelInfer"])
-def test_what_does_not_fit_is_told_when_to_come_back(server: Server, method: str, monkeypatch: pytest.MonkeyPatch):
+def test_refused_call_gets_a_time_to_retry(server: Server, method: str, monkeypatch: pytest.MonkeyPatch):
     path = LOOKUP if method == "Lookup" else INFER
     with RawHttp2(server.port) as raw:
         for _ in range(LARGE // MOST):
@@ -235,7 +235,7 @@ PLACES = {"plain": (PREDICT, 1), "decoded": (LOOKUP, 2), "Open Inference": (INFE
 def test_wherever_a_request_grows_beyond_the_budget_it_is_refused(
     server: Server, monkeypatch: pytest.MonkeyPatch, kind: str, place: int
 ):
-    """Place 0: nowhere, and all of the places are met."""
+    """A refusal at each place where the request grows; place 0 is none of them, and then all places are passed."""
     path, last = PLACES[kind]
     data = {"plain": predict, "decoded": lambda: lookup(4000) + UNKNOWN_FIELD, "Open Inference": infer}[kind]()
     grow, met = Ticket.grow, 0

@@ -1,4 +1,4 @@
-"""HTTP bodies and answers under the memory budget: what is held, what is refused, and that it is all given back."""
+"""HTTP bodies and answers under the memory budget: what counts, what is refused, and that all of it is freed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def begin(stack: ExitStack, server: Server, head: str, body: bytes) -> socket.so
 
 
 def head_of(connection: socket.socket) -> bytes:
-    """What is said before the body."""
+    """The response that arrives before the body is sent."""
     found = b""
     while b"\r\n\r\n" not in found and (more := connection.recv(4096)):
         found += more
@@ -124,10 +124,10 @@ def test_an_answer_is_held_until_it_was_sent(server: Server, samples: int, monke
     assert held == [0]
 
 
-def test_who_does_not_read_loses_the_connection_and_what_it_held(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_caller_that_does_not_read_loses_its_connection_and_memory(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "_SENT_S", 0.2)
     with ExitStack() as stack:
-        body = lookup(16_000, list(ROWS))  # its answer of 10 MB is more than the system takes from who writes it
+        body = lookup(16_000, list(ROWS))  # its answer of 10 MB is more than the socket buffers hold
         deaf = stack.enter_context(socket.socket())
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.settimeout(60)
@@ -135,14 +135,14 @@ def test_who_does_not_read_loses_the_connection_and_what_it_held(server: Server,
         deaf.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         until(lambda: server.stats.requests().get(("ModelInfer", "CANCELLED")) == 1)
         assert server.budget.held == 0
-        with suppress(ConnectionResetError):  # what the system had taken still comes
+        with suppress(ConnectionResetError):  # the bytes in the socket buffers still arrive
             while deaf.recv(MIB):
                 pass
 
 
 @pytest.mark.parametrize("grow", [1, 2, 3, 4, 5])
-def test_whoever_does_not_fit_later_gives_back_what_it_had(server: Server, monkeypatch: pytest.MonkeyPatch, grow: int):
-    """Each of the places that a request grows at."""
+def test_request_that_outgrows_the_budget_frees_its_memory(server: Server, monkeypatch: pytest.MonkeyPatch, grow: int):
+    """At each place where a request grows."""
     resize, calls = Ticket.resize, 0
 
     def failing(self: Ticket, num_bytes: int) -> None:
@@ -151,7 +151,7 @@ def test_whoever_does_not_fit_later_gives_back_what_it_had(server: Server, monke
         resize(self, BUDGET * 100 if calls == grow else num_bytes)
 
     with ExitStack() as stack:
-        begin(stack, server, f"Content-Length: {2 * MIB}", b"{")  # another large one, beside which nobody may exceed
+        begin(stack, server, f"Content-Length: {2 * MIB}", b"{")  # with another large call, none may exceed the budget
         until(lambda: server.budget.held == 2 * MIB)
         monkeypatch.setattr(Ticket, "resize", failing)
         assert ask(server, lookup())[0] == 429

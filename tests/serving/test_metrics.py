@@ -1,4 +1,4 @@
-"""What a server shows of itself: Prometheus text, the status page (in a browser: test_page.py), logs, traces."""
+"""Prometheus text, the status page (in a browser: test_page.py), logs and traces of a server."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_status_holds_the_plan(protocol: Server):
     assert sum(rank["cells"] for rank in model["ranks"]) == (50 + 40 + 30) * 8
 
 
-def test_the_page_asks_nobody_else(protocol: Server):
+def test_page_sends_requests_to_its_own_server_only(protocol: Server):
     page, headers = get(protocol, "/")
     assert b"://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
     assert "default-src 'none'" in headers["Content-Security-Policy"]
@@ -211,7 +211,7 @@ def test_spans_have_the_caller_as_their_parent(archive: Path):
     code, out, err = run_program(TRACED, archive)
     assert code == 0, err
     spans = [json.loads(line) for line in out.splitlines()]
-    # Not by their ends: a refusal is told of when it is sent, and the next request may be there by then.
+    # Not by their end times: a refusal is recorded when it is sent, and the next request may have begun by then.
     model, refused, http = sorted(spans, key=lambda span: (span[0] != "recinfer/GetModel", span[2] == "ERROR"))
     assert model[:3] == ["recinfer/GetModel", "SERVER", "UNSET"]
     assert 0 < model[3] < 60e9

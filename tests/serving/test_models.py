@@ -1,4 +1,4 @@
-"""Versions come and go under load: nothing fails, a bad one never takes over, memory goes back, rollback is at once."""
+"""Versions loaded and unloaded under load: no request fails, an invalid version is never served, memory is freed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def mapped(folder: Path) -> bool:
 
 
 class Load:
-    """Callers that predict without end; counts codes, and versions that answered."""
+    """Callers that predict without pause; counts codes, and versions that answered."""
 
     def __init__(self, target: str, predictor: Predictor, callers: int = 4) -> None:
         self.answers: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class Load:
         self._until(lambda: self.answers.total() >= goal)
 
     def settle(self) -> None:
-        """Return when what each caller has asked before this is answered, and counted."""
+        """Return when each caller's requests from before this call are answered and counted."""
         goals = [asked + 1 for asked in self._asked]
         self._until(lambda: all(asked >= goal for asked, goal in zip(self._asked, goals)))
 
@@ -159,7 +159,7 @@ def test_swap_canary_and_rollback_under_load(
         assert 0.03 < share < 0.2
         admin.SetDefault(admin_pb.SetDefaultRequest(model="tiny", version="2"), timeout=60)
         assert mapped(store / "tiny" / "1")
-        monkeypatch.setattr(gc, "collect", None)  # it would hold requests up
+        monkeypatch.setattr(gc, "collect", None)  # it would delay requests
         gc.disable()
         assert weights(admin.Unload(admin_pb.UnloadRequest(model="tiny", version="1"))) == {"tiny": {"2": 1}}
         load_.wait()
@@ -181,7 +181,7 @@ def test_a_bad_archive_replaces_nothing(server: Server, admin: Any):
     assert weights(admin.ListModels(admin_pb.ListModelsRequest())) == {"tiny": {"1": 1}}
 
 
-def test_what_cannot_be_done_is_said(server: Server, admin: Any):
+def test_errors_of_impossible_changes(server: Server, admin: Any):
     request = admin_pb.LoadRequest
     for model, version, code in (
         ("tiny", "7", "NOT_FOUND"),
@@ -252,9 +252,7 @@ def unsound(folder: Path) -> None:
     manifest.write_text(manifest.read_text()[:-20])
 
 
-def test_a_model_without_a_sound_version_is_passed_over_while_another_has_one(
-    store: Path, caplog: pytest.LogCaptureFixture
-):
+def test_model_without_a_valid_version_is_skipped_while_another_has_one(store: Path, caplog: pytest.LogCaptureFixture):
     unsound(store / "other" / "1")
     models = ModelStore(store)
 
@@ -288,7 +286,7 @@ def test_the_command_serves_what_is_sound_of_a_store_and_what_is_named_once(stor
         assert found == weighed
 
 
-def test_a_version_whose_dense_program_fails_is_passed_over(store: Path, caplog: pytest.LogCaptureFixture):
+def test_version_whose_dense_program_fails_is_skipped(store: Path, caplog: pytest.LogCaptureFixture):
     fail_in_onnx(store / "tiny" / "2")
     fail_in_onnx(store / "other" / "1")
     models = ModelStore(store)
@@ -298,7 +296,7 @@ def test_a_version_whose_dense_program_fails_is_passed_over(store: Path, caplog:
         assert f"{what} is not served: [C2] golden request 0 fails: " in caplog.text
 
 
-def test_whatever_a_version_raises_it_is_passed_over_with_a_reason(store: Path, caplog: pytest.LogCaptureFixture):
+def test_version_that_raises_is_skipped_with_a_reason(store: Path, caplog: pytest.LogCaptureFixture):
     def opens(version: str) -> str:
         if version == "1":
             return version
@@ -312,7 +310,7 @@ def test_whatever_a_version_raises_it_is_passed_over_with_a_reason(store: Path, 
     def unavailable(version: str) -> str:
         raise UnavailableError("no shard server answers")
 
-    with pytest.raises(UnavailableError):  # which says nothing of the archive
+    with pytest.raises(UnavailableError):  # which is no error of the archive
         models.newest_that("tiny", unavailable, ArchiveError)
 
 

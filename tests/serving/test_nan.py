@@ -1,4 +1,4 @@
-"""Finite inputs that a model cannot compute with: an error that names the place, on every way to an answer, for them alone."""
+"""Finite inputs that overflow in a model: an error that names the sample, on every path, for that request only."""
 
 from __future__ import annotations
 

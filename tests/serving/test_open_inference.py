@@ -357,7 +357,7 @@ def test_unknown_paths_and_methods_are_answered_in_json(server: Server, case: st
         assert caught.value.headers["Allow"]
 
 
-def test_tritonclient_says_what_is_not_there(server: Server):
+def test_tritonclient_gets_errors_for_endpoints_that_recinfer_lacks(server: Server):
     client = triton_http.InferenceServerClient(f"127.0.0.1:{server.http_port}")
     for call in (
         lambda: client.infer("", []),

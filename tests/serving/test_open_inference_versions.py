@@ -1,4 +1,4 @@
-"""Several versions of a model through the Open Inference Protocol: a request is one version's, from its check to its answer."""
+"""Several versions of a model through the Open Inference Protocol: one version checks and answers a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status page in a real headless browser: what a person sees while requests come, and when the server is gone."""
+"""The status page in a real headless browser: what it shows while requests arrive, and when the server has ended."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def browser(url: str, folder: Path) -> Iterator[str]:
 
 
 class Page:
-    """What the page says, by its debugger."""
+    """The page's text, read through its debugger."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -83,11 +83,11 @@ class Page:
 
 
 def is_above_0(text: str) -> bool:
-    """Whether it is a number, and which; the page has a dash where it knows none."""
+    """The number, or None: the page shows a dash where it has none."""
     return bool(re.fullmatch(r"[\d.]+", text)) and float(text) > 0
 
 
-def test_a_person_sees_what_happens(predictor: Predictor, tmp_path: Path):
+def test_page_shows_requests_and_the_end_of_the_server(predictor: Predictor, tmp_path: Path):
     server = Server([ServedModel.of("tiny", predictor), ServedModel.of("tiny", predictor, "4")], metrics_port=0).start()
     try:
         server.service.registry.set_weights("tiny", {"3": 90, "4": 10})
@@ -100,7 +100,7 @@ def test_a_person_sees_what_happens(predictor: Predictor, tmp_path: Path):
                     client.lookup({"user": [99]})
                 page.until("document.getElementById('errors').textContent === '1'")
                 end = time.monotonic() + 120
-                both = "['p50', 'rate'].map(id => document.getElementById(id).textContent)"  # of one moment
+                both = "['p50', 'rate'].map(id => document.getElementById(id).textContent)"  # from one snapshot
                 while not (
                     re.fullmatch(r"[\d.]+ (µs|ms|s)", (shown := page.evaluate(both))[0]) and is_above_0(shown[1])
                 ):
@@ -123,7 +123,7 @@ def test_a_person_sees_what_happens(predictor: Predictor, tmp_path: Path):
             ):
                 assert words in shown, (words, shown)
             problems = page.evaluate("performance.getEntriesByType('resource').map(r => new URL(r.name).host)")
-            assert set(problems) == {f"127.0.0.1:{server.metrics_port}"}  # it asks nobody else
+            assert set(problems) == {f"127.0.0.1:{server.metrics_port}"}  # it requests nothing from other hosts
             server.stop()
             page.until("document.getElementById('state').textContent === 'no answer from the server'")
     finally:

@@ -1,4 +1,4 @@
-"""Works side by side: what each gave, in order, whatever thread ran it."""
+"""Parallel parts: their results in order, whichever thread ran them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_works_run_at_once_and_give_their_results_in_order() -> None:
     assert elsewhere >= 0
 
 
-def test_what_no_other_thread_begins_the_caller_runs() -> None:
+def test_caller_runs_parts_that_no_other_thread_begins() -> None:
     pair, busy, done = ParallelParts(2), threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -1,4 +1,4 @@
-"""A server follows its model store: versions come and go while callers ask, and a configuration says which are served."""
+"""A server that polls its model store: versions appear and disappear under load, and a config file selects them."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_newer_version_becomes_the_default_and_an_older_one_does_not(
     assert followed.poll() == (["1", "9"], {"9": 1})
 
 
-def test_what_an_operator_does_stays(followed: Followed, store: Path, kinds: list[Path]):
+def test_changes_by_an_operator_stay(followed: Followed, store: Path, kinds: list[Path]):
     put(kinds[1], store, 2)
     followed.poll()
     followed.registry.rollback("tiny")
@@ -359,7 +359,7 @@ def test_changes_are_in_the_log(followed: Followed, store: Path, kinds: list[Pat
 
 
 def test_workers_follow_their_supervisor_and_admin_verbs_reach_all(store: Path, kinds: list[Path]):
-    """The command as users start it: two workers, a store that is looked at, and the verbs of `recinfer admin`."""
+    """The command as users start it: two workers, a polled store, and the commands of `recinfer admin`."""
     serve = [
         "serve",
         "--model-store",

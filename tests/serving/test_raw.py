@@ -1,4 +1,4 @@
-"""Raw rows as Arrow are worth the same as the ids that the contract makes of them; bytes that lie are refused."""
+"""Raw rows as Arrow give the answers of the ids that the contract makes of them; damaged bytes are refused."""
 
 from __future__ import annotations
 

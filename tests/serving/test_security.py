@@ -1,4 +1,4 @@
-"""Who gets in: tokens, TLS and mutual TLS on a real server, and no open door beyond loopback."""
+"""Tokens, TLS and mutual TLS on a real server, and no unprotected port on other addresses than loopback."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_token_is_needed_but_for_health(predictor: Predictor):
 
 
 def test_calls_without_a_token_are_counted(predictor: Predictor):
-    """Those of methods that nobody has as one, whatever they are called."""
+    """Calls of unknown methods count under one name."""
     with (
         Server({"tiny": predictor}, security=Security(token=TOKEN)) as server,
         grpc.insecure_channel(server.target) as channel,
@@ -69,7 +69,7 @@ def test_calls_without_a_token_are_counted(predictor: Predictor):
         assert found == {"Predict": 1, "ModelInfer": 1, "other": 2}
 
 
-def test_beyond_loopback_something_must_say_who_may_call(predictor: Predictor):
+def test_other_addresses_than_loopback_need_a_token_or_insecure(predictor: Predictor):
     for host in ("0.0.0.0", "::", "example.com", "10.0.0.1"):
         with pytest.raises(ConfigError, match=r"RECINFER_TOKEN.*--insecure"):
             Server({"tiny": predictor}, host=host)
@@ -79,7 +79,7 @@ def test_beyond_loopback_something_must_say_who_may_call(predictor: Predictor):
         Server({"tiny": predictor}, host=host)
 
 
-def test_what_does_not_hold_together_is_refused(tmp_path: Path):
+def test_inconsistent_options_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="at least 16"):
         Security(token="short")
     with pytest.raises(ConfigError, match="both or neither"):
@@ -132,7 +132,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_files_that_are_no_certificates_are_named(certificates: Path, tmp_path: Path):
-    """And not told as a port that cannot be bound, or a server that does not answer."""
+    """The error is not that of a port that cannot be bound, or of a server that does not answer."""
     cert, key, other = (certificates / name for name in ("server.pem", "server.key", "client.key"))
     junk, locked = tmp_path / "junk.pem", tmp_path / "locked.key"
     junk.write_text("junk")
@@ -185,8 +185,8 @@ def test_mutual_tls(predictor: Predictor, certificates: Path):
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_every_door_is_as_safe(predictor: Predictor, certificates: Path):
-    """TLS and the token on the HTTP and metrics ports too, and for all of our clients."""
+def test_every_port_needs_tls_and_the_token(predictor: Predictor, certificates: Path):
+    """TLS and the token on the HTTP and metrics ports too, and in all of recinfer's clients."""
     pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
     security = Security(token=TOKEN, tls_cert=certificates / "server.pem", tls_key=certificates / "server.key")
     context = ssl.create_default_context(cafile=str(certificates / "server.pem"))

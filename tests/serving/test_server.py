@@ -72,7 +72,7 @@ def test_predict_equals_the_predictor(client: InferenceClient, predictor: Predic
         assert torch.equal(got[name], tensor)
 
 
-def test_large_requests_take_the_other_road_to_the_same_numbers(client: InferenceClient, predictor: Predictor):
+def test_large_requests_take_another_path_to_the_same_numbers(client: InferenceClient, predictor: Predictor):
     dense, kjt = make_request(1, 4000)
     assert len(codec.encode_predict_request(dense, kjt)) > 32 << 10
     assert torch.equal(client.lookup(kjt).pooled.values(), predictor.lookup(kjt).pooled.values())
@@ -126,7 +126,7 @@ def one(feature: str, *ids: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor([feature], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
 
 
-def test_bad_input_is_named_and_the_server_lives_on(server: Server, client: InferenceClient):
+def test_bad_input_is_named_and_the_server_keeps_running(server: Server, client: InferenceClient):
     dense, kjt = make_request(3, 2)
     not_a_number = dense.clone()
     not_a_number[1, 2] = float("nan")
@@ -251,7 +251,7 @@ def test_listens_on_loopback_and_refuses_a_taken_port(server: Server, predictor:
         Server({})
 
 
-def test_client_says_when_nobody_is_there():
+def test_client_error_when_no_server_listens():
     port = free_port()
     client = InferenceClient(f"127.0.0.1:{port}", timeout=60)
     with pytest.raises(UnavailableError, match=rf"127.0.0.1:{port}.*is the server running.*recinfer serve"):
@@ -304,18 +304,18 @@ def test_stop_lets_running_requests_end_and_takes_no_new_ones(predictor: Predict
                     return True
                 return False
 
-            until(refused)  # it says that it is not ready just before
+            until(refused)  # it reports NOT_SERVING just before
         assert not answer.done()
         go_on.set()
         assert answer.result(90).pooled.values().shape == (4000, 4 * DIM)
         stopped.result(90)
-    server.stop()  # a second stop is free
+    server.stop()  # a second stop does nothing
 
 
 def test_a_server_that_stops_waits_until_its_last_answers_are_taken(
     predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ):
-    """Closed with an answer that is still on its way, a connection loses the rest of it when the caller says anything more."""
+    """If a server closes a connection with an unread answer, the rest of it is lost once the caller sends anything."""
     for _ in range(30):
         begun, go_on = slowly(predictor, monkeypatch)
         server = Server({"tiny": predictor}).start()
@@ -334,7 +334,7 @@ def test_a_server_that_stops_waits_until_its_last_answers_are_taken(
 
 
 def test_calls_that_are_over_leave_nothing_to_the_garbage_collector(predictor: Predictor):
-    """What a request holds is let go with its answer: in a cycle of references it would wait for a collection."""
+    """A request's memory is freed with its answer: a cycle of references would keep it until a garbage collection."""
 
     def left() -> int:
         return sum(isinstance(each, Request | CoreCall) for each in gc.get_objects())
@@ -350,7 +350,7 @@ def test_calls_that_are_over_leave_nothing_to_the_garbage_collector(predictor: P
                 client.predict(dense, features)
                 with pytest.raises(InputError):
                     client.predict(dense[:, :1].contiguous(), features)
-            until(lambda: left() <= before + 3)  # of the last call gRPC's thread may hold something
+            until(lambda: left() <= before + 3)  # gRPC's thread may still hold objects of the last call
         finally:
             gc.enable()
 
@@ -374,7 +374,7 @@ def test_signals_stop_the_serving_process(archive: Path, number: signal.Signals)
 
 
 def test_a_signal_ends_serving_whatever_lock_this_thread_holds(archive: Path) -> None:
-    """A handler runs between two steps of the thread it interrupts: setting an Event there can wait for ever."""
+    """A handler runs between two steps of the thread that it interrupts: setting an Event there can deadlock."""
     code = (
         "import os, signal, sys, threading\n"
         "import recinfer\n"

@@ -1,4 +1,4 @@
-"""Errors become codes, and a code becomes the error of the same meaning on the other side."""
+"""Errors become codes, and the client turns a code into the error of the same meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client does not send to a server that is full."""
+"""Calls that a client holds back from a full server."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.serving.test_admission import held
 
 
 class Played:
-    """A throttle and the server it asks, with a clock of their own: it answers so many calls a second, eight may wait for that,
-    the others it refuses.
+    """A throttle and a simulated server with their own clock: it answers ``takes`` calls per second, queues eight and refuses
+    the others.
     """
 
     def __init__(self, takes: float) -> None:
@@ -30,7 +30,7 @@ class Played:
         self.throttle = Throttle(lambda: self.now, random.Random(1).random)
 
     def run(self, rate: float, seconds: float) -> tuple[int, int]:
-        """``rate`` calls a second; how many were sent, and how many of them taken."""
+        """``rate`` calls per second; returns how many were sent, and how many of them the server accepted."""
         sent = taken = 0
         for _ in range(int(rate * seconds)):
             self.now += 1 / rate
@@ -46,15 +46,15 @@ class Played:
 
 @pytest.mark.parametrize("takes", [200, 1_000])
 @pytest.mark.parametrize("times", [2, 3, 10])
-def test_a_twentieth_more_than_is_taken(takes: float, times: float):
+def test_client_sends_a_twentieth_more_than_the_server_accepts(takes: float, times: float):
     played = Played(takes)
-    played.run(times * takes, 5)  # it needs a second or two to see how things are
+    played.run(times * takes, 5)  # the throttle needs a second or two of measurements
     sent, taken = played.run(times * takes, 5)
     assert taken > 0.92 * 5 * takes
     assert sent < 1.1 * taken + 5 * 10
 
 
-def test_nothing_is_held_back_that_would_be_taken():
+def test_no_call_is_held_back_that_the_server_would_accept():
     played = Played(1_000)
     assert played.run(900, 5) == (4_500, 4_500)
 
@@ -64,7 +64,7 @@ def test_few_calls_are_never_held_back():
     assert played.run(8, 5) == (40, 0)
 
 
-def test_room_is_found_again():
+def test_client_notices_that_the_server_has_capacity_again():
     played = Played(100)
     played.run(3_000, 5)
     played.takes = 10_000
@@ -74,7 +74,7 @@ def test_room_is_found_again():
     assert sent > 2_900
 
 
-def test_a_server_that_takes_nothing_is_hardly_asked():
+def test_full_server_gets_few_calls():
     played = Played(0.0)
     played.run(1_000, 5)
     sent, _ = played.run(1_000, 5)
@@ -140,7 +140,7 @@ def words_of(ask: Callable[[], object]) -> str:
     return "not sent" if "was not sent" in str(caught.value) else "waiting"
 
 
-def test_what_is_held_back_waits_as_what_is_refused_does(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+def test_held_back_calls_wait_as_refused_ones_do(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     dense, kjt = make_request(1, 2)
     with held(predictor, monkeypatch) as server:
         futures = server.fill()
@@ -157,7 +157,7 @@ def test_what_is_held_back_waits_as_what_is_refused_does(predictor: Predictor, m
                 if wait is not None:
                     waits.append(wait)
                     predictions._asked = 0.0
-                    server.go_on.set()  # now there is room
+                    server.go_on.set()  # now the queue has a place
                     for future in futures:
                         future.result()
                 return wait

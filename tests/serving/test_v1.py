@@ -45,7 +45,7 @@ def test_rows_and_columns_give_the_predictors_numbers(server: Server, predictor:
 
 
 def test_a_client_as_tensorflow_servings_documentation_has_it(server: Server):
-    """The example of its REST API and of its ResNet client, with ``requests.post(url, data)`` as urllib writes it."""
+    """The examples of its REST API and of its ResNet client, with urllib instead of ``requests.post(url, data)``."""
     root = f"http://127.0.0.1:{server.http_port}/v1/models/tiny"
     with urllib.request.urlopen(root) as answer:
         (version,) = json.loads(answer.read())["model_version_status"]
@@ -64,7 +64,7 @@ def test_a_client_as_tensorflow_servings_documentation_has_it(server: Server):
     with urllib.request.urlopen(urllib.request.Request(root + ":predict", data=data, headers=headers)) as response:
         predictions = json.loads(response.read())["predictions"]
     assert len(predictions) == 2 and predictions[0] == predictions[1] and isinstance(predictions[0][0], float)
-    assert get(server, "/v1/models/tiny")[2]["ready"] is True  # KServe's form, beside TensorFlow Serving's
+    assert get(server, "/v1/models/tiny")[2]["ready"] is True  # KServe's form, in addition to TensorFlow Serving's
     assert get(server, "/v1/models")[2] == {"models": ["tiny", "sequences", "weighted"]}
 
 
@@ -199,7 +199,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", list(BAD))
-def test_what_is_wrong_is_said_of_its_place(server: Server, case: str):
+def test_errors_name_the_place_in_the_body(server: Server, case: str):
     body, said = BAD[case]
     code, _, answer = ask(server, "tiny:predict", body)
     assert code == 400 and answer.keys() == {"error"} and said in answer["error"], answer
@@ -290,7 +290,7 @@ def test_a_dense_column_is_named_by_its_error(tasks: Server, changed: dict[str, 
 
 
 def test_large_finite_numbers_are_taken(tasks: Server):
-    """Their squares are beyond float32; they are not."""
+    """Numbers within float32 whose squares are not."""
     assert ask(tasks, "tasks:predict", {"instances": [TASKS_ROW | {"price": 1e25}]})[0] == 200
 
 

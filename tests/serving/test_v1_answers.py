@@ -24,7 +24,7 @@ def predicted(**outputs: np.ndarray) -> bytes:
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers in each call of json."""
+    """The number of values in each call of json."""
     found: list[int] = []
     real = answers.json_text
 

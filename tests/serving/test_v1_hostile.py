@@ -1,4 +1,4 @@
-"""3,000 broken bodies from one seed against a running server: each is answered, by 200 or 400, and the bounds of memory hold."""
+"""3,000 malformed bodies from one seed against a running server: each gets 200 or 400, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_body_is_counted_before_it_is_read(server: Server):
         assert said.startswith(b"HTTP/1.1 429 ") and b"\r\nRetry-After: 1\r\n" in said
         assert server.stats.requests()["V1Lookup", "RESOURCE_EXHAUSTED"] == 1
         assert begin(stack, server, 65 * MIB).recv(4096).startswith(b"HTTP/1.1 413 ")
-        assert ask(server, "tiny:lookup", {"instances": [{"user": 3}]})[0] == 200  # small ones have their part
+        assert ask(server, "tiny:lookup", {"instances": [{"user": 3}]})[0] == 200  # small calls have their reserve
 
 
 def test_what_json_becomes_is_counted(server: Server):
@@ -180,7 +180,7 @@ def test_what_json_becomes_is_counted(server: Server):
 
 @pytest.mark.parametrize("path", ["v1/models/tiny:lookup", "v2/models/tiny/infer"])
 def test_json_that_becomes_more_than_the_whole_budget_is_refused_unread(server: Server, path: str):
-    """Read, 30 MiB take 720 MiB and keep the interpreter for a second, in which nobody else is answered."""
+    """Parsed, 30 MiB take 720 MiB and block the interpreter for a second, in which no other call is answered."""
     for num_bytes in (2 * MIB, 30 * MIB):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port or 0, timeout=60)
         connection.request("POST", f"/{path}", b"[" + b"1," * (num_bytes // 2))
@@ -194,7 +194,7 @@ def test_json_that_becomes_more_than_the_whole_budget_is_refused_unread(server: 
 
 @pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/openapi.json", "/v1/models/tiny/metadata"])
 def test_what_is_shown_is_counted_until_it_was_sent(server: Server, path: str, monkeypatch: pytest.MonkeyPatch):
-    """The viewer is 1.5 MB, and anybody may ask for it and not read."""
+    """The viewer has 1.5 MB, and any caller may request it and not read the response."""
     if path.startswith("/docs"):
         pytest.importorskip("swagger_ui", reason="swagger-ui-py is not installed (the serve extra)")
     held: list[int] = []
@@ -210,10 +210,10 @@ def test_what_is_shown_is_counted_until_it_was_sent(server: Server, path: str, m
     assert held == [0]
 
 
-def test_a_full_queue_is_said_with_when_to_try_again(predictor: Predictor):
+def test_full_queue_is_an_error_with_a_time_to_retry(predictor: Predictor):
     with Server({"tiny": predictor}, http_port=0, batching=BatchConfig(max_queue=1)) as server:
         assert server.scheduler is not None
-        server.scheduler.queue.enter()  # as a request does that waits
+        server.scheduler.queue.enter()  # as a queued request does
         code, headers, answer = ask(server, "tiny:predict", {"instances": [TINY]})
         assert (code, headers["Retry-After"]) == (429, "1") and "requests waiting" in answer["error"]
         server.scheduler.queue.leave(1)

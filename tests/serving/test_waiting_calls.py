@@ -1,4 +1,4 @@
-"""Calls that nobody has taken from gRPC yet: however many there are, and when the server stops, each is answered."""
+"""Calls that the server has not yet taken from gRPC: each is answered, however many there are, also at a stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 60.0
 
 
 class Held:
-    """A server whose thread stands still once it has the message "hold", until ``go_on`` is set; it answers all."""
+    """A server whose thread blocks after the message "hold" until ``go_on`` is set; it answers all calls."""
 
     def __init__(self) -> None:
         self.holds, self.go_on = threading.Event(), threading.Event()

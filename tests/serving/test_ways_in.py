@@ -1,4 +1,4 @@
-"""One table: each way in to a served model against the same 200 requests. A cell is the largest difference from the predictor in
+"""One table: every way to call a served model, with the same 200 requests. A cell is the largest difference from the predictor in
 this process; where that refuses a request, every way has to refuse it with an error of the same kind."""
 
 from __future__ import annotations

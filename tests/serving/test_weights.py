@@ -1,4 +1,4 @@
-"""Weights are per feature: absent means 1, through every protocol, and a feature that takes none says so."""
+"""Weights per feature: missing means 1 in every protocol; weights of an unweighted feature are an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that share a port: one killed under load fails its own requests alone and comes back; SIGTERM drains all."""
+"""Processes that share a port: a worker killed under load fails only its own requests and is replaced; SIGTERM drains all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_killed_worker_fails_its_own_requests_and_comes_back(archive: Path):
             until(lambda: load.codes["OK"] > before + 50)  # the other one serves on
             until(lambda: any("serves again" in line for line in said))
         assert set(load.codes) <= {"OK", "UNAVAILABLE"}, load.codes
-        # What was in flight, and connections that the system had handed to the dying process.
+        # Running requests, and connections that the kernel had assigned to the dying process.
         assert load.codes.get("UNAVAILABLE", 0) <= 2 * 6
         assert f"process {victim}) was killed by SIGKILL" in said[0]
         assert len(supervisor.pids) == 2
@@ -96,7 +96,7 @@ def test_a_change_that_one_worker_cannot_make_changes_nothing_nor_what_to_go_bac
             admin.set_weights("tiny", {"2": 50, "1": 50})
             admin.set_default("tiny", "1")
         shutil.rmtree(tmp_path / "tiny" / "2")
-        os.kill(supervisor.pids[0], signal.SIGKILL)  # what comes back has no version 2
+        os.kill(supervisor.pids[0], signal.SIGKILL)  # the new worker has no version 2
         until(lambda: any("serves again" in line for line in said))
         assert shown() == {"1"}
         with AdminClient(target) as admin:
@@ -106,7 +106,7 @@ def test_a_change_that_one_worker_cannot_make_changes_nothing_nor_what_to_go_bac
                     with pytest.raises(NotFoundError, match="'2'"):
                         admin.set_weights("tiny", wanted)
                 else:
-                    admin.set_weights("tiny", wanted)  # who lost the answer asks again
+                    admin.set_weights("tiny", wanted)  # a caller that lost the answer calls again
                 assert shown() == {"1", "3"}
             shutil.copytree(archive, tmp_path / "tiny" / "2")
             admin.load("tiny", "2", activate=True)  # one of them serves it already
@@ -196,7 +196,7 @@ def test_the_command_drains_all_workers_on_sigterm(archive: Path):
         assert ready["workers"] == len(_below(process.pid)) == 2
         with Load(f"127.0.0.1:{ready['port']}", 4) as load:
             until(lambda: load.codes.get("OK", 0) > 20)
-            # Callers stop first, so what is in flight is answered and nobody meets a closed port.
+            # Callers stop first, so running requests are answered and no caller finds a closed port.
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=90)
     finally:
@@ -278,14 +278,14 @@ def test_the_http_port_of_workers_is_held_for_them_alone(archive: Path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("doors", [("--port", "--http-port"), ("--http-port", "--metrics-port")])
-def test_two_doors_on_one_port_are_refused(archive: Path, workers: int, doors: tuple[str, str]):
+def test_two_protocols_on_one_port_are_refused(archive: Path, workers: int, doors: tuple[str, str]):
     port = free_port()
     arguments = [part for door in doors for part in (door, port)]
     with served("--port", 0, "--workers", workers, *arguments, archive) as said:
         assert f"got {doors[0]} {port} and {doors[1]} {port}" in said["error"]["message"]
 
 
-def test_a_process_below_a_supervisor_is_none(monkeypatch: pytest.MonkeyPatch):
+def test_child_of_a_supervisor_is_not_a_supervisor(monkeypatch: pytest.MonkeyPatch):
     tell = "import json, os; print(json.dumps({'error': {'message': os.environ['RECINFER_SUPERVISED']}}))"
     with pytest.raises(UnavailableError, match="before it was ready: 1"):
         Supervisor(lambda port: [sys.executable, "-c", tell], 1, "127.0.0.1", 0).run()
@@ -316,7 +316,7 @@ def test_the_log_of_a_supervisor_is_json_too_and_says_once_that_it_serves(archiv
 
 
 @pytest.mark.parametrize("arguments", [["--token-file", "nowhere"], ["--workers", "2", "--admin"], ["gone"]])
-def test_what_stops_a_start_is_a_line_of_the_json_log(archive: Path, arguments: list[str]):
+def test_error_at_the_start_is_a_line_of_the_json_log(archive: Path, arguments: list[str]):
     code, out, err = run_program(RECINFER, "serve", archive, "--port", "0", "--json", "--log-json", *arguments)
     said = [json.loads(line) for line in err.splitlines()]
     message = json.loads(out)["error"]["message"]

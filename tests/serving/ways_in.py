@@ -1,4 +1,4 @@
-"""Every way in to a served model, each as one function: a request to its vectors or outputs by name."""
+"""Every way to call a served model as one function each: a request to its vectors or outputs by name."""
 
 from __future__ import annotations
 

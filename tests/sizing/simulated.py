@@ -1,4 +1,4 @@
-"""A driver whose server is a queue on paper, so that what a search of capacity must find is known."""
+"""A driver whose server is a simulated queue with a known knee, for tests of the capacity search."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.sizing.fanout import waits
-from recinfer.sizing.load import Stretch
+from recinfer.sizing.load import Measurement
 
 
 class QueueDriver:
     """Requests wait for one server, which takes ``service_s`` for each; ``alone_s`` more passes on the way.
 
     Attributes:
-        rates: of the stretches so far.
+        rates: of the measurements so far.
     """
 
     def __init__(self, service_s: float, alone_s: float, *, refuses: bool = False, seed: int = 0) -> None:
@@ -21,7 +21,7 @@ class QueueDriver:
         self._random = np.random.default_rng(seed)
         self.rates: list[float] = []
 
-    def run(self, due_s: NDArray[np.float64]) -> Stretch:
+    def run(self, due_s: NDArray[np.float64]) -> Measurement:
         """As :meth:`recinfer.sizing.load.Driver.run`, in no time."""
         count = due_s.size
         service_s = self._random.exponential(self._service_s, count)
@@ -31,4 +31,4 @@ class QueueDriver:
         self.rates.append(count / float(due_s[-1] - due_s[0]))
         done = np.sort((due_s + latency_s)[np.isfinite(latency_s)])
         errors = {"OverloadedError": count} if self._refuses else {}
-        return Stretch(self.rates[-1], np.zeros(count), latency_s, done, errors, "full" if self._refuses else "")
+        return Measurement(self.rates[-1], np.zeros(count), latency_s, done, errors, "full" if self._refuses else "")

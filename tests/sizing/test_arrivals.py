@@ -1,4 +1,4 @@
-"""Traces: both file forms, what is wrong in them by line, and bringing one to another rate."""
+"""Traces: both file forms, errors by line, and scaling to another rate."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_json_lines_and_csv_say_the_same(tmp_path: Path) -> None:
         ("t.csv", "time,batch\n1,1.5\n", "line 2: batch: got '1.5', expected a whole number"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str, text: str, says: str) -> None:
+def test_errors_name_the_line(tmp_path: Path, name: str, text: str, says: str) -> None:
     with pytest.raises(InputError) as caught:
         read_trace(wrote(tmp_path, name, text))
     assert says in str(caught.value)
 
 
 def test_a_file_of_a_spreadsheet(tmp_path: Path) -> None:
-    """Which begins with a byte order mark."""
+    """It begins with a byte order mark."""
     assert read_trace(wrote(tmp_path, "t.csv", "\ufefftime,batch\r\n1,2\r\n")).batches.tolist() == [2]
 
 
@@ -99,6 +99,6 @@ def test_a_trace_of_one_moment_is_spread_evenly() -> None:
 
 
 @pytest.mark.parametrize(("qps", "count", "batch"), [(0.0, 5, 1), (float("inf"), 5, 1), (1.0, 0, 1), (1.0, 5, 0)])
-def test_made_up_requests_need_sane_figures(qps: float, count: int, batch: int) -> None:
+def test_generated_requests_need_valid_figures(qps: float, count: int, batch: int) -> None:
     with pytest.raises(InputError):
         poisson(qps, count, batch=batch)

@@ -1,4 +1,4 @@
-"""The search for the knee, against a queue whose knee is known; the file it is written to; a real server under real load."""
+"""The search for the knee of a simulated queue; the capacity file; a real server under load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.server import Server
 from recinfer.sizing.arrivals import Trace, poisson
 from recinfer.sizing.capacity import Measured, find_knee, this_machine
-from recinfer.sizing.load import Driver, Stretch, encode_requests
+from recinfer.sizing.load import Driver, Measurement, encode_requests
 from tests.sizing.simulated import QueueDriver
 
 ARRIVALS = poisson(1000.0, 5000)
@@ -28,7 +28,7 @@ def measured(driver: QueueDriver, p99_s: float, *, max_qps: float = 1e5, what: s
 def test_the_knee_of_a_queue_is_found() -> None:
     # An M/M/1 queue's latency is exponential: its p99 is ln(100) / (1 / service - rate).
     service_s, p99_s = 1e-3, 20e-3
-    expected = 1 / service_s - math.log(100) / p99_s  # 770 requests a second
+    expected = 1 / service_s - math.log(100) / p99_s  # 770 requests per second
     found = measured(QueueDriver(service_s, 0.0), p99_s)
     assert found.knee_qps == pytest.approx(expected, rel=0.12)
     assert not found.at_least
@@ -44,7 +44,7 @@ def test_no_rate_meets_an_objective_that_a_lone_request_misses() -> None:
     assert max(driver.rates[:-1]) < 100, "it went on loading a server that was too slow for one request"
 
 
-def test_a_server_that_keeps_it_at_the_highest_rate_is_said_to_take_at_least_that() -> None:
+def test_server_that_meets_the_objective_at_the_highest_rate_has_at_least_that_knee() -> None:
     found = measured(QueueDriver(1e-5, 1e-3), 50e-3, max_qps=500.0)
     assert (found.knee_qps, found.at_least, found.service_s) == (500.0, True, ())
 
@@ -56,13 +56,13 @@ def test_a_server_that_answers_nothing_is_no_knee() -> None:
 
 def test_latency_counts_requests_without_an_answer() -> None:
     latency_s = np.array([0.001] * 98 + [math.inf] * 2)
-    stretch = Stretch(10.0, np.zeros(100), latency_s, np.arange(98.0), {"OverloadedError": 2})
-    assert stretch.percentile(98) == 0.001
-    assert stretch.percentile(99) == math.inf
-    assert stretch.share_within(0.01) == 0.98
+    measurement = Measurement(10.0, np.zeros(100), latency_s, np.arange(98.0), {"OverloadedError": 2})
+    assert measurement.percentile(98) == 0.001
+    assert measurement.percentile(99) == math.inf
+    assert measurement.share_within(0.01) == 0.98
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "capacity.json"
     found = measured(QueueDriver(1e-3, 1e-3), 20e-3)
     found.save(path)
@@ -79,7 +79,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ('{"format": "recinfer.capacity", "version": 1, "measured": {"what": "server"}}', "measure again"),
     ],
 )
-def test_a_file_that_is_none_of_these(tmp_path: Path, text: str, says: str) -> None:
+def test_file_that_is_not_a_capacity_file(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "capacity.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
@@ -107,7 +107,7 @@ def test_each_request_that_is_due_is_sent_and_answered(server: Server, call: str
     assert found.done_s.size == 200
 
 
-def test_what_the_server_refuses_is_counted_with_its_reason(server: Server) -> None:
+def test_refused_requests_are_counted_by_reason(server: Server) -> None:
     target = f"127.0.0.1:{server.port}"
     with InferenceClient(target) as client:
         model = client.get_model()

@@ -1,4 +1,4 @@
-"""From a measured knee to hosts: ranks by memory, hosts by rate, a lost host, prices, and why one is not to be had."""
+"""From a measured knee to hosts: ranks by memory, hosts by rate, a lost host, prices, and why a kind does not fit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_host_with_more_cores_takes_more(manifest: Manifest, server: Measured)
     assert eight.replicas == pytest.approx(four.replicas / 2, abs=1)
 
 
-def test_replicas_that_were_asked_for_are_there_at_a_low_rate(manifest: Manifest, server: Measured) -> None:
+def test_requested_replicas_are_kept_at_a_low_rate(manifest: Manifest, server: Measured) -> None:
     found = deployment(manifest, FOUR, Goal(1.0, P99_S, min_replicas=3), server, None)
     assert (found.replicas, found.hosts) == (3, 3)
 
@@ -74,7 +74,9 @@ def test_shards_need_rankers_and_a_p99_that_all_of_them_keep(manifest: Manifest,
     assert slow.why_not == "64 shards together are too slow"
 
 
-def test_no_p99_of_several_shards_where_the_paper_disagrees(manifest: Manifest, sharded: Measured) -> None:
+def test_no_p99_of_several_shards_if_the_model_disagrees_with_the_measurement(
+    manifest: Manifest, sharded: Measured
+) -> None:
     odd = replace(sharded, service_s=tuple(5 * each for each in sharded.service_s))
     assert deployment(manifest, FOUR, Goal(1000.0, P99_S), None, odd, shards=4).p99_s is None
 

@@ -1,4 +1,4 @@
-"""Fan-out on paper against what is known of queues and of maxima."""
+"""The computed latency of fan-outs against known results on queues and maxima."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_more_shards_are_slower_and_hedging_helps() -> None:
     assert np.quantile(carried(found, shards=64, qps=400.0, hedge_after_s=float(one)), 0.99) < many
 
 
-def test_where_the_paper_does_not_agree_it_says_so() -> None:
+def test_disagreement_of_model_and_measurement_is_reported() -> None:
     found = measured(QueueDriver(1e-3, 1e-3), 20e-3)
     object.__setattr__(found, "service_s", tuple(5 * each for each in found.service_s))
     assert not agreement(found).agrees

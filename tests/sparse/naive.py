@@ -1,4 +1,4 @@
-"""Ragged features as Python lists: the slow, obvious twin that the sparse types are compared with."""
+"""Ragged features as Python lists: the slow, obvious implementation that the sparse types are compared with."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NaiveFeatures:
         return NaiveFeatures([self.bags[i] for i in order], self.weighted, ranks)
 
     def check(self, kjt: KeyedJaggedTensor) -> None:
-        """Assert that ``kjt`` says the same in every way one can ask it."""
+        """Assert that every property and method of ``kjt`` gives the same."""
         assert kjt.keys() == [key for key, _ in self.bags]
         assert kjt.stride_per_key() == [len(bags) for _, bags in self.bags]
         assert kjt.stride_per_key_per_rank() == (self.ranks or [])

@@ -36,7 +36,7 @@ def sample(weighted: bool = False) -> KeyedJaggedTensor:
 
 @quick
 @given(features(), st.booleans(), st.sampled_from([torch.int32, torch.int64]))
-def test_says_what_it_was_built_from(naive: NaiveFeatures, offsets: bool, dtype: torch.dtype) -> None:
+def test_parts_are_those_it_was_built_from(naive: NaiveFeatures, offsets: bool, dtype: torch.dtype) -> None:
     kjt = naive.build(offsets=offsets, dtype=dtype)
     naive.check(kjt)
     assert kjt.lengths().dtype == kjt.offsets().dtype == dtype
@@ -109,7 +109,7 @@ def test_meta_has_shapes_only() -> None:
     assert "torch.int64[8] on meta" in str(meta)
     built = KeyedJaggedTensor(["a"], torch.empty(3, device="meta"), lengths=torch.empty(2, device="meta"))
     assert built.stride() == 2
-    # Nobody knows the lengths: as TorchRec, each key gets as many values, and the first one the rest.
+    # Lengths are unknown on meta: as in TorchRec, each key gets equally many values, and the first one the rest.
     assert sample().to(torch.device("meta")).length_per_key() == [4, 2, 2]
 
 

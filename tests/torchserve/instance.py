@@ -74,7 +74,7 @@ class TorchServe:
         return self.post(f"{self.management}/models?url={url}&synchronous=true", key=self.management_key, timeout=300)
 
     def predict(self, model: str, body: bytes, content_type: str, **headers: str) -> Reply:
-        """POST to the REST door; ``headers`` with ``_`` for ``-``."""
+        """POST to the REST port; ``headers`` with ``_`` for ``-``."""
         extra = {key.replace("_", "-"): value for key, value in headers.items()}
         url = f"{self.rest}/predictions/{model}"
         return self.post(url, body, key=self.inference_key, headers={"Content-Type": content_type, **extra})

@@ -1,4 +1,4 @@
-"""The random requests of tests/serving/test_congruence.py through TorchServe's REST and gRPC doors: the same numbers and errors."""
+"""The random requests of tests/serving/test_congruence.py through TorchServe's REST and gRPC: the same numbers and errors."""
 
 from __future__ import annotations
 

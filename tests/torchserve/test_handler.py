@@ -22,7 +22,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-6}
 
 
 class Context:
-    """What TorchServe hands to a handler, as far as ours asks."""
+    """The part of TorchServe's context that recinfer's handler uses."""
 
     def __init__(self, archive: Path, headers: list[dict[str, str]]) -> None:
         self.model_yaml_config = {"handler": {"archive": str(archive)}}

@@ -1,4 +1,4 @@
-"""Packing: a few kilobytes that point at the archive, and clear refusals."""
+"""Packing: a few kilobytes that name the archive's folder, and clear errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_zip_store_is_one_small_file(archive: Path, tmp_path: Path):
         assert json.loads(mar.read("model-config.yaml"))["handler"]["archive"] == "/models/tiny.rqa"
 
 
-def test_an_entry_is_overwritten_only_when_told(archive: Path, tmp_path: Path):
+def test_entry_is_overwritten_only_with_force(archive: Path, tmp_path: Path):
     needs("model_archiver")
     entry = pack(archive, tmp_path)
     with pytest.raises(InputError, match="exists already"):

@@ -46,7 +46,7 @@ def as_json(kjt: KeyedJaggedTensor) -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("model", ["tiny", "zipped"])
 @pytest.mark.parametrize("batch", [1, 33])
-def test_same_numbers_through_every_door(torchserve: TorchServe, ours: InferenceClient, model: str, batch: int):
+def test_same_numbers_through_every_protocol(torchserve: TorchServe, ours: InferenceClient, model: str, batch: int):
     dense, kjt = make_request(batch, batch)
     logits, embeddings = ours.predict(dense, kjt), ours.lookup(kjt)
 
@@ -76,7 +76,7 @@ def test_same_numbers_through_every_door(torchserve: TorchServe, ours: Inference
             torch.testing.assert_close(answer[name], tensor, **TOLERANCE)
 
 
-def test_the_client_takes_what_our_own_takes(torchserve: TorchServe, ours: InferenceClient):
+def test_client_accepts_the_inputs_of_recinfers_client(torchserve: TorchServe, ours: InferenceClient):
     dense = [[0.5, 1.0, -2.0], [0.0, 0.25, 3.0]]
     features = {"item": [5, 7], "history": [[], [1, 2]], "shop": np.array([4, 6])}
     context = {"user": [[3, 9]]}

@@ -1,4 +1,4 @@
-"""Training on several processes of this host: the same result as on one, and an end within seconds when one dies."""
+"""Training on several processes of this host: one process's result, and an end within seconds when a rank dies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
 
 
 def fails(how: str) -> int:
-    """Rank 1 fails; "raised": the starter hears of it long after rank 0 has lost its peer, failed too and ended."""
+    """Rank 1 fails; "raised": the starter gets its error long after rank 0 has lost its peer, failed too and ended."""
     import torch
     import torch.distributed as dist
 
@@ -86,7 +86,7 @@ def test_the_rank_that_failed_first_is_named_and_the_others_are_stopped(
 
 
 def lone_rank(how: str, rank: int, port: int) -> None:
-    """A rank that nobody but its own host's starter watches: rank 2 fails, the others say what they know of it."""
+    """Ranks that only their own host's starter watches: rank 2 fails, and the errors of the others name it."""
     import torch
     import torch.distributed as dist
 
@@ -126,7 +126,7 @@ def test_ranks_that_start_alone_name_the_one_they_lost(how: str, said: str) -> N
     assert heard[2] == ""
 
 
-def test_what_needs_ranks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_need_ranks_are_refused_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--world-size 2 or more"):
         run_job(job(tmp_path, sharding={"*": "row_wise"}))
     monkeypatch.setenv("RANK", "3")
@@ -137,7 +137,7 @@ def test_what_needs_ranks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu trains there")
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_gpu_that_is_not_there_ends_the_run_before_its_ranks_start(tmp_path: Path, world_size: int) -> None:
+def test_missing_gpu_ends_the_run_before_its_ranks_start(tmp_path: Path, world_size: int) -> None:
     with pytest.raises(UnavailableError, match="--device cuda needs a"):
         run_job(job(tmp_path, device="cuda"), world_size)
 

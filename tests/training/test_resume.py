@@ -1,4 +1,4 @@
-"""A training that stops goes on from its last whole checkpoint, to the same weights and the same curve."""
+"""Resumed training continues from the last complete checkpoint, to the same weights and the same curve."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PIPELINES = ["TrainPipelineBase", "TrainPipelineSparseDist"]
 
 
 def load(package: str) -> dict[str, Any]:
-    """The names that the program defines, with ``package`` in the place of torchrec."""
+    """The names that the program defines, with ``package`` instead of torchrec."""
     names: dict[str, Any] = {"__name__": "program"}
     exec(compile(PROGRAM.read_text().replace("torchrec", package), str(PROGRAM), "exec"), names)
     return names

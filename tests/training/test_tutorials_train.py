@@ -1,4 +1,4 @@
-"""What TorchRec's two tutorials set up goes on to train: planned together, sharded, to the losses of plain torch."""
+"""The models of TorchRec's two tutorials train: planned by all ranks, sharded, with the losses of plain torch."""
 
 from __future__ import annotations
 

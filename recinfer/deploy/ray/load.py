@@ -74,7 +74,7 @@ class LoadFollower:
         while self._wanted[0][0] < now - self._cool_down:
             self._wanted.popleft()
         if right > count:
-            self._sums.clear()  # measure anew with the added servers
+            self._sums.clear()  # measure again with the added servers
             self._since = now
             return right
         if now - self._wanted[0][0] < 0.9 * self._cool_down:  # the load has not been low for the whole cool-down

@@ -122,7 +122,7 @@ class Prober:
             answer = call(health_pb2.HealthCheckRequest().SerializeToString(), timeout=_TIMEOUT_S)
             return int(health_pb2.HealthCheckResponse.FromString(answer).status), ""
         except grpc.RpcError as error:
-            self._forget(address)  # a server that starts again there is not to wait for this one's patience
+            self._forget(address)  # so that a server that restarts there does not wait for this channel's backoff
             if self._tls is None:
                 return None, ""
             return None, f"its health service does not respond over TLS: {(error.details() or '').rpartition(_LAST)[2]}"
@@ -141,7 +141,7 @@ class Prober:
             channel.close()
 
     def _status(self, member: Member) -> dict[str, Any]:
-        # Straight to the server: a proxy of the environment has nothing to do with servers next door.
+        # Straight to the server: the environment's proxy is not for servers of the same network.
         name = "" if self._tls is None else self._tls.name or member.host
         connection = _Connection(member.host, member.metrics_port, self._context, name)
         with suppress(OSError, ValueError, http.client.HTTPException), closing(connection):

@@ -73,7 +73,7 @@ class ServerProcess:
             self.write(shards)
             command += ["--folder", str(self.folder)]
             serve += ["--shards", str(self.folder / _FILE)]
-        # Whoever runs this found recinfer somewhere; the server is to find the same one.
+        # The server must import the same recinfer as this process.
         root = str(Path(recinfer.__file__).resolve().parents[1])
         inherited = env.child_environment(**environment)
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (root, inherited.get("PYTHONPATH"))))

@@ -121,7 +121,7 @@ def _copy_overlaps(target: Tensor, wanted: Rect, sources: Sequence[tuple[Rect, T
 
 
 def _part(rows: Tensor, of: Rect, part: Rect) -> Tensor:
-    """The rows of ``part``, which lies in ``of``, whose rows these are."""
+    """The rows of the rectangle ``part``, cut from the rows of the rectangle ``of``, which contains it."""
     return rows[
         part.row_start - of.row_start : part.row_stop - of.row_start,
         part.col_start - of.col_start : part.col_stop - of.col_start,

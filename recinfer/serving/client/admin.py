@@ -25,11 +25,11 @@ class LoadedVersion:
     """One version of a model that a server has loaded.
 
     Attributes:
-        weight: its share of the requests that name no version; 0: it must be named.
+        weight: its share of the requests that name no version; 0: only requests that name it.
         plan_hash: of the plan in its archive.
         bytes: size of its archive.
         deltas: how many deltas are applied to it.
-        labels: other names of it, which requests may say.
+        labels: other names of the version, which requests may give.
         age_seconds: since it was loaded.
         engine: what runs its dense part, ``"onnxruntime"`` or ``"torch"``; empty: it has none.
     """
@@ -49,14 +49,14 @@ Loaded = dict[str, dict[str, LoadedVersion]]
 class AdminClient:
     """Changes what one server serves. Thread-safe; ``close`` it or use ``with``.
 
-    Every call gives all models as they are after it, by name and version, the default model first. A call that fails
-    changes nothing. No call is made twice on its own: a change is not asked for again when its answer is lost. Each change
+    Every call returns the state of all models after it, by name and version, the default model first. A call that fails
+    changes nothing. The client never repeats a change, also not if its answer is lost. Each change
     takes a ``reason``, which the server writes into its log.
 
     Args:
         target, token, tls_ca, tls_cert, tls_key: as InferenceClient has them.
         tls_name: name in the server's certificate, where it is not the target's host; empty: it is.
-        timeout: seconds until a call is given up; loading reads and checks a whole archive.
+        timeout: seconds until a call fails with DeadlineError; loading reads and checks a whole archive.
 
     Attributes:
         channel: to the server, for other services of it.
@@ -90,7 +90,7 @@ class AdminClient:
         )
 
     def list_models(self) -> Loaded:
-        """What is loaded."""
+        """All loaded versions."""
         return self._call("ListModels", pb.ListModelsRequest())
 
     def load(self, model: str, version: str = "", *, activate: bool = False, reason: str = "") -> Loaded:
@@ -100,7 +100,7 @@ class AdminClient:
         )
 
     def unload(self, model: str, version: str, *, reason: str = "") -> Loaded:
-        """Take a version away; requests that run on it end well."""
+        """Unload a version; its running requests finish first."""
         return self._call("Unload", pb.UnloadRequest(model=model, version=version, change=pb.Change(reason=reason)))
 
     def set_default(self, model: str, version: str, *, reason: str = "") -> Loaded:
@@ -136,7 +136,7 @@ class AdminClient:
         )
 
     def undo_delta(self, model: str, version: str = "", *, reason: str = "") -> Loaded:
-        """Take back a version's last delta."""
+        """Undo a version's last delta."""
         return self._call(
             "UndoDelta", pb.UndoDeltaRequest(model=model, version=version, change=pb.Change(reason=reason))
         )

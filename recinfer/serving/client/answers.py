@@ -1,4 +1,4 @@
-"""What the server's answers are to who asked: embeddings, and what a model takes and is made of."""
+"""The results of a client's calls: embeddings, and the description of a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @functools.cache
 def torch_is_installed() -> bool:
-    """Whether torch can be imported; it is not."""
+    """Whether torch can be imported, without importing it."""
     try:
         return importlib.util.find_spec("torch") is not None
     except (ImportError, ValueError):
@@ -38,12 +38,12 @@ def torch_is_installed() -> bool:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """What a lookup gives: tensors, or numpy arrays from a client that gives those.
+    """The result of a lookup: tensors, or numpy arrays from a client with ``tensors=False``.
 
     Attributes:
-        pooled: one vector a sample and feature: a KeyedTensor ``[B, sum(dims)]``, or a dict of float32 arrays ``[B, D]``, in
+        pooled: one vector per sample and feature: a KeyedTensor ``[B, sum(dims)]``, or a dict of float32 arrays ``[B, D]``, in
             the model's feature order; None when only unpooled features were asked for.
-        sequences: one vector an id, for each unpooled feature: a JaggedTensor, or a list of an array ``[n, D]`` a sample.
+        sequences: one vector per id, for each unpooled feature: a JaggedTensor, or a list of an array ``[n, D]`` a sample.
         model_version: the version that answered.
         missing_ranks: ranks of a model on several hosts that did not answer, so that vectors of their rows are zero.
     """
@@ -58,13 +58,13 @@ class Embeddings:
         return [*(self.pooled.keys() if self.pooled is not None else ()), *self.sequences]
 
     def __getitem__(self, key: str) -> Any:
-        """``[B, D]`` of a pooled feature, or what ``sequences`` has of an unpooled one."""
+        """``[B, D]`` of a pooled feature, or the entry of ``sequences`` of an unpooled one."""
         return self.sequences[key] if key in self.sequences or self.pooled is None else self.pooled[key]
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a served model takes and what it is made of.
+    """The inputs and the structure of a served model.
 
     ``contract`` makes its inputs of raw rows; None when the archive was exported without one. ``needs_weights``: some
     features are ``weighted``: their ids may have weights.

@@ -1,4 +1,4 @@
-"""Bulk scoring: rows in, each row's outputs or its error out, in the order of the rows and with few of them in memory."""
+"""Predictions for many rows: each row's outputs or its error, in the order of the rows, with few rows in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recinfer.errors import InputError, RecinferError
 __all__ = ["DENSE", "ScoredRow", "batch_of", "score", "score_async"]
 
 DENSE = "dense"
-"""A row's numbers stand under this name, beside its features."""
+"""The key of a row's dense numbers, next to its features."""
 
 Batch = Sequence[tuple[int, Any]]
 Ask = Callable[[Any, Any], Any]
@@ -23,7 +23,7 @@ Ask = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """What one row gave.
+    """The result of one row.
 
     Attributes:
         index: of the row, from 0.
@@ -49,7 +49,7 @@ def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int) -> I
         while waiting:
             yield from waiting.popleft().result()
     finally:
-        # Not waited for: who stops reading, by Ctrl-C too, closes the client, which ends the calls under way.
+        # Not waited for: a caller that stops reading, also by Ctrl-C, closes the client, which ends the running calls.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -132,7 +132,7 @@ def _rows_of(batch: Batch, outputs: Mapping[str, Any]) -> list[ScoredRow]:
 
 
 def _halves(batch: Batch, error: RecinferError) -> list[Batch]:
-    """What to ask instead of a batch that failed; none: its rows have failed.
+    """Smaller batches to send instead of one that failed; empty: its rows have failed.
 
     A row that the server refuses is found by halving; what fails for another reason would fail again.
     """

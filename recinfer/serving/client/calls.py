@@ -1,4 +1,4 @@
-"""Channels and single calls: their security, and gRPC's errors as ours."""
+"""Channels and single calls: their security, and gRPC's errors as recinfer's errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def security_of(
 ) -> tuple[grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
     """A channel's credentials, None without TLS, and its options. Raises InputError."""
     credentials = credentials_of(ca, cert, key)
-    # An answer's size is bounded by the server's limits. A server that is back is found in a second, as rankers find shards.
+    # An answer's size is bounded by the server's limits. A restarted server is found within a second, as by rankers.
     options: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -44,7 +44,7 @@ def invoke(
     start_with: str,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> bytes:
-    """Call ``method`` of a channel to ``target`` and turn what gRPC raises into an error of ours."""
+    """Call ``method`` of a channel to ``target`` and turn gRPC's exception into recinfer's error."""
     try:
         return method(request, timeout=min(seconds, LONGEST_S), metadata=metadata)
     except grpc.RpcError as error:
@@ -56,7 +56,7 @@ def invoke(
 def translated(error: Any, target: str, seconds: float, start_with: str) -> RecinferError:
     """The error of ours for what gRPC raised."""
     code, details = error.code(), error.details() or ""
-    if has_said(error.trailing_metadata()):  # it answered: what is missing is behind it
+    if has_said(error.trailing_metadata()):  # it answered: the missing server is one that it calls
         return error_of(code.name, f"{target}: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
         return UnavailableError(

@@ -51,7 +51,7 @@ _START_WITH = "recinfer serve ARCHIVE --port N"
 
 
 class _Client:
-    """What both clients share: settings, and messages from and to what callers have."""
+    """The part that both clients share: settings, and the conversion of inputs and answers."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class _Client:
             raise InputError(f"version: got {version!r:.80} and the label {label!r:.80}, expected one of them")
         self.target, self.model, self.version, self.label = target, model, version, label
         self.timeout, self.retries = timeout, retries
-        # One a call, as a server may have no room for predictions and much for lookups.
+        # One per call, as a server may refuse predictions while it accepts lookups.
         self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
         self._metadata = authorization(token)
         if tensors and not torch_is_installed():
@@ -109,11 +109,11 @@ class InferenceClient(_Client):
         target: ``"host:port"``.
         model: model of every call; empty: the server's default.
         version: version of every call; empty: the model's default.
-        timeout: seconds until a call is given up, tries and waits together.
+        timeout: seconds until a call fails, over all tries and waits.
         retries: further tries of a call that found no server or a full one, each after a longer wait, or after the wait
             that the server asks for.
         throttle: hold lookups and predictions back while the server refuses many for want of room: a twentieth more than it
-            takes is sent, so that it answers rather than refuses. What is held back waits and tries again as what is refused does.
+            takes is sent, so that it answers rather than refuses. Held-back calls wait and try again as refused ones do.
         token: bearer token; empty: none.
         tls_ca: PEM file of the authority that signed the server's certificate; None: no TLS.
         tls_cert, tls_key: PEM files of this client's certificate, for mutual TLS.
@@ -183,7 +183,7 @@ class InferenceClient(_Client):
 
         A row is a mapping of feature to an id, a list of ids, or a pair (a tuple) of ids and weights, with the row's numbers
         under ``"dense"``: ``{"user": 3, "clicks": [1, 2], "tags": ([4], [0.5]), "dense": [0.1, 0.2]}``. A
-        RecinferError among ``rows`` is given back as that row's. One refused row costs no other; ``timeout``: of each call.
+        RecinferError among ``rows`` is returned as that row's. A refused row does not affect the others; ``timeout``: of each call.
 
         >>> for row in client.predict_many(rows):                                   # doctest: +SKIP
         ...     print(row.index, row.outputs["output"] if row.error is None else row.error)
@@ -195,18 +195,18 @@ class InferenceClient(_Client):
         return score(ask, rows, concurrency, batch_size)
 
     def get_model(self, *, timeout: float | None = None) -> ModelDescription:
-        """What the model takes and is made of."""
+        """The model's inputs and structure."""
         return decode_description(self._call("GetModel", self._model_request(), timeout))
 
     def is_ready(self, *, timeout: float | None = None) -> bool:
-        """Whether the server answers and takes requests."""
+        """Whether the server answers and accepts requests."""
         try:
             return self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0) == IS_SERVING
         except RecinferError:
             return False
 
     def wait_until_ready(self, timeout: float = 30.0) -> None:
-        """Return once the server takes requests.
+        """Return once the server accepts requests.
 
         Raises:
             UnavailableError: it did not within ``timeout`` seconds.
@@ -347,7 +347,7 @@ class AsyncInferenceClient(_Client):
                     task = asyncio.current_task()
                     if not self._closed or task is None or task.cancelling():
                         raise
-                    # gRPC's word for a call whose channel is closed; nobody has cancelled the task.
+                    # gRPC cancels a call whose channel is closed; the task itself was not cancelled.
                     raise self._is_closed() from None
                 else:
                     tries.answered()

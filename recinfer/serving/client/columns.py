@@ -1,4 +1,4 @@
-"""Raw rows as callers have them, made the ``raw`` field of a request; ids and numbers are read by recinfer.columns."""
+"""Converts a caller's raw rows to the ``raw`` field of a request; recinfer.columns reads ids and numbers."""
 
 from __future__ import annotations
 

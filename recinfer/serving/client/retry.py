@@ -1,4 +1,4 @@
-"""When a client tries a call again, and when it does not send it at all."""
+"""When a client retries a call, and when it holds a call back."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from recinfer.serving.client.throttle import Throttle
 __all__ = ["LONGEST_S", "Retries", "is_full", "pushback"]
 
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.02, 1.0
-# Nobody here cancels a call and then asks for its answer: a server that is stopping drops so what comes in its last moments.
+# No client cancels a call and then reads its answer, so CANCELLED comes from a stopping server that drops new calls.
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _PUSHBACK = "grpc-retry-pushback-ms"
 LONGEST_S = 1e8
-"""What is longer, infinity too, gRPC would take for a deadline that has passed: its clock ends."""
+"""The longest timeout that gRPC accepts: its clock overflows for a longer one, which then counts as passed."""
 
 
 class Retries:
-    """The tries of one call that changes nothing, so that asking again is safe. What is refused for what it says is not asked again.
+    """The tries of one call that changes nothing, so that a retry is safe. A refused request that is wrong is not retried.
 
     Args:
         target: where it goes, for messages.
         retries: how many tries may follow the first.
-        seconds: until it is given up.
-        throttle: what the server did with calls like it; None: all are sent.
+        seconds: until it fails.
+        throttle: the server's recent refusals of such calls; None: all calls are sent.
 
     Raises:
         InputError: no time at all.
@@ -43,11 +43,11 @@ class Retries:
 
     @property
     def left(self) -> float:
-        """Seconds until it is given up."""
+        """Seconds until it fails."""
         return max(0.001, self._end - time.monotonic())
 
     def held_back(self) -> float | None:
-        """Seconds to wait with a try that is not to be sent now; None: send it.
+        """Seconds to wait if this try is held back; None: send it.
 
         Raises:
             OverloadedError: it has waited often enough.
@@ -63,7 +63,7 @@ class Retries:
         return wait
 
     def failed(self, error: Any) -> float | None:
-        """Seconds to wait before the next try; None when another one is of no use, too late, or one too many."""
+        """Seconds to wait before the next try; None if another try is useless, too late, or one too many."""
         if self._throttle is not None and is_full(error):
             self._throttle.heard(refused=True)
         if not is_full(error) and error.code() not in _GONE:
@@ -72,7 +72,7 @@ class Retries:
         return self._again(_FIRST_WAIT_S * 4**self._tried if asked is None else asked)
 
     def answered(self) -> None:
-        """The server took it."""
+        """The server accepted the call."""
         if self._throttle is not None:
             self._throttle.heard(refused=False)
 
@@ -91,5 +91,5 @@ def pushback(error: Any) -> float | None:
 
 
 def is_full(error: Any) -> bool:
-    """Whether it was refused for want of room; a message that is too large has the same code, and stays so."""
+    """Whether the server refused it because it is full; a message that is too large has the same code, but no retry helps."""
     return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and pushback(error) is not None

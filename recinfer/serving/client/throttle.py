@@ -1,4 +1,4 @@
-"""Holds back what a server that is full would refuse."""
+"""Holds back calls that a full server would refuse."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _FORGOTTEN = 1e-3  # of a refusal
 
 
 class Throttle:
-    """Says which calls a client does not send, by what the server took and refused of the last ones. Thread-safe.
+    """Decides which calls a client holds back, from the server's recent answers and refusals. Thread-safe.
 
-    To refuse a call costs a server near as much as to answer a small one, so one that is asked three times what it can take spends
-    its time on saying no. With this a client sends a twentieth more than what is taken, whatever it is asked for itself;
-    each does so by what it hears, so any number of them share a server without knowing of each other. The twentieth is what finds
-    out that there is room again; while nothing is refused it becomes as much again, so what is sent doubles within a second.
+    A refusal costs a server almost as much as a small answer, so a server that gets three times its capacity spends
+    its time on refusals. With a throttle a client sends a twentieth more than the server accepts, whatever its own load is;
+    each client decides by its own answers, so any number of them can share a server. The twentieth detects
+    when the server has capacity again; while nothing is refused it grows, so that the rate doubles within a second.
 
     The formula is client-side throttling of Beyer et al., Site Reliability Engineering (2016), chapter 21: a call is held back
     with probability ``(asked - k * taken - 10) / (asked + 1)``, counted over about the last second. There k is 2, or 1.1 where
     refusals are dear; with so little alone a server that was down for a moment gets its load back in a minute, so here k sinks
     from 2 to 1.05 as up to a twentieth of what is sent is refused, and rises again as that ceases. Ten a second
-    pass besides, so that a client that asks little is never held back for a chance refusal.
+    always pass, so that a client with few calls is never held back after a single refusal.
 
     Args:
         clock: seconds.
@@ -44,8 +44,8 @@ class Throttle:
         self._at = clock()
 
     def holds_back(self) -> bool:
-        """Whether to leave this call unsent; counts it if so. What is sent counts once it is :meth:`heard` of; other
-        failures than refusals say nothing of room."""
+        """Whether to hold this call back; counts it if so. A sent call counts once :meth:`heard` is called; failures other
+        than refusals say nothing about the server's capacity."""
         if not self._refused:  # as nearly always
             return False
         with self._lock:
@@ -57,7 +57,7 @@ class Throttle:
             return held
 
     def heard(self, *, refused: bool) -> None:
-        """What became of a call: the server answered it, or ``refused`` it for want of room."""
+        """Record the result of a call: the server answered it, or ``refused`` it because it is full."""
         with self._lock:
             self._age()
             self._asked += 1

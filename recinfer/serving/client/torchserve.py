@@ -34,7 +34,7 @@ class TorchServeClient:
         model: the model's name in TorchServe.
         token: the inference key of its ``key_file.json``; empty where token authorization is off.
         version: empty: the model's default version.
-        timeout: seconds until a call is given up.
+        timeout: seconds until a call fails.
 
     Features, dense inputs and errors are those of InferenceClient.
     """
@@ -90,7 +90,7 @@ class TorchServeClient:
 
 
 def error_in(answer: bytes) -> Exception | None:
-    """The error that ``answer`` stands for, or None for a real answer.
+    """The error in ``answer``, or None for an ordinary answer.
 
     In a batch of several requests the handler can give a failed one no status of its own over TorchServe's gRPC, so its
     answer is ``{"error": {"code": ..., "message": ...}}``, which is no protobuf message.

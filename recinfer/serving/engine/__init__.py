@@ -1,1 +1,1 @@
-"""Answers requests: which way one takes, the runs that requests share, and the models and versions that there are."""
+"""Answers requests: the path of each request, the runs that requests share, and the served models and versions."""

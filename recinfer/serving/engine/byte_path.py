@@ -1,7 +1,7 @@
 """Plain requests answered from their bytes: small lookups at once, predictions in runs that they share.
 
-What turns out to be unusual on the way (an id out of range, a number that is not finite, a dense part that fails) is given
-back: the decoded path has the error messages. So the two may not differ in any answer, and tests hold them to that, to the byte.
+A request that turns out to be unusual (an id out of range, a number that is not finite, a dense part that fails) is passed
+to the decoded path, which has the error messages. So both must give the same answers; tests compare them byte by byte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recinfer.serving.wire import codec
 
 __all__ = ["Fill", "Predictions", "lookup_now"]
 
-# A larger lookup would hold the thread that others wait for.
+# A larger lookup would block the thread, and other requests would wait.
 _MOST_BYTES, _MOST_IDS, _MOST_FLOATS = 128 << 10, 8192, 1 << 18
 _LONGEST_RUN_S = 50e-3  # of a merged run: it is over before those behind it give up, and merging gains no more by then
 _OTHER_SHARE = 0.8  # of a thread's part of a request, what the other threads than the caller's get
@@ -153,7 +153,7 @@ class Predictions:
     def _together(self, works: Sequence[_Prediction]) -> list[bytes | None]:
         """The serialized answers of predictions; None where the decoded path has to answer."""
         answers: list[bytes | None] = [None] * len(works)
-        # A version's state is replaced when a delta is applied: what came before is run as it was read.
+        # A delta replaces a version's state: requests from before it run with the state that they were read with.
         for state in dict.fromkeys(work.plain.state for work in works):
             mine = [(at, work) for at, work in enumerate(works) if work.plain.state is state]
             self._run(state, mine, answers)
@@ -194,7 +194,7 @@ class Predictions:
         self._stats.stages.add("encode", time.perf_counter() - start)
 
     def _in_parts(self, work: _Prediction, threads: int) -> tuple[bytes | None, float]:
-        """The serialized answer of a prediction that has the machine to itself, cut by samples; None when the decoded path has
+        """The serialized answer of a prediction that is the only request, cut by samples; None if the decoded path has
         to give it. And the seconds of processor that other threads than the caller's spent on it.
         """
         plain = work.plain
@@ -210,7 +210,7 @@ class Predictions:
                 arrays.insert(0, values.reshape(last - first, state.num_dense))
             return time.perf_counter(), _run_dense(state, arrays, last - first, counted=False)
 
-        # The caller has begun when the others still wake up, and what they do last is waited for: so its part is larger.
+        # The caller begins while the other threads still wake up, and waits for them at the end: so its part is larger.
         each = int(plain.batch * _OTHER_SHARE / parts)
         ends = [plain.batch - each * other for other in range(parts - 1, -1, -1)]
         given, elsewhere = self._parts.run([functools.partial(run, *span) for span in itertools.pairwise([0, *ends])])

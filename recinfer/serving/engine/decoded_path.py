@@ -1,4 +1,4 @@
-"""Every request, answered from decoded messages: weights, unpooled vectors, raw rows, and whatever is wrong."""
+"""Answers any request from its decoded message: weights, unpooled vectors, raw rows, and invalid requests."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class InferenceService:
         if taken > self.limits.max_response_bytes:
             raise InputError(
                 f"context: its embeddings may take {taken} bytes with {batch} samples, expected at most "
-                f"{self.limits.max_response_bytes}: send fewer samples a request"
+                f"{self.limits.max_response_bytes}: send fewer samples per request"
             )
 
     def _check_response_size(self, model: ServedModel, features: Bags) -> int:
@@ -215,7 +215,7 @@ class InferenceService:
         if taken > self.limits.max_response_bytes:
             raise InputError(
                 f"features.batch_size: got {batch} samples with {ids} ids, whose embeddings may take {taken} bytes; "
-                f"expected at most {self.limits.max_response_bytes}: send fewer samples a request"
+                f"expected at most {self.limits.max_response_bytes}: send fewer samples per request"
             )
         return taken
 

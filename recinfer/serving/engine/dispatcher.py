@@ -3,7 +3,7 @@
 1. A small plain lookup in tables of this process: answered from its bytes, now.
 2. A plain prediction: from its bytes, in a short run that it shares with others that are ready.
 3. The same where the run is long: on a worker.
-4. The same where it is alone and large: in parts, on several threads.
+4. The same where it is large and the only request: in parts, on several threads.
 5. A plain request of a ranker: split here, looked up on the shards, joined; the dense part then goes as 2 to 4.
 6. Everything else: decoded and run on a worker; a ranker's waits for its shards without a thread.
 """
@@ -40,7 +40,7 @@ class Dispatcher:
         at_a_time: runs or fan-outs that may be under way together; None: ``threads``.
 
     Attributes:
-        scheduler: what waits, and runs.
+        scheduler: queued requests and their runs.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Dispatcher:
         self._decoded.submit(request)
 
     def answer_all(self, requests: Sequence[tuple[CallName, bytes]], deadline: float) -> list[bytes | Exception]:
-        """The answers to requests that came together, for a thread that may wait; those that may share a run do."""
+        """Answers requests that arrived together, on a thread that may wait; they share runs where possible."""
         answers: list[Any] = [None] * len(requests)
         done = threading.Semaphore(0)
 
@@ -129,7 +129,7 @@ class LoopCaller:
         self._ends = False  # the end of this turn of the loop is awaited
 
     async def answer(self, call: CallName, data: bytes, deadline: float, ticket: Ticket = UNCOUNTED) -> bytes:
-        """The serialized answer; raises the error that it is. Cancelled, the request gives up its place."""
+        """The serialized answer; raises its error. If cancelled, the request frees its place in the queue."""
         future: asyncio.Future[bytes] = self._loop.create_future()
 
         def reply(answer: bytes | Exception) -> None:

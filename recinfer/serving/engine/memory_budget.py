@@ -88,7 +88,7 @@ class Ticket:
 
         Raises:
             OverloadedError: they do not fit; what was held still is.
-            UnavailableError: the ticket was released: the call is gone, and nobody waits for its answer.
+            UnavailableError: the ticket was released: the call has ended.
         """
         self.resize(self.held + num_bytes)
 
@@ -107,7 +107,7 @@ class Ticket:
             self.held = num_bytes
 
     def release(self) -> None:
-        """Hold nothing any more; a second call is free."""
+        """Free all bytes; a second call does nothing."""
         budget = self._budget
         with budget._lock:
             had = self.held
@@ -120,7 +120,7 @@ class Ticket:
 
 class _Uncounted(Ticket):
     def resize(self, num_bytes: int) -> None:
-        """Nobody counts."""
+        """Count nothing."""
 
 
 UNCOUNTED: Ticket = _Uncounted(MemoryBudget(0))

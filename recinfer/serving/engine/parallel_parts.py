@@ -1,4 +1,4 @@
-"""Parts of one request, run at once on its own thread and on others that wait for such."""
+"""Runs the parts of one request in parallel, on its own thread and on a pool."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ T = TypeVar("T")
 class ParallelParts:
     """Runs works at once, on the caller's thread and on threads of its own. Any number of callers at a time.
 
-    Whatever no other thread has begun when the caller gets to it, the caller runs: on a machine that is busy with other things
-    works take as long as one behind another, and no longer.
+    The caller runs each part that no other thread has begun when the caller reaches it: on a machine that is busy otherwise
+    the parts take no longer than one after another.
 
     Args:
         threads: that a caller's works run on, its own among them. The others are started when they are first needed.

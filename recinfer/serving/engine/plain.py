@@ -1,7 +1,7 @@
-"""Requests that are read from their bytes: where the parts of a plain request lie, without a protobuf message on the way.
+"""Finds the parts of a plain request in its bytes, without a protobuf message.
 
 Plain is what the compiled reader accepts, for a model whose only embedding module is pooled and unweighted, up to bounds on
-its size. Everything else, all errors among it, is answered from decoded messages, which know what to say.
+its size. The decoded path answers all other requests, also those with errors, since it has the error messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 
 __all__ = ["PlainReader", "PlainRequest", "lookup_head"]
 
-# Fewer samples are sooner run than handed to another thread.
+# Fewer samples run faster than a handoff to another thread takes.
 _LEAST_PART = 64
 _MOST_BYTES, _MOST_IDS, _MOST_FLOATS = 4 << 20, 1 << 18, 1 << 22
 
@@ -156,7 +156,7 @@ def _keys(block: bytes) -> tuple[str, ...]:
     """The keys of a JaggedFeatures message that holds nothing else; none where they are no text."""
     try:
         return tuple(pb.JaggedFeatures.FromString(block).keys)
-    except Exception:  # the ordinary way says what is wrong
+    except Exception:  # the decoded path reports the error
         return ()
 
 

@@ -87,7 +87,7 @@ class StorePoller:
             return
         try:
             names = [path.name for path in sorted(self.folder.iterdir()) if path.is_dir() and path.name[0] != "."]
-        except OSError as error:  # a disk that is not there for a moment: nothing is unloaded for that
+        except OSError as error:  # a disk may be unavailable for a moment: nothing is unloaded then
             self._log_once("", f"model store: {self.folder} cannot be read, nothing is changed: {error.strerror}")
             return
         self._logged.pop("", None)
@@ -254,7 +254,7 @@ class PollLoop:
         self._requests.put("config")
 
     def stop(self) -> None:
-        """Look no more; what is under way goes on."""
+        """Stop polling; running changes finish."""
         self._requests.put(None)
 
     def _run(self) -> None:

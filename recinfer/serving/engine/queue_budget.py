@@ -11,7 +11,7 @@ from recinfer.errors import OverloadedError
 
 __all__ = ["QueueBudget"]
 
-_MARGIN = 1.5  # what the wait may turn out longer by than is expected
+_MARGIN = 1.5  # factor by which the real wait may exceed the estimate
 _SMOOTHING = 0.2
 _FULL, _TOO_LATE = "its limit", "more than its deadline allows"
 _SAME_ERROR_S = 20e-3
@@ -29,7 +29,7 @@ _NONE_YET = _Refusal(None, -math.inf, OverloadedError(""))
 
 
 class QueueBudget:
-    """Counts the requests that wait. Any thread may call.
+    """Counts queued requests. Any thread may call.
 
     Args:
         most: requests that may wait.
@@ -47,19 +47,18 @@ class QueueBudget:
         self._seconds_a_request = 1e-3
 
     def enter(self) -> None:
-        """One waits."""
+        """Count one more queued request."""
         with self._lock:
             self.waiting += 1
 
     def leave(self, requests: int) -> None:
-        """So many do not wait any more."""
+        """Count so many requests fewer."""
         with self._lock:
             self.waiting -= requests
 
     def admit(self, deadline: float) -> None:
-        """Raises OverloadedError, and counts it, where a request that comes now cannot wait, or would be answered when nobody
-        waits for it any more (``deadline``, of ``time.monotonic()``): it would be run in the place of one that somebody
-        waits for.
+        """Raises OverloadedError, and counts it, if a request that arrives now cannot wait, or would be answered after its
+        ``deadline`` (of ``time.monotonic()``): it would take the run of a request whose caller still waits.
         """
         if (error := self.refused(deadline)) is not None:
             raise error
@@ -84,7 +83,7 @@ class QueueBudget:
         return last.error
 
     def took(self, seconds: float, requests: int) -> None:
-        """A run of so many requests took so long."""
+        """Record the duration of a run of so many requests."""
         with self._lock:
             self._seconds_a_request += _SMOOTHING * (seconds / requests - self._seconds_a_request)
 

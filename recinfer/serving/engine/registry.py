@@ -1,4 +1,4 @@
-"""Which models and versions a server has, and which one a request means."""
+"""The models and versions that a server has, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class ModelRegistry:
             self._models = {**self._models, model.name: new}
 
     def remove(self, name: str, version: str) -> None:
-        """Forget a version, and its labels; who has it goes on with it.
+        """Remove a version and its labels; requests that have it finish with it.
 
         Raises:
             NotFoundError: there is none.
@@ -200,7 +200,7 @@ class ModelRegistry:
         """Spread requests without a version over versions by weight. The same again changes nothing, nor what to go back to.
 
         Raises:
-            NotFoundError: a model or version that is not here.
+            NotFoundError: a model or version that is not loaded.
             InputError: no weight above 0.
         """
         with self._lock:
@@ -219,7 +219,7 @@ class ModelRegistry:
         """Give a model these labels, each the name of a version, and no others.
 
         Raises:
-            NotFoundError: a model or version that is not here.
+            NotFoundError: a model or version that is not loaded.
             InputError: an empty label.
         """
         with self._lock:

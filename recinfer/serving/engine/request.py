@@ -16,16 +16,16 @@ Reply = Callable[["bytes | Exception"], None]
 
 
 class Request:
-    """What every protocol makes of a call, for :meth:`recinfer.serving.engine.dispatcher.Dispatcher.dispatch`.
+    """The form to which every protocol converts a call, for :meth:`recinfer.serving.engine.dispatcher.Dispatcher.dispatch`.
 
     Args:
         call: the method.
         data: a serialized recinfer.v1 LookupRequest or PredictRequest, whatever came over the wire.
-        deadline: ``time.monotonic()`` after which nobody waits.
-        reply: is given the answer, once; not when the request was dropped before.
+        deadline: ``time.monotonic()`` after which the caller no longer waits.
+        reply: called once with the answer; not called if the request was dropped before.
         waits: called once, when the request has to wait for a thread, so that its protocol may watch whether its caller
             disconnects meanwhile; on any thread.
-        ticket: what the call holds of the memory budget.
+        ticket: the bytes of the memory budget that the call holds.
     """
 
     __slots__ = ("_reply", "call", "data", "deadline", "ticket", "waits")
@@ -43,12 +43,12 @@ class Request:
         self._reply: Reply | None = reply
 
     def reply(self, answer: bytes | Exception) -> None:
-        """Give the answer; only the first one counts."""
+        """Send the answer; only the first call counts."""
         reply, self._reply = self._reply, None
         self.waits = None  # it may lead back to this request, and what it holds would wait for the garbage collector
         if reply is not None:
             reply(answer)
 
     def drop(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Give up the answer: the caller no longer waits for it."""
         self._reply = self.waits = None

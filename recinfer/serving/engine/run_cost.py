@@ -1,4 +1,4 @@
-"""What a model's dense runs cost; the scheduler tells short runs and sizes merged ones by it."""
+"""Estimates the cost of a model's dense runs, by which the scheduler recognizes short runs and sizes merged ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Requests that wait, and the runs that they share: adaptive batching without a timer.
+"""Queued requests and the runs that they share: adaptive batching without a timer.
 
-Whoever takes requests (gRPC's thread, the event loop, the thread of the shards' answers) submits what it takes, and calls
+Each thread that receives requests (gRPC's thread, the event loop, the thread of the shards' answers) submits them, and calls
 :meth:`Scheduler.run_ready` when it has nothing more to take: at the end of its turn. What came in one turn runs together. So
-a request that comes alone waits for nothing, and while many come, or runs take long, many share a run. Short runs are
+a single request does not wait, and while many arrive, or runs take long, many share a run. Short runs are
 computed on the thread that calls; long ones on worker threads, and what comes while all of those are busy shares the next.
 """
 
@@ -55,7 +55,7 @@ class BatchConfig:
 
 
 class Entry:
-    """A request that waits.
+    """A queued request.
 
     Args:
         request: what is answered.
@@ -124,7 +124,7 @@ class Scheduler:
         waited: called with the seconds that each request has waited for its run.
 
     Attributes:
-        queue: counts what waits.
+        queue: counts queued requests.
         workers: the threads for long runs.
         has_new: something was submitted since the last :meth:`run_ready` began.
     """
@@ -193,7 +193,7 @@ class Scheduler:
         self.queue.enter()
 
     def forget(self, request: Request) -> None:
-        """Its caller is gone: free its place, unless its run has begun."""
+        """Its caller has disconnected: free its place, unless its run has begun."""
         request.drop()
         with self._lock:
             for key, lane in self._lanes.items():
@@ -206,7 +206,7 @@ class Scheduler:
                         return
 
     def run_ready(self) -> None:
-        """Run what waits: short runs here, long ones on workers that are free. What is left then waits for one of those."""
+        """Run queued requests: short runs here, long ones on free workers. The rest waits for a worker."""
         while True:
             with self._lock:
                 self._new = self._new_samples = 0
@@ -250,7 +250,7 @@ class Scheduler:
     # -- the next run; the lock is held
 
     def _next(self) -> tuple[_Run | None, list[Entry]]:
-        """The run whose turn it is, and the entries that came too late for theirs."""
+        """The next run, and the entries whose deadline has passed."""
         for key, lane in self._lanes.items():
             runner = key[0]
             if not runner.can_start():

@@ -43,7 +43,7 @@ class ModelStore:
         if not folder.is_dir():
             raise ConfigError(f"model store {folder} is not a folder")
         self.folder, self._load_options = folder, load_options
-        self._unread: set[Path] = set()  # what was said to be unreadable
+        self._unread: set[Path] = set()  # folders that were logged as unreadable
 
     def models(self) -> list[str]:
         """Names of the models that have a version; a folder that cannot be read, such as a disk's lost+found, has none."""
@@ -55,7 +55,7 @@ class ModelStore:
         return sorted(found, key=natural, reverse=True)
 
     def _folders(self, folder: Path) -> list[Path]:
-        """The archives in ``folder``, without what this user may not read."""
+        """The archives in ``folder`` that this user may read."""
         try:
             return [path for path in folder.iterdir() if self._holds_archive(path)] if folder.is_dir() else []
         except PermissionError as error:

@@ -19,7 +19,7 @@ _log = logging.getLogger("recinfer.serving.server")
 
 
 class Queue(Protocol):
-    """What calls would wait in."""
+    """The queue for which calls are admitted."""
 
     def refused(self, deadline: float) -> OverloadedError | None:
         """The error for a request with this ``deadline`` (``time.monotonic()``) that the queue cannot take, which is counted;
@@ -53,7 +53,7 @@ class Admission:
         self._said: tuple[OverloadedError | None, Ending] = (None, NO_TOKEN)
 
     def admit(self, path: str, deadline: float, metadata: Sequence[tuple[str, Any]]) -> Ending | None:
-        """How a call ends that may not pass; see recinfer.serving.server.grpc_core.Admit."""
+        """The status of a call that is not admitted; see recinfer.serving.server.grpc_core.Admit."""
         call = self._methods.get(path)
         if not self.security.admits(path, metadata):
             self.refused(path, NO_TOKEN.code, metadata)

@@ -1,4 +1,4 @@
-"""What one gRPC call holds of the memory budget, and when a call is given up that holds something and does not go on."""
+"""The memory budget's bytes of one gRPC call, and the timeouts of calls that hold bytes without progress."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
 
 __all__ = ["Bounds", "CallTicket"]
 
-_SLOW_LOOKS = 3  # looks after which a message that is not complete counts as the largest one
+_SLOW_LOOKS = 3  # checks after which an incomplete message counts as the largest one
 _SENT_S = 30.0
-"""An answer that its caller has not taken whole by then is given up, also one that is still being read, but slowly: gRPC's core
-takes a message whole and says only that all of it is sent, so nobody here can see how much of it is. An answer of 64 MiB
+"""Seconds after which an answer that its caller has not read in full ends its call, also if it is being read slowly: gRPC's core
+takes a whole message and reports only when all of it is sent, so the progress is not visible here. An answer of 64 MiB
 needs a link of 18 Mbit/s."""
 
 _RECEIVING, _RUNNING, _SENDING = range(3)
@@ -20,13 +20,13 @@ _RECEIVING, _RUNNING, _SENDING = range(3)
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the calls of a method may hold.
+    """The limits of a method's calls.
 
     Attributes:
         budget: that their messages and answers are counted by.
         most_bytes: of a message.
-        slow_bytes: what a message is counted as that is slow to come: nobody can see how much of it is there.
-        receive_s: seconds after which a message that is not complete is given up.
+        slow_bytes: the bytes that a slow message counts as, since the part of it that has arrived is not visible.
+        receive_s: seconds after which a call with an incomplete message is ended.
     """
 
     budget: MemoryBudget
@@ -36,7 +36,7 @@ class Bounds:
 
 
 class CallTicket(Ticket):
-    """It begins where the call waits for a message. :meth:`look` is for gRPC's thread.
+    """Begins when the call waits for a message. :meth:`look` is for gRPC's thread.
 
     Args:
         bounds: of the call's method.
@@ -56,7 +56,7 @@ class CallTicket(Ticket):
         self._enter(_RECEIVING)
 
     def received(self, num_bytes: int) -> None:
-        """The message is here; raises InputError where it is too large, OverloadedError."""
+        """The message has arrived; raises InputError if it is too large, OverloadedError if it does not fit."""
         self._enter(_RUNNING)
         if num_bytes > self._bounds.most_bytes:
             raise InputError(f"request: got {num_bytes} bytes, expected at most {self._bounds.most_bytes}")
@@ -75,7 +75,7 @@ class CallTicket(Ticket):
         self._changes += 1
 
     def look(self, now: float) -> RecinferError | None:
-        """Why the call is to be given up, at ``time.monotonic()``; None: it goes on. Called every so often."""
+        """The reason to end the call at ``time.monotonic()``; None: it goes on. Called at intervals."""
         if self._changes != self._seen or not self._looks:
             self._seen, self._since, self._looks = self._changes, now, 1
             return None
@@ -87,7 +87,7 @@ class CallTicket(Ticket):
             return None
         if spent > bounds.receive_s:
             return DeadlineError(f"request: not complete after {bounds.receive_s:g} s")
-        # Counted in looks: a server that stood still has not seen what came meanwhile.
+        # Counted in checks: a server that was stopped has not seen what arrived meanwhile.
         if self._looks >= _SLOW_LOOKS and self.held < bounds.slow_bytes:
             try:
                 self.resize(bounds.slow_bytes)

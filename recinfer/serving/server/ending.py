@@ -12,7 +12,7 @@ __all__ = ["CANCELLED", "FAILED", "Ending", "ending_of"]
 
 @dataclass(frozen=True)
 class Ending:
-    """How a call ends that is not answered.
+    """The status of a call that ends without an answer.
 
     Attributes:
         code: name of its ``grpc.StatusCode``.
@@ -26,11 +26,11 @@ class Ending:
 
 
 def ending_of(error: Exception) -> Ending:
-    """How a call ends that failed with ``error``."""
+    """The status of a call that failed with ``error``."""
     status = status_of(error)
     return Ending(status.code, status.message, trailing_of(error, status.message))
 
 
 CANCELLED = Ending("CANCELLED", "")
 FAILED = Ending("UNKNOWN", "the server failed; its log has the details")
-"""Of a call whose error nobody has turned into a code."""
+"""The status of a call whose error was not turned into a code."""

@@ -1,4 +1,4 @@
-"""One call of the server in recinfer.serving.server.grpc_core, from its message to its end, with the context that its handler gets."""
+"""One call of the gRPC server (grpc_core), from its message to its end, with the context that its handler gets."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ __all__ = ["CoreCall", "Dispatch", "Method", "Owner"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
-
-
 _NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
 
 Dispatch = Callable[[bytes, float, "CoreCall"], None]
-"""Takes a message on gRPC's thread, the ``time.monotonic()`` after which nobody waits, and the call, which it answers or ends:
+"""Takes a message on gRPC's thread, the ``time.monotonic()`` of its deadline, and the call, which it answers or ends:
 then or later, on any thread."""
 
 
 class Owner(Protocol):
-    """What a call has of its server.
+    """The part of its server that a call uses.
 
     Attributes:
         loop: where handlers run.
@@ -50,11 +48,11 @@ class Owner(Protocol):
     def is_stopping(self) -> bool: ...
 
     def refused(self, path: str, code: str, metadata: Sequence[tuple[str, Any]]) -> None:
-        """A call was ended for the memory it holds; on gRPC's thread."""
+        """A call was ended because of the memory that it holds; on gRPC's thread."""
 
 
 class Method:
-    """What answers the calls of one path: ``dispatch`` takes its messages as they come; without it they are ``handler``'s.
+    """Answers the calls of one path: ``dispatch`` takes their messages as they arrive; without it ``handler`` does.
 
     Attributes:
         num_open: its calls that gRPC has not closed yet; changed on gRPC's thread alone.
@@ -74,10 +72,10 @@ class Method:
 
 
 class CoreCall:
-    """One call, and its handler's context: the part of grpc.aio.ServicerContext that our handlers use.
+    """One call, and its handler's context: the part of grpc.aio.ServicerContext that recinfer's handlers use.
 
-    It begins on gRPC's thread. A call that is dispatched may be answered or ended on any thread; one that is handed over is the
-    loop's, but for its events. gRPC's own call is let go as soon as it is over: a server does not end before.
+    It begins on gRPC's thread. A call that is dispatched may be answered or ended on any thread; one that is passed on is the
+    loop's, but for its events. gRPC's own call is released as soon as it is over, since a server does not end before.
 
     Attributes:
         ticket: what it holds of the memory budget, until it is over; None: of an unknown method.
@@ -116,7 +114,7 @@ class CoreCall:
         self._opened = self._listens = False
         self._end = threading.Lock()  # taken by who ends it, or listens
         self._gone: Callable[[], None] | None = None  # in place of the end of its task
-        self._sending: Any = None  # gRPC's call while its answer is on the way
+        self._sending: Any = None  # gRPC's call while its answer is being sent
 
     # -- on gRPC's thread
 
@@ -126,7 +124,7 @@ class CoreCall:
 
     def _received(self, event: Any) -> None:
         data = event.batch_operations[0].message()
-        if data is None:  # the caller is gone, or has nothing to say
+        if data is None:  # the caller has disconnected, or sends nothing
             self.end(_NO_MESSAGE)
             return
         try:
@@ -149,7 +147,7 @@ class CoreCall:
         self.end(ending)
 
     def look(self, now: float) -> None:
-        """End a call that holds memory and does not go on. Called every so often, with ``time.monotonic()``."""
+        """End a call that holds memory without progress. Called at intervals, with ``time.monotonic()``."""
         if self.ticket is None or (error := self.ticket.look(now)) is None:
             return
         sending, self._sending = self._sending, None
@@ -159,7 +157,7 @@ class CoreCall:
             self._refuse(error)
 
     def hand_over(self, data: bytes | None) -> None:
-        """The rest is a task of the loop, which is cancelled when the caller cancels or disconnects."""
+        """Run the rest as a task of the loop, which is cancelled when the caller cancels or disconnects."""
         self._listens = True
         self._call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._closed)
         self._server.loop.call_soon_threadsafe(self._begin, data)
@@ -173,10 +171,10 @@ class CoreCall:
     def _leave_soon(self) -> None:
         self._server.loop.call_soon_threadsafe(self._leave)
 
-    # -- wherever it is
+    # -- on any thread
 
     def peer(self) -> str:
-        """Where the caller is, as gRPC says it; empty when the call is over."""
+        """The caller's address as gRPC reports it; empty when the call is over."""
         call = self._call
         return "" if call is None else _text(call.peer())
 
@@ -229,7 +227,7 @@ class CoreCall:
         if self._listens:
             call.start_server_batch(tuple(operations), _nothing)
             return
-        operations.append(cygrpc.ReceiveCloseOnServerOperation(0))  # gRPC wants somebody to
+        operations.append(cygrpc.ReceiveCloseOnServerOperation(0))  # gRPC requires it
         call.start_server_batch(tuple(operations), self._finished)
 
     def _send_and_linger(self, call: Any, message: bytes) -> None:
@@ -271,7 +269,7 @@ class CoreCall:
         self._task.add_done_callback(server.tasks.discard)
 
     def _leave(self) -> None:
-        """The caller is gone."""
+        """The caller has disconnected."""
         self._call = None
         if self._task is not None:
             self._task.cancel()
@@ -356,11 +354,11 @@ class CoreCall:
         raise grpc.aio.AbortError
 
     def time_remaining(self) -> float | None:
-        """Seconds that the caller waits; None: as long as it takes."""
+        """Seconds until the caller's deadline; None: it has none."""
         return None if self._deadline == math.inf else max(self._deadline - time.monotonic(), 0.0)
 
     def invocation_metadata(self) -> Sequence[tuple[str, Any]]:
-        """What came with the call."""
+        """The call's metadata."""
         return self._metadata
 
 

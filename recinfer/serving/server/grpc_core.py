@@ -1,4 +1,4 @@
-"""A gRPC server on grpcio's binding of gRPC's core: one thread takes all events, and answers at once what can be.
+"""A gRPC server on grpcio's binding of gRPC's core: one thread takes all events, and answers calls at once where possible.
 
 grpc.aio, which it replaces, passes each of a call's events from gRPC's thread to the event loop's, where each wakes a
 task; for a small request that is most of what it costs. Here the thread that waits for gRPC's events does a call's steps
@@ -32,7 +32,7 @@ from recinfer.serving.wire.limits import Limits
 __all__ = ["Admit", "CoreServer", "Turns"]
 
 _log = logging.getLogger("recinfer.serving.server")
-_REQUESTED = 8  # calls that gRPC may hand over before the thread turns to it again
+_REQUESTED = 8  # calls that gRPC may deliver before the thread turns to it again
 _REQUESTED_LATE = 1024  # the same when the server stops
 _PATHS = 1024  # that are remembered; callers may make up any number of them
 _NEVER_S = 1e17
@@ -40,7 +40,7 @@ _TICK_S = 60.0
 _AT_ONCE = 0.0  # a time of the past: a poll that does not wait
 _LOOK_S, _IDLE_LOOKS = 0.1, 3  # while the last calls end
 _CANCELLED_S = 3.0  # until calls that were cancelled are given back
-_STILL_S = 0.05  # between two looks at the calls that are open
+_STILL_S = 0.05  # between two checks of the open calls
 _MOST_LATE = 8  # events that are taken before one that is due
 _RECEIVE_S = 30.0
 # Health and reflection are small, and health needs no token: two calls at a time may be slow to send their message.
@@ -51,7 +51,7 @@ _OPEN_BYTES, _OPEN_RECEIVE_S, _OPEN_BUDGET = 64 << 10, 3.0, 3
 _MOST_STREAMS = 1024
 
 Refused = Callable[[str, str, Sequence[tuple[str, Any]]], None]
-"""Called for each call that was ended for the memory it holds: method path, code, metadata. Called on gRPC's thread."""
+"""Called for each call that was ended because of the memory that it holds: method path, code, metadata. On gRPC's thread."""
 
 Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
 """What a call is ended with as it arrives, before its message is read: takes method path, ``time.monotonic()`` after which
@@ -59,16 +59,16 @@ nobody waits, metadata. None: it goes on. Called on gRPC's thread."""
 
 
 class Turns(Protocol):
-    """What was dispatched and runs at the end of a turn (recinfer.serving.engine.scheduler.Scheduler)."""
+    """Runs dispatched requests at the end of a turn (recinfer.serving.engine.scheduler.Scheduler)."""
 
     @property
     def has_new(self) -> bool:
-        """Something was dispatched since the last end of a turn."""
+        """Whether a request was dispatched since the last end of a turn."""
         ...
 
     @property
     def is_due(self) -> bool:
-        """So much was that the turn ends now."""
+        """Whether so much was dispatched that the turn ends now."""
         ...
 
     def run_ready(self) -> None:
@@ -160,11 +160,11 @@ class CoreServer:
         self.thread_id = thread.native_id
 
     async def stop(self, grace: float | None) -> None:
-        """Refuse new calls, let those that run end for up to ``grace`` seconds, cancel the others."""
+        """Refuse new calls, wait up to ``grace`` seconds for running ones, then cancel the others."""
         if self._over is None or self._ends.is_set():
             return
         self._ends.set()
-        # Calls that are there and that nobody has taken would end as a bare CANCELLED.
+        # Calls that have arrived and that the server has not taken would end as a bare CANCELLED.
         for _ in range(_REQUESTED_LATE):
             self._server.request_call(self._events, self._events, self._called_late)
             self._requested_late += 1
@@ -187,8 +187,8 @@ class CoreServer:
             await asyncio.wait(tuple(self.tasks))
 
     async def _wait_for_calls(self, over: asyncio.Event, seconds: float) -> None:
-        """Until all calls have ended, or those that are left are none of ours: now and then gRPC keeps one that came just as
-        the server began to stop, gives it to nobody, and waits for its end as long as it may.
+        """Wait until all calls of this server have ended. Sometimes gRPC keeps one that arrived just as
+        the server began to stop, does not deliver it, and waits for its end: that one is not waited for.
         """
         until, idle = time.monotonic() + seconds, 0
         while idle < _IDLE_LOOKS and (left := until - time.monotonic()) > 0:
@@ -256,14 +256,14 @@ class CoreServer:
             self._requested -= 1
 
     def _called(self, event: Any) -> object:
-        """A call is there, or will not be, as the server stops."""
+        """A call has arrived, or none will, since the server stops."""
         self._requested -= 1
         if not self._ends.is_set():
             self._request_call()
         return self._begin(event)
 
     def _called_late(self, event: Any) -> object:
-        """The same for those that were there when the server was stopped."""
+        """The same for calls that had arrived when the server was stopped."""
         self._given_late += 1
         return self._begin(event)
 
@@ -315,7 +315,7 @@ class CoreServer:
         return found  # type: ignore[return-value]
 
     def _shut(self, event: Any) -> object:
-        """No call is under way any more, and none will come."""
+        """Whether no call is running and none will come."""
         self._all_ended = True
         return self._end_if_over()
 

@@ -1,4 +1,4 @@
-"""What every gRPC server of ours does with a call: bytes in, bytes out, errors of ours as statuses."""
+"""The handling of a call by every gRPC server of recinfer: bytes in, bytes out, errors as statuses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _Handler = Callable[[bytes, CoreCall], Awaitable[bytes]]
 def connection_options() -> list[tuple[str, int]]:
     """How a server of ours treats connections."""
     return [
-        # Clients that are slow to say hello, or gone without a word.
+        # Clients that are slow in the handshake, or that fail silently.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _HANDSHAKE_MS),
@@ -67,7 +67,7 @@ def connection_options() -> list[tuple[str, int]]:
         # What one unpacks to is not known before it is there. gRPC's core refuses such a call before it gives it to anybody,
         # as UNIMPLEMENTED, "Compression algorithm 'gzip' is disabled.", and lets nobody change that text.
         ("grpc.compression_enabled_algorithms_bitset", _IDENTITY),
-        # Beyond the first some calls, and beyond the second all, would be dropped as a bare CANCELLED, which nobody counts.
+        # Beyond the first some calls, and beyond the second all, would be dropped as a bare CANCELLED, which is not counted.
         ("grpc.server.max_pending_requests", _MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
     ]
@@ -89,7 +89,7 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
         start = time.perf_counter()
 
         def answered(code: str) -> None:
-            """Counted before it is sent, so that who has an answer finds it counted."""
+            """Counted before it is sent, so that a caller with an answer finds it counted."""
             spent = time.perf_counter() - start
             observer.answered(call, code, spent, headers=context.invocation_metadata, num_bytes=len(data))
 
@@ -111,7 +111,9 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
                 await context.abort(grpc.StatusCode[ending.code], ending.message, ending.trailing)
             except grpc.aio.AbortError:
                 raise
-            except Exception:  # gRPC cannot send it: the caller is gone, and gRPC would log that as our error
+            except (
+                Exception
+            ):  # gRPC cannot send it to a disconnected caller, and would log that as an error of the server
                 raise asyncio.CancelledError from None
             raise  # not reached: abort raises
         answered("OK")
@@ -133,7 +135,7 @@ def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Di
         def reply(answer: bytes | Exception) -> None:
             if not isinstance(answer, Exception):
                 try:
-                    core.ticket.resize(len(answer))  # what came is let go
+                    core.ticket.resize(len(answer))  # frees the message
                 except RecinferError as error:
                     answer = error
             if isinstance(answer, Exception):

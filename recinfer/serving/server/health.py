@@ -15,7 +15,7 @@ __all__ = ["LIVENESS", "READINESS", "EndingHealth"]
 READINESS, LIVENESS = "readiness", "liveness"
 """Services that a probe may name in addition to "" (started): "can it answer now" and "is the process well"."""
 
-_NOTICED_S = 1.0  # for watchers whose connection takes nothing
+_NOTICED_S = 1.0  # for watchers that read nothing
 _LOOK_S = 0.5  # between two checks for a Watch of readiness, whose changes are not signalled
 
 _Status = health_pb2.HealthCheckResponse
@@ -39,12 +39,12 @@ class EndingHealth(health.aio.HealthServicer):  # type: ignore[misc]
         self._watching: dict[asyncio.Event, asyncio.Task[Any]] = {}
 
     def is_ready(self) -> bool:
-        """What "readiness" says: it has started, does not stop, and can answer now."""
+        """The service "readiness": the server has started, is not stopping, and can answer now."""
         return bool(self._server_status[""] == _Status.SERVING) and self._is_ready()
 
     def _status(self, service: str) -> Any:
-        """None: there is no such service."""
-        if service == LIVENESS:  # who gets an answer has it from a loop that runs
+        """The service's status; None: there is no such service."""
+        if service == LIVENESS:  # an answer shows that the loop runs
             return _Status.SERVING
         if service == READINESS:
             return _Status.SERVING if self.is_ready() else _Status.NOT_SERVING
@@ -72,7 +72,7 @@ class EndingHealth(health.aio.HealthServicer):  # type: ignore[misc]
                 if status != said:
                     await context.write(_Status(status=status))
                     said = status
-                elif self._gracefully_shutting_down:  # there is nothing more to say
+                elif self._gracefully_shutting_down:  # no status follows
                     return
                 else:
                     with suppress(TimeoutError):
@@ -86,12 +86,12 @@ class EndingHealth(health.aio.HealthServicer):  # type: ignore[misc]
             changed.set()
 
     async def show(self, services: Iterable[str], serving: bool) -> None:
-        """Say of all of ``services`` whether they have started."""
+        """Set for all of ``services`` whether they have started."""
         for service in services:
             await self.set(service, _Status.SERVING if serving else _Status.NOT_SERVING)
 
     async def end(self) -> None:
-        """Say NOT_SERVING to all, and end their calls."""
+        """Send NOT_SERVING to all watchers, and end their calls."""
         await self.enter_graceful_shutdown()
         if self._watching:
             _, deaf = await asyncio.wait(self._watching.values(), timeout=_NOTICED_S)

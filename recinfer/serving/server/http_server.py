@@ -1,4 +1,4 @@
-"""One HTTP port for several protocols, and what each of their calls meets: the token, the memory budget, errors as JSON."""
+"""One HTTP port for several protocols, with the checks of every call: the token, the memory budget, errors as JSON."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from recinfer.serving.wire.status import status_of
 __all__ = ["Get", "HttpProtocol", "HttpServer", "Post", "Route", "count_json"]
 
 _log = logging.getLogger(__name__)
-_BODY_S = 30.0  # a body that is not here by then is given up
-_SENT_S = 30.0  # and so is an answer that its caller has not taken
+_BODY_S = 30.0  # a body that is incomplete by then ends its request
+_SENT_S = 30.0  # and so does an answer that its caller has not read
 _SHOWN = 80
 _PARSED = 24  # bytes of Python objects that one byte of JSON becomes
 
@@ -64,7 +64,7 @@ Route = Get | Post
 
 
 class HttpProtocol(Protocol):
-    """What a protocol is to the port.
+    """The interface of a protocol on the port.
 
     Attributes:
         paths: that exist, listed in the answer to any other path.
@@ -234,7 +234,7 @@ def count_json(ticket: Ticket, num_bytes: int) -> None:
     if num_bytes > most:
         raise TooLargeError(
             f"body: got {num_bytes} bytes of JSON, expected at most {most}: they become {_PARSED} times as many when they are "
-            "read, and the server has a memory budget (--memory-budget-mib); send fewer samples a request, or use gRPC"
+            "read, and the server has a memory budget (--memory-budget-mib); send fewer samples per request, or use gRPC"
         )
     ticket.grow(_PARSED * num_bytes)
 
@@ -244,7 +244,7 @@ def _too_large(most: int) -> TooLargeError:
 
 
 async def _body(request: web.Request, most: int, ticket: Ticket) -> bytearray:
-    """The body, unpacked where it is compressed: once it is all here, so that nobody who sends slowly keeps others waiting."""
+    """The body, unpacked where it is compressed: once it is all here, so that a slow sender does not delay others."""
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):

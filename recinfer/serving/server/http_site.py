@@ -1,4 +1,4 @@
-"""Listens for HTTP on one port, for an aiohttp application; who connects and does not speak, or does not read, is let go."""
+"""Listens for HTTP on one port, for an aiohttp application; connections that send or read nothing are closed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BACKLOG = 512
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Not what callers do wrong: aiohttp would log a traceback for every message that is no HTTP."""
+    """Drops log records of callers' mistakes: aiohttp would log a traceback for every message that is not HTTP."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 
@@ -32,8 +32,8 @@ _log.addFilter(_is_worth_a_line)
 class HttpSite:
     """One listening port, on the event loop that ``start`` is awaited on.
 
-    aiohttp waits for a request's header as long as the client likes, and for the client to read its answer: here a
-    connection without a complete header ``header_s`` after it was opened is closed, and so is one that stands still for
+    aiohttp waits without a limit for a request's header, and for the client to read its answer. Here a
+    connection without a complete header ``header_s`` after it was opened is closed, and so is one without traffic for
     ``idle_s`` and ``header_s`` after an answer. Compressed bodies reach the application as they were sent.
 
     Args:
@@ -75,7 +75,7 @@ class HttpSite:
             keepalive_timeout=self._idle_s,
             shutdown_timeout=self._grace,
             handler_cancellation=True,  # a caller that disconnects frees its place in the queue
-            auto_decompress=False,  # aiohttp would unpack bodies on the event loop, past any bound, for whoever reads none
+            auto_decompress=False,  # aiohttp would unpack bodies on the event loop, without a limit
         )
         await runner.setup()
         self._runner, loop = runner, asyncio.get_running_loop()
@@ -102,7 +102,7 @@ class HttpSite:
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Take no new connections, let running requests end for up to ``grace`` seconds, close."""
+        """Accept no new connections, wait up to ``grace`` seconds for running requests, close."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()

@@ -4,9 +4,9 @@ Nothing is computed here: a request is rewritten (one copy, no loop over ids) in
 what answers those checks it, so every protocol gives the same numbers and the same errors.
 
 Inputs, B samples:
-    ``F.values`` INT64 [ids] and ``F.lengths`` INT32 [B]     feature F with any number of ids a sample
-    ``F.weights`` FP32 [ids]                                 one weight an id, of a weighted feature; without it each is 1
-    ``F`` INT64 [B] or [B, n]                                feature F with one or n ids a sample
+    ``F.values`` INT64 [ids] and ``F.lengths`` INT32 [B]     feature F with any number of ids per sample
+    ``F.weights`` FP32 [ids]                                 one weight per id, of a weighted feature; without it each is 1
+    ``F`` INT64 [B] or [B, n]                                feature F with one or n ids per sample
     ``dense`` FP32 [B, num_dense]
 Ids may also be INT32 and lengths INT64. Outputs: those of the model by name, FP32; or embeddings, ``F.embedding`` FP32
 [B, dim], for an unpooled feature [ids, dim] with ``F.embedding.lengths`` INT32 [B]. A request that names embeddings as
@@ -80,7 +80,7 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class InferAnswer:
-    """What a ModelInfer gave. ``missing``: ranks that did not answer, so that their rows are zero."""
+    """The result of a ModelInfer. ``missing``: ranks that did not answer, so that their rows are zero."""
 
     version: str
     outputs: list[OutputTensor]
@@ -232,7 +232,7 @@ def _jagged(name: str, by_name: dict[str, InputTensor]) -> _Feature:
     counts = _one_dimensional(_integers(lengths)).data
     if lengths.datatype == "INT64":
         if counts.size and not 0 <= int(counts.min()) <= int(counts.max()) <= _INT32_MAX:
-            raise InputError(f"input {lengths.name!r}: got a length out of range, expected 0 or more ids a sample")
+            raise InputError(f"input {lengths.name!r}: got a length out of range, expected 0 or more ids per sample")
         counts = counts.astype(np.int32)
     total = int(counts.sum(dtype=np.int64))
     if total != values.data.size:

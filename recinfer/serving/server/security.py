@@ -59,7 +59,7 @@ class Security:
             )
 
     def check_host(self, host: str) -> None:
-        """Raises ConfigError when ``host`` is not loopback and nothing says who may call."""
+        """Raises ConfigError when ``host`` is not loopback and no token, ``client_ca`` or ``insecure`` is set."""
         if self.insecure or self.token is not None or self.client_ca is not None or _is_loopback(host):
             return
         raise ConfigError(

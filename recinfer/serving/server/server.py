@@ -63,7 +63,7 @@ _STOP_SLACK_S = 5.0
 
 
 class Shards(Protocol):
-    """What the predictors' lookups go through (recinfer.serving.shards.fan_out.FanOut), for its figures."""
+    """The part of recinfer.serving.shards.fan_out.FanOut whose figures the server shows."""
 
     def status(self) -> dict[str, Any]:
         """Figures for metrics."""
@@ -162,7 +162,7 @@ class Server:
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """What waits, and runs (after ``start``)."""
+        """The scheduler (after ``start``)."""
         return None if self._dispatcher is None else self._dispatcher.scheduler
 
     @property
@@ -187,7 +187,7 @@ class Server:
         return self
 
     def stop(self, grace: float = 10.0) -> None:
-        """Refuse new requests, let those that run end for up to ``grace`` seconds, then close. A second call is free."""
+        """Refuse new requests, let those that run end for up to ``grace`` seconds, then close. A second call does nothing."""
         if self._server is not None:
             run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
 
@@ -221,7 +221,7 @@ class Server:
         server.add_generic_rpc_handlers(self._handlers())
         names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self._shows_admin else [])]
         self._health = add_standard_services(server, names, _pool_of_everything(), self._reaches_shards)
-        await self._health.show(self._shown(), False)  # before anybody can connect
+        await self._health.show(self._shown(), False)  # before the first connection
         if not self._share_port:
             check_address(self.host, self._port)
         credentials = self._security.credentials()

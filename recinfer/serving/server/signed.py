@@ -1,4 +1,4 @@
-"""Admin calls whose requests say who makes them: the word of the server, not of the caller."""
+"""Fills in the caller's identity in admin requests, as the server knows it, not as the caller claims it."""
 
 from __future__ import annotations
 

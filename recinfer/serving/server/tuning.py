@@ -24,7 +24,7 @@ def tune_process() -> None:
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # a sandbox that forbids it costs speed alone
+        with suppress(OSError):  # in a sandbox that forbids it only speed is lost
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     gc.collect()
     gc.freeze()

@@ -10,12 +10,12 @@ __all__ = ["ENCODINGS", "TooLargeError", "largest", "unpack"]
 
 ENCODINGS = ("gzip", "deflate")
 _PIECE, _STEP = 64 << 10, 1 << 20  # bytes that zlib takes, and gives, at a time
-_MOST_TIMES = 1032  # what deflate can make of a byte
+_MOST_TIMES = 1032  # largest expansion of a byte by deflate
 _GZIP, _ZLIB, _BARE = 31, 15, -15  # zlib's names of the three forms
 
 
 class TooLargeError(InputError):
-    """A body that is larger than it may be, as it is or unpacked."""
+    """A body that is too large, compressed or unpacked."""
 
 
 def largest(packed: int, most: int) -> int:

@@ -188,7 +188,7 @@ static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t 
     return counts;
 }
 
-/* Each is written where the next one goes, and stays there when it is kept: which are is for no processor to guess. */
+/* Write each id and advance only if it is kept: no branch, since its outcome would be unpredictable. */
 static void put_kept(const Bags *bags, const int64_t *starts, const int64_t *limits, const Stream *streams,
                      int64_t num_streams, int wide, uint8_t *into, int64_t ids) {
     const int size = wide ? 8 : 4;
@@ -321,7 +321,7 @@ release:
 static int fits(const Bags *bags, const int64_t *starts, const int64_t *limits) {
     int all = 1;
     for (int64_t key = 0; key < bags->keys; key++) {
-        int outside = 0; /* no way out of the loop, so that it becomes one of vectors */
+        int outside = 0; /* no early exit, so that the compiler vectorizes the loop */
         for (int64_t at = starts[key]; at < starts[key + 1]; at++)
             outside |= (uint64_t)id_at(bags, at) >= (uint64_t)limits[key];
         all &= !outside;
@@ -411,7 +411,7 @@ static void put_run(const uint8_t *values, int64_t rank_columns, const Run *run,
     }
 }
 
-/* One feature's columns as a rank has them: `to` of the answer, -1 where nobody wants them; `bits` as they are stored. */
+/* One feature's columns as a rank has them: `to` of the answer, -1 if the answer lacks them; `bits` as they are stored. */
 typedef struct {
     int64_t width, bits, to, adds;
 } Pair;
@@ -449,8 +449,8 @@ INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, 
     }
 }
 
-/* `there`: a bit for each bag that has a row; NULL: all have. By eight bytes of them at a time, as which bags have one is for
-   no processor to guess. */
+/* `there`: a bit for each bag that has a row; NULL: all have. Read eight bytes at a time: a branch for
+   each bag would be unpredictable. */
 INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t width, int64_t bits, int64_t adds,
                             float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
     const int64_t size = stored_bytes(width, bits);

@@ -1,4 +1,4 @@
-"""How busy a server is, where no queue of its own shows it: calls that wait for a thread that reads sockets wait in these."""
+"""Measures how busy a server's threads are. No queue shows it: waiting calls stay in the sockets' buffers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def schedstat(task: Path) -> tuple[float, float, int]:
 def thread_seconds(native_id: int) -> float:
     """Seconds since it started in which a thread of this process had something to do: on a core, or waiting for one.
 
-    Time on a core alone would say of a crowded machine that its servers are idle. 0 where the
+    Time on a core alone would be low on an overloaded machine, as if its servers were idle. 0 where the
     kernel does not say (another system, a sandbox), or the thread has ended.
 
     Args:

@@ -1,4 +1,4 @@
-"""What shards.json says of the connections to shards: when it changes, they are made anew."""
+"""The settings of shards.json for connections to shard servers; when they change, replicas reconnect."""
 
 from __future__ import annotations
 

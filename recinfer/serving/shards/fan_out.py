@@ -1,4 +1,4 @@
-"""What the fan-outs of a ranker share: the replicas, how long they take, how many hedges may be sent, and figures.
+"""State that the fan-outs of a ranker share: the replicas, their latencies, the budget of hedged requests, and figures.
 
 One fan-out is :mod:`recinfer.serving.shards.fan_out_request`.
 """
@@ -68,17 +68,17 @@ class FanOut:
 
     @property
     def missing(self) -> str | None:
-        """What a rank that nobody answers for means, by the settings of this moment; None: as each manifest says."""
+        """The current setting for a rank without an answer; None: as each manifest says."""
         return self._missing or self.pool.config.settings.missing
 
     @property
     def vectors(self) -> VectorFormat:
-        """How shards send vectors, by the settings of this moment."""
+        """How shards send vectors, by the current settings."""
         return VectorFormat.FLOAT16 if self.pool.config.settings.half else VectorFormat.STORED
 
     @property
     def gives_default_rows(self) -> bool:
-        """Whether a manifest that allows default rows where nobody answers is followed."""
+        """Whether default rows are used where the manifest allows them."""
         return self.missing != "error"
 
     def check_manifest(self, manifest: Manifest) -> None:

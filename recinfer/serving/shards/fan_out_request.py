@@ -1,4 +1,4 @@
-"""One request that is fanned out: its messages to replicas, hedges where one is late, retries where one fails, and its end."""
+"""One request that is fanned out: its messages to replicas, hedged requests when one is late, retries when one fails, and its end."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Attempt:
         self.is_over = False
 
     def end(self) -> None:
-        """It is over: nothing holds its request, or its answer, any more."""
+        """Called when it is over: its request and answer are freed."""
         if not self.is_over:
             self.is_over = True
             self.replica.outstanding -= 1
@@ -297,7 +297,7 @@ class FanOutRequest:
             self._finish(RecinferError(f"shard {replica.target} failed: {code}: {details}"))
 
     def _is_under_way(self, rank: int) -> bool:
-        """Whether somebody may still answer for ``rank``."""
+        """Whether a replica may still answer for ``rank``."""
         return any(not attempt.is_over and rank in attempt.ranks for attempt in self._attempts)
 
     def _too_late(self) -> None:

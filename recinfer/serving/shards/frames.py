@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<IQ")
 _READ_BYTES = 256 << 10  # at a time: most messages come whole
 _STALLED_S = 30.0
 _STOP_S, _FLUSH_S, _LOOK_S = 5.0, 1.0, 0.01
-# A host that has gone without a word is found out in three seconds, as gRPC's keepalive does.
+# A host that fails silently is detected in three seconds, as by gRPC's keepalive.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1), ("TCP_USER_TIMEOUT", 3_000))
 
 
@@ -60,7 +60,7 @@ class ShardsThread:
         self.thread_id = self._thread.native_id
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Call ``function`` on the thread: now, where this is it. All that others hand over before its turn begins shares one
+        """Call ``function`` on the thread: now, where this is it. All functions that are passed before its turn begins share one
         wake-up.
         """
         if threading.get_ident() == self._thread.ident:

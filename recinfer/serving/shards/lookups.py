@@ -98,7 +98,7 @@ class RemoteLookups:
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the transport's thread."""
-        exact = VectorFormat.STORED  # golden requests are answered to the bit, whatever the settings say
+        exact = VectorFormat.STORED  # golden requests are answered bit for bit, whatever the settings are
         begin = functools.partial(self._begin, requests, present, float("inf"), vectors=exact)
         return cast(Found, waited_for(begin).result())
 
@@ -122,7 +122,7 @@ class RemoteLookups:
         *,
         vectors: VectorFormat,
     ) -> None:
-        """Raises what is wrong with the requests themselves."""
+        """Raises errors in the requests themselves."""
         bags = requests[0]
         if len(requests) > 1:
             bags = merge_bags(requests, self._features, weighted=self._weighted)

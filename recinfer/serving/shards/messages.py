@@ -1,4 +1,4 @@
-"""The messages of proto/recinfer/v1/shards.proto between bytes and arrays: large fields are views, never copies of copies.
+"""Converts the messages of proto/recinfer/v1/shards.proto between bytes and arrays; large fields are views.
 
 Shapes: S streams, B samples, N ids.
 """
@@ -46,7 +46,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
 _NO_LENGTHS, _BYTE, _INT = 0, 1, 4
 _PARTS, _VALUES, _PACKED, _FILL = 3, 1, 2, 15
 _ALIGNED = 4
-_FEW_BAGS = 1 << 17  # of which offsets are kept: those of more would hold memory for good
+_FEW_BAGS = 1 << 17  # largest size whose offsets are cached: those of more would hold memory permanently
 
 _FAILED = field_head(3, 0)[:1]
 PACKED_HEAD = field_head(_PACKED, 0)[:-1]

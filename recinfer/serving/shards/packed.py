@@ -1,4 +1,4 @@
-"""Shards' answers in which rows of bags of at most one id are as the tables store them: fewer bytes, the same numbers.
+"""Packed answers of shards: rows of bags of at most one id as the tables store them, in fewer bytes.
 
 An INT8 row of 16 columns crosses the wire in 20 bytes for 64; the ranker turns it into the floats that the shard would have
 sent, by the same compiled loop. What is packed, shards decide feature by feature: see ``pack`` of recinfer.quant._tables.

@@ -1,4 +1,4 @@
-"""What each rank has of each embedding module, as both ends of the wire derive it from the same plan.
+"""The parts of each embedding module that each rank has, derived from the plan by both ends of the wire.
 
 A rank's *streams* are what it is sent: one for each feature and range of rows that it has. Column pieces of a table on one
 rank read the same stream. Its *pairs* (feature, rectangle) are what it looks up: the module's features in order, for each the
@@ -59,7 +59,7 @@ class RankModule:
     Attributes:
         pairs: what it looks up.
         streams: what it is sent.
-        pooling: what the rank does to bags: MEAN where nobody else has rows of its tables and all of them are MEAN,
+        pooling: the rank's pooling: MEAN if no other rank has rows of its tables and all of them are MEAN,
             else SUM, which the ranker divides; NONE for unpooled ones.
     """
 
@@ -84,7 +84,7 @@ class ModuleLayout:
 
     @property
     def pooled(self) -> bool:
-        """One vector a bag, not one an id."""
+        """Whether it gives one vector per bag, not one per id."""
         return self.info.kind == "pooled"
 
 

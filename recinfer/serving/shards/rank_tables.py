@@ -80,7 +80,7 @@ class RankTables:
         return self._streams
 
     def answer_bytes(self, batch: int, ids: int) -> int:
-        """At most, of the float32 answer to a part with that many ids."""
+        """Upper limit of the bytes of the float32 answer to a part with that many ids."""
         return FLOAT_BYTES * self.columns * (batch if self._pooled else ids)
 
     def find(self, part: RequestPart, batch: int) -> list[NDArray[Any]]:
@@ -106,7 +106,7 @@ class RankTables:
             weights = torch.empty(0)
         try:  # forward: past nn.Module's call machinery
             out_BD = batch.forward(torch.from_numpy(bags.values), torch.from_numpy(bags.offsets), weights)
-        except RuntimeError as error:  # the op's word for an id beyond its rows
+        except RuntimeError as error:  # the op's error for an id beyond its rows
             raise InputError(f"{_BEYOND} ({str(error)[:100]})") from None
         found: NDArray[Any] = batch.without_padding(out_BD).numpy()
         return found
@@ -123,7 +123,7 @@ class RankTables:
 
 
 def _place(rect: Rect) -> tuple[str, int, int]:
-    """Whichever rank has it: replicas are mapped once."""
+    """The key of a rectangle without its rank, so that replicas are mapped once."""
     return rect.table, rect.row_start, rect.col_start
 
 

@@ -1,6 +1,6 @@
 """The ranker's side of small requests that go from their bytes to the shards' messages and back, by compiled loops.
 
-What the ordinary way (recinfer.serving.shards.lookups) does in array operations is here one call to split a request by rank
+Array operations of the decoded path (recinfer.serving.shards.lookups) are here one call to split a request by rank
 and one to put the answers together; the messages and the vectors are the same, to the byte.
 """
 
@@ -50,7 +50,7 @@ class _Rank:
 
 @dataclass(frozen=True, eq=False)
 class RemoteOrder:
-    """What one order of a request's keys means; ``names`` to ``heads`` as recinfer.inference.direct.DirectOrder has them.
+    """The prepared split of one order of a request's keys; ``names`` to ``heads`` as recinfer.inference.direct.DirectOrder has them.
 
     Attributes:
         limits: int64 ``[keys]``, rows of each key's tables.

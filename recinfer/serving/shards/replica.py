@@ -1,6 +1,6 @@
 """One shard server as a ranker sees it: its connections, whether it is up, which versions it has, how fast it answers.
 
-Its health service says over gRPC whether it wants requests, and its State where they go: to the framed transport.
+Its health service says over gRPC whether it accepts requests, and its State names the port of the framed transport.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A host that has gone without a word is found out in three seconds; one that is back is found in one.
+    # A host that fails silently is detected in three seconds; a restarted one in one.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -53,7 +53,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Replica:
-    """It is the serving loop's, but for what says that it is the transport's thread's, where requests are sent.
+    """For the serving loop, except methods that name the transport's thread, on which requests are sent.
 
     Args:
         target: ``host:port``.
@@ -61,14 +61,14 @@ class Replica:
         name: that TLS is to check, where the credentials name none; None: the target's host.
         wanted: the versions that it should have.
         max_response_bytes: that a rank's rows of one request may take.
-        changed: called with it when it has become usable, or is not any more, and before that when it has said what ranks it
+        changed: called with it when it becomes usable or unusable, and before that when it has reported which ranks it
             has.
 
     Attributes:
-        up: it answers, and takes requests.
-        versions: those that it has; ``ranks`` likewise, empty while it has not said so.
+        up: it answers, and accepts requests.
+        versions: those that it has; ``ranks`` likewise, empty until it has reported them.
         outstanding: requests that it has not answered; ``answers``: how many it has. Changed on the transport's thread.
-        why: what the last failure was, for messages.
+        why: the last failure, for messages.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Replica:
         self.ranks: tuple[int, ...] = ()
         self.outstanding = self.answers = 0
         self.why = "not connected yet"
-        self._seconds = 0.0  # smoothed time of an answer
-        self._timed = 0.0  # when it was last known
+        self._seconds = 0.0  # smoothed latency
+        self._timed = 0.0  # when it was last updated
         self._strikes = 0
         self._out_until = 0.0
         self._out_seconds = _OUT_S
@@ -134,7 +134,7 @@ class Replica:
         await self.close()
 
     async def close(self) -> None:
-        """End, and lose what is under way."""
+        """End at once; running requests are lost."""
         self._stop_watching()
         self.up = False
         self._disconnect()
@@ -153,7 +153,7 @@ class Replica:
         return self.up and version in self.versions
 
     def lack_of(self, rank: int) -> str:
-        """Why it cannot look up ``rank``: shards.json lists it there, but its server has others. Empty: nothing."""
+        """Why it cannot look up ``rank``: shards.json lists it there, but its server has other ranks. Empty: it can."""
         if not self.ranks or rank in self.ranks:
             return ""
         return f"its server has ranks {', '.join(map(str, self.ranks))}, not {rank}"
@@ -166,9 +166,9 @@ class Replica:
         return self._reasons.get(version) or f"it has not prepared version {named}"
 
     def load(self, now: float) -> tuple[bool, int, int]:
-        """The replica where this is least is called: not suspended, least outstanding, then the faster by factors of two."""
+        """Sort key of the replica to call: not suspended, fewest outstanding requests, then the faster by factors of two."""
         suspended = now < self._out_until or (self._strikes >= _STRIKES and self.outstanding > 0)
-        known = self._seconds and now - self._timed < _STALE_S  # an old figure would keep a replica idle for good
+        known = self._seconds and now - self._timed < _STALE_S  # an old latency would keep a replica idle permanently
         return suspended, self.outstanding, math.frexp(self._seconds)[1] if known else -64
 
     # -- on the transport's thread -----------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Replica:
         self._loop.call_soon_threadsafe(self._look_again, _AGAIN_S)
 
     def lacks(self, version: str) -> None:
-        """It said that it does not have ``version`` any more. On the serving loop too."""
+        """It answered that it no longer has ``version``. On the serving loop too."""
         self.versions.discard(version)
         self._loop.call_soon_threadsafe(self._look_again, 0.0)
 
@@ -223,7 +223,7 @@ class Replica:
         return [spec.key for spec in self._wanted()]
 
     def renew(self) -> None:
-        """Say again what is wanted, so that its server keeps it, and have it prepare what it lacks nevertheless."""
+        """Send the wanted versions again, so that its server keeps them, and have it prepare those that it lacks."""
         if (self.up or self._syncing) and (self._renewal is None or self._renewal.done()):
             self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
@@ -232,7 +232,7 @@ class Replica:
         try:
             await self._learn()
         except grpc.aio.AioRpcError:
-            return  # its health, or the next call, says what is wrong
+            return  # its health, or the next call, reports the error
         if not self._syncing and not self.versions.issuperset(self._keys()):
             self._look_again(0.0)
 
@@ -248,7 +248,7 @@ class Replica:
             self._changed(self)
 
     async def _connect(self) -> None:
-        """Have a connection to where its server takes requests; raises UnavailableError."""
+        """Connect to the port on which its server accepts requests; raises UnavailableError."""
         async with self._connecting:
             address, connection = self._address, self._connection
             assert address is not None
@@ -259,7 +259,7 @@ class Replica:
                 raise UnavailableError(
                     "its server names no port for lookups; it is of another release than this ranker"
                 )
-            # Of all its ranks, and what the message has besides.
+            # The rows of all its ranks, and the message's other fields.
             most = self._max_response_bytes * max(1, len(self.ranks)) + _HEADS_BYTES
             self._connection = ShardConnection(address, self._credentials.token, most, self._lost)
             await self._connection.connect(self._credentials.tls, self._tls_name)
@@ -270,7 +270,7 @@ class Replica:
             connection.thread.call(connection.end, "this ranker has closed it")
 
     async def _sync(self) -> bool:
-        """Learn which versions it has, and have it prepare those that it lacks; whether it has all now."""
+        """Read which versions it has, and have it prepare those that it lacks; returns whether it has all now."""
         self._syncing += 1
         try:
             await self._learn()
@@ -308,7 +308,7 @@ class Replica:
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME).SerializeToString()
         while True:
             try:
-                # Not wait_for_ready: that would keep to itself why there is no connection.
+                # Not wait_for_ready: that would hide why there is no connection.
                 call = self._health(request)
                 async for answer in call:
                     status = health_pb2.HealthCheckResponse.FromString(answer).status
@@ -327,7 +327,7 @@ class Replica:
             await asyncio.sleep(_AGAIN_S)
 
     async def _try_to_follow(self) -> None:
-        """Have it up, or look again later, each time after a longer while; raises grpc.aio.AioRpcError."""
+        """Bring it up, or try again later, each time after a longer pause; raises grpc.aio.AioRpcError."""
         try:
             whole = await self._sync()
             if self._connection is None or not self._connection.is_open:
@@ -346,7 +346,7 @@ class Replica:
             self._look_again(_MISSING_S)
 
     def _look_again(self, seconds: float) -> None:
-        """Follow it anew after a while, since nothing of its health may change: it lacks a version, or a request was lost."""
+        """Follow it again after a while, since its health may not change: it lacks a version, or a request was lost."""
         self._changed(self)
         if self._closes or self._checking:
             return

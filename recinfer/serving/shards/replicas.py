@@ -28,7 +28,7 @@ __all__ = ["ReplicaPool"]
 
 _LOOK_S, _RESOLVE_S = 0.5, 5.0
 _SWITCH_S = 10.0  # at most, that connections wait for those that take their place
-_RENEW_S = 20.0  # a third of how long shards keep what is wanted
+_RENEW_S = 20.0  # a third of the time for which shards keep wanted versions
 _log = logging.getLogger(__name__)
 
 
@@ -77,11 +77,11 @@ class ReplicaPool:
         self._read_again = True
 
     def replicas(self, rank: int) -> tuple[Replica, ...]:
-        """Those of a rank that may be called for it; none when the file does not list it."""
+        """The replicas of a rank that may be called; none if the file does not list it."""
         return self._by_rank.get(rank, ())
 
     def listed(self, rank: int) -> tuple[Replica, ...]:
-        """All that the file lists for a rank, those too whose servers say that they do not have it."""
+        """All replicas that the file lists for a rank, also those whose servers report that they do not have it."""
         return self._listed.get(rank, ())
 
     def everyone(self) -> list[Replica]:
@@ -89,7 +89,7 @@ class ReplicaPool:
         return list(self._replicas.values())
 
     def addresses(self, rank: int, version: str = "") -> str:
-        """A rank's replicas and what is wrong with them, or why they cannot look up in ``version``, for messages."""
+        """A rank's replicas and their failures, or why they cannot look up in ``version``, for messages."""
         found = [
             f"{replica.target} ({replica.lack_of(rank) or replica.wrong(version)})" for replica in self.listed(rank)
         ]
@@ -103,24 +103,24 @@ class ReplicaPool:
     # -- versions ----------------------------------------------------------------------------------------------------
 
     def want(self, spec: VersionSpec) -> VersionSpec:
-        """Replicas prepare ``spec``, those that are there and those that come, for as long as somebody holds what this
+        """Replicas prepare ``spec``, present and later ones, for as long as the caller keeps what this
         returns."""
         found = self._wanted.setdefault(spec.key, spec)
         start_on_loop(self._catch_up(found.key))
         return found
 
     async def _catch_up(self, version: str) -> None:
-        """Have replicas look again that came up before ``version`` was wanted."""
+        """Make replicas that came up before ``version`` was wanted check their versions again."""
         for replica in self.everyone():
             if replica.up and version not in replica.versions:
                 replica.lacks(version)
 
     def wanted(self) -> list[VersionSpec]:
-        """What replicas should have."""
+        """The versions that replicas should have."""
         return list(self._wanted.values())
 
     async def prepare(self, spec: VersionSpec, ranks: Sequence[int]) -> None:
-        """Have every replica that is up map and check a version.
+        """Make every replica that is up map and check a version.
 
         Raises:
             InputError: one of them cannot; names it and says why.
@@ -198,7 +198,7 @@ class ReplicaPool:
         _log.info("%s was read again", self._path)
 
     async def _list(self, config: ShardsConfig, credentials: ShardCredentials) -> None:
-        """Replicas for what a file and DNS say now; the others are closed. Where it fails, nothing has changed."""
+        """Use replicas for the addresses that the file and DNS now give; close the others. A failure changes nothing."""
         names: dict[str, str | None] = {}
         by_rank: dict[int, list[str]] = {}
         for rank, addresses in config.ranks.items():
@@ -269,7 +269,7 @@ class ReplicaPool:
         task.add_done_callback(self._retiring.discard)
 
     def _sort(self) -> None:
-        """Keep of each rank's replicas those that have it, or have not said yet what they have."""
+        """Keep for each rank the replicas that have it, or have not reported their ranks yet."""
         lacks = {
             (replica.target, rank): replica.lack_of(rank) for rank, mine in self._listed.items() for replica in mine
         }
@@ -283,7 +283,7 @@ class ReplicaPool:
         }
 
     def _notice(self, replica: Replica) -> None:
-        """A replica has become usable, or is not any more, or has said which ranks it has."""
+        """A replica has become usable or unusable, or has reported which ranks it has."""
         self._sort()
         self._changed.set()
 
@@ -302,7 +302,7 @@ class ReplicaPool:
             except (
                 OSError,
                 UnicodeError,
-            ) as error:  # the last addresses stay: a failed look-up of a name moves no server
+            ) as error:  # keep the last addresses: a failed name resolution does not mean that servers have moved
                 _log.warning("cannot resolve %s: %s", address, error)
             self._resolved[address] = (time.monotonic() + _RESOLVE_S, known)
         return [(target, host) for target in known]

@@ -1,4 +1,4 @@
-"""Splits a request's ids by rank and joins what the ranks found: the ranker's side of the layout.
+"""Splits a request's ids by rank and joins the ranks' answers: the ranker's side of the layout.
 
 Shapes: F features, S streams of a rank, B samples, N ids, D columns. Loops run over features and ranks, never over ids.
 """
@@ -36,7 +36,7 @@ class Section:
     Attributes:
         parts: of the message.
         offsets: ``[S * B + 1]`` of the ids that are sent.
-        positions: where each stood in its stream's ids of the whole request; None when all were sent.
+        positions: the position of each among its stream's ids of the whole request; None when all were sent.
     """
 
     parts: list[Buffer]
@@ -131,8 +131,8 @@ class ModuleSplit:
 
     Attributes:
         features: of its outputs, in order.
-        ranks: who has a part of it.
-        mean_columns: (number of the feature, first and last column of its vector) of what ranks sum and the ranker divides.
+        ranks: those that have a part of it.
+        mean_columns: (number of the feature, first and last column of its vector) of vectors that ranks sum and the ranker divides.
     """
 
     def __init__(self, number: int, layout: ModuleLayout) -> None:
@@ -149,7 +149,7 @@ class ModuleSplit:
         ]
 
     def _mean_spans(self) -> list[tuple[int, int, int]]:
-        """(feature, first column, last column) of what is summed by ranks and divided here; neighbours stay apart."""
+        """(feature, first column, last column) of vectors that ranks sum and this end divides; neighbours are not merged."""
         starts = [0, *accumulate(self._dims)]
         spans: dict[tuple[int, int], tuple[int, int, int]] = {}
         for rank in self.ranks:
@@ -175,7 +175,7 @@ class ModuleSplit:
         return sections
 
     def fits(self, rank: int, section: Section, batch: int, values: NDArray[Any]) -> bool:
-        """Whether ``values`` are what ``rank`` has to give for its section."""
+        """Whether ``values`` have the size of ``rank``'s answer to its section."""
         return self._by_rank[rank].is_answer(values, batch, None if self.layout.pooled else section.offsets)
 
     def join(
@@ -226,7 +226,7 @@ class ModuleSplit:
 def _place_rows(
     mine: RankModule, batch: int, section: Section, flat: NDArray[Any], rows: Sequence[NDArray[np.float32]]
 ) -> None:
-    """Write one rank's rows where their ids and columns stand."""
+    """Write one rank's rows to the positions of their ids and columns."""
     edges = section.offsets[::batch].tolist()
     at = 0
     for pair in mine.pairs:

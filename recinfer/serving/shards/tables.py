@@ -45,7 +45,7 @@ _WANTED_S = 60.0
 _MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = (
     1 << 17,
     1 << 22,
-)  # beyond, FBGEMM's operator has more to do than it takes to reach
+)  # for more ids FBGEMM's operator is worth the cost of its call
 _log = logging.getLogger(__name__)
 
 
@@ -73,7 +73,7 @@ class _Version:
 
 @dataclass(frozen=True)
 class ShardModel:
-    """What a shard server shows of a version."""
+    """A version in a shard server's status."""
 
     key: str
     manifest: Manifest
@@ -102,7 +102,7 @@ class ShardTables:
         self._store = store
         self._mapping = {"preload": preload, "lock": lock}
         self._versions: dict[str, _Version] = {}  # the one used last at the end
-        self._wanted: dict[str, float] = {}  # until when (time.monotonic()) somebody wants a version
+        self._wanted: dict[str, float] = {}  # until when (time.monotonic()) a ranker wants a version
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
 
@@ -112,12 +112,12 @@ class ShardTables:
         return self._add(archive, [read_delta(delta) for delta in deltas]).key
 
     def keys(self) -> list[str]:
-        """The versions that are here."""
+        """The mapped versions."""
         with self._lock:
             return list(self._versions)
 
     def models(self) -> list[ShardModel]:
-        """The same for people."""
+        """The same as text."""
         with self._lock:
             versions = list(self._versions.values())
         return [ShardModel(v.key, v.archive.manifest, v.mapped.buffer.numel(), len(v.deltas)) for v in versions]
@@ -151,7 +151,7 @@ class ShardTables:
 
         Raises:
             InputError: it does not fit the plan, or a rank's part of it takes more than ``limits.max_response_bytes``.
-            NotPreparedError: its version is not here.
+            NotPreparedError: its version is not mapped.
         """
         answer = self.find_directly(data, limits)
         return self.find_any(data, limits) if answer is None else answer
@@ -216,7 +216,7 @@ class ShardTables:
             if taken[part.rank] > limits.max_response_bytes:
                 raise InputError(
                     f"rank {part.rank}: {request.batch} samples take {taken[part.rank]} bytes or more, expected at most "
-                    f"max_response_bytes = {limits.max_response_bytes}: send fewer samples a request"
+                    f"max_response_bytes = {limits.max_response_bytes}: send fewer samples per request"
                 )
             accepted.append((part, tables))
         values = []

@@ -35,12 +35,12 @@ Answer = Callable[[bytes, Callable[[bytes], None]], None]
 
 _HELLO = b"recinfer.find.2\n"
 _ID_BYTES = 32
-_PROOF_BYTES = 1024  # that may come from who has not proved anything, more than a proof has
+_PROOF_BYTES = 1024  # bytes that a peer may send before its proof, more than a proof has
 _UNPROVED, _CONNECTIONS = 64, 4096  # that may be open: without a proof, and in all
 _UNANSWERED = 1024  # requests of one connection
 _UNREAD_BYTES = 4 << 20  # of responses, above which a connection's next requests are not read
 _HANDSHAKE_S, _CONNECT_S = 10.0, 3.0
-_EXPIRE_S = 0.05  # between two looks for requests that have waited too long
+_EXPIRE_S = 0.05  # between two checks for requests past their deadline
 
 
 def _proof(token: str | None, of: bytes) -> bytes:
@@ -194,7 +194,7 @@ class _RankerConnection(FrameProtocol):
 
 @cache
 def rankers_thread() -> ShardsThread:
-    """The thread of all connections to shards of this process; it ends with the process."""
+    """The thread of all this process's connections to shard servers; it ends with the process."""
     return ShardsThread()
 
 
@@ -203,7 +203,7 @@ class ShardAddress(NamedTuple):
 
     Attributes:
         host, port: of its listener.
-        server_id: who is expected there.
+        server_id: the server that is expected there.
         max_request_bytes: of a request that it takes.
     """
 
@@ -292,9 +292,7 @@ class ShardConnection(FrameProtocol):
         if not self.is_open:
             return loop.call_soon(done, None, "UNAVAILABLE", self.why).cancel
         if len(request) > most:
-            why = (
-                f"it takes a request of {len(request)} bytes, and at most {most} may come: send fewer samples a request"
-            )
+            why = f"it takes a request of {len(request)} bytes, and at most {most} may come: send fewer samples per request"
             return loop.call_soon(done, None, "INVALID_ARGUMENT", why).cancel
         self._pending[number] = _Pending(deadline, done)
         self.send(number, request)
@@ -330,7 +328,7 @@ class ShardConnection(FrameProtocol):
         """See FrameProtocol."""
         if not self._greeted.done():
             self._greeted.set_exception(ConnectionError(self.why))
-            self._greeted.exception()  # somebody may not wait for it any more
+            self._greeted.exception()  # its caller may no longer wait for it
         if self._expires is not None:
             self._expires.cancel()
         was_open, self.is_open = self.is_open, False

@@ -1,4 +1,4 @@
-"""What a version is to ranker and shards: its content, not its name."""
+"""Identifies a version between ranker and shard servers by its content, not its name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class VersionSpec:
     world_size: int = 0
 
     def __str__(self) -> str:
-        """For people: the folder, its deltas, and the start of its content's name."""
+        """As text: the folder, its deltas, and the start of its key."""
         after = "".join(f" + {delta.rpartition('/')[2]}" for delta in self.deltas)
         return f"{self.folder}{after} ({self.key[:_SHOWN_DIGITS]})"
 

@@ -1,4 +1,4 @@
-/* Reading protobuf's wire format, bounds checked: what the compiled loops of this folder share. */
+/* Bounds-checked reading of protobuf's wire format, for the compiled loops of this folder. */
 
 #ifndef RECINFER_WIRE_READER_H
 #define RECINFER_WIRE_READER_H
@@ -17,7 +17,7 @@ typedef struct {
     Py_ssize_t size;
 } Span;
 
-/* The next varint; 0 where there is none. */
+/* The next varint; 0 if there is none. */
 static inline int read_varint(Reader *reader, uint64_t *value) {
     *value = 0;
     for (int shift = 0; shift < 63 && reader->at < reader->end; shift += 7) {

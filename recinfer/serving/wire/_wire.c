@@ -1,4 +1,4 @@
-/* Where the parts of a small LookupRequest or PredictRequest lie in its bytes, for those of the plain kind.
+/* Finds the parts of a small plain LookupRequest or PredictRequest in its bytes.
 
    Whatever is unusual, malformed or optional (weights, raw rows, fields in pieces, a context of several samples) gives None: then the protobuf
    runtime reads the message and reports what is wrong with it. */

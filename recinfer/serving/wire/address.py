@@ -1,4 +1,4 @@
-"""Addresses: as text; why one cannot be listened on, said before gRPC fails without a reason; and one held for others."""
+"""Addresses: their text form, a check with the reason why one cannot be bound, and a socket that reserves one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def join_address(host: str, port: int | str) -> str:
 
 
 def check_address(host: str, port: int) -> None:
-    """Bind and release the address: the system says why it cannot be had, gRPC does not; raises UnavailableError."""
+    """Bind and release the address, since the system says why it cannot be bound and gRPC does not; raises UnavailableError."""
     try:
         socket.create_server((host, port), family=_family(host)).close()
     except OSError as error:

@@ -68,7 +68,7 @@ def array_of(field: str, data: bytes, dtype: np.dtype, expected: int | None, why
 
 @lru_cache(maxsize=256)
 def _request_head(model: str, version: str, label: str) -> bytes:
-    # All requests of ours have these fields, by the same numbers.
+    # All requests of recinfer have these fields with the same numbers.
     return pb.LookupRequest(model=model, version=version, label=label).SerializeToString()
 
 

@@ -56,8 +56,8 @@ __all__ = [
 _INT32, _INT64, _FLOAT32, _UINT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4"), np.dtype("<u4")
 _TORCH = {_INT32: torch.int32, _INT64: torch.int64, _FLOAT32: torch.float32}
 
-# torch warns, once a process, that a tensor over ``bytes`` must not be written. Nothing here or behind it writes to
-# one: get that one warning over with where nobody sees it.
+# torch warns, once per process, that a tensor over ``bytes`` must not be written. No code of recinfer writes to one,
+# so the warning is triggered here once and suppressed.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)

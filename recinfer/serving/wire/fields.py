@@ -30,13 +30,13 @@ def bytes_field(number: int, *parts: Buffer) -> list[Buffer]:
 
 
 def field_head(number: int, size: int) -> bytes:
-    """What stands before the ``size`` bytes of a length-delimited field."""
+    """The tag and the length before the ``size`` bytes of a length-delimited field."""
     return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
 
 
 def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:
     """The elements of ``tensor`` as little-endian bytes of ``dtype``, row-major: a view where that is what it holds."""
-    # Each operator that has nothing to do costs as much as the copy of a small answer.
+    # Each operator without work costs as much as the copy of a small answer.
     if tensor.requires_grad or tensor.device.type != "cpu":
         tensor = tensor.detach().cpu()
     return array_bytes(tensor.numpy(), dtype)

@@ -1,11 +1,11 @@
-"""JSON bodies, as a second spelling of the protobuf messages: they are turned into those, so one code checks both.
+"""Converts JSON bodies to the protobuf messages, so that the same code checks both.
 
 Predict takes ``{"dense": [[...], ...], "features": {"C1": [[3, 7], [5]], "C2": [4, 9]}}`` and gives
-``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list of one list of ids a sample, or one id
-a sample; ``"weights"``, where present, holds weights of some features in the same form (an id without one weighs 1), and ``"context"`` holds features of one sample
-that go with all. Lookup takes the same without ``dense`` and
-gives ``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. ``model`` and ``version`` may
-be named in both.
+``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list with one list of ids, or one id, per
+sample. ``"weights"``, if present, holds weights of some features in the same form (an id without one weighs 1).
+``"context"`` holds features of one sample that go with all samples. Lookup takes the same without ``dense`` and gives
+``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. Both may name ``model`` and
+``version``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def parse_json(body: bytes | bytearray | str) -> dict[str, Any]:
 
 
 def json_text(value: Any) -> str:
-    """``value`` as JSON. What is not finite becomes null: JSON has no NaN, and a whole answer is lost to who reads one."""
+    """``value`` as JSON. NaN and infinity become null: JSON has neither, and clients fail on the whole answer."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:

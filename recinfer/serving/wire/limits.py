@@ -1,4 +1,4 @@
-"""How large a request may be, and all of them together: one frozen config that servers, the codec and the TorchServe handler share."""
+"""Limits of one request and of all requests together, shared by servers, the codec and the TorchServe handler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Limits:
         max_response_bytes: bytes of embeddings an answer may hold; known before the lookup runs.
         max_concurrent: calls that one connection may have open at a time; further ones wait at the client, but gRPC
             refuses some (UNAVAILABLE) when a client comes near it while the server is busy. So it is far above the bound
-            on what waits for a run (recinfer.serving.engine.scheduler.BatchConfig), which refuses with a word on when to come back.
+            on queued requests (recinfer.serving.engine.scheduler.BatchConfig), which refuses with a time to retry.
         memory_budget_bytes: bytes that the requests and answers of a process may hold together, from the first received byte
             to the last sent one; see recinfer.serving.engine.memory_budget.
     """

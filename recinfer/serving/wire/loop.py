@@ -1,4 +1,4 @@
-"""Event loops, and the one asyncio loop of the process that gRPC servers run on, in a thread of its own."""
+"""Event loops, and the process's one asyncio loop for gRPC servers, in a separate thread."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def new_loop() -> asyncio.AbstractEventLoop:
 def run_on_loop(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     """Run ``work`` on the loop, from any other thread, and wait for its result.
 
-    grpc.aio has one completion queue a process: two loops in two threads wake each other for nothing and log errors, so
+    grpc.aio has one completion queue per process: two loops in two threads wake each other needlessly and log errors, so
     all servers of a process share this loop. It is started by the first use and ends with the process.
     """
     return start_on_loop(work).result(timeout)
 
 
 def start_on_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin ``work`` on that loop, from any thread."""
+    """Start ``work`` on that loop, from any thread."""
     return asyncio.run_coroutine_threadsafe(work, _running())
 
 

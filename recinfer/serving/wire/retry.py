@@ -1,4 +1,4 @@
-"""What a status says besides its message: that a server of ours said it, and when to try again (gRPC's pushback header, RetryInfo)."""
+"""Trailing metadata of a status: whether a recinfer server sent it, and when to retry (gRPC's pushback header, RetryInfo)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAID = ("recinfer-said", "1")
 
 
 def has_said(trailing: Sequence[tuple[str, str | bytes]] | None) -> bool:
-    """Whether a server of ours ended a call, and not gRPC for want of an answer."""
+    """Whether a recinfer server ended the call, rather than gRPC because no server answered."""
     return any(tuple(pair) == _SAID for pair in trailing or ())
 
 

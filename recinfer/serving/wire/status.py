@@ -22,7 +22,7 @@ __all__ = ["Status", "error_of", "status_of"]
 
 @dataclass(frozen=True)
 class Status:
-    """What a client sees of an error.
+    """The form in which a client gets an error.
 
     Attributes:
         code: name of a ``grpc.StatusCode``, for example ``"INVALID_ARGUMENT"``.
@@ -35,7 +35,7 @@ class Status:
     message: str
 
 
-# First match wins. ConfigError and its like mean that the server's side is broken: nothing the caller sent is wrong.
+# First match wins. ConfigError and similar errors mean that the server is broken, not that the request is wrong.
 _TABLE: tuple[tuple[type[BaseException], str, int], ...] = (
     (InputError, "INVALID_ARGUMENT", 400),
     (NotPreparedError, "FAILED_PRECONDITION", 412),
@@ -62,7 +62,7 @@ _ERRORS: dict[str, type[RecinferError]] = {
 
 
 def status_of(error: BaseException) -> Status:
-    """The status a caller gets for ``error``; anything that is not a caller's affair becomes a bare INTERNAL."""
+    """The status a caller gets for ``error``; any error that is not the caller's becomes a bare INTERNAL."""
     for kind, code, http in _TABLE:
         if isinstance(error, kind):
             return _INTERNAL if code == "INTERNAL" else Status(code, http, _short(str(error)))

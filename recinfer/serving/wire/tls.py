@@ -1,4 +1,4 @@
-"""PEM files and bearer tokens, as clients and servers read and send them."""
+"""Reading of PEM files, and bearer tokens of clients and servers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def read_token(path: Path) -> str:
 
 
 def load_pem(context: ssl.SSLContext, cert: Path | None, key: Path | None, authority: Path | None) -> None:
-    """Put PEM files into ``context``: a certificate chain with its key, and who is believed; None: there is none.
+    """Put PEM files into ``context``: a certificate chain with its key, and the trusted authority; None: there is none.
 
     Raises:
         ConfigError: a file that cannot be read or holds something else, a key of another certificate or with a passphrase.
     """
     for path in (cert, key, authority):
         if path is not None:
-            read_file(path)  # ssl would not say which it is
+            read_file(path)  # ssl's error would not name the file
     try:
         if cert is not None:
             context.load_cert_chain(cert, key, password="")  # else ssl prompts for a passphrase on the terminal
@@ -49,7 +49,7 @@ def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc
             raise InputError("TLS: got a certificate without tls_ca, expected the server's authority too")
         return None
     try:
-        # gRPC would say of a wrong file that the server does not answer.
+        # With a wrong file, gRPC would report that the server does not answer.
         load_pem(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, key, ca)
     except ConfigError as error:
         raise InputError(str(error)) from None

@@ -31,7 +31,7 @@ _OPPOSITE = {
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What became of a call in several workers; one that died meanwhile is in neither list."""
+    """The results of a call in several workers; one that died meanwhile is in neither list."""
 
     made: list[tuple[WorkerProcess, dict[str, Any]]]
     failed: list[tuple[WorkerProcess, RecinferError]]
@@ -46,7 +46,7 @@ class ModelChanges:
 
     Attributes:
         lock: held while a change is made: who holds it may read what follows, and may say that a worker is ready.
-        state: the models that a worker in the place of another begins with; None: those that its command names.
+        state: the models with which a worker begins that replaces another; None: those that its command names.
         generation: of ``state``.
     """
 
@@ -93,7 +93,7 @@ class ModelChanges:
             return str(answer["answer"])
 
     def _begin_anew(self, failed: Sequence[tuple[WorkerProcess, RecinferError]]) -> None:
-        """End the workers that are not as the others are; those in their places are."""
+        """End the workers whose models differ from the others'; their replacements begin with the others' models."""
         for worker, error in failed:
             self._report(f"{worker.name} could not make a change and ends: {error}")
             worker.stale = True
@@ -114,7 +114,7 @@ def _check_all_answer(workers: Sequence[WorkerProcess]) -> None:
 
 
 def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProcess, RecinferError]]:
-    """Have those who made a change be as they were; who could not. The weights first: what has one is not unloaded."""
+    """Undo a change in the workers that made it; returns those that could not. Weights first: a version with one is not unloaded."""
     for worker, said in outcome.made:
         worker.connection.request("set_spread", spread=said["before"])
     opposite = _OPPOSITE.get(call)

@@ -1,4 +1,4 @@
-"""The connection between a supervisor and one of its workers: either end sends requests, the other answers; every message is JSON."""
+"""The connection between a supervisor and a worker: either end sends requests, the other answers; messages are JSON."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def _gone() -> UnavailableError:
 
 def _plain(what: str, error: BaseException) -> dict[str, str]:
     status = status_of(error)
-    if status.code == "INTERNAL":  # the peer gets no more than that
+    if status.code == "INTERNAL":  # the peer gets only this message
         _log.error("%s failed", what, exc_info=error)
     return {"code": status.code, "message": status.message}
 
 
 def _settle(future: Future[Any], found: Any) -> None:
-    with suppress(InvalidStateError):  # its caller does not wait any more
+    with suppress(InvalidStateError):  # its caller no longer waits
         if isinstance(found, RecinferError):
             future.set_exception(found)
         else:

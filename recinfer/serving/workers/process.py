@@ -17,11 +17,11 @@ from recinfer.serving.workers.connection import PeerConnection
 
 __all__ = ["WorkerProcess"]
 
-_LAST_WORDS_S = 5.0  # for what an ended process has sent and we have not read yet
+_LAST_WORDS_S = 5.0  # for unread messages of an ended process
 
 
 class WorkerProcess:
-    """A worker that has been started. May be used from any thread.
+    """A started worker process. May be used from any thread.
 
     Args:
         slot: which of the workers it is; the one that takes its place has the same number.
@@ -72,7 +72,7 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """As messages name it."""
+        """Its name in messages."""
         return f"worker {self.slot} (process {self.process.pid})"
 
     def first_line(self) -> dict[str, Any]:
@@ -111,13 +111,13 @@ class WorkerProcess:
             return max(self._unanswered_s, self._event_s)
 
     def status(self) -> Status | None:
-        """The status that it gave last."""
+        """Its last status."""
         with self._lock:
             self._read_beat()
             return self._status
 
     def kill(self, fault: str) -> None:
-        """End it at once; ``fault`` says why."""
+        """Kill it; ``fault`` says why."""
         self.fault = fault
         self.process.kill()
 

@@ -1,7 +1,7 @@
 """Several serving processes on one port: started, watched, replaced when one dies or hangs, drained together at the end.
 
 The supervisor loads no model and takes no traffic. It holds the port (bound, not listening), so that the workers can
-share it (SO_REUSEPORT) and nobody else takes it between two of them. Over a connection to each worker it notices at an
+share it (SO_REUSEPORT) and no other process takes it between two of them. Over a connection to each worker it notices at an
 interval how the worker is and what it counted, and has a change of models made in all of them or in none.
 """
 
@@ -31,9 +31,9 @@ _STEADY_S = 10.0  # a worker that served this long starts again at once
 _POLL_S = 0.05
 _BEATS = 10  # within the timeout
 _MAX_INTERVAL_S = 1.0  # between two: what a killed worker counted since the last one is lost
-_STATUS_S = 1.0  # a worker that does not say how it is within that is shown as it was
+_STATUS_S = 1.0  # a worker whose status does not arrive within that is shown with its last one
 _STOP_SLACK_S = 5.0  # for a worker to end, after its grace period
-_KILLED_S = 5.0  # for a killed one to be gone
+_KILLED_S = 5.0  # for a killed one to end
 
 
 class Supervisor:
@@ -55,7 +55,7 @@ class Supervisor:
             whatever ``command`` makes of its arguments, no worker becomes a supervisor.
 
     Attributes:
-        changes: of models; who calls ``submit`` on it has a change made in all workers.
+        changes: of models; its ``submit`` makes a change in all workers.
 
     Raises:
         ConfigError: no workers, no timeout, or this process is a worker itself.
@@ -140,7 +140,7 @@ class Supervisor:
         self._stopping = True
 
     def status(self) -> Status:
-        """The sum of what all workers counted, those that are gone too (see recinfer.serving.server.telemetry.metrics).
+        """The sum of all workers' counts, also of ended ones (see recinfer.serving.server.telemetry.metrics).
 
         A killed worker's counts are those of its last answer; what it counted after that is lost.
         """
@@ -163,7 +163,7 @@ class Supervisor:
                 continue
             looked += passed
             for worker in self._ready_workers():
-                # However long this process itself stood still: what answered meanwhile has not been read yet.
+                # However long this process itself was stopped: answers that arrived meanwhile are still unread.
                 if worker.silent_s(min(passed, 2 * self._interval)) > self._timeout:
                     worker.kill(f"hung (no answer for {self._timeout:g} s) and was killed")
                 worker.beat()
@@ -181,7 +181,7 @@ class Supervisor:
                 worker.process.send_signal(number)
 
     def _keep(self, slot: int) -> None:
-        """Run one worker after another in ``slot`` until the end."""
+        """Run a worker in ``slot``, and its replacements, until the end."""
         pause = 0.0
         while self._may_start(slot, pause):
             began = time.monotonic()
@@ -205,7 +205,7 @@ class Supervisor:
             self._report(f"{said}; {self._next_start(pause)}")
 
     def _run(self, worker: WorkerProcess, began: float) -> tuple[str, bool, bool]:
-        """Let it serve until it ends: how it ended, whether it had served for long, whether it was ended as stale."""
+        """Let it serve until it ends; returns how it ended, whether it had served for long, whether it was ended as stale."""
         with self._lock:
             self._workers[worker.slot] = worker
         if self._stopping:
@@ -270,7 +270,7 @@ class Supervisor:
 
 
 def _state_of(worker: WorkerProcess, seconds: float) -> dict[str, Any] | None:
-    """What it began with; None where it does not answer."""
+    """The state that it began with; None if it does not answer."""
     future = worker.connection.request("state")
     wait([future], timeout=seconds)
     return future.result() if future.done() and future.exception() is None else None

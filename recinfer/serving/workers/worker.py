@@ -57,17 +57,17 @@ class WorkerLink:
         self.restore = begun[0]
 
     def attach(self, server: Server, manager: StoreManager | None) -> None:
-        """From now on the supervisor's questions are about this server and its models."""
+        """Answer the supervisor's requests from now on with this server and its models."""
         self._server, self._manager = server, manager
 
     async def change(self, call: str, data: bytes) -> bytes:
         """An admin call, serialized, made in all workers; the serialized answer. Call on the serving loop."""
-        if call == "ListModels":  # changes nothing, and all have the same
+        if call == "ListModels":  # a listing changes nothing, and all workers have the same models
             assert self._server is not None
             return await self._server.admin_calls[call](data)
         if call == "Load" and self._manager is not None:
             request = codec.parse(pb.LoadRequest, data)
-            if not request.version:  # all are to load the version that is the newest now
+            if not request.version:  # all workers must load the version that is the newest now
                 request.version = self._manager.newest_version(request.model)
                 data = request.SerializeToString()
         future = self._peer.request("change", call=call, data=base64.b64encode(data).decode())

@@ -101,5 +101,5 @@ class Process:
             self.process.wait(60)
 
     def close(self) -> None:
-        """End it, however it is."""
+        """Kill it, also if it is stopped."""
         self.process.close()

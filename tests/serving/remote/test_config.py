@@ -1,4 +1,4 @@
-"""shards.json and the command line say what is wrong with them; messages and ids that do not fit are refused."""
+"""Errors of shards.json and the command line; refusal of messages and ids that do not fit."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_parts_that_do_not_fit_are_refused(archive: Path):
 
 @pytest.mark.parametrize("length_bytes", [1, 4])
 def test_an_answer_beyond_the_bound_is_refused_before_it_is_made(tmp_path: Path, length_bytes: int):
-    """A byte of length asks for a whole vector, so a message within its limit could fill the memory."""
+    """One byte of lengths requests a whole vector, so a message within its limit could fill the memory."""
     tables = ShardTables((0, 1, 2))
     key = tables.add(make_mixed(tmp_path, "table_wise"))
     batch, limits = 100_000, Limits(max_response_bytes=200_000)
@@ -171,7 +171,7 @@ def test_the_bound_of_an_answer_counts_all_parts_of_a_rank(tmp_path: Path):
 
 
 def test_a_shard_server_has_the_limits_that_it_is_given(archive: Path, monkeypatch: pytest.MonkeyPatch):
-    """A ranker with --max-message-mib needs shards with it too: its parts of a request are as long."""
+    """A ranker with --max-message-mib needs shard servers with it too: its parts of a request can be as long."""
     taken: list[Limits] = []
     monkeypatch.setattr("recinfer.serving.server.run.serve", lambda server, **_: taken.append(server._limits))
     done = CliRunner().invoke(app, ["serve", str(archive), "--ranks", "0", "--max-message-mib", "512"])

@@ -1,4 +1,4 @@
-"""Between ranker and shards, what goes from bytes to bytes is what the ordinary way sends and finds, to the byte, or nothing."""
+"""Between ranker and shards the byte path sends and returns exactly the decoded path's bytes, or declines."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def ordinary(service: InferenceService, call: CallName, data: bytes) -> bytes:
 
 
 def shard_messages(archive: Path, request: KeyedJaggedTensor, ranks: tuple[int, ...], key: str) -> bytes:
-    """What the ordinary way of a ranker sends to a server of ``ranks``."""
+    """The message of a ranker's decoded path to a server of ``ranks``."""
     opened = open_archive(archive, ranks=())
     bags = bags_of(request)
     parts = []
@@ -190,7 +190,7 @@ def test_a_shard_answers_from_the_bytes(tmp_path: Path, kind: str):
         key = tables.add(archive)
         for request in requests():
             data = shard_messages(archive, request, ranks, key)
-            if b"\x1a" in data[len(key) + 2 :]:  # somebody is asked for something
+            if b"\x1a" in data[len(key) + 2 :]:  # at least one rank gets a request
                 assert tables.find_directly(data, Limits()) == tables.find_any(data, Limits())
 
 
@@ -275,8 +275,8 @@ def test_a_ranker_splits_and_joins_as_the_ordinary_way(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize(("samples", "longest"), [(6_000, 1), (9_000, 9), (16_000, 3)])
-def test_thousands_of_samples_are_answered_as_few_are(tmp_path: Path, samples: int, longest: int):
-    """Over sockets, aside of the shards' reading threads, and as calls."""
+def test_thousands_of_samples_get_the_answers_of_few(tmp_path: Path, samples: int, longest: int):
+    """Over sockets, outside the shard servers' reading threads, and as calls."""
     archive = make_archive(tmp_path, "row_wise")
     with served(archive, tmp_path) as service:
         for seed in range(3):
@@ -321,7 +321,7 @@ def test_a_ranker_leaves_what_is_not_plain(tmp_path: Path):
             weighted,
             unknown,
             make_request(17_000),  # more samples than may be asked for
-            make_request(100, longest=3000),  # more ids than are split while others wait
+            make_request(100, longest=3000),  # more ids than the receiving thread splits
         ):
             assert BytePath(service).split("Lookup", codec.encode_lookup_request(request)) is None
         for dense, request in (
@@ -334,7 +334,7 @@ def test_a_ranker_leaves_what_is_not_plain(tmp_path: Path):
         begun, paths = 0, BytePath(service)
         for data in mutated(random.Random(3), starts, 3_000):
             asked = paths.split("Lookup", data)
-            if asked is not None:  # then the ordinary way takes it too
+            if asked is not None:  # then the decoded path accepts it too
                 begun += 1
                 sections = (
                     service.registry.get().predictor.lookups._splits[0].split(service.decode("Lookup", data).features)
@@ -345,7 +345,7 @@ def test_a_ranker_leaves_what_is_not_plain(tmp_path: Path):
         assert begun > 50
 
 
-def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
+def test_missing_rank_is_an_error_or_zeros_with_a_flag(tmp_path: Path):
     archive = allowing_default_rows(make_archive(tmp_path, "row_wise"), tmp_path / "allowing.rqa")
     data = codec.encode_lookup_request(make_request(3, 1, longest=1))
     predict = codec.encode_predict_request(torch.zeros(3, NUM_DENSE), make_request(3, 1, longest=1))
@@ -366,7 +366,7 @@ def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
             assert fan_out.default_rows[0] == 3
 
 
-def test_default_rows_need_the_manifests_word(tmp_path: Path):
+def test_default_rows_need_the_manifests_permission(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise")
     data = codec.encode_lookup_request(make_request(3, 1, longest=1))
     with served(archive, tmp_path) as service:
@@ -399,14 +399,14 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
             torch.testing.assert_close(outputs["output"], here.predict(torch.zeros(3, NUM_DENSE), request)["output"])
             scheduler = server.scheduler
             assert scheduler is not None
-            until(lambda: scheduler.state.running == 0)  # an answer is out before its worker is counted free
+            until(lambda: scheduler.state.running == 0)  # an answer is sent before its worker counts as free
             assert (scheduler.state.requests, scheduler.state.samples) == (2, 6)
             assert server.stats.requests() == {("Lookup", "OK"): 1, ("Predict", "OK"): 1}
             assert predictor.stages.state()["lookup"].count == before + 2
             assert server.stats.batch.state().count == 2
 
 
-def test_a_feature_left_out_is_refused_before_a_shard_is_asked(tmp_path: Path):
+def test_missing_feature_is_refused_before_a_request_to_a_shard(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise")
     some, dense = make_request(3, 6, keys=("d", "b")), torch.zeros(3, NUM_DENSE)
     with pytest.raises(InputError, match=r"^missing features: 'a', 'c', 'e'; got d, b") as here:

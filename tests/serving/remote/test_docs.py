@@ -1,4 +1,4 @@
-"""The commands of docs/tutorials/many-hosts.md run as they stand, on free ports."""
+"""The commands of docs/tutorials/many-hosts.md run unchanged, on free ports."""
 
 from __future__ import annotations
 

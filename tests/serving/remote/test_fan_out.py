@@ -1,4 +1,4 @@
-"""Requests that are fanned out to the shards: the same answers, hedges, retries, and errors that say what is wrong."""
+"""Fan-outs to the shards: the same answers, hedged requests, retries, and errors that name the cause."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def later(service: InferenceService, call: CallName, data: bytes, seconds: float
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas are asked in turns: no figure is young enough to prefer one."""
+    """Replicas get requests in turn: no measured latency is recent enough to prefer one."""
     monkeypatch.setattr("recinfer.serving.shards.replica._STALE_S", 0.0)
 
 
@@ -118,7 +118,7 @@ def test_parts_of_a_dense_run_side_by_side_are_the_whole_to_the_bit(tmp_path: Pa
 
 
 def large(batch: int = 400) -> tuple[torch.Tensor, KeyedJaggedTensor]:
-    """A prediction whose dense part is not run where small ones are without a look at how long it takes."""
+    """A prediction too large for its dense part to run on the shards' thread before its time has been measured."""
     request = torch.ones(batch, NUM_DENSE), make_request(batch, 3)
     assert 32 << 10 < len(codec.encode_predict_request(*request)) < 128 << 10
     return request
@@ -182,7 +182,7 @@ def test_a_dense_run_that_fails_is_answered_and_counted_once(tmp_path: Path, mon
 
         with monkeypatch.context() as patch:
             patch.setattr(type(predictor.state._engine), "arrays", fails)
-            # Only this way's run: the ordinary way has its own, and answers.
+            # Only the byte path's run: the decoded path has its own, and answers.
             torch.testing.assert_close(client.predict(*large())["output"], expected)
             patch.setattr(type(predictor.state._engine), "__call__", fails)
             with pytest.raises(RecinferError):
@@ -226,7 +226,7 @@ def test_a_shard_that_dies_on_the_way_of_a_large_prediction_is_answered_and_coun
         assert all(replica.outstanding == 0 for replica in fan_out.pool.everyone())
 
 
-def test_nobody_there_is_said_without_asking_the_others(tmp_path: Path):
+def test_rank_without_replica_fails_before_requests_to_other_ranks(tmp_path: Path):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
         fan_out = service.registry.get().predictor.lookups._fan_out
         fan_out.pool.replicas(0)[0].up = False
@@ -266,14 +266,14 @@ def begin(service: InferenceService, data: bytes, found: queue.SimpleQueue[Any])
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_rank_that_is_lost_on_the_way_is_an_error_or_flagged(tmp_path: Path, allowed: bool):
+def test_rank_lost_during_a_request_is_an_error_or_flagged(tmp_path: Path, allowed: bool):
     archive = make_archive(tmp_path, "row_wise")
     if allowed:
         archive = allowing_default_rows(archive, tmp_path / "allowing.rqa")
     with served(archive, tmp_path) as service:
         fan_out = service.registry.get().predictor.lookups._fan_out
         (lost,) = fan_out.pool.replicas(0)
-        lost._connection.is_open = False  # as it is in the moment before that is told
+        lost._connection.is_open = False  # as in the moment before the loss is noticed
         found, thread = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
         assert thread == "recinfer-shards"
         if allowed:
@@ -294,8 +294,8 @@ def test_a_request_that_cannot_be_sent_is_an_error_and_leaves_nothing_behind(
         until(lambda: all(replica.outstanding == 0 for replica in fan_out.pool.everyone()))
 
 
-def test_what_a_shard_does_not_take_is_the_callers_fault(tmp_path: Path):
-    """A shard with a lower limit than the ranker's: the client is told what to do, and the shard stays up."""
+def test_request_over_a_shards_limit_is_the_callers_error(tmp_path: Path):
+    """A shard with a lower limit than the ranker's: the client gets an error that says what to do, and the shard stays up."""
     with shard(make_archive(tmp_path, "row_wise"), (0, 1, 2), limits=Limits(max_response_bytes=2_000)) as server:
         path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
         with asking(path) as fan_out, ranking(service_of(make_archive(tmp_path, "row_wise"), fan_out)) as (_, client):
@@ -305,7 +305,7 @@ def test_what_a_shard_does_not_take_is_the_callers_fault(tmp_path: Path):
             assert fan_out.pool.everyone()[0].up
 
 
-def test_a_shard_that_is_full_is_said_to_be_and_another_is_asked(tmp_path: Path, turns: None):
+def test_full_shard_is_reported_and_another_replica_gets_the_request(tmp_path: Path, turns: None):
     with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fan_out, servers):
         data = codec.encode_lookup_request(make_request(3))
         expected = straight(service, "Lookup", data)
@@ -321,7 +321,7 @@ def test_a_shard_that_is_full_is_said_to_be_and_another_is_asked(tmp_path: Path,
         assert later(service, "Lookup", data)[0] == expected, "both are still up"
 
 
-def test_long_requests_hold_up_nobody(tmp_path: Path):
+def test_long_requests_do_not_delay_others(tmp_path: Path):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
         threads: list[tuple[int, str]] = []
         find = ShardTables.find
@@ -340,7 +340,7 @@ def test_long_requests_hold_up_nobody(tmp_path: Path):
             assert thread.startswith("recinfer-shard_" if length > 32 << 10 else "recinfer-shards"), length
 
 
-def test_a_request_that_is_too_long_for_a_shard_is_the_callers_fault(tmp_path: Path):
+def test_request_too_long_for_a_shard_is_the_callers_error(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise")
     with shard(archive, (0, 1, 2), limits=Limits(max_message_bytes=4_000)) as server:
         path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
@@ -362,8 +362,8 @@ def test_a_full_queue_refuses_whatever_way_a_request_would_take(tmp_path: Path, 
             paths.begin("Lookup", codec.encode_lookup_request(request), lambda found: None)
 
 
-def test_one_request_after_another_waits_for_nobody(tmp_path: Path):
-    """More requests at a time than there are connections, and each is answered with its own rows."""
+def test_concurrent_requests_do_not_wait_for_each_other(tmp_path: Path):
+    """More concurrent requests than connections; each is answered with its own rows."""
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
         messages = [codec.encode_lookup_request(make_request(1 + number % 7, number)) for number in range(60)]
         expected = [straight(service, "Lookup", data) for data in messages]
@@ -445,7 +445,7 @@ def test_without_hedges_a_slow_replica_is_waited_for_until_the_deadline(tmp_path
                 0.5,
                 2.0,
                 8.0,
-            ):  # the shards have to hear of it before its deadline: where that is late, once more
+            ):  # the shards must receive it before its deadline: if they did not, try again
                 found, _ = later(service, "Lookup", data, seconds)
                 assert isinstance(found, DeadlineError) and "before rank 0, 1, 2 had answered" in str(found)
                 if one.is_set() or two.is_set():
@@ -454,7 +454,7 @@ def test_without_hedges_a_slow_replica_is_waited_for_until_the_deadline(tmp_path
         until(lambda: all(replica.outstanding == 0 for replica in fan_out.pool.everyone()))
 
 
-def test_a_request_that_is_over_is_not_held_until_its_hedge_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_finished_request_is_freed_before_its_hedge_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.shards.fan_out_request._FIRST_HEDGE_S", 3600.0)
     with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, _, _):
         data = codec.encode_lookup_request(make_request(3))
@@ -469,7 +469,7 @@ def test_a_request_that_is_over_is_not_held_until_its_hedge_delay(tmp_path: Path
             gc.enable()
 
 
-def test_what_is_left_for_the_end_of_a_turn_comes_after_all_that_has_come(tmp_path: Path):
+def test_end_of_turn_work_runs_after_all_received_messages(tmp_path: Path):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
         fan_out = service.registry.get().predictor.lookups._fan_out
         seen: queue.SimpleQueue[str] = queue.SimpleQueue()

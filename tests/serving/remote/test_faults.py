@@ -1,4 +1,4 @@
-"""Replicas that die, stop, are slow and come back: real processes on 127.0.0.x, a ranker that nobody restarts."""
+"""Replicas that die, stop, are slow and come back: real processes on 127.0.0.x, and a ranker that is not restarted."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Fleet:
     here: Predictor | None = None
 
     def begin(self, rank: int, number: int) -> Process:
-        """Start a replica where it stands in shards.json."""
+        """Start a replica at its address in shards.json."""
         host, _, port = self.addresses[rank][number].rpartition(":")
         log = self.folder / f"shard-{rank}-{number}.log"
         return Process(self.archive, "--ranks", str(rank), "--host", host, "--port", port, log=log)
 
     def up(self, rank: int) -> int:
-        """How many replicas of a rank the ranker takes for up."""
+        """The number of replicas of a rank that the ranker considers up."""
         return sum(replica.up for replica in self.fan_out.pool.replicas(rank))
 
 
@@ -155,7 +155,7 @@ def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, cl
         fleet.fan_out._missing = "error"
     fleet.shards[1] = [fleet.begin(1, number) for number in range(2)]
     until(lambda: fleet.up(1) > 0)
-    assert client.lookup(request).missing_ranks == ()  # the first one already: nobody has to ask again
+    assert client.lookup(request).missing_ranks == ()  # the first request already succeeds
     until(lambda: fleet.up(1) == 2)
 
 
@@ -185,8 +185,8 @@ def test_a_stopping_replica_drains(fleet: Fleet, client: InferenceClient, predic
     until(lambda: fleet.up(1) == 2)
 
 
-def test_what_a_ranker_says_of_its_shards_is_not_said_of_the_ranker(fleet: Fleet, client: InferenceClient):
-    """That it runs is seen by its answer: nobody is to start another one, nor to believe that the client's time is over."""
+def test_shard_errors_are_not_reported_as_the_rankers_own(fleet: Fleet, client: InferenceClient):
+    """The ranker itself answered: the error must not suggest starting one, nor say that the client's timeout passed."""
     path, pool = fleet.folder / "shards.json", fleet.fan_out.pool
     write_shards(path, fleet.addresses, timeout_seconds=1.0)
     until(lambda: pool.config.settings.timeout_seconds == 1.0)
@@ -216,7 +216,7 @@ def test_replicas_are_added_without_a_restart(fleet: Fleet, client: InferenceCli
     write_shards(path, fewer)
     until(lambda: len(fleet.fan_out.pool.replicas(0)) == 1)
     client.lookup(make_request(1, 1)[1])
-    path.write_text("no JSON")  # the last list that made sense stays
+    path.write_text("no JSON")  # the last valid list stays
     fleet.fan_out.pool.reload()
     until(lambda: "the shards stay as they were" in caplog.text)
     client.lookup(make_request(1, 1)[1])

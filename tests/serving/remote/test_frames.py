@@ -1,5 +1,5 @@
-"""The framed transport: messages whole in whatever pieces they come, who may ask, what ends a connection, and that who asked is
-told, once."""
+"""The framed transport: messages in pieces of any size, authentication, what ends a connection, and that each request gets
+one response or error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def frame(number: int, message: bytes) -> bytes:
 
 
 class Answers:
-    """What is asked, and when it is answered: all but "later" at once, on the listener's thread."""
+    """Records requests and answers them at once on the listener's thread, except "later"."""
 
     def __init__(self) -> None:
         self.asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -83,7 +83,7 @@ def listening(
 
 
 class Asker:
-    """A ranker's connection, and who waits for what comes of it."""
+    """A ranker's connection, and the results of its requests."""
 
     def __init__(
         self, listener: ShardListener, token: str | None = None, server_id: bytes | None = None, **address: Any
@@ -155,7 +155,7 @@ def test_responses_that_nobody_reads_are_bounded():
 
 
 @pytest.mark.parametrize("request_bytes", [b"x", b"fail", b"much"])
-def test_a_request_gives_back_what_it_held(request_bytes: bytes):
+def test_finished_request_frees_its_memory(request_bytes: bytes):
     budget = MemoryBudget(3 * MUCH)
     with listening(budget=budget) as (_, listener):
         asker = Asker(listener).open()
@@ -177,7 +177,7 @@ def test_answers_come_in_any_order():
             assert ends.get(timeout=LONG) == (b"later %d" % number * 2, "OK", "")
 
 
-def test_who_has_waited_too_long_is_told_and_the_answer_is_nobody_elses():
+def test_request_past_its_deadline_fails_and_its_late_answer_is_dropped():
     with listening() as (answers, listener):
         asker = Asker(listener).open()
         expired, _ = asker.begin(b"later 1", 0.0)
@@ -191,7 +191,7 @@ def test_who_has_waited_too_long_is_told_and_the_answer_is_nobody_elses():
         assert expired.empty() and forgotten.empty() and not asker.connection._pending
 
 
-def test_what_one_connection_may_have_unanswered_is_bounded():
+def test_unanswered_requests_of_a_connection_are_bounded():
     with listening() as (answers, listener):
         asker = Asker(listener).open()
         first, _ = asker.begin(b"later" + bytes(MOST - 10))
@@ -202,7 +202,7 @@ def test_what_one_connection_may_have_unanswered_is_bounded():
         assert asker.ask(bytes(6)) == (bytes(12), "OK", "")
 
 
-def test_a_server_that_stops_and_one_that_fails_tell_who_waits():
+def test_waiting_requests_fail_when_the_server_stops_or_fails():
     for how in ("stop", "fail"):
         with listening() as (answers, listener):
             asker = Asker(listener).open()
@@ -217,7 +217,7 @@ def test_a_server_that_stops_and_one_that_fails_tell_who_waits():
             assert asker.lost.get(timeout=LONG) and asker.lost.empty() and not asker.connection.is_open
 
 
-# -- who may ask ------------------------------------------------------------------------------------------------------
+# -- authentication ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", [None, "another-token-of-the-same", TOKEN])
@@ -231,13 +231,13 @@ def test_a_token_is_proved(token: str | None):
             assert answers.asked.empty()
 
 
-def test_a_token_that_nobody_asks_for_is_no_fault():
+def test_token_that_the_server_does_not_need_is_accepted():
     with listening() as (_, listener):
         assert Asker(listener, TOKEN).open().ask(b"x") == (b"xx", "OK", "")
 
 
 def test_a_token_is_never_sent():
-    """Somebody who listens in its place, and does not know who it was, is told nothing at all."""
+    """A listener at the server's address that does not know the server's id gets no data at all."""
     with listening(TOKEN) as (_, listener), pytest.raises(UnavailableError, match="another server"):
         Asker(listener, TOKEN, server_id=bytes(32)).open()
     with socket.create_server(("127.0.0.1", 0)) as other, listening() as (_, listener):
@@ -329,7 +329,7 @@ def rest(sock: socket.socket, *data: bytes) -> bytes:
 
 
 def test_any_pieces():
-    """Cut at any byte, several in a piece, and the beginning of a head by itself."""
+    """Cut at any byte, several messages in a piece, and the beginning of a head alone."""
     draw = random.Random(0)
     messages = [draw.randbytes(draw.choice([0, 1, 2, 30, MOST])) for _ in range(200)]
     data = b"".join(frame(number + 7, message) for number, message in enumerate(messages))
@@ -357,7 +357,7 @@ def test_a_proof_is_of_one_connection():
         assert answers.asked.get() == b"x" and answers.asked.empty()
 
 
-def test_junk_and_what_is_too_long_end_a_connection_alone():
+def test_junk_and_oversized_frames_end_only_their_connection():
     draw = random.Random(0)
     with listening() as (_, listener):
         asker = Asker(listener).open()
@@ -370,14 +370,14 @@ def test_junk_and_what_is_too_long_end_a_connection_alone():
         until(lambda: not listener.unproved and len(listener.thread.connections) == 1)
 
 
-def test_who_does_not_read_is_not_read_and_closed_in_the_end(monkeypatch: pytest.MonkeyPatch):
+def test_peer_that_does_not_read_is_not_read_and_finally_closed(monkeypatch: pytest.MonkeyPatch):
     with listening() as (answers, listener), talking(listener) as sock:
         sock.sendall(frame(1, b"much"))
         until(lambda: not answers.asked.empty())
         for _ in range(50):
             sock.sendall(frame(2, b"much"))
         asker = Asker(listener).open()
-        for _ in range(10):  # whatever else had been read by now would have been asked
+        for _ in range(10):  # any other request that had been read would have been recorded by now
             assert asker.ask(b"x") == (b"xx", "OK", "")
         asked = [answers.asked.get() for _ in range(answers.asked.qsize())]
         assert asked.count(b"much") <= 2
@@ -389,7 +389,7 @@ def test_who_does_not_read_is_not_read_and_closed_in_the_end(monkeypatch: pytest
         until(lambda: "read nothing" in slow.why and slow not in listener.thread.connections)
 
 
-def test_who_has_proved_nothing_is_given_no_memory():
+def test_peer_without_proof_of_its_token_gets_no_memory():
     with listening() as (_, listener):
         listener.max_request_bytes = 1 << 30
         with talking(listener, None) as sock:
@@ -419,7 +419,7 @@ def test_a_port_that_is_taken_is_named():
 # -- the thread -------------------------------------------------------------------------------------------------------
 
 
-def test_what_other_threads_hand_over_is_done_in_order_and_one_failure_loses_no_other(
+def test_actions_of_other_threads_run_in_order_and_one_failure_loses_no_other(
     caplog: pytest.LogCaptureFixture,
 ):
     thread = ShardsThread()

@@ -1,4 +1,4 @@
-"""Shards behind a token and mutual TLS, asked by a ranker of two workers: real processes, certificates made here."""
+"""Shard servers with a token and mutual TLS, and a ranker of two workers: real processes, certificates made here."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_workers_share_a_port_and_the_shards(archive: Path, tmp_path: Path):
         stack.callback(ranker.close)
         until(lambda: re.search(r'"port".*\n', ranker.said) is not None)
         assert json.loads(next(line for line in ranker.said.splitlines() if '"port"' in line))["port"] == port
-        for _ in range(6):  # a connection each, so that both workers are asked
+        for _ in range(6):  # a connection each, so that both workers get requests
             with InferenceClient(f"127.0.0.1:{port}", timeout=60) as client:
                 client.wait_until_ready(60)  # this worker has its shards
                 assert torch.equal(client.lookup(features).pooled.values(), expected)

@@ -1,4 +1,4 @@
-"""Answers of shards that are not what was asked for: each is a failed attempt, and another replica is asked."""
+"""Malformed answers of shards: each is a failed attempt, and another replica gets the request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_without_another_replica_the_request_is_unavailable_at_once(tmp_path: Pa
 @pytest.mark.parametrize("answer", MALFORMED.values(), ids=MALFORMED)
 def test_another_replica_is_asked(tmp_path: Path, answer: bytes, monkeypatch: pytest.MonkeyPatch):
     archive = make_archive(tmp_path, "row_wise")
-    monkeypatch.setattr("recinfer.serving.shards.replica._STALE_S", 0.0)  # replicas are asked in turns
+    monkeypatch.setattr("recinfer.serving.shards.replica._STALE_S", 0.0)  # replicas get requests in turn
     with replicated(archive, tmp_path, hedge=False) as (service, fan_out, servers):
         data = codec.encode_lookup_request(make_request(4))
         expected, _ = later(service, "Lookup", data)

@@ -1,4 +1,4 @@
-"""Answers whose rows are as the tables store them: the floats that come out are those that would have been sent, to the bit."""
+"""Answers with rows as the tables store them: unpacked, they equal the floats of a plain answer bit for bit."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_what_is_unpacked_is_what_is_pooled(
             assert packed == bytes(len(widths))
 
 
-def test_ids_and_places_that_are_not_there() -> None:
+def test_ids_and_places_out_of_range() -> None:
     case = Case([DataType.INT8], [8, 16], 4, 1, PoolingType.SUM, True)
     for bad in (-1, 90, 2**40, -(2**63)):
         ids = case.ids.clone()
@@ -124,7 +124,7 @@ def test_ids_and_places_that_are_not_there() -> None:
         packed_by(case, into=np.zeros((4, 24), np.float32))
 
 
-def test_bytes_that_nobody_packed() -> None:
+def test_random_bytes_instead_of_packed_rows() -> None:
     case = Case([DataType.INT8, DataType.INT4], [8, 16, 20], 70, 1, PoolingType.SUM, True)
     packed, pairs = packed_by(case), pairs_for(case)
     assert packed is not None
@@ -149,7 +149,7 @@ def test_bytes_that_nobody_packed() -> None:
         with pytest.raises(ValueError, match="columns outside the answer"):
             joined(case, packed, changed)
     generator = random.Random(2)
-    for data in mutated(generator, [packed], 2_000):  # whatever they give, nothing beyond them is read
+    for data in mutated(generator, [packed], 2_000):  # whatever the result, nothing beyond them is read
         with suppress(ValueError):
             joined(case, data, pairs)
 
@@ -198,7 +198,7 @@ def test_a_shards_packed_answer_is_its_plain_one(tmp_path: Path, kind: str, prec
 
 
 def test_a_shard_that_cannot_pack_sends_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that is older than packed answers, or is asked for too much at a time."""
+    """As a shard server that is older than packed answers, or gets too large a request."""
     archive = make_archive(tmp_path, "table_wise")
     layout = layout_of(archive)
     tables = ShardTables(tuple(layout.ranks))

@@ -1,4 +1,4 @@
-"""Following shards.json: what it names is taken as a whole or not at all, and nobody is without a replica in between."""
+"""Changes of shards.json: applied as a whole or not at all, and every rank keeps a replica meanwhile."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_rank_that_is_needed_stays(tmp_path: Path, caplog: pytest.LogCaptureFi
             assert sorted(fan_out.pool.config.ranks) == [0, 1, 2] == sorted(fan_out.pool._listed)
 
 
-def test_what_cannot_be_taken_is_told_once_and_taken_later(
+def test_invalid_list_is_logged_once_and_a_later_valid_one_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     archive, path = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json"
@@ -75,8 +75,8 @@ def test_what_cannot_be_taken_is_told_once_and_taken_later(
         until(lambda: all(each.up for each in pool.everyone()))
 
 
-def test_settings_that_change_reach_who_is_there(tmp_path: Path):
-    """A server that takes the new token alone is asked with it, and until it can be, the old connection stays."""
+def test_changed_settings_reach_existing_replicas(tmp_path: Path):
+    """A server that accepts only the new token gets requests with it; until it is reachable, the old connection stays."""
     archive, path, token = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json", tmp_path / "token"
     token.write_text(TOKENS[0])
     with shard(archive, (0, 1, 2), security=Security(token=TOKENS[0])) as server:
@@ -91,7 +91,7 @@ def test_settings_that_change_reach_who_is_there(tmp_path: Path):
             there.lookup(make_request(4))
             (tmp_path / "other").write_text(TOKENS[1])
             write_shards(path, ranks, token_file=str(tmp_path / "other"), timeout_seconds=0.2)
-            until(lambda: fan_out.pool.everyone() != [second])  # the file says so, though nobody takes it
+            until(lambda: fan_out.pool.everyone() != [second])  # the file says so, though no server accepts it
             (third,) = fan_out.pool.everyone()
             assert third._metadata == (("authorization", f"Bearer {TOKENS[1]}"),) and not third.up
 
@@ -126,7 +126,7 @@ def test_an_address_that_is_replaced_stays_until_the_new_one_can_be_asked(
         assert made[0].up and fan_out.calls["failed"] == 0
 
 
-def test_a_new_address_that_nobody_answers_is_taken_after_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_new_address_without_an_answer_is_used_after_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     archive, path, nobody = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json", f"127.0.0.2:{free_port()}"
     with (
         shard(archive, (0, 1, 2)) as server,

@@ -1,4 +1,4 @@
-"""REST of a ranker without a living replica of a rank: 503 with a sentence, or an answer that says what it lacks."""
+"""REST of a ranker without a usable replica of a rank: 503 and a sentence, or an answer that lists the missing rank."""
 
 from __future__ import annotations
 

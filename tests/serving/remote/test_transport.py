@@ -1,4 +1,4 @@
-"""Remote shards give what one process gives: every sharding type, pooling, precision and shape of request."""
+"""Remote shards give the answers of one process: every sharding type, pooling, precision and shape of request."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_no_ids_at_all(tmp_path: Path):
     with remote(archive, GROUPS, tmp_path) as there:
         before = there.lookups._fan_out.calls["sent"]
         same(there.lookup(nothing), load(archive).lookup(nothing), exact=True)
-        assert there.lookups._fan_out.calls["sent"] == before  # nobody needs to be asked
+        assert there.lookups._fan_out.calls["sent"] == before  # no rank gets a request
 
 
 def test_a_replica_of_several_ranks_gets_one_request(tmp_path: Path):
@@ -110,7 +110,7 @@ def test_shards_ask_for_a_token(tmp_path: Path):
 
 
 def test_why_there_is_no_connection_is_said(tmp_path: Path):
-    """Nobody there, a name that is none, TLS at one end alone: who starts a ranker has to be told which."""
+    """No server, an unknown name, TLS at one end only: the error names the cause."""
     with asking(write_shards(tmp_path / "s.json", {0: [f"127.0.0.1:{free_port()}"]}), ready=False) as fan_out:
         until(lambda: "refused" in fan_out.pool.addresses(0), 20.0)
 
@@ -120,7 +120,7 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
     with shard(archive, (0, 1, 2)) as server:
         name = f"dns:///localhost:{server.port}"
         path = write_shards(tmp_path / "s.json", {key: [name] for key in range(3)})
-        with asking(path, ready=False) as fan_out:  # some of its addresses are those of nobody
+        with asking(path, ready=False) as fan_out:  # at some of its addresses no server listens
             until(lambda: any(replica.up for replica in fan_out.pool.replicas(0)))
             request = make_request(4)
             same(
@@ -131,8 +131,8 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
             assert server.target in {replica.target for replica in fan_out.pool.replicas(0)}
 
 
-def test_who_does_not_have_a_rank_is_not_asked_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """shards.json lists a server under a rank that it was not started with: a slip of who wrote it."""
+def test_server_without_a_rank_gets_no_requests_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """shards.json lists a server under a rank that it does not hold: a mistake in the file."""
     archive, path, request = make_archive(tmp_path, "row_wise"), tmp_path / "s.json", make_request(6)
     expected = load(archive).lookup(request)
     with shard(archive, (0, 1, 2)) as whole, shard(archive, (1, 2), "127.0.0.2") as part:
@@ -199,11 +199,13 @@ def test_a_replica_that_is_taken_from_the_list_still_answers_what_it_was_asked(t
         patient = {"hedge": False, "timeout_seconds": 60.0}
         with asking(write_shards(path, {key: [one.target] for key in range(3)}, **patient)) as fan_out:
             predictor = load(archive, lookups=remote_lookups(fan_out))
-            request = make_request(5000)  # so long that a thread beside the loop answers it
+            request = make_request(5000)  # so long that a worker thread answers it
             expected = predictor.lookup(request)
             one.tables.find = slow_find  # type: ignore[method-assign]
             for rank in range(3):
-                fan_out.times(rank, 5000).p95 = 60.0  # so the other replica is not asked because this one takes long
+                fan_out.times(
+                    rank, 5000
+                ).p95 = 60.0  # so the other replica gets no hedged request because this one is slow
             with ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(predictor.lookup, request)
                 assert asked.wait(60)

@@ -212,7 +212,7 @@ def test_a_ranker_starts_with_a_delta_before_its_shards(archives: dict[str, Path
         ranker.close()
 
 
-def test_a_replica_that_lost_a_version_gets_it_before_it_is_asked(archives: dict[str, Path], tmp_path: Path):
+def test_replica_that_lost_a_version_gets_it_before_requests(archives: dict[str, Path], tmp_path: Path):
     expected = {version: answer(path) for version, path in archives.items()}
     with rolling(archives, tmp_path) as roll:
         roll.bring(archives["2"], "2")
@@ -255,7 +255,7 @@ def test_only_the_store_is_read_and_few_versions_stay(archives: dict[str, Path],
     assert len(held) == MAX_VERSIONS and first not in held
 
 
-def test_a_replica_that_restarts_has_what_is_asked_for_of_many_versions(tmp_path: Path):
+def test_restarted_replica_has_the_requested_one_of_many_versions(tmp_path: Path):
     """More versions are loaded than a shard server keeps; requests go to the oldest."""
     store, count = tmp_path / "store", MAX_VERSIONS + 2
     for number in range(1, count + 1):
@@ -292,7 +292,7 @@ def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
         with asking(path) as fan_out:
             there = load(archives["1"], lookups=remote_lookups(fan_out))
             key = there.lookups.spec.key  # type: ignore[union-attr]
-            ahead[0] += 2 * _WANTED_S  # what was said at first does not count any more
+            ahead[0] += 2 * _WANTED_S  # the first report no longer counts
             until(lambda: server.tables._wanted[key] > clock.monotonic())
             for archive in others:
                 server.tables.add(archive)
@@ -304,14 +304,14 @@ def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
             server.tables.add(others[0])
             return key not in set(server.tables.keys())
 
-        until(is_gone)  # nobody wants it any more
+        until(is_gone)  # no ranker has it loaded any longer
 
 
 @pytest.mark.parametrize("role", [("--ranks", "0"), ("--shards", "s.json")])
-def test_a_version_that_is_still_copied_is_passed_over(
+def test_version_that_is_still_copied_is_skipped(
     archives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: tuple[str, str]
 ):
-    """Who starts meanwhile serves the one before, as a server of whole models does."""
+    """A server that starts meanwhile serves the version before, as a server of all ranks does."""
     shutil.copytree(archives["1"], tmp_path / "store" / MODEL / "1")
     half = tmp_path / "store" / MODEL / "2"
     half.mkdir()
@@ -333,7 +333,7 @@ def test_a_version_that_is_still_copied_is_passed_over(
 
 
 def test_models_do_not_push_each_other_out(archives: dict[str, Path], tmp_path: Path):
-    """A shard server of a store of many models holds one version of each, and all of them are asked for."""
+    """A shard server of a store of many models holds one version of each, and all of them get requests."""
     tables, keys = ShardTables((0,)), []
     for number in range(MAX_VERSIONS + 2):
         archive = tmp_path / str(number)

@@ -72,7 +72,7 @@ def _common_paths() -> dict[str, Any]:
 
 
 def _model_paths(model: ServedModel, prefix: str, examples: dict[str, Any], labels: list[str]) -> dict[str, Any]:
-    """Of one model: by itself, by a version, and in V1 by a label where it has labels."""
+    """The paths of one model: alone, with a version, and in V1 with a label if it has labels."""
     found: dict[str, Any] = {}
     version = {"name": "version", "schema": {"type": "string", "default": model.version}}
     label = {"name": "label", "schema": {"type": "string", "enum": labels, "default": labels[0]}} if labels else None

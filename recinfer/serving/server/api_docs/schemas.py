@@ -26,7 +26,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class ModelSchemas:
-    """What one model takes and gives.
+    """Schemas and examples of one model's requests and answers.
 
     Attributes:
         components: JSON Schemas by name.

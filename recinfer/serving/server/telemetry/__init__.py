@@ -1,1 +1,1 @@
-"""What a server shows of itself: metrics, a log line and a span a request, the status page."""
+"""Metrics, a log line and a span per request, and the status page of a server."""

@@ -1,4 +1,4 @@
-"""What a server shows of itself, as plain data: read where it is counted, and summed over the processes of one server.
+"""A server's status as plain data: counts read where they are kept, and sums over the processes of one server.
 
 A status is a JSON object. Its counts only grow, so that who looks twice has a rate:
 
@@ -138,7 +138,7 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
 
 
 def _merge_shards(running: Sequence[Status], everything: Sequence[Status]) -> dict[str, Any] | None:
-    """Counts of all, and the replicas as the processes that run see them: up where all that list one say so, as requests come to each."""
+    """Counts of all processes, and the replicas: up if every running process that lists one says so."""
     rankers = [status["shards"] for status in everything if status.get("shards") is not None]
     if not rankers:
         return None
@@ -157,7 +157,7 @@ def _merge_shards(running: Sequence[Status], everything: Sequence[Status]) -> di
 
 
 def only_counts(status: Status) -> Status:
-    """What stays of the status of a process that has ended: its counts, not what it held."""
+    """The part of an ended process's status that stays in the sums: its counts, not its memory."""
     queue = status["queue"]
     return status | {
         "workers": 0,

@@ -1,4 +1,4 @@
-"""What is recorded about each request: counted, written to the log as one JSON line, and traced where OpenTelemetry is.
+"""Records each request: counts, a JSON line in the log, and a span if OpenTelemetry is installed.
 
 A request's id is its ``x-request-id`` metadata (or HTTP header), else a new one.
 """
@@ -62,7 +62,7 @@ class Observer:
         self._tell(call, code, seconds, headers, num_bytes, protocol)
 
     def refused(self, call: str, code: str, headers: Any = None) -> None:
-        """Count, log and trace one that was refused as it arrived; it took no time to speak of."""
+        """Count, log and trace a request that was refused on arrival, with a duration of 0."""
         self.stats.count(call, code)
         self._tell(call, code, 0.0, headers, 0, "grpc")
 
@@ -131,7 +131,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_as_json(*, requests: bool = True) -> None:
-    """Write the package's log to stderr as JSON lines, with one line a request unless ``requests`` is False."""
+    """Write the package's log to stderr as JSON lines, with one line per request unless ``requests`` is False."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     package = logging.getLogger("recinfer")

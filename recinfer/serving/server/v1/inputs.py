@@ -58,7 +58,7 @@ class ModelInputs:
     _layouts: LruCache[tuple[str, ...], Layout] = field(default_factory=lambda: LruCache(_MAX_LAYOUTS), repr=False)
 
     def layout(self, names: tuple[str, ...], field: str, *, with_dense: bool) -> Layout:
-        """That of a request with these inputs; ``field`` is where they stand.
+        """The layout of a request with these inputs; ``field`` is their place in the body.
 
         Raises:
             InputError: an input that the model has not, or some dense columns without the others.
@@ -105,7 +105,7 @@ _known: WeakKeyDictionary[Predictor, ModelInputs] = WeakKeyDictionary()
 
 
 def inputs_of(predictor: Predictor) -> ModelInputs:
-    """What ``predictor`` takes."""
+    """The inputs of ``predictor``."""
     found = _known.get(predictor)
     if found is None:
         found = _known[predictor] = _inputs(predictor)
@@ -135,7 +135,7 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 def text_of(value: object) -> str:
-    """``value`` as an error shows it: in JSON's words, and short."""
+    """``value`` for an error message: as JSON, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]  # type: ignore[index]
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""A V1 body, rows or columns of JSON, becomes a request of ours: flat arrays of ids, lengths, weights and dense numbers.
+"""Converts a V1 body, rows or columns of JSON, to recinfer's request: flat arrays of ids, lengths, weights, dense numbers.
 
-A sample's cell of a feature is a list of ids, one id, or ``{"ids": [...], "weights": [...]}``. Ids are told apart from
-other numbers by their JSON type: 3 is one, 3.0 and true are none.
+A sample's cell of a feature is a list of ids, one id, or ``{"ids": [...], "weights": [...]}``. Ids differ from
+other numbers by their JSON type: 3 is an id, 3.0 and true are not.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _check_signature(name: Any, call: CallName) -> None:
 
 
 class _Table:
-    """The cells of B samples: of each feature B, and of the dense columns one row a sample (None: no dense input)."""
+    """The cells of B samples: B of each feature, and one row of dense numbers per sample (None: no dense input)."""
 
     def __init__(
         self, in_rows: bool, features: tuple[str, ...], cells: Sequence[_Cells], dense: tuple[str, ...], rows: _Cells
