@@ -153,7 +153,7 @@ def test_target_name_holds_a_complete_archive_or_none(tmp_path: Path, verb: str)
     ended, out, err = run_program(code, verb, tmp_path, 5)
     assert ended == 0, err[-2000:]
     found = json.loads(out)
-    assert found["faults"] == []
+    assert found["faults"] == [], err[-6000:]
     for how, ended in {"INT": 130, "KILL": -9, "DISK": 28}.items():
         assert set(found["codes"][how]) <= {0, ended}, err[-2000:]
     assert {130, -9} & {*found["codes"]["INT"], *found["codes"]["KILL"]} and 28 in found["codes"]["DISK"]
