@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
