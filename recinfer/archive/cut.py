@@ -57,7 +57,7 @@ def cut_model(
         model: not changed; its dense parameters may be on meta.
         leaves: its embedding modules; their tables are neither copied nor read.
         load: fills the parameters and buffers of the model without its leaves.
-        num_dense: columns of the dense input, if no Linear layer determines them.
+        num_dense: columns of the dense input, if no Linear layer or matrix product determines them.
 
     Returns:
         the dense part, or None if the model is a single embedding module.
@@ -135,14 +135,29 @@ def _call(body: nn.Module, dense: Mapping[str, Tensor]) -> Any:
 
 
 class _FindDense(TorchFunctionMode):
-    """Finds the Linear layer that reads the dense input, by the width of a probe input."""
+    """Finds the Linear layer or the matrix product that reads the dense input, by the width of a probe input."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is nn.functional.linear and len(args) >= 2:
-            extra = args[0].shape[-1] - _PROBE_WIDTH
-            if extra >= 0 and args[1].shape[-1] > extra:
-                raise _Found(args[1].shape[-1] - extra)
+        given, taken = _inner_sizes(function, args)
+        extra = given - _PROBE_WIDTH
+        if extra >= 0 and given != taken > extra:
+            raise _Found(taken - extra)
         return function(*args, **(kwargs or {}))
+
+
+_PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+
+
+def _inner_sizes(function: Any, args: Any) -> tuple[int, int]:
+    """The two sizes that ``function`` contracts, the larger one first; (0, 0) if it contracts none."""
+    if len(args) < 2 or not all(isinstance(value, Tensor) and value.dim() >= 2 for value in args[:2]):
+        return 0, 0
+    if function is nn.functional.linear:
+        return args[0].shape[-1], args[1].shape[-1]
+    if function in _PRODUCTS:  # crossnets multiply by their weights as they are
+        sizes = args[0].shape[-1], args[1].shape[-2]
+        return max(sizes), min(sizes)
+    return 0, 0
 
 
 def _discover(body: nn.Module, slots: Slots, num_dense: int | None) -> tuple[str, int]:
@@ -171,7 +186,9 @@ def _discover(body: nn.Module, slots: Slots, num_dense: int | None) -> tuple[str
             raise ConfigError(f"num_dense is {num_dense}, but forward uses no dense tensor")
         return "", 0
     if width is None:
-        raise ConfigError(f"no Linear layer reads the dense input {path!r}, so its width is not known; give num_dense")
+        raise ConfigError(
+            f"no Linear layer or matrix product reads the dense input {path!r}, so its width is not known; give num_dense"
+        )
     return path, width
 
 

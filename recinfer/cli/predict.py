@@ -143,6 +143,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
     first: list[list[str]] = []
     errors: list[dict[str, Any]] = []
     names: list[str] | None = None
+    missing: set[int] = set()
     waiting: list[tuple[int, str]] = []  # rows that failed before one gave the outputs' names
     columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
     with (
@@ -163,10 +164,11 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
                 writer.writerows([at, *("" for _ in names), error] for at, error in waiting)
                 waiting.clear()
             if row.outputs is not None:
-                cells = [_text(row.outputs[name]) for name in names or ()]
-                writer.writerow([row.index, *cells, ""])
+                missing.update(row.outputs.missing)
+                values = [row.outputs[name] for name in names or ()]
+                writer.writerow([row.index, *map(_exact_text, values), ""])
                 if len(first) < _SHOWN:
-                    first.append([str(row.index), *cells])
+                    first.append([str(row.index), *map(_text, values)])
             elif names is None:
                 waiting.append((row.index, str(row.error)))
                 if len(waiting) > _ALL_FAIL and row.error is not None:
@@ -178,6 +180,8 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
         if names is None:
             writer.writerow(["row", "error"])
             writer.writerows(waiting)
+    if missing:
+        output.show(missing_text(sorted(missing)))
     table = Table("row", *(names or ()))
     for cells in first:
         table.add_row(*cells)
@@ -185,7 +189,9 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
     for error in errors:
         output.show(escape(f"row {error['row']}: {error['error']}"))
     output.show(f"{done:,} rows, {failed:,} failed" + (f"; wrote {options.out}" if options.out else ""))
-    output.finish({"rows": done, "failed": failed, "errors": errors, "out": options.out})
+    output.finish(
+        {"rows": done, "failed": failed, "missing_ranks": sorted(missing), "errors": errors, "out": options.out}
+    )
     if failed:
         raise typer.Exit(EXIT_FAILED_CHECK)
 
@@ -277,7 +283,12 @@ def _write(path: Path, outputs: dict[str, NDArray[Any]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(outputs)
-        writer.writerows(zip(*([_text(row) for row in values] for values in outputs.values())))
+        writer.writerows(zip(*(map(_exact_text, values) for values in outputs.values())))
+
+
+def _exact_text(values: NDArray[Any]) -> str:
+    """The shortest digits that read back as the same float32: scores that differ must not become equal in a file."""
+    return " ".join(map(str, values.reshape(-1)))
 
 
 def _text(values: NDArray[Any]) -> str:

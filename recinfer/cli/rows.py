@@ -14,6 +14,8 @@ from recinfer.serving.client.bulk import DENSE
 __all__ = ["read_rows"]
 
 _READ_ROWS = 4096  # of a parquet file at a time
+_TEXT = {"encoding": "utf-8-sig", "errors": "replace"}
+"""Spreadsheets write a byte order mark. Bytes that are no UTF-8 make their row fail, not the whole file."""
 
 
 def read_rows(path: Path) -> Iterator[Any]:
@@ -39,7 +41,7 @@ def read_rows(path: Path) -> Iterator[Any]:
 def _csv(path: Path) -> Iterator[Any]:
     """Read one column per feature, with ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and ``dense``,
     numbers."""
-    with path.open(newline="") as file:
+    with path.open(newline="", **_TEXT) as file:
         reader = csv.DictReader(file, strict=True)
         while True:
             try:
@@ -74,7 +76,7 @@ def _cell(name: str, text: str) -> Any:
 def _json_lines(path: Path) -> Iterator[Any]:
     """Read one object per line: ``{"user": 3, "clicks": [1, 2], "tags": {"ids": [4], "weights": [0.5]}, "dense":
     [0.1]}``."""
-    with path.open() as file:
+    with path.open(**_TEXT) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -213,7 +213,7 @@ class LoadedModel(States):
             raise InputError(
                 f"dense: sample {sample}, column {column} is {float(dense[sample, column])}; expected finite numbers"
             )
-        return dense.contiguous()
+        return dense.detach().contiguous()
 
 
 def _contract(manifest: Manifest) -> FeatureContract | None:

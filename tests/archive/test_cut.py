@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from recinfer.archive.cut import Cut, cut_model, find_leaves
 from recinfer.errors import ConfigError
 from recinfer.models.dlrm import DLRM, DLRMTrain
+from recinfer.modules.crossnet import CrossNet, LowRankCrossNet, VectorCrossNet
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.feature_processor_ import FeatureProcessor
@@ -394,3 +395,24 @@ def test_sequences_may_be_summed_by_the_model() -> None:
     found = cut(Summed())
     assert found.inputs == ["sequence_0_0_values", "sequence_0_0_lengths"]
     assert found.batch_axes == ["values_0_0", "batch"]
+
+
+@pytest.mark.parametrize("cross", [CrossNet, LowRankCrossNet, VectorCrossNet])
+def test_the_width_of_dense_inputs_that_a_crossnet_reads_first(cross: type[nn.Module]) -> None:
+    def forward(self, dense, features):
+        return self.linear(self.cross(torch.cat([self.ebc(features).values(), dense], 1)))
+
+    model = Model(forward)
+    del model.other
+    model.cross = cross(11, 2)
+    assert cut(model).num_dense == 3
+
+
+def test_the_width_of_dense_inputs_that_a_product_from_the_left_reads_first() -> None:
+    def forward(self, dense, features):
+        both = torch.cat([dense, self.ebc(features).values()], 1).unsqueeze(2)
+        return torch.matmul(self.linear.weight, both).squeeze(2)
+
+    model = Model(forward)
+    del model.other
+    assert cut(model).num_dense == 3

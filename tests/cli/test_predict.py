@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,3 +76,12 @@ def test_a_body_and_an_option_that_name_different_models_are_refused(target: str
     error = predict(target, tmp_path, {**TOGETHER, "model": "other"}, "--model", "tiny", code=2)["error"]
     assert error["type"] == "ConfigError"
     assert "--model" in error["message"] and "'other'" in error["message"] and "'tiny'" in error["message"]
+
+
+def test_the_file_of_scores_reads_back_as_the_same_float32(target: str, tmp_path: Path) -> None:
+    out = tmp_path / "scores.csv"
+    found = predict(target, tmp_path, TOGETHER, "--out", out)["outputs"]
+    written = list(csv.DictReader(out.open()))
+    for name, values in found.items():
+        rows = [[float(text) for text in row[name].split()] for row in written]
+        assert torch.equal(torch.tensor(rows).reshape(-1), torch.tensor(values).reshape(-1))

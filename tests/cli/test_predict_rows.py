@@ -123,6 +123,16 @@ def test_lines_that_cannot_be_read_are_rows_that_failed(tmp_path: Path) -> None:
         read_rows(tmp_path / "none.csv")
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_first_name_and_odd_bytes_fail_their_row_only(
+    tmp_path: Path, name: str
+) -> None:
+    lines = {"a.csv": b"user\n3\n\xff\n4\n", "a.jsonl": b'{"user": [3]}\n{"\xff": 1\n{"user": [4]}\n'}
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + lines[name])
+    first, wrong, last = read_rows(tmp_path / name)
+    assert (first, last) == ({"user": [3]}, {"user": [4]}) and isinstance(wrong, InputError)
+
+
 def test_ctrl_c_stops_it_with_what_was_written_kept(target: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")  # a file that never ends: opening it for reading and writing keeps it open
     held = os.open(tmp_path / "rows.jsonl", os.O_RDWR)

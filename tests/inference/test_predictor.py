@@ -232,6 +232,12 @@ def test_strided_dense_is_fine(exact: tuple[nn.Module, Predictor]) -> None:
     assert torch.equal(exact[1].predict(dense, kjt)["output"], exact[1].predict(dense.contiguous(), kjt)["output"])
 
 
+def test_dense_that_requires_a_gradient_is_fine(exact: tuple[nn.Module, Predictor]) -> None:
+    dense, kjt = torch.randn(2, 3), full(f_user=[[1], [2]])
+    expected = exact[1].predict(dense, kjt)["output"]
+    assert torch.equal(exact[1].predict(dense.clone().requires_grad_(), kjt)["output"], expected)
+
+
 def test_many_threads_give_what_one_gives(small: tuple[nn.Module, Archive]) -> None:
     predictor = recinfer.load(small[1].root)
     requests = [(torch.randn(n, 3), make_request(RANKER_ROWS, n, seed=n)) for n in range(1, 30)]

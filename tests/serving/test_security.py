@@ -146,7 +146,14 @@ def test_files_that_are_no_certificates_are_named(certificates: Path, tmp_path: 
     with pytest.raises(ConfigError, match="key holds no certificate of an authority"):
         Security(tls_cert=cert, tls_key=key, client_ca=other).credentials()
     with pytest.raises(InputError, match=r"junk\.pem holds no certificate"):
-        InferenceClient("127.0.0.1:1", tls_ca=junk)
+        InferenceClient("127.0.0.1:1", tls_ca=str(junk))
+
+
+def test_certificates_may_be_given_as_text(certificates: Path):
+    cert, key = (str(certificates / name) for name in ("server.pem", "server.key"))
+    assert Security(tls_cert=cert, tls_key=key, client_ca=cert).credentials() is not None
+    for client in (InferenceClient, AdminClient):
+        client("127.0.0.1:1", tls_ca=cert, tls_cert=cert, tls_key=key).close()
 
 
 def credentials(folder: Path, client: str | None = None) -> grpc.ChannelCredentials:

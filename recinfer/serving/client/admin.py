@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 from google.protobuf.message import Message
@@ -74,9 +74,9 @@ class AdminClient:
         *,
         timeout: float = 300.0,
         token: str = "",
-        tls_ca: Path | None = None,
-        tls_cert: Path | None = None,
-        tls_key: Path | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
         tls_name: str = "",
     ) -> None:
         self.target, self.timeout = target, timeout

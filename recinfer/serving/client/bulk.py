@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 from recinfer.errors import InputError, RecinferError
+from recinfer.inference.specs import Outputs
 
 __all__ = ["DENSE", "ScoredRow", "batch_of", "score", "score_async"]
 
@@ -27,12 +28,13 @@ class ScoredRow:
 
     Attributes:
         index: of the row, from 0.
-        outputs: the model's outputs of this row by name; None: it failed.
+        outputs: the model's outputs of this row by name; None: it failed. ``outputs.missing`` lists ranks that did not
+            answer, so that vectors of their rows were zero.
         error: why it failed; None: it did not.
     """
 
     index: int
-    outputs: dict[str, Any] | None
+    outputs: Outputs | None
     error: RecinferError | None = None
 
 
@@ -127,8 +129,12 @@ def _prepared(batch: Batch) -> tuple[Any, dict[str, Any]]:
     return batch_of([row for _, row in batch])
 
 
-def _rows_of(batch: Batch, outputs: Mapping[str, Any]) -> list[ScoredRow]:
-    return [ScoredRow(at, {name: found[i] for name, found in outputs.items()}) for i, (at, _) in enumerate(batch)]
+def _rows_of(batch: Batch, outputs: Outputs) -> list[ScoredRow]:
+    missing = outputs.missing
+    return [
+        ScoredRow(at, Outputs(((name, found[i]) for name, found in outputs.items()), missing=missing))
+        for i, (at, _) in enumerate(batch)
+    ]
 
 
 def _halves(batch: Batch, error: RecinferError) -> list[Batch]:

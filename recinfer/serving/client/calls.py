@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,13 +11,13 @@ from recinfer.errors import DeadlineError, InputError, OverloadedError, Recinfer
 from recinfer.serving.client.retry import LONGEST_S, is_full, pushback
 from recinfer.serving.wire.retry import has_said
 from recinfer.serving.wire.status import error_of
-from recinfer.serving.wire.tls import credentials_of
+from recinfer.serving.wire.tls import File, credentials_of
 
 __all__ = ["invoke", "security_of", "translated"]
 
 
 def security_of(
-    ca: Path | None, cert: Path | None, key: Path | None, name: str
+    ca: File | None, cert: File | None, key: File | None, name: str
 ) -> tuple[grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
     """A channel's credentials, None without TLS, and its options. Raises InputError."""
     credentials = credentials_of(ca, cert, key)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -138,9 +138,9 @@ class InferenceClient(_Client):
         retries: int = 2,
         throttle: bool = True,
         token: str = "",
-        tls_ca: Path | None = None,
-        tls_cert: Path | None = None,
-        tls_key: Path | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
         tls_name: str = "",
         tensors: bool | None = None,
         label: str = "",
@@ -262,9 +262,9 @@ class AsyncInferenceClient(_Client):
         retries: int = 2,
         throttle: bool = True,
         token: str = "",
-        tls_ca: Path | None = None,
-        tls_cert: Path | None = None,
-        tls_key: Path | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
         tls_name: str = "",
         tensors: bool | None = None,
         label: str = "",

@@ -8,7 +8,6 @@ import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,7 +16,7 @@ import grpc.aio
 from recinfer.errors import ConfigError
 from recinfer.serving.server.ending import Ending
 from recinfer.serving.server.grpc_call import CoreCall
-from recinfer.serving.wire.tls import fits_a_header, load_pem, read_file
+from recinfer.serving.wire.tls import File, fits_a_header, load_pem, read_file
 
 __all__ = ["NO_TOKEN", "Security"]
 
@@ -41,9 +40,9 @@ class Security:
     """
 
     token: str | None = field(default=None, repr=False)
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    client_ca: Path | None = None
+    tls_cert: File | None = None
+    tls_key: File | None = None
+    client_ca: File | None = None
     insecure: bool = False
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from pathlib import Path
 
@@ -9,15 +10,18 @@ import grpc
 
 from recinfer.errors import ConfigError, InputError
 
-__all__ = ["authorization", "credentials_of", "fits_a_header", "load_pem", "read_file", "read_token"]
+__all__ = ["File", "authorization", "credentials_of", "fits_a_header", "load_pem", "read_file", "read_token"]
+
+File = str | os.PathLike[str]
+"""Path of a PEM or token file."""
 
 
-def read_token(path: Path) -> str:
+def read_token(path: File) -> str:
     """The token in a file, without the white space around it; raises ConfigError."""
     return read_file(path).decode("ascii", "replace").strip()
 
 
-def load_pem(context: ssl.SSLContext, cert: Path | None, key: Path | None, authority: Path | None) -> None:
+def load_pem(context: ssl.SSLContext, cert: File | None, key: File | None, authority: File | None) -> None:
     """Put PEM files into ``context``: a certificate chain with its key, and the trusted authority; None: there is none.
 
     Raises:
@@ -40,7 +44,7 @@ def load_pem(context: ssl.SSLContext, cert: Path | None, key: Path | None, autho
         raise ConfigError(f"TLS: {authority} holds no certificate of an authority, PEM ({error})") from None
 
 
-def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
+def credentials_of(ca: File | None, cert: File | None, key: File | None) -> grpc.ChannelCredentials | None:
     """A channel's credentials from PEM files, as InferenceClient takes them; None without TLS. Raises InputError."""
     if (cert is None) != (key is None):
         raise InputError("TLS: got one of certificate and key, expected both or neither")
@@ -77,9 +81,9 @@ def fits_a_header(text: str) -> bool:
     return text.isascii() and text.isprintable() and text == text.strip()
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: File) -> bytes:
     """Its content; raises ConfigError."""
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None

@@ -133,7 +133,7 @@ def test_a_killed_replica_fails_nothing_and_comes_back(fleet: Fleet, client: Inf
     assert load.failed == []
 
 
-def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, client: InferenceClient):
+def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, client: InferenceClient, tmp_path: Path):
     request = make_request(5, 4)[1]
     for process in fleet.shards[1]:
         process.kill()
@@ -151,6 +151,11 @@ def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, cl
         asked = ["lookup", "--target", client.target, "--timeout", "60", *features]
         assert "rank 1 did not respond" in CliRunner().invoke(app, asked).stdout
         assert json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)["missing_ranks"] == [1]
+        row = {**dict.fromkeys(request.keys(), 0), "dense": [0.0] * client.get_model().num_dense}
+        assert [one.outputs.missing for one in client.predict_many([row, row]) if one.outputs] == [(1,), (1,)]
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        asked = ["predict", "--target", client.target, "--timeout", "60", "--rows", str(tmp_path / "rows.jsonl")]
+        assert "rank 1 did not respond" in CliRunner().invoke(app, asked).stdout
     finally:
         fleet.fan_out._missing = "error"
     fleet.shards[1] = [fleet.begin(1, number) for number in range(2)]
