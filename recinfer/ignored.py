@@ -56,6 +56,16 @@ IGNORED = (
         "warns",
         "rows are quantized from the float weights",
     ),
+    Ignored(
+        (
+            "distributed.quant_embeddingbag.ShardedQuantEmbeddingBagCollection",
+            "distributed.quant_embedding.ShardedQuantEmbeddingCollection",
+        ),
+        ("fused_params",),
+        "warns",
+        "for keys other than `output_dtype`: the quantized module and the plan define the rows, their caches and the "
+        "form of the state",
+    ),
     Ignored((_TABLE,), ("num_embeddings_post_pruning",), "warns", "tables are not pruned: all rows are kept"),
     Ignored(
         ("distributed.types.KeyValueParams",),

@@ -18,11 +18,15 @@ from typing import Any
 import pytest
 from torch import nn
 
+from recinfer.distributed.layout.edges import sharding_spec
+from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner import ParameterConstraints, Topology
-from recinfer.distributed.types import KeyValueParams
+from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
+from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
+from recinfer.distributed.types import KeyValueParams, ParameterSharding, ShardingEnv
 from recinfer.errors import ConfigError
 from recinfer.ignored import IGNORED, IgnoredArgumentWarning
-from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.quant.embedding_modules import EmbeddingBagCollection as QuantBags
 from recinfer.quant.embedding_modules import EmbeddingCollection as QuantRows
@@ -155,8 +159,17 @@ def test_every_argument_without_effect_is_listed() -> None:
     )
 
 
+def whole(table: BaseEmbeddingConfig) -> dict[str, ParameterSharding]:
+    """The plan of a quantized table that is whole on the one rank."""
+    rect = Rect(0, 0, table.num_embeddings, 0, table.embedding_dim, table.name)
+    return {table.name: ParameterSharding("table_wise", "quant", [0], sharding_spec([rect], ["rank:0/cpu"]))}
+
+
+ONE = ShardingEnv.from_local(1, 0)
 TABLES = [EmbeddingBagConfig(4, 4, "t", feature_names=["f"])]
 ROWS = [EmbeddingConfig(4, 4, "t", feature_names=["f"])]
+PACKED_BAGS = EmbeddingBagConfig(4, 4, "t", data_type=DataType.INT8, feature_names=["f"])
+PACKED_ROWS = EmbeddingConfig(4, 4, "t", data_type=DataType.INT8, feature_names=["f"])
 QUANT = "quant.embedding_modules."
 CONFIG, TOPOLOGY = "modules.embedding_configs.BaseEmbeddingConfig", "distributed.planner.Topology"
 # One call for each argument that warns or is refused.
@@ -174,6 +187,14 @@ CALLS: dict[tuple[str, str], Callable[[], object]] = {
     ),
     (f"{QUANT}EmbeddingCollection.from_float", "use_precomputed_fake_quant"): lambda: QuantRows.from_float(
         EmbeddingCollection(ROWS), True
+    ),
+    ("distributed.quant_embeddingbag.ShardedQuantEmbeddingBagCollection", "fused_params"): lambda: (
+        ShardedQuantEmbeddingBagCollection(
+            QuantBags([PACKED_BAGS], False), whole(PACKED_BAGS), ONE, {"register_tbes": True}
+        )
+    ),
+    ("distributed.quant_embedding.ShardedQuantEmbeddingCollection", "fused_params"): lambda: (
+        ShardedQuantEmbeddingCollection(QuantRows([PACKED_ROWS]), whole(PACKED_ROWS), ONE, {"register_tbes": True})
     ),
     (CONFIG, "num_embeddings_post_pruning"): lambda: EmbeddingBagConfig(4, 4, num_embeddings_post_pruning=2),
     ("distributed.types.KeyValueParams", "*"): lambda: KeyValueParams(ssd_storage_directory="/ssd"),

@@ -88,7 +88,7 @@ def _pipeline(
     from recinfer.serving.client.client import InferenceClient
     from recinfer.training import train
     from recinfer.training.batches import Examples
-    from recinfer.training.loop import predict_logits
+    from recinfer.training.model import predict_logits
 
     output.note(f"train: {len(dataset.train):,} rows, {len(dataset.test):,} held out, {epochs} epochs")
     trained = train(dataset, embedding_dim=embedding_dim, epochs=epochs, seed=seed, out=folder / "model.ckpt")

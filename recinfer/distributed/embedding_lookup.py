@@ -34,6 +34,7 @@ from recinfer.distributed.tables.optimizer import (
     TablePiece,
     sharded_or_local,
 )
+from recinfer.distributed.tables.rank_lookup import RankLookup, embeddings_cat_empty_rank_handle
 from recinfer.distributed.tables.replicas import Replicas
 from recinfer.distributed.types import ShardingEnv, ShardingType
 from recinfer.distributed.utils import append_prefix
@@ -63,13 +64,6 @@ def fx_wrap_tensor_view2d(x: Tensor, dim0: int, dim1: int) -> Tensor:
     return x.view(dim0, dim1)
 
 
-def embeddings_cat_empty_rank_handle(embeddings: list[Tensor], dummy_embs_tensor: Tensor, dim: int = 0) -> Tensor:
-    """Concatenate the groups' vectors along ``dim``; ``dummy_embs_tensor`` on a rank without tables."""
-    if not embeddings:
-        return dummy_embs_tensor
-    return embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings, dim=dim)
-
-
 class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimizerModule):  # type: ignore[type-var]
     """Base of pooled and unpooled lookups: the groups, their parameters and their state."""
 
@@ -87,10 +81,10 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
         self._pg = pg = pg if pg is not None or env is None else env.process_group
         self._mesh = None if env is None else env.state_mesh
         replicas = _replicas(sharding_type, pg)
-        self._feature_splits = [config.num_features() for config in grouped_configs]
         self._emb_modules = nn.ModuleList(
             [GroupKernel(config, config.pooling if pooled else PoolingType.NONE, device) for config in grouped_configs]
         )
+        self._rank: RankLookup[Any] = RankLookup(grouped_configs, self._emb_modules)
         if replicas is not None:
             for kernel in self._kernels():
                 kernel.group.replicas = replicas if kernel.is_fused else None
@@ -104,13 +98,6 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
         for module in self._emb_modules:
             assert isinstance(module, GroupKernel)
             yield module
-
-    def _features(self, sparse_features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
-        if not self._feature_splits:
-            return []
-        if len(self._feature_splits) == 1:
-            return [sparse_features]
-        return sparse_features.split(self._feature_splits)
 
     # ------------------------------------------------------------------------------------------------- parameters
 
@@ -205,7 +192,7 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
 
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
         """Load the rows of ``sparse_features`` into the caches."""
-        for kernel, features in zip(self._kernels(), self._features(sparse_features)):
+        for kernel, features in self._rank.calls(sparse_features):
             kernel.prefetch(features, forward_stream)
 
     def drop_prefetched(self) -> None:
@@ -286,22 +273,22 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         """``[B, D]``; with variable batch per feature one dimension, rank by rank (see :class:`TableGroup`)."""
-        features = self._features(sparse_features)
+        calls = self._rank.calls(sparse_features)
         factor = self._scale_gradient_factor if get_gradient_division() else 1
-        pooled = [kernel(self._processed(kernel, f), factor) for kernel, f in zip(self._kernels(), features)]
+        pooled = [kernel(self._processed(kernel, features), factor) for kernel, features in calls]
         if sparse_features.variable_stride_per_key():
-            return self._merge_ranks(pooled, features)
+            return self._merge_ranks(pooled, calls)
         nothing = fx_wrap_tensor_view2d(self._nothing, sparse_features.stride(), 0)
         return embeddings_cat_empty_rank_handle(pooled, nothing, dim=1)
 
-    def _merge_ranks(self, pooled: list[Tensor], features: list[KeyedJaggedTensor]) -> Tensor:
+    def _merge_ranks(self, pooled: list[Tensor], calls: list[tuple[GroupKernel, KeyedJaggedTensor]]) -> Tensor:
         """Merge one-dimensional outputs of several groups, each ordered by rank, into one that is ordered by rank, then
         group."""
         if len(pooled) < 2:
             return embeddings_cat_empty_rank_handle(pooled, self._nothing)
         parts = []
-        for kernel, out, group in zip(self._kernels(), pooled, features):
-            of_feature = zip(group.stride_per_key_per_rank(), kernel.group.feature_dims)
+        for (kernel, features), out in zip(calls, pooled):
+            of_feature = zip(features.stride_per_key_per_rank(), kernel.group.feature_dims)
             sizes = torch.tensor([[n * dim for n in strides] for strides, dim in of_feature]).sum(dim=0)
             parts.append(out.split(sizes.tolist()))
         return torch.cat([part for of_rank in zip(*parts) for part in of_rank])
@@ -336,7 +323,7 @@ class GroupedEmbeddingsLookup(_GroupedLookup):
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         """``[N, dim]``, feature by feature; one dimension when groups have different dims."""
-        vectors = [kernel(f) for kernel, f in zip(self._kernels(), self._features(sparse_features))]
+        vectors = self._rank(sparse_features)
         if len({v.shape[1] for v in vectors}) > 1:
             vectors = [v.reshape(-1) for v in vectors]
         return embeddings_cat_empty_rank_handle(vectors, self._nothing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -12,11 +13,12 @@ import torch
 from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.types import BoundsCheckMode, CacheAlgorithm
 from recinfer.errors import ConfigError
+from recinfer.ignored import IgnoredArgumentWarning, warn_ignored
 
 if TYPE_CHECKING:
     from recinfer.optim.row_updates import Hyper
 
-__all__ = ["FusedSettings", "WeightDecayMode", "check_output_dtype", "names_optimizer", "output_dtype_of"]
+__all__ = ["FusedSettings", "WeightDecayMode", "check_packed_params", "names_optimizer", "output_dtype_of"]
 
 
 class WeightDecayMode(Enum):
@@ -77,6 +79,16 @@ _CPU_KERNELS = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_AD
 _NOT_RUN = frozenset({OptimType.SHAMPOO, OptimType.LION})
 # Optimizers whose formula has no weight decay of its own, but takes one by a mode.
 _DECAY_BY_MODE = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
+# Numbers of some optimizers' formulas only.
+_WITH_BETAS = frozenset(
+    {OptimType.ADAM, OptimType.PARTIAL_ROWWISE_ADAM, OptimType.LAMB, OptimType.PARTIAL_ROWWISE_LAMB}
+)
+_IN_FORMULAS = {
+    "eps": _WITH_BETAS | {OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD},
+    "beta1": _WITH_BETAS,
+    "beta2": _WITH_BETAS,
+    "eta": frozenset({OptimType.LARS_SGD}),
+}
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _CACHED = {"FP32": torch.float32, "FP16": torch.float16}  # element types of the rows in FBGEMM's cache
 
@@ -157,7 +169,7 @@ class FusedSettings:
         Optimizers may be given as this package's :class:`OptimType`, as FBGEMM's ``EmbOptimType`` or as text; element
         types as DataType, torch.dtype or FBGEMM's ``SparseType``; other enumerations as ours, FBGEMM's or text. ``lr`` and ``betas`` are taken for ``learning_rate``
         and ``beta1``, ``beta2``; other arguments of torch's optimizers must be off. A momentum, ``max_norm`` or weight
-        decay that the optimizer's formula would ignore is an error.
+        decay that the optimizer's formula would ignore is an error; other numbers without an effect cause a warning.
 
         Raises:
             ConfigError: an unknown key or value; the message names it.
@@ -192,6 +204,7 @@ class FusedSettings:
             if key in given:
                 given[key] = function(given[key])
         _refuse_ignored(given)
+        _warn_unused(given)
         return cls(**given, placement=placement)
 
 
@@ -212,6 +225,18 @@ def _refuse_ignored(given: Mapping[str, Any]) -> None:
             f"fused_params: weight_decay={given['weight_decay']} does nothing for {optimizer.value} without a mode; "
             "give weight_decay_mode=L2 (added to the gradient), DECOUPLE (separate from the gradient) or NONE (off)"
         )
+
+
+def _warn_unused(given: Mapping[str, Any]) -> None:
+    """Warn of numbers that have no effect with these settings, unless they are the defaults."""
+    optimizer = given.get("optimizer", FusedSettings.optimizer)
+    unused = {name: f"the formula of {optimizer.value}" for name, of in _IN_FORMULAS.items() if optimizer not in of}
+    if not given.get("gradient_clipping"):
+        unused["max_gradient"] = "an update without gradient_clipping=True"
+    for name, what in unused.items():
+        if name in given and given[name] != getattr(FusedSettings, name):
+            message = f"fused_params: {name}={given[name]} has no effect: {what} does not use it"
+            warnings.warn(message, IgnoredArgumentWarning, stacklevel=3)
 
 
 def _text(value: Any) -> str:
@@ -249,15 +274,20 @@ def output_dtype_of(params: Mapping[str, Any] | None) -> torch.dtype:
     return torch.float32 if value is None else _dtype(value)
 
 
-def check_output_dtype(params: Mapping[str, Any] | None, dtype: torch.dtype) -> None:
-    """Raise if ``fused_params`` name another output type than the module's ``dtype``.
+def check_packed_params(of: str, params: Mapping[str, Any] | None, dtype: torch.dtype) -> None:
+    """Warn of ``fused_params`` other than ``output_dtype``, and raise if that is not the module's ``dtype``.
+
+    Args:
+        of: the class whose constructor calls this, a name of :data:`recinfer.ignored.IGNORED`.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: naming both types.
     """
-    if params and params.get("output_dtype") is not None and output_dtype_of(params) != dtype:
+    given = {name: value for name, value in (params or {}).items() if value}
+    warn_ignored(of, "fused_params", given.keys() - {"output_dtype"}, stacklevel=4)
+    if "output_dtype" in given and output_dtype_of(given) != dtype:
         raise ConfigError(
-            f"fused_params: output_dtype {params['output_dtype']}, but the quantized module gives {dtype}; quantize "
+            f"fused_params: output_dtype {given['output_dtype']}, but the quantized module gives {dtype}; quantize "
             "it with this output_dtype"
         )
 

@@ -14,15 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recinfer.checkpoint import check_target
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.training.batches import Batch, Examples, empty_batch
+from recinfer.training.batches import Batch, empty_batch
 from recinfer.training.curve import Curve
 from recinfer.training.metrics import evaluate
 from recinfer.training.model import build_dlrm, start_at_rate
@@ -35,9 +33,8 @@ if TYPE_CHECKING:
     from recinfer.data.dataset import Dataset
     from recinfer.distributed.planner import Plan
 
-__all__ = ["TrainResult", "TrainSettings", "fit", "predict_logits", "train"]
+__all__ = ["TrainResult", "TrainSettings", "fit", "train"]
 
-_EVALUATION_BATCH = 8192
 _SMALL_BATCH = 4096
 _SMALL_TABLES = 1 << 28  # bytes
 _WARMUP = 0.05  # part of the steps in which the learning rates rise; they then fall to 0 in a line
@@ -366,15 +363,6 @@ def _sum(value: int) -> int:
     total = torch.tensor(value, dtype=torch.int64)
     dist.all_reduce(total)
     return int(total)
-
-
-@torch.inference_mode()
-def predict_logits(model: nn.Module, examples: Examples) -> NDArray[np.float32]:
-    """The logits ``[N]`` of ``model`` for all examples, in order."""
-    found = [
-        model(batch.dense_features, batch.sparse_features).reshape(-1) for batch in examples.batches(_EVALUATION_BATCH)
-    ]
-    return torch.cat(found).float().numpy()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Builds the DLRM to train, with one table per sparse feature of a feature contract."""
+"""Builds the DLRM to train, with one table per sparse feature of a feature contract; its logits for examples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 
 if TYPE_CHECKING:
-    from recinfer.data.contract import FeatureContract
+    import numpy as np
+    from numpy.typing import NDArray
 
-__all__ = ["build_dlrm", "start_at_rate"]
+    from recinfer.data.contract import FeatureContract
+    from recinfer.training.batches import Examples
+
+__all__ = ["build_dlrm", "predict_logits", "start_at_rate"]
+
+_EVALUATION_BATCH = 8192
 
 
 def build_dlrm(
@@ -79,3 +85,12 @@ def start_at_rate(model: DLRM, positive_rate: float) -> None:
     rate = min(max(positive_rate, 1e-3), 1 - 1e-3)
     last = next(m for m in reversed(list(model.over_arch.modules())) if isinstance(m, nn.Linear))
     last.bias.fill_(math.log(rate / (1 - rate)))
+
+
+@torch.inference_mode()
+def predict_logits(model: nn.Module, examples: Examples) -> NDArray[np.float32]:
+    """The logits ``[N]`` of ``model`` for all examples, in order."""
+    found = [
+        model(batch.dense_features, batch.sparse_features).reshape(-1) for batch in examples.batches(_EVALUATION_BATCH)
+    ]
+    return torch.cat(found).float().numpy()

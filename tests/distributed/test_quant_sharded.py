@@ -159,7 +159,7 @@ def test_the_op_of_a_rank_knows_the_rows_of_tables_that_are_laid_out_for_it() ->
     module = EmbeddingBagCollection.from_float(float_bags(), per_table=MIXED)
     plan = plan_for(module, "mixed", 2)
     sharded = ShardedQuantEmbeddingBagCollection(module, plan, ShardingEnv.from_local(2, 0), fused=False)
-    assert all(group.batch.knows_rows for lookup in sharded._built().lookups for group in lookup.groups)
+    assert all(group.batch.knows_rows for lookup in sharded._built().lookups for group in lookup.kernels)
 
 
 def test_row_pieces_far_apart_are_not_taken_for_neighbours() -> None:

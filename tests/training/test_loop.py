@@ -17,8 +17,7 @@ from recinfer.data.synthetic import generate_criteo
 from recinfer.errors import CheckpointError, ConfigError, InputError
 from recinfer.training import train
 from recinfer.training.batches import Examples
-from recinfer.training.loop import predict_logits
-from recinfer.training.model import build_dlrm, start_at_rate
+from recinfer.training.model import build_dlrm, predict_logits, start_at_rate
 
 ROWS = 16_000
 

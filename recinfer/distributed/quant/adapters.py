@@ -1,6 +1,6 @@
 """TorchRec's names for grouped lookups of packed shards on the devices of one process.
 
-These classes only adapt :class:`recinfer.distributed.quant.runtime.RankLookup` to TorchRec's names and states of packed
+These classes only adapt :class:`recinfer.distributed.quant.runtime.PackedLookup` to TorchRec's names and states of packed
 rows.
 """
 
@@ -22,7 +22,7 @@ from recinfer.distributed.embedding_types import (
     KJTList,
 )
 from recinfer.distributed.fused_params import output_dtype_of
-from recinfer.distributed.quant.runtime import RankLookup, tables_of
+from recinfer.distributed.quant.runtime import PackedLookup, tables_of
 from recinfer.distributed.types import rank_device
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.quant.arranger import FeatureArranger
@@ -49,7 +49,7 @@ class InferGroupedLookupMixin(abc.ABC):
     """
 
     @abc.abstractmethod
-    def _ranks(self) -> list[RankLookup]:
+    def _ranks(self) -> list[PackedLookup]:
         """The lookup of each device."""
 
     def _packed(self) -> list[tuple[str, Tensor]]:
@@ -65,7 +65,7 @@ class InferGroupedLookupMixin(abc.ABC):
 
     def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
         """FBGEMM's modules over the same bytes, with their configs."""
-        return {group.batch.fbgemm_module(): group.config for rank in self._ranks() for group in rank.groups}
+        return {group.batch.fbgemm_module(): group.config for rank in self._ranks() for group in rank.kernels}
 
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -99,7 +99,7 @@ class InferGroupedLookupMixin(abc.ABC):
             if name in state_dict:
                 rows.copy_(state_dict[name])
         for rank in self._ranks():
-            for group in rank.groups:
+            for group in rank.kernels:
                 group.batch.forget_cached()
         return _IncompatibleKeys(missing, unexpected)
 
@@ -130,7 +130,7 @@ class _MetaLookup(InferGroupedLookupMixin, nn.Module):  # type: ignore[misc]
     ) -> None:
         nn.Module.__init__(self)
         buffers, placed = allocate(tables_of(grouped_configs), torch.device(device or "cpu"))
-        self.rank = RankLookup(
+        self.rank = PackedLookup(
             grouped_configs,
             placed,
             buffers,
@@ -142,7 +142,7 @@ class _MetaLookup(InferGroupedLookupMixin, nn.Module):  # type: ignore[misc]
         names = [feature for table in tables for feature in table.feature_names]
         self._arranger = FeatureArranger(names, [table.local_rows for table in tables for _ in table.feature_names])
 
-    def _ranks(self) -> list[RankLookup]:
+    def _ranks(self) -> list[PackedLookup]:
         return [self.rank]
 
 
@@ -238,7 +238,7 @@ class _InferLookup(InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[Te
         """Every device's vectors, on that device."""
         return [lookup(features) for lookup, features in zip(self.lookups, sparse_features)]
 
-    def _ranks(self) -> list[RankLookup]:
+    def _ranks(self) -> list[PackedLookup]:
         return [lookup.rank for lookup in self.lookups]
 
 

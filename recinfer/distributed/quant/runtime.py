@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from recinfer.distributed.exchange.pooled import PooledContext, ShardPooledDist
 from recinfer.distributed.exchange.sequence import SequenceShardingContext, ShardSequenceDist
 from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.quant.place import memory_of
+from recinfer.distributed.tables.rank_lookup import RankLookup, embeddings_cat_empty_rank_handle
 from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers, Placed
@@ -34,8 +36,8 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 __all__ = [
     "FeaturesToDevices",
     "GroupLookup",
+    "PackedLookup",
     "PooledFromDevices",
-    "RankLookup",
     "RowsFromDevices",
     "tables_of",
 ]
@@ -81,8 +83,8 @@ class GroupLookup:
         return out[:, : self._cols] if self.batch.pooling is PoolingType.NONE else self.batch.without_padding(out)
 
 
-class RankLookup:
-    """A rank's op calls, one per grouped config.
+class PackedLookup(RankLookup[GroupLookup]):
+    """The op calls of a rank's packed tables, one per grouped config.
 
     Args:
         groups: the groups; features come in their order.
@@ -104,28 +106,17 @@ class RankLookup:
         output_dtype: Callable[[GroupedEmbeddingConfig], torch.dtype] = lambda group: torch.float32,
     ) -> None:
         self.tables, self.buffers = list(tables), buffers
-        self.groups: list[GroupLookup] = []
-        at = 0
+        kernels, rest = [], iter(self.tables)
         for group in groups:
-            mine = self.tables[at : at + len(group.embedding_tables)]
-            at += len(mine)
+            mine = list(islice(rest, len(group.embedding_tables)))
             weighted, dtype = group.is_weighted or is_weighted, output_dtype(group)
-            self.groups.append(
-                GroupLookup(group, mine, buffers, pooled=pooled, is_weighted=weighted, output_dtype=dtype)
-            )
-        self._splits = [group.num_features() for group in groups]
-
-    def __call__(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """Each group's vectors; ids are in range."""
-        parts = [features] if len(self.groups) == 1 else features.split(self._splits)
-        return [group(part) for group, part in zip(self.groups, parts)]
+            kernels.append(GroupLookup(group, mine, buffers, pooled=pooled, is_weighted=weighted, output_dtype=dtype))
+        super().__init__(groups, kernels)
 
     def pooled(self, features: KeyedJaggedTensor) -> Tensor:
-        """``[B, columns of all groups]``."""
-        parts = self(features)
-        if not parts:
-            return torch.empty(features.stride(), 0, device=self.buffers.device)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        """``[B, columns of all groups]``; ids are in range."""
+        nothing = torch.empty(features.stride(), 0, device=self.buffers.device)
+        return embeddings_cat_empty_rank_handle(self(features), nothing, dim=1)
 
 
 # ---------------------------------------------------------------- ids and vectors

@@ -18,7 +18,7 @@ from recinfer.distributed.embedding_types import (
 )
 from recinfer.distributed.exchange.pooled import PooledContext
 from recinfer.distributed.exchange.sequence import SequenceShardingContext
-from recinfer.distributed.fused_params import check_output_dtype
+from recinfer.distributed.fused_params import check_packed_params
 from recinfer.distributed.quant.place import PackedTables, place_buffer, place_module
 from recinfer.distributed.quant.tables import ShardedQuantTables
 from recinfer.distributed.sharded.typed_sharder import TypedSharder
@@ -47,8 +47,8 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
         module: the quantized collection (its packed rows are shared or copied, never changed).
         table_name_to_parameter_sharding: the plan of every table.
         env: ``ShardingEnv.from_local(world_size, 0)``.
-        fused_params: ``output_dtype``, if given, must be the module's; other keys (registration, caches, form of the
-            state) have no effect.
+        fused_params: ``output_dtype``, if given, must be the module's; other keys have no effect
+            (:mod:`recinfer.ignored`).
         device: device of the outputs; default: CPU if every rank is on CPU, else rank 0's device.
         fused: None: one call if all ranks are on CPU; False: always run the steps input_dist, compute and output_dist.
 
@@ -71,7 +71,8 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
         *,
         fused: bool | None = None,
     ) -> None:
-        check_output_dtype(fused_params, module.output_dtype())
+        of = "distributed.quant_embeddingbag.ShardedQuantEmbeddingBagCollection"
+        check_packed_params(of, fused_params, module.output_dtype())
         packed = place_module(module, table_name_to_parameter_sharding, env, fused=fused)
         self._set(
             module.embedding_bag_configs(),
@@ -200,7 +201,8 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
         *,
         fused: bool | None = None,
     ) -> None:
-        check_output_dtype(fused_params, module.output_dtype())
+        of = "distributed.quant_embedding.ShardedQuantEmbeddingCollection"
+        check_packed_params(of, fused_params, module.output_dtype())
         params, dtype = table_name_to_parameter_sharding, module.output_dtype()
         packed = place_module(module, params, env, fused=fused)
         self._set(module.embedding_configs(), params, packed, dtype, device, module.need_indices())

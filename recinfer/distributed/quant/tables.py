@@ -21,8 +21,8 @@ from recinfer.distributed.layout.edges import sharding_spec
 from recinfer.distributed.quant.place import PackedTables, check_devices, kernel_of
 from recinfer.distributed.quant.runtime import (
     FeaturesToDevices,
+    PackedLookup,
     PooledFromDevices,
-    RankLookup,
     RowsFromDevices,
 )
 from recinfer.distributed.tables.slots import ShardLayout
@@ -68,7 +68,7 @@ class _Steps:
                 buffers, placed = allocate(shards, device)
                 for spot, shard in zip(placed, shards):
                     buffers.write(spot, packed.rows_of(shard))
-            self.lookups.append(RankLookup(groups, placed, buffers, pooled=pooled))
+            self.lookups.append(PackedLookup(groups, placed, buffers, pooled=pooled))
         self._home: dict[torch.device, PooledFromDevices | RowsFromDevices] = {}
 
     def home(self, device: torch.device) -> Any:
@@ -185,7 +185,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         self._arranger.check(arranged)
         return arranged
 
-    def _looked_up(self, dist_input: ListOfKJTList) -> list[tuple[RankLookup, KeyedJaggedTensor]]:
+    def _looked_up(self, dist_input: ListOfKJTList) -> list[tuple[PackedLookup, KeyedJaggedTensor]]:
         of_ranks: KJTList = dist_input[0]
         return list(zip(self._built().lookups, of_ranks, strict=True))
 
@@ -260,7 +260,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
     def tbes_configs(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
         """Every rank's TBE modules and the shards that each looks up, for registration."""
         lookups = self._built().lookups
-        return {group.batch.fbgemm_module(): group.config for lookup in lookups for group in lookup.groups}
+        return {group.batch.fbgemm_module(): group.config for lookup in lookups for group in lookup.kernels}
 
     def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
         """The same as :meth:`tbes_configs`; the name that TorchRec's registration looks for."""

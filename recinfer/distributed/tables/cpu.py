@@ -1,8 +1,8 @@
 """TableGroup: tables that one kernel call looks up on CPU, with an optimizer in the backward.
 
 FBGEMM's forward and backward operators are called separately, on one flat tensor of rows. The backward of a lookup is a
-method (:meth:`TableGroup.update`), so it can also run with ids and gradients of other ranks. Where FBGEMM has no CPU
-operator, a formula of :mod:`recinfer.optim.row_updates` updates the rows; their gradients are computed by a lookup in
+method (:meth:`TableGroup.update`), so it can also run with ids and gradients of other ranks. Row-wise Adagrad has a
+kernel of recinfer's (:mod:`recinfer.distributed.tables.rowwise_adagrad`). Where FBGEMM has no CPU operator, a formula of :mod:`recinfer.optim.row_updates` updates the rows; their gradients are computed by a lookup in
 which each row is a bag of output gradients. CUDA: :mod:`recinfer.distributed.tables.cuda`.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.tables.replicas import LookupGradient, Replicas
+from recinfer.distributed.tables.rowwise_adagrad import RowwiseAdagrad
 from recinfer.distributed.tables.spans import OUTPUT, POOLING, Span, TableShape, rows_of, spans_of, sums_of
 from recinfer.distributed.tables.variable_batch import padded_offsets, rank_major
 from recinfer.distributed.types import BoundsCheckMode
@@ -120,6 +121,7 @@ class TableGroup(nn.Module):
         self._rows_per_feature = tensor([shapes[t].rows for t in of_feature])
         self._warnings = torch.zeros(1, dtype=torch.int64)
         self._spans = spans_of(shapes, self._starts, self._row_starts)
+        self._adagrad = RowwiseAdagrad(shapes, self._starts, self._row_starts, self.pooling)
 
     # ------------------------------------------------------------------------------------------------- tables
 
@@ -272,6 +274,11 @@ class TableGroup(nn.Module):
 
     def _update_by_kernel(self, call: LookupGradient) -> None:
         settings, ops = self.settings, torch.ops.fbgemm
+        rowwise = settings.optimizer is OptimType.ROWWISE_ADAGRAD
+        if rowwise and self._adagrad.takes(self.weights, call.grad_output):
+            rate_now = float(self.param_group["lr"])
+            self._adagrad.step(self.weights, self._states["momentum1"], call, rate_now, settings.eps)
+            return
         name, rate = _KERNELS[settings.optimizer], torch.tensor(float(self.param_group["lr"]), dtype=torch.float32)
         state: tuple[Any, ...] = (rate,)
         if settings.optimizer is not OptimType.SGD:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from recinfer.distributed.exchange.kjt import KJTAllToAll, KJTSplitsAllToAllMeta
-from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
+from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext, on_stream
 from recinfer.distributed.train_pipeline.tracing import ArgInfo
 from recinfer.distributed.types import ShardedModule
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -66,7 +66,7 @@ class PipelinedForward(BaseForward):
 
     def __call__(self, *input: Any, **kwargs: Any) -> Any:
         request = self._context.input_dist_tensors_requests.pop(self._name)
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             data = request.wait()
         context = self._context.module_contexts.pop(self._name)
         self._hand_over(data, context)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 from recinfer.distributed.exchange.kjt import KJTAllToAll, KJTSplitsAllToAllMeta
 from recinfer.distributed.model_parallel import get_module
-from recinfer.distributed.train_pipeline.contexts import TrainPipelineContext
+from recinfer.distributed.train_pipeline.contexts import TrainPipelineContext, on_stream
 from recinfer.distributed.train_pipeline.forwards import BaseForward, KJTAllToAllForward, PipelinedForward
 from recinfer.distributed.train_pipeline.tracing import build_args, find_sharded_calls
 from recinfer.distributed.types import ShardedModule
@@ -62,7 +62,7 @@ class _Steps(TrainPipeline[In, Out]):
     def _take(self, dataloader_iter: Iterator[In]) -> In | None:
         """Start copying the next batch to the device; None when there is no more."""
         batch = next(dataloader_iter, None)
-        with torch.cuda.stream(self._memcpy_stream):
+        with on_stream(self._memcpy_stream):
             return move_to(batch, self._device)
 
     def _arrive(self, batch: In, stream: torch.cuda.Stream | None) -> None:
@@ -212,7 +212,7 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
         context.input_dist_splits_requests.clear()
         context.module_contexts_next_batch.clear()
         context.fused_splits_awaitables.clear()
-        with torch.cuda.stream(self._data_dist_stream):
+        with on_stream(self._data_dist_stream):
             self._arrive(batch, self._memcpy_stream)
             for module in self._pipelined:
                 forward: Any = module.forward
@@ -225,7 +225,7 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
     def _wait_sparse_data_dist(self) -> None:
         """Wait for the sizes and start the exchange of ids."""
         context = self._context
-        with torch.cuda.stream(self._data_dist_stream):
+        with on_stream(self._data_dist_stream):
             for names, fused in context.fused_splits_awaitables:
                 for name, request in zip(names, fused.wait()):
                     context.input_dist_tensors_requests[name] = request

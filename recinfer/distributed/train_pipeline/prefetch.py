@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recinfer.distributed.tables.cpu import TableGroup
-from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
+from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext, on_stream
 from recinfer.distributed.train_pipeline.forwards import PrefetchPipelinedForward
 from recinfer.distributed.train_pipeline.pipelines import In, Out, TrainPipelineSparseDist
 from recinfer.distributed.types import ShardedModule
@@ -66,7 +66,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         """Wait for the ids of the next batch and prefetch their rows."""
         context = self._context
         forward_stream = torch.cuda.current_stream(self._device) if self._on_gpu else None
-        with torch.cuda.stream(self._prefetch_stream):
+        with on_stream(self._prefetch_stream):
             for module in self._pipelined:
                 name = module.forward.name  # type: ignore[attr-defined]
                 data = context.input_dist_tensors_requests.pop(name).wait()
