@@ -170,11 +170,12 @@ def _run(model: LoadedModel, taken: Sequence[_Taken]) -> Steps[list[Outputs] | N
     """The outputs of each request; None if an output does not have one row per sample and cannot be split."""
     batches = [mine.features.batch for mine in taken]
     total = sum(batches)
-    found = yield from model.find([mine.features for mine in taken])
     tensors = []
     if model.num_dense:
         given = [mine.dense for mine in taken if mine.dense is not None]
-        tensors.append(given[0] if len(given) == 1 else torch.cat(given))
+        # Before the lookup, so that on a GPU the copy runs while the ids are prepared.
+        tensors.append(model.to_device(given[0] if len(given) == 1 else torch.cat(given)))
+    found = yield from model.find([mine.features for mine in taken])
     contexts = any(mine.shared for mine in taken)
     for part, vectors in zip(model.parts, found.parts):
         if contexts and not isinstance(vectors, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import recinfer
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
-from recinfer.quant.cuda_graphs import bucket_of
+from recinfer.quant import cuda_graphs
 from recinfer.quant.triton_batch import TritonBatch
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
 from tests.quant.test_triton import ROWS, bags, placed_in_memory
@@ -20,6 +21,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
+
+
+_kept: list[torch.cuda.CUDAGraph] = []  # see recinfer.quant.cuda_graphs._failed
 
 
 @pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.FP16])
@@ -38,7 +42,8 @@ def made(*, graphs: bool, pooling: PoolingType = PoolingType.SUM) -> TritonBatch
     tables = [(DataType.INT8, 64), (DataType.INT4, 64), (DataType.FP16, 64)]
     buffers, placed, _ = placed_in_memory(tables, 16)
     batch = TritonBatch(placed, pooling, buffers)
-    batch._graphs = graphs
+    if not graphs:
+        batch.graphs = None
     return batch
 
 
@@ -46,27 +51,18 @@ def made(*, graphs: bool, pooling: PoolingType = PoolingType.SUM) -> TritonBatch
 def test_a_replayed_graph_gives_what_a_launch_does(weighted: bool) -> None:
     graphed, launched = made(graphs=True), made(graphs=False)
     kept = []
-    for size in (
-        1,
-        2,
-        3,
-        32,
-        200,
-        256,
-        257,
-        3,
-    ):  # the last but one is too large for a graph, the last a bucket's second use
+    for size in (1, 2, 3, 32, 200, 256, 257, 3):  # 257 is too large for a graph, the last the second use of one
         ids, offsets, weights = bags(3, size, size)
         given = weights if weighted else None
         kept.append((graphed.forward(ids, offsets, given), launched.forward(ids, offsets, given)))
     for mine, its in kept:  # after all: none was overwritten by a later replay
         assert torch.equal(mine, its)
-    sizes = {bucket_of(size, bags(3, size, size)[0].numel(), weighted) for size in (1, 2, 3, 32, 200, 256)}
-    assert graphed._own.graphs is not None and len(graphed._own.graphs) == len(sizes)
-    assert all(found._graph is not None for found in graphed._own.graphs._by_bucket.values())
+    assert graphed.graphs is not None and len(graphed.graphs) == 9
+    assert all(found._graph is not None for found in (graphed.graphs._by_batch or {}).values())
+    assert graphed.out_of_range() == [0, 0, 0] and not cuda_graphs._failed
 
 
-def test_threads_have_graphs_and_memory_of_their_own() -> None:
+def test_threads_share_graphs_and_have_other_memory_of_their_own() -> None:
     batch = made(graphs=True)
     expected = {size: made(graphs=False).forward(*bags(3, size, size)[:2]).cpu() for size in (1, 7, 300)}
 
@@ -76,6 +72,45 @@ def test_threads_have_graphs_and_memory_of_their_own() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, range(200)))
+
+
+def test_a_recording_that_the_device_refuses_leaves_launched_lookups(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait for the device while a graph is recorded is an error of CUDA, and ends the recording."""
+    monkeypatch.setattr(cuda_graphs, "_failed", [])
+    batch, want = made(graphs=True), made(graphs=False)
+    assert batch.graphs is not None
+    graph_of = cuda_graphs._graph_of
+
+    def waiting(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        return graph_of(lambda: (run(), torch.cuda.current_stream().synchronize()))  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(cuda_graphs, "_graph_of", waiting)
+    before = torch.cuda.current_stream()
+    for size in (1, 3, 1):
+        ids, offsets, _ = bags(3, size, size)
+        assert torch.equal(batch.forward(ids, offsets), want.forward(ids, offsets))
+    assert len(batch.graphs) == 0 and len(cuda_graphs._failed) == 1
+    assert sum("without CUDA graphs" in record.getMessage() for record in caplog.records) == 1
+    assert torch.cuda.current_stream() == before and not torch.cuda.is_current_stream_capturing()
+    _kept.extend(cuda_graphs._failed)
+    assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
+
+
+def test_one_predict_waits_for_the_gpu_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense input, the ids and the vectors cross or stay without a wait; the outputs come back together."""
+    _, archive = make_archive(tmp_path, precision=DataType.INT8, ranks=1, kinds=("table_wise",))
+    monkeypatch.setenv("RECINFER_KERNEL", "triton")
+    gpu = recinfer.load(archive.root, device="cuda")
+    request, dense = make_request(RANKER_ROWS, 33, seed=9), torch.ones(33, NUM_DENSE)
+    want = gpu.predict(dense, request)["output"]
+    try:
+        torch.cuda.set_sync_debug_mode("error")  # the wait for an event, which is how outputs are awaited, is no error
+        got = gpu.predict(dense, request)["output"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want) and got.is_pinned()
 
 
 def test_a_lookup_of_ids_on_the_device_waits_for_nothing() -> None:
