@@ -1,6 +1,6 @@
 """Small lookups as CUDA graphs: the copy of the inputs and the kernel are recorded once, and a request replays both with one call.
 
-The first lookup records a graph for each power of two up to 256 samples; a load replays a stored request, so that this happens there
+The first lookup records graphs for all powers of two up to 256 samples; a load replays a stored request, so that this happens there
 and not in a client's request. Every graph is replayed once on other inputs and compared with the launched lookup before it is used.
 On CPU there is nothing to record: a replay launches, which is how the tests run this module.
 """
@@ -22,7 +22,7 @@ from recinfer.quant.host_inputs import HostInputs, InputSizes
 __all__ = ["Bucket", "GraphedLookups", "Run", "buckets_for", "padded_offsets"]
 
 _MOST_BATCH, _MOST_IDS = 256, 1 << 14  # beyond, launching costs little compared with the lookup
-_LEAST_IDS = 64
+_LEAST_IDS, _NEXT = 64, 8  # ids of the smallest bucket, and the factor between neighbours
 
 _log = logging.getLogger(__name__)
 
@@ -47,16 +47,16 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def buckets_for(batch: int, ids: int, weighted: bool, keys: int) -> list[Bucket]:
-    """A bucket for each power of two of samples, with room for twice the ids per sample that a lookup of ``batch`` samples
-    has, and for two of each of ``keys``."""
-    per_sample = max(-(-ids // batch), keys)
-    sizes = [1 << n for n in range(_MOST_BATCH.bit_length())]
-    return [
-        Bucket(size, min(_MOST_IDS, max(_LEAST_IDS, _power_of_two(2 * size * per_sample))), weighted)
-        for size in sizes
-        if size * per_sample <= _MOST_IDS
-    ]
+def buckets_for(keys: int, weighted: bool) -> list[Bucket]:
+    """For each power of two of samples: room for two ids of each of ``keys`` a sample, for 16, and so on."""
+    found = []
+    for batch in (1 << n for n in range(_MOST_BATCH.bit_length())):
+        ids = max(_LEAST_IDS, _power_of_two(2 * batch * keys))
+        while ids < _MOST_IDS:
+            found.append(Bucket(batch, ids, weighted))
+            ids *= _NEXT
+        found.append(Bucket(batch, _MOST_IDS, weighted))
+    return found
 
 
 def padded_offsets(offsets: Tensor, keys: int, batch: int, padded: int) -> Tensor:
@@ -70,10 +70,12 @@ def padded_offsets(offsets: Tensor, keys: int, batch: int, padded: int) -> Tenso
 
 
 def _trial(bucket: Bucket, keys: int, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Ids below ``rows``, offsets and weights that fill a bucket with bags of nearly one length."""
-    bags, places = keys * bucket.batch, torch.arange(bucket.ids)
+    """Ids below ``rows``, offsets and weights of a lookup that a bucket has room for: about three ids a bag."""
+    bags = keys * bucket.batch
+    ids = min(bucket.ids, 3 * bags + 1)
+    places = torch.arange(ids)
     weights = (1 + places % 5).float() / 4 if bucket.weighted else None
-    return places * 7919 % rows, torch.arange(bags + 1) * bucket.ids // bags, weights
+    return places * 7919 % rows, torch.arange(bags + 1) * ids // bags, weights
 
 
 class _Recorded:
@@ -127,9 +129,9 @@ class _Recorded:
         else:
             self._graph.replay()
 
-    def takes(self, ids: int, weighted: bool) -> bool:
-        """Whether a lookup of so many ids fits."""
-        return ids <= self.bucket.ids and weighted == self.bucket.weighted
+    def takes(self, batch: int, ids: int, weighted: bool) -> bool:
+        """Whether it is for ``batch`` samples, rounded up, and has room for the ids."""
+        return batch == self.bucket.batch and ids <= self.bucket.ids and weighted == self.bucket.weighted
 
     def __call__(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
         offsets = padded_offsets(offsets, self.keys, batch, self.bucket.batch)
@@ -180,39 +182,39 @@ class GraphedLookups:
     def __init__(self, run: Run, keys: int, columns: int, dtype: torch.dtype, rows: int, device: torch.device) -> None:
         self._keys, self._rows = keys, rows
         self._make = lambda bucket: _Recorded(run, bucket, keys, columns, dtype, device)
-        self._by_batch: dict[int, _Recorded] | None = None
+        self._recorded: list[_Recorded] | None = None
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._by_batch or ())
+        return len(self._recorded or ())
 
     def __call__(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor | None:
         """``[batch, columns]`` of inputs on the host; None where there is no graph for them and the caller looks up itself:
-        large lookups, ones with many more ids per sample than the first, and all where recording failed."""
+        no samples, large lookups, and all where recording failed."""
         if batch == 0:
             return None
-        by_batch = self._by_batch
-        if by_batch is None:
+        if self._recorded is None:
             with self._lock:
-                if self._by_batch is None:
-                    self._by_batch = self._record(buckets_for(batch, ids.numel(), weights is not None, self._keys))
-                by_batch = self._by_batch
-        recorded = by_batch.get(_power_of_two(batch))
-        if recorded is None or not recorded.takes(ids.numel(), weights is not None):
-            return None
-        return recorded(ids, offsets, weights, batch)
+                if self._recorded is None:
+                    self._recorded = self._record(buckets_for(self._keys, weights is not None))
+        size = _power_of_two(batch)
+        for recorded in self._recorded:
+            if recorded.takes(size, ids.numel(), weights is not None):
+                return recorded(ids, offsets, weights, batch)
+        return None
 
-    def _record(self, buckets: list[Bucket]) -> dict[int, _Recorded]:
-        """Graphs by batch; none where one of them failed."""
-        found = {}
+    def _record(self, buckets: list[Bucket]) -> list[_Recorded]:
+        """Graphs of all buckets, in their order; none where one of them failed."""
+        found: list[_Recorded] = []
         with _recording:
             if _failed:
-                return {}
+                return []
             for bucket in buckets:
                 try:
-                    found[bucket.batch] = self._make(bucket)
-                    found[bucket.batch].record(self._rows)
+                    recorded = self._make(bucket)
+                    recorded.record(self._rows)
                 except Exception as error:  # the lookup itself works without
                     _log.warning("lookups run without CUDA graphs: %s: %s: %s", bucket, type(error).__name__, error)
-                    return {}
+                    return []
+                found.append(recorded)
         return found

@@ -58,6 +58,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(cuda_graphs, "_failed", [])
     monkeypatch.setattr(cuda_graphs, "_MOST_BATCH", 4)
+    monkeypatch.setattr(cuda_graphs, "_MOST_IDS", 64)
 
     for name, value in {
         "Stream": lambda device: Played("side"),

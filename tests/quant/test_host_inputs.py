@@ -18,7 +18,7 @@ from torch import Tensor
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import cuda_graphs
-from recinfer.quant.cuda_graphs import Bucket, GraphedLookups, buckets_for, padded_offsets
+from recinfer.quant.cuda_graphs import GraphedLookups, buckets_for, padded_offsets
 from recinfer.quant.host_inputs import Staging
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'recinfer[triton]'")
@@ -31,22 +31,21 @@ TABLES = [(DataType.INT8, 8), (DataType.INT4, 12), (DataType.FP16, 4)]
 
 
 @pytest.mark.parametrize(
-    ("batch", "ids", "keys", "found"),
+    ("keys", "batch", "room"),
     [
-        (1, 0, 3, {1: 64, 8: 64, 16: 128, 256: 2048}),  # two ids of each key
-        (2, 51, 3, {1: 64, 2: 128, 256: 16384}),  # twice as many ids a sample as came
-        (2048, 53248, 26, {1: 64, 32: 2048, 256: 16384}),
-        (1, 4000, 200, {1: 8192, 4: 16384, 8: None}),  # as many would not fit
-        (1, 20000, 3, {1: None}),
+        (3, 1, [64, 512, 4096, 16384]),
+        (26, 1, [64, 512, 4096, 16384]),
+        (26, 32, [2048, 16384]),
+        (26, 256, [16384]),
+        (200, 1, [512, 4096, 16384]),
+        (20000, 1, [16384]),
     ],
 )
-def test_there_is_a_bucket_for_each_power_of_two_that_fits(
-    batch: int, ids: int, keys: int, found: dict[int, int | None]
-) -> None:
-    buckets = {each.batch: each for each in buckets_for(batch, ids, True, keys)}
-    for size, room in found.items():
-        assert buckets.get(size) == (None if room is None else Bucket(size, room, True))
-    assert set(buckets) <= {1, 2, 4, 8, 16, 32, 64, 128, 256}
+def test_there_are_buckets_for_few_and_for_many_ids(keys: int, batch: int, room: list[int]) -> None:
+    buckets = buckets_for(keys, True)
+    assert [each.ids for each in buckets if each.batch == batch] == room
+    assert sorted({each.batch for each in buckets}) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert buckets == sorted(buckets) and len(buckets) <= 36  # the first that takes a lookup is the smallest
 
 
 @pytest.mark.parametrize(("keys", "batch", "padded"), [(1, 1, 1), (3, 3, 4), (2, 5, 8), (4, 1, 2)])
@@ -80,8 +79,9 @@ def on_device(*tensors: Tensor | None) -> list[Any]:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of at most 4 samples: the interpreter takes long for more."""
+    """Buckets of at most 4 samples and 512 ids: the interpreter takes long for more."""
     monkeypatch.setattr(cuda_graphs, "_MOST_BATCH", 4)
+    monkeypatch.setattr(cuda_graphs, "_MOST_IDS", 512)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "staging"])
@@ -99,7 +99,9 @@ def test_ids_from_the_host_give_what_ids_on_the_device_do(few: None, pooling: Po
         kept.append((got, want))
     for got, want in kept:  # none was overwritten by a later one
         assert torch.equal(got if pooling is SUM else got[0], want)
-    assert (batch.graphs and sorted(batch.graphs._by_batch or ())) == ([1, 2, 4] if graphs and pooling is SUM else None)
+    sizes = batch.graphs and [each.bucket[:2] for each in batch.graphs._recorded or ()]
+    expected = [(1, 64), (1, 512), (2, 64), (2, 512), (4, 64), (4, 512)]
+    assert sizes == (expected if graphs and pooling is SUM else None)
     assert batch.out_of_range() == [0] * len(batch.reads)  # the trial's ids are in range
 
 
@@ -112,11 +114,12 @@ def test_what_does_not_fit_a_bucket_is_launched(few: None) -> None:
     graphs = GraphedLookups(fill, 1, 4, torch.float32, 5, CPU)
     ids, weights = torch.tensor([3]), torch.ones(1)
     assert graphs(ids[:0], torch.zeros(1, dtype=torch.int64), None, 0) is None and not len(graphs)
-    assert graphs(ids, torch.tensor([0, 1]), None, 1) is not None and len(graphs) == 3
+    for count, fits in ((1, True), (64, True), (65, True), (512, True), (513, False)):
+        found = graphs(ids.expand(count), torch.tensor([0, count]), None, 1)
+        assert (found is not None and found.tolist() == [[3.0 * count] * 4]) is fits
     assert graphs(ids, torch.tensor([0, 1]), weights, 1) is None
-    assert graphs(ids.expand(65), torch.tensor([0, 65]), None, 1) is None
     assert graphs(ids, torch.arange(6).clamp(max=1), None, 5) is None
-    assert len(graphs) == 3
+    assert len(graphs) == 6
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -160,7 +163,7 @@ def test_threads_take_turns_with_a_graph(few: None) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, range(400)))
-    assert len(graphs) == 3
+    assert len(graphs) == 6
 
 
 def test_ids_out_of_range_raise_at_a_later_lookup_and_once() -> None:
