@@ -156,7 +156,7 @@ class LoadedModel(States):
     def select(self, found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()) -> LookupResult:
         """The embeddings of the features ``present`` (None: all), from the result of each module (None: not looked
         up)."""
-        return selected(self.parts, found if self.device.type == "cpu" else on_host(found), present, missing)
+        return selected(self.parts, on_host(found), present, missing)
 
     @at_one_state
     def run_dense_on(

@@ -135,6 +135,8 @@ def on_host(found: Sequence[Any]) -> list[Any]:
             tensors.append(given)
         elif given is not None:
             tensors += [tensor for sequence in given for tensor in (sequence.values(), sequence.lengths())]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return list(found)
     copies = iter(to_host(tensors))
 
     def copied(given: Any) -> Any:

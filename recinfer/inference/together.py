@@ -17,7 +17,7 @@ from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
 from recinfer.inference.lookups import Steps
 from recinfer.inference.model import LoadedModel
-from recinfer.inference.results import LookupResult, Outputs, tensors_of
+from recinfer.inference.results import LookupResult, Outputs, on_host, tensors_of
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["PredictInputs", "lookup_many", "lookup_one", "predict_many", "predict_one"]
@@ -77,7 +77,7 @@ def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[
         for at, _ in taken:
             answers[at] = yield from _alone(lookup_one(model, requests[at]))
         return answers
-    for (at, mine), parts in zip(taken, _apart(found.parts, batches)):
+    for (at, mine), parts in zip(taken, _apart(on_host(found.parts), batches)):
         answers[at] = model.select(parts, mine.present, found.missing)
     return answers
 
