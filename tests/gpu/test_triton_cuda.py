@@ -1,21 +1,21 @@
-"""The Triton kernel on a GPU: an archive, CUDA graphs, and lookups that wait for nothing. Never run yet: no GPU was at hand."""
+"""The Triton kernel on a GPU: CUDA graphs, and lookups that wait for nothing. Never run yet: no GPU was at hand.
+
+Needs torch, Triton, numpy and pytest alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
-import recinfer
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import cuda_graphs
 from recinfer.quant.cuda_graphs import buckets_for
 from recinfer.quant.triton_batch import TritonBatch
-from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
 from tests.quant.test_triton import ROWS, bags, placed_in_memory
 
 pytestmark = [
@@ -25,18 +25,6 @@ pytestmark = [
 
 
 _kept: list[torch.cuda.CUDAGraph] = []  # see recinfer.quant.cuda_graphs._failed
-
-
-@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.FP16])
-def test_a_gpu_answers_as_the_cpu_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: DataType) -> None:
-    _, archive = make_archive(tmp_path, precision=precision, ranks=1, kinds=("table_wise",))
-    cpu = recinfer.load(archive.root)
-    monkeypatch.setenv("RECINFER_KERNEL", "triton")
-    gpu = recinfer.load(archive.root, device="cuda")
-    assert isinstance(gpu._state.lookups.parts[0].run.__self__.batch, TritonBatch)
-    for batch in (1, 33, 2048):
-        request, dense = make_request(RANKER_ROWS, batch, seed=9), torch.ones(batch, NUM_DENSE)
-        torch.testing.assert_close(gpu.predict(dense, request)["output"], cpu.predict(dense, request)["output"])
 
 
 def made(*, graphs: bool, pooling: PoolingType = PoolingType.SUM) -> TritonBatch:
@@ -97,21 +85,6 @@ def test_a_recording_that_the_device_refuses_leaves_launched_lookups(
     assert torch.cuda.current_stream() == before and not torch.cuda.is_current_stream_capturing()
     _kept.extend(cuda_graphs._failed)
     assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
-
-
-def test_one_predict_waits_for_the_gpu_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense input, the ids and the vectors cross or stay without a wait; the outputs come back together."""
-    _, archive = make_archive(tmp_path, precision=DataType.INT8, ranks=1, kinds=("table_wise",))
-    monkeypatch.setenv("RECINFER_KERNEL", "triton")
-    gpu = recinfer.load(archive.root, device="cuda")
-    request, dense = make_request(RANKER_ROWS, 33, seed=9), torch.ones(33, NUM_DENSE)
-    want = gpu.predict(dense, request)["output"]
-    try:
-        torch.cuda.set_sync_debug_mode("error")  # the wait for an event, which is how outputs are awaited, is no error
-        got = gpu.predict(dense, request)["output"]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(got, want) and got.is_pinned()
 
 
 def test_a_lookup_of_ids_on_the_device_waits_for_nothing() -> None:
