@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from recinfer.quant import buffers
 from recinfer.quant.transfers import to_device, to_host
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -87,6 +88,21 @@ def test_the_host_waits_once_for_all_that_comes_back(monkeypatch: pytest.MonkeyP
     assert found[0].tolist() == [[1.0] * 3] * 2 and found[1] is near and found[2].tolist() == [0, 1, 2, 3]
     copies = ["copy [2, 3] non_blocking=True", "copy [4] non_blocking=True"]
     assert done == [*copies, "record stream of cuda:0", "synchronize"]
+
+
+def test_rows_in_host_memory_need_no_operators_that_fbgemm_for_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fbgemm-gpu-cpu beside a CUDA build of torch, the Triton kernel reads them from page-locked memory."""
+    zeros, given = torch.zeros, []
+
+    def on_cpu(size: int, dtype: torch.dtype, device: object = None, pin_memory: bool = False) -> torch.Tensor:
+        given.append((device, pin_memory))
+        return zeros(size, dtype=dtype)
+
+    monkeypatch.setattr("recinfer.fbgemm.INSTALLED", True)
+    monkeypatch.setattr("recinfer.fbgemm.HAS_CUDA", False)
+    monkeypatch.setattr(torch, "zeros", on_cpu)
+    assert buffers._managed(100, GPU).numel() == 100 + buffers.SLACK_BYTES
+    assert given == [(None, True)]
 
 
 @pytest.mark.gpu
