@@ -9,7 +9,7 @@ INTRA_NODE_BANDWIDTH      bytes per millisecond between ranks of one host, for t
 CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
 STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0.15
 RECINFER_KERNEL           fbgemm or triton: what looks packed rows up; else FBGEMM where it is installed
-RECINFER_CUDA_GRAPHS      1: small lookups on a GPU are recorded and replayed as CUDA graphs, else they are launched
+RECINFER_CUDA_GRAPHS      0: small lookups on a GPU are launched; else they are recorded and replayed as CUDA graphs
 
 recinfer sets two variables, if they are unset:
 ORT_DISABLE_TELEMETRY     1: turns off the telemetry of onnxruntime's Linux wheels, which uses a thread
@@ -65,8 +65,8 @@ def kernel() -> Literal["fbgemm", "triton"] | None:
 
 
 def cuda_graphs() -> bool:
-    """Whether small lookups on a GPU are CUDA graphs: where ``RECINFER_CUDA_GRAPHS`` is 1. Off until a GPU has run them."""
-    return os.environ.get("RECINFER_CUDA_GRAPHS", "0").strip().lower() not in _OFF
+    """Whether small lookups on a GPU are CUDA graphs: unless ``RECINFER_CUDA_GRAPHS`` is 0."""
+    return os.environ.get("RECINFER_CUDA_GRAPHS", "").strip().lower() not in _OFF - {""}
 
 
 def supervised() -> bool:

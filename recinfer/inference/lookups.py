@@ -366,8 +366,6 @@ def _part(
     # Position weights are made by name, so names may not repeat there. Past nn.Module's call machinery, which costs as
     # much as the op's dispatch.
     direct = fused if isinstance(fused, PooledLookup) and positions is None else None
-    # With MEAN and SUM tables together, MEAN columns are scaled after the operator; padded columns are dropped.
-    finished = direct is not None and direct.batch.total_dim == sum(dims) and len({t.pooling for t in tables}) == 1
     order = tuple(dict.fromkeys(info.features)) if direct is None else tuple(direct.arranger.features)
     return _LocalPart(
         info,
@@ -377,5 +375,5 @@ def _part(
         order,
         direct.forward if direct else module,
         np.array([] if direct is None else direct.arranger.rows, np.uint64),
-        direct.batch.forward if direct is not None and finished else None,
+        direct.batch.forward if direct is not None and direct.op_is_all else None,
     )

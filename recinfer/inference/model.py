@@ -24,9 +24,10 @@ from recinfer.inference.bags import Bags
 from recinfer.inference.direct import DirectTables
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Steps, output_names
-from recinfer.inference.results import LookupResult, feature_specs, selected
+from recinfer.inference.results import LookupResult, feature_specs, on_host, selected
 from recinfer.inference.stages import Stages
 from recinfer.inference.states import States, at_one_state
+from recinfer.quant.transfers import to_device, to_host
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -155,7 +156,7 @@ class LoadedModel(States):
     def select(self, found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()) -> LookupResult:
         """The embeddings of the features ``present`` (None: all), from the result of each module (None: not looked
         up)."""
-        return selected(self.parts, found, present, missing)
+        return selected(self.parts, on_host(found), present, missing)
 
     @at_one_state
     def run_dense_on(
@@ -167,14 +168,18 @@ class LoadedModel(States):
         tensors = [dense] if dense is not None else []
         for vectors, length in zip(embeddings, lengths):
             tensors += [vectors] if length is None else [vectors, length]
-        return [output.cpu() for output in self._engine([t.to(self.device) for t in tensors])]
+        return to_host(self._engine([self.to_device(t) for t in tensors]))
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """``tensor`` where the dense part runs; the caller does not wait for a copy to a GPU."""
+        return to_device(tensor, self.device)
 
     @at_one_state
     def run_engine(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the dense part on its inputs, in the manifest's order."""
+        """Run the dense part on its inputs, in the manifest's order. Only its outputs come back to the host, together."""
         assert self._engine is not None
         start = time.perf_counter()
-        outputs = [output.cpu() for output in self._engine([tensor.to(self.device) for tensor in tensors])]
+        outputs = to_host(self._engine([self.to_device(tensor) for tensor in tensors]))
         self.stages.add("dense", time.perf_counter() - start)
         return outputs
 

@@ -24,6 +24,7 @@ from recinfer.inference.results import FeatureSpec, LookupResult, Outputs, tenso
 from recinfer.inference.states import at_one_state
 from recinfer.inference.together import PredictInputs, lookup_many, lookup_one, predict_many, predict_one
 from recinfer.quant.outputs import keep_outputs
+from recinfer.quant.transfers import to_host
 
 __all__ = ["FeatureSpec", "LookupResult", "Predictor", "load"]
 
@@ -108,7 +109,7 @@ class Predictor(LoadedModel):
         if self._engine is not None:
             dense = [request.dense] if request.dense is not None and self.num_dense else []
             outputs = self.run_engine(dense + [t for f in found.parts for t in tensors_of(f, dense_input=True)])
-        return Answer([t.cpu() for given in found.parts for t in tensors_of(given)], outputs)
+        return Answer(to_host([t for given in found.parts for t in tensors_of(given)]), outputs)
 
     @at_one_state
     def check_request(self, index: int) -> None:

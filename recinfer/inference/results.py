@@ -11,13 +11,23 @@ from torch import Tensor
 
 from recinfer.errors import NotFoundError
 from recinfer.inference.specs import FeatureSpec, Outputs
+from recinfer.quant.transfers import to_host
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:  # a client has what is here for its answers, and loads no kernels
     from recinfer.archive.manifest import Manifest
     from recinfer.inference.lookups import Part
 
-__all__ = ["FeatureSpec", "LookupResult", "Outputs", "feature_specs", "selected", "tensors_of", "weighted_features"]
+__all__ = [
+    "FeatureSpec",
+    "LookupResult",
+    "Outputs",
+    "feature_specs",
+    "on_host",
+    "selected",
+    "tensors_of",
+    "weighted_features",
+]
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ def weighted_features(manifest: Manifest) -> frozenset[str]:
 def selected(
     parts: Sequence[Part], found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()
 ) -> LookupResult:
-    """The embeddings of the features ``present`` (None: all), from the result of each module (None: not looked up)."""
+    """The embeddings of the features ``present`` (None: all), from the result of each module on the CPU (None: not looked up)."""
     pooled: list[KeyedTensor] = []
     sequences: dict[str, JaggedTensor] = {}
     for part, given in zip(parts, found):
@@ -82,7 +92,7 @@ def selected(
             pooled.append(_pooled(part, given, wanted))
         else:
             chosen = zip(part.names, given, wanted or [True] * len(part.names))
-            sequences.update({name: _on_cpu(sequence) for name, sequence, keep in chosen if keep})
+            sequences.update({name: sequence for name, sequence, keep in chosen if keep})
     return LookupResult(_joined(pooled), sequences, missing)
 
 
@@ -97,13 +107,13 @@ def tensors_of(found: Tensor | list[JaggedTensor], *, dense_input: bool = False)
 
 def _pooled(part: Part, values: Tensor, wanted: Sequence[bool] | None) -> KeyedTensor:
     if wanted is None or all(wanted):
-        return KeyedTensor.from_parts_unchecked(part.names, part.dims, values.cpu())
+        return KeyedTensor.from_parts_unchecked(part.names, part.dims, values)
     chosen = [i for i, keep in enumerate(wanted) if keep]
     columns = values.split(part.dims, dim=1)
     return KeyedTensor(
         [part.names[i] for i in chosen],
         [part.dims[i] for i in chosen],
-        torch.cat([columns[i] for i in chosen], dim=1).cpu(),
+        torch.cat([columns[i] for i in chosen], dim=1),
     )
 
 
@@ -117,7 +127,21 @@ def _joined(pooled: Sequence[KeyedTensor]) -> KeyedTensor | None:
     )
 
 
-def _on_cpu(sequence: JaggedTensor) -> JaggedTensor:
-    if sequence.values().device.type == "cpu":
-        return sequence
-    return JaggedTensor.from_parts_unchecked(sequence.values().cpu(), None, sequence.lengths().cpu())
+def on_host(found: Sequence[Any]) -> list[Any]:
+    """The results of modules, copied from a GPU together."""
+    tensors: list[Tensor] = []
+    for given in found:
+        if isinstance(given, Tensor):
+            tensors.append(given)
+        elif given is not None:
+            tensors += [tensor for sequence in given for tensor in (sequence.values(), sequence.lengths())]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return list(found)
+    copies = iter(to_host(tensors))
+
+    def copied(given: Any) -> Any:
+        if given is None or isinstance(given, Tensor):
+            return None if given is None else next(copies)
+        return [JaggedTensor.from_parts_unchecked(next(copies), None, next(copies)) for _ in given]
+
+    return [copied(given) for given in found]

@@ -17,7 +17,7 @@ from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
 from recinfer.inference.lookups import Steps
 from recinfer.inference.model import LoadedModel
-from recinfer.inference.results import LookupResult, Outputs, tensors_of
+from recinfer.inference.results import LookupResult, Outputs, on_host, tensors_of
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["PredictInputs", "lookup_many", "lookup_one", "predict_many", "predict_one"]
@@ -77,7 +77,7 @@ def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[
         for at, _ in taken:
             answers[at] = yield from _alone(lookup_one(model, requests[at]))
         return answers
-    for (at, mine), parts in zip(taken, _apart(found.parts, batches)):
+    for (at, mine), parts in zip(taken, _apart(on_host(found.parts), batches)):
         answers[at] = model.select(parts, mine.present, found.missing)
     return answers
 
@@ -170,11 +170,12 @@ def _run(model: LoadedModel, taken: Sequence[_Taken]) -> Steps[list[Outputs] | N
     """The outputs of each request; None if an output does not have one row per sample and cannot be split."""
     batches = [mine.features.batch for mine in taken]
     total = sum(batches)
-    found = yield from model.find([mine.features for mine in taken])
     tensors = []
     if model.num_dense:
         given = [mine.dense for mine in taken if mine.dense is not None]
-        tensors.append(given[0] if len(given) == 1 else torch.cat(given))
+        # Before the lookup, so that on a GPU the copy runs while the ids are prepared.
+        tensors.append(model.to_device(given[0] if len(given) == 1 else torch.cat(given)))
+    found = yield from model.find([mine.features for mine in taken])
     contexts = any(mine.shared for mine in taken)
     for part, vectors in zip(model.parts, found.parts):
         if contexts and not isinstance(vectors, Tensor):

@@ -129,8 +129,8 @@ def allocate(
 
 
 def _managed(size: int, device: torch.device) -> Tensor:
-    """Zeroed host memory that the GPU can read: FBGEMM's managed memory, or pinned pages without FBGEMM."""
-    if not fbgemm.INSTALLED:
+    """Zeroed host memory that the GPU can read: FBGEMM's managed memory, or pinned pages without its CUDA build."""
+    if not fbgemm.HAS_CUDA:
         return torch.zeros(size + SLACK_BYTES, dtype=torch.uint8, pin_memory=True)
     like = torch.zeros(1, dtype=torch.uint8, device=device)
     return torch.ops.fbgemm.new_unified_tensor(like, [size + SLACK_BYTES], False).zero_()

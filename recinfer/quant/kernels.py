@@ -66,14 +66,19 @@ def table_batch(
     buffers: Buffers,
     *,
     output_dtype: torch.dtype = torch.float32,
+    means: Sequence[bool] = (),
 ) -> TableBatch:
-    """A batched lookup over packed tables with the kernel that :func:`choose_kernel` chooses; arguments as of
-    ``TableBatch``."""
+    """A batched lookup over packed tables with the kernel that :func:`choose_kernel` chooses.
+
+    Args:
+        reads, pooling, buffers, output_dtype: as of ``TableBatch``.
+        means: of each read, whether it is a MEAN though ``pooling`` is SUM. A kernel whose ``averages`` is false sums these too.
+    """
     if choose_kernel(buffers.device).name == "triton":
         from recinfer.quant.triton_batch import TritonBatch
 
         # The same calls; a union would make every caller name both.
-        return cast("TableBatch", TritonBatch(reads, pooling, buffers, output_dtype=output_dtype))
+        return cast("TableBatch", TritonBatch(reads, pooling, buffers, output_dtype=output_dtype, means=means))
     from recinfer.quant.tbe import TableBatch
 
     return TableBatch(reads, pooling, buffers, output_dtype=output_dtype)

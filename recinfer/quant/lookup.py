@@ -24,6 +24,7 @@ from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.buffers import Buffers, Placed
 from recinfer.quant.kernels import table_batch
 from recinfer.quant.rows import padded_dim
+from recinfer.quant.transfers import to_device
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
@@ -104,6 +105,9 @@ class PooledLookup(nn.Module):
         is_weighted: whether ids carry weights.
         output_dtype: float32, float16 or bfloat16.
 
+    Attributes:
+        op_is_all: the operator's output is the result: no columns are scaled or dropped after it.
+
     ``forward(features) -> KeyedTensor``, keys in module order, values [B, sum of dims].
     """
 
@@ -124,16 +128,23 @@ class PooledLookup(nn.Module):
         poolings = {c.pooling for c in configs}
         if not poolings <= {PoolingType.SUM, PoolingType.MEAN}:
             raise ConfigError(f"pooled tables need SUM or MEAN pooling; got {sorted(p.value for p in poolings)}")
-        # SUM and MEAN tables share one call: MEAN of the op is its SUM times 1/length, so a mixed module sums all and
-        # scales its MEAN columns, which gives the same bits.
+        # SUM and MEAN tables share one call. FBGEMM's op has one pooling: its MEAN is its SUM times 1/length, so a mixed module
+        # sums all and scales its MEAN columns, which gives the same bits.
         mixed = len(poolings) > 1
         op_pooling = PoolingType.SUM if mixed else poolings.pop()
-        self.batch = table_batch([piece for _, piece in reads], op_pooling, buffers, output_dtype=output_dtype)
+        means = {c.name for c in configs if mixed and c.pooling is PoolingType.MEAN}
+        self.batch = table_batch(
+            [piece for _, piece in reads],
+            op_pooling,
+            buffers,
+            output_dtype=output_dtype,
+            means=[piece.rect.table in means for _, piece in reads],
+        )
         self._op_knows_rows, self._counts_ids = self.batch.knows_rows, self.batch.counts_ids
         self._run = self.batch.forward  # without nn.Module.__call__, which costs as much as the op's dispatch
         self.arranger = FeatureArranger([feature for feature, _ in reads], [piece.rect.rows for _, piece in reads])
-        means = {c.name for c in configs if c.pooling is PoolingType.MEAN}
-        self._mean_runs = _mean_runs(self.batch.reads, self.batch.widths, means) if mixed else []
+        self._mean_runs = [] if self.batch.averages else _mean_runs(self.batch.reads, self.batch.widths, means)
+        self.op_is_all = not self._mean_runs and self.batch.total_dim == sum(self.dims)
         self._column_offsets = [0, *accumulate(self.dims)]
 
     def forward(self, features: KeyedJaggedTensor, *, check: bool = True) -> KeyedTensor:
@@ -288,13 +299,16 @@ class SequenceLookup(nn.Module):
             raise
 
     def _jagged(self, arranged: KeyedJaggedTensor, *, traced: bool = False) -> dict[str, JaggedTensor]:
-        rows = iter(self.tables(arranged, traced=traced))
+        found = self.tables(arranged, traced=traced)
+        rows = iter(found)
         lengths_FB = arranged.lengths().view(len(self.arranger.features), -1)
+        if found:
+            lengths_FB = to_device(lengths_FB, found[0].device)
         starts_F = arranged.offset_per_key()
         result = {}
         for i, (name, count) in enumerate(zip(self.names, self._pieces)):
             columns = [next(rows) for _ in range(count)]
             joined = columns[0] if count == 1 else torch.cat(columns, dim=1)
             ids = arranged.values()[starts_F[i] : starts_F[i + 1]] if self.need_indices else None
-            result[name] = JaggedTensor(values=joined, lengths=lengths_FB[i].to(joined.device), weights=ids)
+            result[name] = JaggedTensor(values=joined, lengths=lengths_FB[i], weights=ids)
         return result

@@ -105,11 +105,13 @@ class TableBatch(nn.Module):
         tables: the tables, each once.
         widths: columns of each read in the output, padded.
         knows_rows: whether the op refuses ids beyond the tables' rows.
+        averages: whether one call may have SUM and MEAN; it may not.
         counts_ids: whether it reports ids out of range after the lookup; it does not.
         real_columns: int64, those of the op's output that are columns of a table; None: all are. The op pads columns of INT4
             and INT2 tables to whole bytes.
     """
 
+    averages = False
     counts_ids = False
     weights: Tensor
     real_columns: Tensor | None

@@ -25,23 +25,28 @@ class _Own(threading.local):
     """The state of one thread for copies to a GPU."""
 
     staging: Staging | None = None
-    graphs: GraphedLookups | None = None
 
 
 class TritonBatch:
     """One launch over packed tables of any precision and width; see :class:`recinfer.quant.tbe.TableBatch`.
 
     It differs in that columns have no padding, unpooled tables may have several widths, and ids may come from the host: a
-    GPU then gets them in one copy, and small pooled lookups are CUDA graphs where ``RECINFER_CUDA_GRAPHS`` is 1.
+    GPU then gets them in one copy, and small pooled lookups are CUDA graphs unless ``RECINFER_CUDA_GRAPHS`` is 0.
 
     Ids out of range give zeros. The kernel counts them, and the count is looked at when it is there, at a later call, so
     that no call waits for the device.
 
+    Args:
+        means: as of :func:`recinfer.quant.kernels.table_batch`; all other arguments as of ``TableBatch``.
+
     Attributes:
+        averages: ``means`` is heeded.
         counts_ids: a lookup of ids on the device needs no check before it.
+        graphs: the recorded lookups of ids from the host; None: all are launched.
     """
 
     knows_rows = False
+    averages = True
     counts_ids = True
     real_columns: Tensor | None = None
 
@@ -52,22 +57,40 @@ class TritonBatch:
         buffers: Buffers,
         *,
         output_dtype: torch.dtype = torch.float32,
+        means: Sequence[bool] = (),
     ) -> None:
         self.reads, self.tables = tuple(reads), tuple(dict.fromkeys(reads))
         self.pooling, self.storage, self.output_dtype, self.weights = pooling, buffers, output_dtype, buffers.near
-        local = [Read(placed, key, pooling) for key, placed in enumerate(self.reads)]
+        self._means = tuple(means) or (False,) * len(self.reads)
+        local = [
+            Read(placed, key, PoolingType.MEAN if mean else pooling)
+            for key, (placed, mean) in enumerate(zip(self.reads, self._means, strict=True))
+        ]
         self._lookup = TritonTables(local, buffers, output_dtype=output_dtype)
         self.widths = [placed.rect.cols for placed in self.reads]
         self.total_dim = self._lookup.total_dim
         self._bad, self._seen = self._lookup.new_counter(), [0] * len(self.reads)
-        self._graphs = env.cuda_graphs()
+        self.graphs = self._new_graphs() if self._lookup.pooled and env.cuda_graphs() else None
         self._own, self._lock = _Own(), threading.Lock()
         # The counts on the host, and the event of their copy; None: no copy is running.
         self._sent_counts: tuple[Tensor, torch.cuda.Event | None] | None = None
 
+    def _new_graphs(self) -> GraphedLookups:
+        lookup, bad = (
+            self._lookup,
+            self._bad,
+        )  # not self: in a circle, tables would stay on the GPU until it is collected
+
+        def run(ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int, out: Tensor) -> None:
+            lookup(ids, offsets, weights, batch=batch, bad=bad, out=out)
+
+        rows = min(read.rect.row_stop for read in self.reads)
+        return GraphedLookups(run, len(self.reads), self.total_dim, self.output_dtype, rows, self.weights.device)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are built anew over their rows: addresses, and what a thread has under way, are not theirs."""
-        return partial(TritonBatch, output_dtype=self.output_dtype), (self.reads, self.pooling, self.storage)
+        again = partial(TritonBatch, output_dtype=self.output_dtype, means=self._means)
+        return again, (self.reads, self.pooling, self.storage)
 
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """As ``TableBatch.forward``: ``[B, columns]``, or ``[N, widest]`` when unpooled. Waits for nothing on a GPU.
@@ -93,22 +116,17 @@ class TritonBatch:
 
     def _of_host(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
         """The same of inputs on the host, whose ids the caller has checked."""
-        own, device = self._own, self.weights.device
-        if self._lookup.pooled and self._graphs:
-            if own.graphs is None:
-                own.graphs = GraphedLookups(self._into, len(self.reads), self.total_dim, self.output_dtype, device)
-            found = own.graphs(indices, offsets, weights, batch)
+        own = self._own
+        if self.graphs is not None:
+            found = self.graphs(indices, offsets, weights, batch)
             if found is not None:
                 return found
         if own.staging is None:
-            own.staging = Staging(device)
+            own.staging = Staging(self.weights.device)
         ids, edges, near = own.staging.to_device(indices, offsets, weights)
         out = self._lookup(ids, edges, near, batch=batch, bad=self._bad)
         own.staging.record_lookup()
         return out
-
-    def _into(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int, out: Tensor) -> None:
-        self._lookup(ids, offsets, weights, batch=batch, bad=self._bad, out=out)
 
     def _send_counts(self) -> None:
         """Send the counts to the host, behind the lookup."""

@@ -33,6 +33,24 @@ def test_every_device_gets_its_keys() -> None:
     assert [part.device().type for part in on_meta] == ["meta", "meta"]
 
 
+def test_what_goes_to_a_gpu_goes_from_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is played: no CPU machine has one."""
+    done: list[object] = []
+
+    def pin(part: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        done.append(("pin", part.keys()))
+        return part
+
+    def to(part: KeyedJaggedTensor, device: torch.device, non_blocking: bool = False) -> KeyedJaggedTensor:
+        done.append((str(device), non_blocking))
+        return part
+
+    monkeypatch.setattr(KeyedJaggedTensor, "pin_memory", pin)
+    monkeypatch.setattr(KeyedJaggedTensor, "to", to)
+    KJTOneToAll([2, 1], 2, torch.device("cuda"))(features())
+    assert done == [("pin", ["a", "b"]), ("cuda:0", True), ("pin", ["c"]), ("cuda:1", True)]
+
+
 def test_splits_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="got 1 splits; expected one for each of 2 devices"):
         KJTOneToAll([3], 2, CPU)

@@ -1,19 +1,21 @@
-"""The Triton kernel on a GPU: an archive, CUDA graphs, and lookups without synchronization. Not yet run on a GPU."""
+"""The Triton kernel on a GPU: CUDA graphs, and lookups without synchronization. Not yet run on a GPU.
+
+Needs torch, Triton, numpy and pytest alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
-import recinfer
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
-from recinfer.quant.cuda_graphs import bucket_of
+from recinfer.quant import cuda_graphs
+from recinfer.quant.cuda_graphs import buckets_for
 from recinfer.quant.triton_batch import TritonBatch
-from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
 from tests.quant.test_triton import ROWS, bags, placed_in_memory
 
 pytestmark = [
@@ -22,23 +24,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.FP16])
-def test_a_gpu_answers_as_the_cpu_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: DataType) -> None:
-    _, archive = make_archive(tmp_path, precision=precision, ranks=1, kinds=("table_wise",))
-    cpu = recinfer.load(archive.root)
-    monkeypatch.setenv("RECINFER_KERNEL", "triton")
-    gpu = recinfer.load(archive.root, device="cuda")
-    assert isinstance(gpu._state.lookups.parts[0].run.__self__.batch, TritonBatch)
-    for batch in (1, 33, 2048):
-        request, dense = make_request(RANKER_ROWS, batch, seed=9), torch.ones(batch, NUM_DENSE)
-        torch.testing.assert_close(gpu.predict(dense, request)["output"], cpu.predict(dense, request)["output"])
+_kept: list[torch.cuda.CUDAGraph] = []  # see recinfer.quant.cuda_graphs._failed
 
 
 def made(*, graphs: bool, pooling: PoolingType = PoolingType.SUM) -> TritonBatch:
     tables = [(DataType.INT8, 64), (DataType.INT4, 64), (DataType.FP16, 64)]
     buffers, placed, _ = placed_in_memory(tables, 16)
     batch = TritonBatch(placed, pooling, buffers)
-    batch._graphs = graphs
+    if not graphs:
+        batch.graphs = None
     return batch
 
 
@@ -46,27 +40,18 @@ def made(*, graphs: bool, pooling: PoolingType = PoolingType.SUM) -> TritonBatch
 def test_a_replayed_graph_gives_what_a_launch_does(weighted: bool) -> None:
     graphed, launched = made(graphs=True), made(graphs=False)
     kept = []
-    for size in (
-        1,
-        2,
-        3,
-        32,
-        200,
-        256,
-        257,
-        3,
-    ):  # the last but one is too large for a graph, the last a bucket's second use
+    for size in (1, 2, 3, 32, 200, 256, 257, 3):  # 257 is too large for a graph, the last the second use of one
         ids, offsets, weights = bags(3, size, size)
         given = weights if weighted else None
         kept.append((graphed.forward(ids, offsets, given), launched.forward(ids, offsets, given)))
     for mine, its in kept:  # after all: none was overwritten by a later replay
         assert torch.equal(mine, its)
-    sizes = {bucket_of(size, bags(3, size, size)[0].numel(), weighted) for size in (1, 2, 3, 32, 200, 256)}
-    assert graphed._own.graphs is not None and len(graphed._own.graphs) == len(sizes)
-    assert all(found._graph is not None for found in graphed._own.graphs._by_bucket.values())
+    assert graphed.graphs is not None and len(graphed.graphs) == len(buckets_for(3, weighted))
+    assert all(found._graph is not None for found in graphed.graphs._recorded or ())
+    assert graphed.out_of_range() == [0, 0, 0] and not cuda_graphs._failed
 
 
-def test_threads_have_graphs_and_memory_of_their_own() -> None:
+def test_threads_share_graphs_and_have_other_memory_of_their_own() -> None:
     batch = made(graphs=True)
     expected = {size: made(graphs=False).forward(*bags(3, size, size)[:2]).cpu() for size in (1, 7, 300)}
 
@@ -76,6 +61,30 @@ def test_threads_have_graphs_and_memory_of_their_own() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, range(200)))
+
+
+def test_a_recording_that_the_device_refuses_leaves_launched_lookups(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait for the device while a graph is recorded is an error of CUDA, and ends the recording."""
+    monkeypatch.setattr(cuda_graphs, "_failed", [])
+    batch, want = made(graphs=True), made(graphs=False)
+    assert batch.graphs is not None
+    graph_of = cuda_graphs._graph_of
+
+    def waiting(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        return graph_of(lambda: (run(), torch.cuda.current_stream().synchronize()))  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(cuda_graphs, "_graph_of", waiting)
+    before = torch.cuda.current_stream()
+    for size in (1, 3, 1):
+        ids, offsets, _ = bags(3, size, size)
+        assert torch.equal(batch.forward(ids, offsets), want.forward(ids, offsets))
+    assert len(batch.graphs) == 0 and len(cuda_graphs._failed) == 1
+    assert sum("without CUDA graphs" in record.getMessage() for record in caplog.records) == 1
+    assert torch.cuda.current_stream() == before and not torch.cuda.is_current_stream_capturing()
+    _kept.extend(cuda_graphs._failed)
+    assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
 
 
 def test_a_lookup_of_ids_on_the_device_waits_for_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from recinfer.cli.main import app
 from recinfer.distributed.layout.rect import Rect, tile
 from recinfer.distributed.quant.place import on_one_device
 from recinfer.errors import ConfigError, UnavailableError
-from recinfer.modules.embedding_configs import DataType
+from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Placed, allocate
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.kernels import choose_kernel
@@ -69,6 +70,22 @@ assert sys.modules["fbgemm_gpu"] is None
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "torch.Size([3" in done.stdout
+
+
+def test_sums_and_means_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FBGEMM's operator sums all, and the means are scaled after it; on a GPU that would be a copy of its own."""
+    sums = [PoolingType.SUM, PoolingType.MEAN, PoolingType.MEAN, PoolingType.SUM]
+    module = EmbeddingBagCollection.from_float(float_bags(sums), data_type=DataType.INT8)
+    configs = module.embedding_bag_configs()
+    pieces = {name: (placed,) for name, placed in module.placed.items()}
+    features = random_features(configs, 9)
+    theirs = PooledLookup(configs, pieces, module.storage)
+    monkeypatch.setenv("RECINFER_KERNEL", "triton")
+    mine = PooledLookup(configs, pieces, module.storage)
+    assert mine.op_is_all and not theirs.op_is_all
+    torch.testing.assert_close(mine(features).values(), theirs(features).values(), rtol=1e-6, atol=1e-6)
+    again = copy.deepcopy(mine)
+    assert torch.equal(again(features).values(), mine(features).values())
 
 
 def test_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,16 +35,30 @@ class Played:
 def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The calls of streams and events; tensors are on the CPU."""
     Played.done = []
-    events = iter(("copied", "read"))
+    events = itertools.chain(("copied", "read"), itertools.repeat("of a bucket"))
     empty = torch.empty
 
     def on_cpu(*size: Any, pin_memory: bool = False, device: Any = None, **more: Any) -> torch.Tensor:
         return empty(*size, **more)
 
     class Graph(Played):
+        fails = False
+
+        def capture_begin(self, capture_error_mode: str) -> None:
+            self.done.append(f"capture_begin {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            self.done.append("capture_end")
+            if self.fails:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
         def replay(self) -> None:
             self.done.append("replay")
             self.body()
+
+    monkeypatch.setattr(cuda_graphs, "_failed", [])
+    monkeypatch.setattr(cuda_graphs, "_MOST_BATCH", 4)
+    monkeypatch.setattr(cuda_graphs, "_MOST_IDS", 64)
 
     for name, value in {
         "Stream": lambda device: Played("side"),
@@ -51,7 +66,6 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         "CUDAGraph": lambda: Graph("graph"),
         "current_stream": lambda device: Played("current"),
         "stream": lambda stream: contextlib.nullcontext(),
-        "graph": lambda *args, **kwargs: contextlib.nullcontext(Played.done.append("record")),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for module in (host_inputs, cuda_graphs):
@@ -82,26 +96,43 @@ def test_copies_and_lookups_wait_for_one_another(done: list[str]) -> None:
     assert done == ["copied synchronize", *steps]  # the host waits for the last copy alone
 
 
-def test_a_bucket_is_recorded_once_and_replayed_in_order(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(ids: torch.Tensor, offsets: torch.Tensor, weights: object, batch: int, out: torch.Tensor) -> None:
-        out.fill_(float(ids[: int(offsets[-1])].sum()))
+def total(ids: torch.Tensor, offsets: torch.Tensor, weights: object, batch: int, out: torch.Tensor) -> None:
+    out.fill_(float(ids[: int(offsets[-1])].sum()))
 
-    recorded = cuda_graphs._Recorded._recorded
 
-    def with_body(self: Any, device: torch.device) -> Any:
-        graph = recorded(self, device)
-        graph.body = self._once
+def test_buckets_are_recorded_once_and_replayed_in_order(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph_of = cuda_graphs._graph_of
+
+    def with_body(run: Any) -> Any:
+        graph: Any = graph_of(run)
+        graph.body = run
         return graph
 
-    monkeypatch.setattr(cuda_graphs._Recorded, "_recorded", with_body)
-    graphs = GraphedLookups(run, 1, 4, torch.float32, GPU)
-    replay = ["copied synchronize", "current wait_event copied", "replay", "copied record current"]  # its only event
-    for size, steps in (
-        (3, ["side wait_stream current", "side synchronize", "record", *replay]),
-        (3, replay),
-        (4, replay),
-    ):
-        done.clear()
-        out = graphs(torch.arange(size), torch.arange(size + 1), None, size)
-        assert out is not None and out.tolist() == [[size * (size - 1) / 2] * 4] * size
+    monkeypatch.setattr(cuda_graphs, "_graph_of", with_body)
+    graphs = GraphedLookups(total, 1, 4, torch.float32, 10, GPU)
+    recording = [
+        "side wait_stream current",
+        "side synchronize",  # the host's memory is read, and the kernel compiled
+        "capture_begin thread_local",
+        "capture_end",
+        "replay",
+    ]
+    replay = ["copied synchronize", "current wait_event copied", "replay", "copied record current"]
+    done.clear()
+    for size, steps in ((1, recording * 3 + replay), (1, replay)):
+        out = graphs(torch.tensor([7]), torch.arange(size + 1), None, size)
+        assert out is not None and out.tolist() == [[7.0] * 4] * size
         assert done == steps
+        done.clear()
+    assert len(graphs) == 3
+
+
+def test_after_a_failed_recording_nothing_more_is_recorded(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is kept: torch's allocators may go on to ask it."""
+    graph = torch.cuda.CUDAGraph()
+    graph.fails = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    for lookups in (GraphedLookups(total, 1, 4, torch.float32, 10, GPU) for _ in range(2)):
+        assert lookups(torch.tensor([7]), torch.arange(2), None, 1) is None and not len(lookups)
+    assert cuda_graphs._failed == [graph]
+    assert done.count("capture_begin thread_local") == done.count("capture_end") == 1

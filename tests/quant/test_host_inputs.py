@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import cuda_graphs
-from recinfer.quant.cuda_graphs import Bucket, GraphedLookups, bucket_of, padded_offsets
+from recinfer.quant.cuda_graphs import GraphedLookups, buckets_for, padded_offsets
 from recinfer.quant.host_inputs import Staging
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'recinfer[triton]'")
@@ -30,19 +31,21 @@ TABLES = [(DataType.INT8, 8), (DataType.INT4, 12), (DataType.FP16, 4)]
 
 
 @pytest.mark.parametrize(
-    ("batch", "ids", "found"),
+    ("keys", "batch", "room"),
     [
-        (1, 0, (1, 64)),
-        (1, 64, (1, 64)),
-        (3, 65, (4, 128)),
-        (256, 16384, (256, 16384)),
-        (0, 5, None),
-        (257, 5, None),
-        (5, 16385, None),
+        (3, 1, [64, 512, 4096, 16384]),
+        (26, 1, [64, 512, 4096, 16384]),
+        (26, 32, [2048, 16384]),
+        (26, 256, [16384]),
+        (200, 1, [512, 4096, 16384]),
+        (20000, 1, [16384]),
     ],
 )
-def test_sizes_are_rounded_up_to_buckets(batch: int, ids: int, found: tuple[int, int] | None) -> None:
-    assert bucket_of(batch, ids, True) == (None if found is None else Bucket(*found, True))
+def test_there_are_buckets_for_few_and_for_many_ids(keys: int, batch: int, room: list[int]) -> None:
+    buckets = buckets_for(keys, True)
+    assert [each.ids for each in buckets if each.batch == batch] == room
+    assert sorted({each.batch for each in buckets}) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert buckets == sorted(buckets) and len(buckets) <= 36  # the first that takes a lookup is the smallest
 
 
 @pytest.mark.parametrize(("keys", "batch", "padded"), [(1, 1, 1), (3, 3, 4), (2, 5, 8), (4, 1, 2)])
@@ -74,13 +77,21 @@ def on_device(*tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.to(DEVICE) for tensor in tensors]
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of at most 4 samples and 512 ids: the interpreter takes long for more."""
+    monkeypatch.setattr(cuda_graphs, "_MOST_BATCH", 4)
+    monkeypatch.setattr(cuda_graphs, "_MOST_IDS", 512)
+
+
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "staging"])
 @pytest.mark.parametrize("pooling", [SUM, NONE], ids=lambda p: p.value)
-def test_ids_from_the_host_give_what_ids_on_the_device_do(pooling: PoolingType, graphs: bool) -> None:
+def test_ids_from_the_host_give_what_ids_on_the_device_do(few: None, pooling: PoolingType, graphs: bool) -> None:
     batch = made(pooling, TABLES if pooling is SUM else [(DataType.INT8, 8)] * 2)
-    batch._graphs = graphs
+    if not graphs:
+        batch.graphs = None
     kept = []
-    for size in (1, 3, 4, 300 if pooling is SUM else 9, 2, 3):
+    for size in (1, 3, 4, 9, 2, 3):
         ids, offsets, weights = bags(len(batch.reads), size, size, torch.int32)
         given = weights if pooling is SUM and size != 4 else None
         want = batch.forward(*on_device(ids, offsets, given))
@@ -88,29 +99,71 @@ def test_ids_from_the_host_give_what_ids_on_the_device_do(pooling: PoolingType, 
         kept.append((got, want))
     for got, want in kept:  # none was overwritten by a later one
         assert torch.equal(got if pooling is SUM else got[0], want)
-    sizes = batch._own.graphs and sorted(found[:2] for found in batch._own.graphs._by_bucket)
-    assert sizes == ([(1, 64), (2, 64), (4, 64), (4, 64)] if graphs and pooling is SUM else None)
+    sizes = batch.graphs and [each.bucket[:2] for each in batch.graphs._recorded or ()]
+    expected = [(1, 64), (1, 512), (2, 64), (2, 512), (4, 64), (4, 512)]
+    assert sizes == (expected if graphs and pooling is SUM else None)
+    assert batch.out_of_range() == [0] * len(batch.reads)  # the trial's ids are in range
 
 
-def test_there_are_no_more_buckets_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 2)
-    graphs = GraphedLookups(lambda *given: None, 1, 4, torch.float32, CPU)
-    ids, offsets = torch.tensor([0]), {size: torch.arange(size + 1).clamp(max=1) for size in (1, 2, 4)}
-    for size, there in ((1, True), (2, True), (4, False), (1, True)):
-        assert (graphs(ids, offsets[size], None, size) is not None) is there
-    assert len(graphs) == 2
+def fill(ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int, out: Tensor) -> None:
+    """A lookup that gives the sum of all ids everywhere."""
+    out.fill_(float(ids[: int(offsets[-1])].sum()))
 
 
-def test_a_recording_that_fails_ends_them_all_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_a_bucket_is_launched(few: None) -> None:
+    graphs = GraphedLookups(fill, 1, 4, torch.float32, 5, CPU)
+    ids, weights = torch.tensor([3]), torch.ones(1)
+    assert graphs(ids[:0], torch.zeros(1, dtype=torch.int64), None, 0) is None and not len(graphs)
+    for count, fits in ((1, True), (64, True), (65, True), (512, True), (513, False)):
+        found = graphs(ids.expand(count), torch.tensor([0, count]), None, 1)
+        assert (found is not None and found.tolist() == [[3.0 * count] * 4]) is fits
+    assert graphs(ids, torch.tensor([0, 1]), weights, 1) is None
+    assert graphs(ids, torch.arange(6).clamp(max=1), None, 5) is None
+    assert len(graphs) == 6
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "without CUDA graphs" in r.getMessage()]
+
+
+def test_a_recording_that_fails_ends_them_all_with_one_warning(few: None, caplog: pytest.LogCaptureFixture) -> None:
     def run(*given: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = GraphedLookups(run, 1, 4, torch.float32, CPU)
-    graphs._make = lambda bucket: run()  # on CPU nothing is recorded, so nothing fails then
+    graphs = GraphedLookups(run, 1, 4, torch.float32, 5, CPU)
     with caplog.at_level(logging.WARNING):
         for size in (1, 2, 1):
-            assert graphs(torch.tensor([0]), torch.arange(size + 1), None, size) is None
-    assert [r.getMessage().count("without CUDA graphs") for r in caplog.records] == [1]
+            assert graphs(torch.tensor([0]), torch.arange(size + 1).clamp(max=1), None, size) is None
+    assert len(messages(caplog)) == 1 and "not permitted when stream is capturing" in messages(caplog)[0]
+
+
+def test_a_replay_with_other_bits_ends_them_all_with_one_warning(
+    few: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a graph that did not record the copy of the ids, or not the kernel."""
+
+    def nothing(recorded: Any) -> None:
+        recorded._out[:, 1] = 3.0
+
+    monkeypatch.setattr(cuda_graphs._Recorded, "_replay", nothing)
+    graphs = GraphedLookups(fill, 1, 4, torch.float32, 5, CPU)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert graphs(torch.tensor([0]), torch.tensor([0, 1]), None, 1) is None
+    assert len(messages(caplog)) == 1 and "other vectors" in messages(caplog)[0]
+
+
+def test_threads_take_turns_with_a_graph(few: None) -> None:
+    """With a lookup in torch: the interpreter runs one at a time."""
+    graphs = GraphedLookups(fill, 1, 4, torch.float32, 5, CPU)
+
+    def ask(turn: int) -> bool:
+        found = graphs(torch.tensor([turn]), torch.tensor([0, 1]), None, 1)
+        return found is not None and found.tolist() == [[float(turn)] * 4]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(400)))
+    assert len(graphs) == 6
 
 
 def test_ids_out_of_range_raise_at_a_later_lookup_and_once() -> None:
@@ -132,10 +185,10 @@ def test_ids_out_of_range_raise_at_a_later_lookup_and_once() -> None:
     batch.forward(*on_device(good, offsets))
 
 
-def test_a_copy_starts_with_nothing_under_way() -> None:
+def test_a_copy_starts_with_nothing_under_way(few: None) -> None:
     batch = made()
     ids, offsets, _ = bags(3, 2, 1)
     want = batch._of_host(ids, offsets, None, 2)
     for other in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
-        assert other._own.graphs is None and other._sent_counts is None
+        assert other.graphs is not None and not len(other.graphs) and other._sent_counts is None
         assert torch.equal(other._of_host(ids, offsets, None, 2), want)

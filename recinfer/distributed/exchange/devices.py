@@ -49,13 +49,16 @@ class KJTOneToAll(nn.Module):
 
 
 def sent_to(kjt: KeyedJaggedTensor, splits: list[int], devices: Sequence[torch.device | None]) -> KJTList:
-    """The first ``splits[0]`` keys on the first device, and so on; device None: not copied."""
-    return KJTList(
-        [
-            part if device is None or part.device() == device else part.to(device, non_blocking=True)
-            for part, device in zip(kjt.split(splits), devices)
-        ]
-    )
+    """The first ``splits[0]`` keys on the first device, and so on; device None: not copied. The host waits for no copy to a GPU."""
+
+    def sent(part: KeyedJaggedTensor, device: torch.device | None) -> KeyedJaggedTensor:
+        if device is None or part.device() == device:
+            return part
+        if device.type == "cuda" and part.device().type == "cpu":
+            part = part.pin_memory()  # else the copy is not one that the host need not wait for
+        return part.to(device, non_blocking=True)
+
+    return KJTList([sent(part, device) for part, device in zip(kjt.split(splits), devices)])
 
 
 class SeqEmbeddingsAllToOne(nn.Module):

@@ -1,0 +1,116 @@
+"""Copies between the host and a GPU: in which order they are asked for. The GPU is played where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from recinfer.quant import buffers
+from recinfer.quant.transfers import to_device, to_host
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    tensors = [torch.ones(3), torch.ones(2, 2)]
+    assert all(to_device(tensor, CPU) is tensor for tensor in tensors)
+    assert [found is given for found, given in zip(to_host(tensors), tensors)] == [True, True]
+    assert to_host([]) == []
+
+
+class Far:
+    """A tensor on a GPU, with its values on the CPU."""
+
+    device = GPU
+    dtype = torch.float32
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values, self.shape = values, values.shape
+
+
+class Near:
+    """A tensor of the host."""
+
+    device = CPU
+
+    def __init__(self, done: list[str]) -> None:
+        self.done = done
+
+    def pin_memory(self) -> Near:
+        self.done.append("pin_memory")
+        return self
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> str:
+        self.done.append(f"to {device} non_blocking={non_blocking}")
+        return "there"
+
+
+def test_the_host_waits_for_no_copy_to_a_gpu() -> None:
+    done: list[str] = []
+    tensor: Any = Near(done)
+    assert to_device(tensor, GPU) == "there"
+    assert done == ["pin_memory", "to cuda:0 non_blocking=True"]
+
+
+def test_the_host_waits_once_for_all_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    empty = torch.empty
+
+    class Copy:
+        def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+            self.tensor = empty(shape, dtype=dtype)
+
+        def copy_(self, source: Far, non_blocking: bool) -> torch.Tensor:
+            done.append(f"copy {list(source.shape)} non_blocking={non_blocking}")
+            return self.tensor.copy_(source.values)
+
+    class Event:
+        def record(self, stream: str) -> None:
+            done.append(f"record {stream}")
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+    def pinned(shape: torch.Size, dtype: torch.dtype, pin_memory: bool) -> Copy:
+        assert pin_memory
+        return Copy(shape, dtype)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    near = torch.zeros(1)
+    given: Any = [Far(torch.ones(2, 3)), near, Far(torch.arange(4.0))]
+    found = to_host(given)
+    assert found[0].tolist() == [[1.0] * 3] * 2 and found[1] is near and found[2].tolist() == [0, 1, 2, 3]
+    copies = ["copy [2, 3] non_blocking=True", "copy [4] non_blocking=True"]
+    assert done == [*copies, "record stream of cuda:0", "synchronize"]
+
+
+def test_rows_in_host_memory_need_no_operators_that_fbgemm_for_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fbgemm-gpu-cpu beside a CUDA build of torch, the Triton kernel reads them from page-locked memory."""
+    zeros, given = torch.zeros, []
+
+    def on_cpu(size: int, dtype: torch.dtype, device: object = None, pin_memory: bool = False) -> torch.Tensor:
+        given.append((device, pin_memory))
+        return zeros(size, dtype=dtype)
+
+    monkeypatch.setattr("recinfer.fbgemm.INSTALLED", True)
+    monkeypatch.setattr("recinfer.fbgemm.HAS_CUDA", False)
+    monkeypatch.setattr(torch, "zeros", on_cpu)
+    assert buffers._managed(100, GPU).numel() == 100 + buffers.SLACK_BYTES
+    assert given == [(None, True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_there_and_back_on_a_gpu() -> None:
+    given = [torch.rand(33, 7), torch.arange(5), torch.empty(0, 3), torch.rand(4, 6).t()]
+    there = [to_device(tensor, GPU) for tensor in given]
+    assert all(tensor.is_cuda for tensor in there)
+    back = to_host([*there, given[0]])
+    assert all(torch.equal(mine, its) for mine, its in zip(back, [*given, given[0]]))
+    assert back[0].is_pinned() and back[-1] is given[0]
