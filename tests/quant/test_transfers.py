@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from recinfer.inference import results
 from recinfer.quant import buffers
 from recinfer.quant.transfers import to_device, to_host
+from recinfer.sparse.jagged_tensor import JaggedTensor
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -88,6 +91,24 @@ def test_the_host_waits_once_for_all_that_comes_back(monkeypatch: pytest.MonkeyP
     assert found[0].tolist() == [[1.0] * 3] * 2 and found[1] is near and found[2].tolist() == [0, 1, 2, 3]
     copies = ["copy [2, 3] non_blocking=True", "copy [4] non_blocking=True"]
     assert done == [*copies, "record stream of cuda:0", "synchronize"]
+
+
+def test_results_of_all_modules_come_back_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on meta stand for those on a GPU."""
+    calls = []
+
+    def brought(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        calls.append(len(tensors))
+        return [torch.full(tensor.shape, float(place)) for place, tensor in enumerate(tensors)]
+
+    monkeypatch.setattr(results, "to_host", brought)
+    pooled, values, lengths = (torch.empty(size, device="meta") for size in ((2, 3), (5, 4), (2,)))
+    sequence = JaggedTensor.from_parts_unchecked(values, None, lengths)
+    found = results.on_host([pooled, None, [sequence, sequence]])
+    assert calls == [5] and found[1] is None and found[0].tolist() == [[0.0] * 3] * 2
+    assert [(each.values()[0, 0].item(), each.lengths()[0].item()) for each in found[2]] == [(1, 2), (3, 4)]
+    here = [torch.ones(2, 3), None]
+    assert results.on_host(here) == here and calls == [5]
 
 
 def test_rows_in_host_memory_need_no_operators_that_fbgemm_for_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
