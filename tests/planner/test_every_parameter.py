@@ -15,11 +15,17 @@ from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder, Emb
 from recinfer.distributed.planner import ParameterConstraints, Topology
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.inference import plan_inference
+from recinfer.distributed.planner.model.constraints import PlannerError
 from recinfer.distributed.planner.model.links import BasicCommsBandwidths
 from recinfer.distributed.planner.model.topology import CustomTopologyData
+from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner
+from recinfer.distributed.planner.perf_models import NoopPerfModel
 from recinfer.distributed.planner.planner_base import to_sharding_plan
-from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator
-from recinfer.distributed.types import BoundsCheckMode, CacheParams, KeyValueParams
+from recinfer.distributed.planner.planners import EmbeddingShardingPlanner
+from recinfer.distributed.planner.proposers import UniformProposer
+from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
+from recinfer.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from recinfer.distributed.types import BoundsCheckMode, CacheParams, KeyValueParams, PipelineType
 from recinfer.errors import ConfigError
 from recinfer.ignored import IGNORED, IgnoredArgumentWarning
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
@@ -197,3 +203,85 @@ def test_constraints(name: str) -> None:
         lambda: options({}, ParameterConstraints(), module),
         lambda: options({}, ParameterConstraints(**given), module),
     )
+
+
+# --------------------------------------------------------------------------------- estimators, enumerator, planner
+
+
+def known(**given: Any) -> Topology:
+    return Topology(**{"world_size": 4, "local_world_size": 2, "compute_device": "cuda", **given})
+
+
+def estimated(make: Any, **given: Any) -> list[str]:
+    """What an estimator fills into the shards of every option."""
+    enumerator = EmbeddingEnumerator(known(), batch_size=8)
+    found = enumerator.enumerate(WEIGHTED, [EmbeddingBagCollectionSharder()])
+    make(**{"topology": known(), **given}).estimate(found, enumerator.sharder_map)
+    return [repr([(shard.perf, shard.storage) for shard in option.shards]) for option in found]
+
+
+LIMITS = {"t": ParameterConstraints(batch_sizes=[3, 3])}  # figures that options have win
+OF_ESTIMATORS: list[tuple[Any, str, Any]] = [
+    (EmbeddingPerfEstimator, "topology", known(hbm_mem_bw=1e6)),
+    (EmbeddingPerfEstimator, "constraints", LIMITS),
+    (EmbeddingPerfEstimator, "is_inference", True),
+    (EmbeddingStorageEstimator, "topology", known(world_size=8)),
+    (EmbeddingStorageEstimator, "constraints", LIMITS),
+    (EmbeddingStorageEstimator, "pipeline_type", PipelineType.TRAIN_SPARSE_DIST),
+    (EmbeddingStorageEstimator, "is_inference", True),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), OF_ESTIMATORS)
+def test_estimators(kind: Any, name: str, value: Any) -> None:
+    tried = {name for one, name, _ in OF_ESTIMATORS if one is kind} | {"run_embedding_at_peak_memory"}
+    assert set(inspect.signature(kind).parameters) <= tried
+    assert changes(lambda: estimated(kind), lambda: estimated(kind, **{name: value}))
+
+
+def test_outputs_at_peak_memory_are_counted() -> None:
+    """Pipelines without stages count them in any case."""
+    staged = {"pipeline_type": PipelineType.TRAIN_SPARSE_DIST}
+    without = estimated(EmbeddingStorageEstimator, **staged)
+    assert estimated(EmbeddingStorageEstimator, **staged, run_embedding_at_peak_memory=True) != without
+
+
+def planned(**given: Any) -> str:
+    """The plan, or the error, and what the planner reports of its parts."""
+    given = {"topology": known(), **given}
+    planner = EmbeddingShardingPlanner(**given)
+    try:
+        plan = planner.plan(WEIGHTED, [EmbeddingBagCollectionSharder()])
+    except PlannerError as error:
+        return str(error)
+    report = planner.report
+    stated = None if report is None else (report.num_proposals, report.num_plans)
+    return repr((plan.plan, stated, given["topology"].world_size))
+
+
+class NoOptions(EmbeddingEnumerator):
+    def space(self, *args: Any) -> None:
+        return None
+
+    def enumerate(self, module: Any, sharders: Any) -> list[Any]:
+        return super().enumerate(module, sharders)[:1]
+
+
+PLANNER: dict[str, Any] = {
+    "topology": known(world_size=2),
+    "batch_size": 1 << 30,
+    "enumerator": NoOptions(known()),
+    "storage_reservation": FixedPercentageStorageReservation(1.0),
+    "proposer": UniformProposer(),
+    "partitioner": GreedyPerfPartitioner(),
+    "performance_model": NoopPerfModel(known()),
+    "constraints": {"t": ParameterConstraints(sharding_types=["row_wise"])},
+    "callbacks": [lambda options: []],
+}
+
+
+@pytest.mark.parametrize("name", sorted(PLANNER))
+def test_planner(name: str) -> None:
+    others = {"stats", "debug", "timeout_seconds", "plan_loader", "pinned"}  # tests/planner/test_planner.py has these
+    assert set(inspect.signature(EmbeddingShardingPlanner).parameters) == {*PLANNER, *others}
+    assert changes(planned, lambda: planned(**{name: PLANNER[name]}))
