@@ -6,7 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from recinfer.errors import ConfigError, InputError
 from recinfer.serving.client.bulk import DENSE
@@ -14,8 +14,6 @@ from recinfer.serving.client.bulk import DENSE
 __all__ = ["read_rows"]
 
 _READ_ROWS = 4096  # of a parquet file at a time
-_TEXT = {"encoding": "utf-8-sig", "errors": "replace"}
-"""Spreadsheets write a byte order mark. Bytes that are no UTF-8 make their row fail, not the whole file."""
 
 
 def read_rows(path: Path) -> Iterator[Any]:
@@ -38,10 +36,15 @@ def read_rows(path: Path) -> Iterator[Any]:
     return reader(path)
 
 
+def _opened(path: Path) -> TextIO:
+    """``path`` as text. Spreadsheets write a byte order mark; bytes that are no UTF-8 fail their row, not the file."""
+    return path.open(encoding="utf-8-sig", errors="replace", newline="")
+
+
 def _csv(path: Path) -> Iterator[Any]:
     """Read one column per feature, with ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and ``dense``,
     numbers."""
-    with path.open(newline="", **_TEXT) as file:
+    with _opened(path) as file:
         reader = csv.DictReader(file, strict=True)
         while True:
             try:
@@ -76,7 +79,7 @@ def _cell(name: str, text: str) -> Any:
 def _json_lines(path: Path) -> Iterator[Any]:
     """Read one object per line: ``{"user": 3, "clicks": [1, 2], "tags": {"ids": [4], "weights": [0.5]}, "dense":
     [0.1]}``."""
-    with path.open(**_TEXT) as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
