@@ -17,7 +17,18 @@ from types import ModuleType, SimpleNamespace, TracebackType
 from typing import IO, Any
 from unittest import mock
 
-__all__ = ["LONGEST_S", "RECINFER", "Program", "WarmPopen", "run_program", "starting_warm", "warm_context"]
+from tests.warm_shell import warm_tools
+
+__all__ = [
+    "LONGEST_S",
+    "RECINFER",
+    "Program",
+    "WarmPopen",
+    "run_program",
+    "starting_warm",
+    "warm_context",
+    "warm_workers",
+]
 
 # Modules that a process has imported when it starts.
 _PRELOAD = [
@@ -44,6 +55,15 @@ LONGEST_S = 200.0
 
 RECINFER = "import runpy; runpy.run_module('recinfer', run_name='__main__', alter_sys=True)"
 """What ``python -m recinfer`` runs."""
+
+
+def warm_workers() -> str:
+    """What RECINFER is, but the workers that it starts are forked from a warm interpreter as well.
+
+    The process that its supervisor sees of a worker passes signals on to the real one and ends as that ends; SIGSTOP stops the former
+    alone. Tests of how workers start have workers that are started as everywhere.
+    """
+    return f"import sys; sys.executable = {str(warm_tools() / 'python')!r}\n{RECINFER}"
 
 
 def warm_context() -> Any:

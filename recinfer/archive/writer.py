@@ -11,7 +11,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from recinfer.archive.manifest import FileInfo
 from recinfer.archive.paths import check_path, file_sha256
 from recinfer.archive.rank_files import StoredRect, rank_file, rects_by_rank
+from recinfer.archive.threads import Threads
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.files import put
@@ -50,7 +50,7 @@ class _HashedFile:
         hasher: hashes concurrently with the writing thread; both take about the same time.
     """
 
-    def __init__(self, path: Path, size: int, hasher: Executor) -> None:
+    def __init__(self, path: Path, size: int, hasher: Threads) -> None:
         self.path = path
         self.size = size
         self._hasher = hasher
@@ -141,7 +141,7 @@ class ShardWriter:
         plan_hash = plan.hash
         rank_files = [rank_file(rects, rank, plan_hash) for rank, rects in enumerate(rects_by_rank(plan))]
         _check_space(folder.root, sum(each.bytes for each in rank_files))
-        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="recinfer-hash")
+        self._hasher = Threads(1)
         self._files: dict[str, _HashedFile] = {}
         self._pieces: dict[tuple[str, str], list[tuple[_HashedFile, StoredRect]]] = {}
         for each in rank_files:
@@ -175,7 +175,7 @@ class ShardWriter:
                 for name, file in self._files.items():
                     self._folder.files.append(FileInfo(name, file.size, file.close()))
         finally:
-            self._hasher.shutdown()  # before the descriptors go
+            self._hasher.close()  # before the descriptors go
             for file in self._files.values():
                 file.abandon()
 

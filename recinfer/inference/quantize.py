@@ -10,7 +10,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from recinfer.archive.manifest import QuantizationInfo
 from recinfer.archive.rows import row_chunks
+from recinfer.archive.threads import Call, Threads
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.modules.embedding_configs import DataType
@@ -57,32 +57,28 @@ def quantize_tables(
     """
     errors: dict[tuple[str, str], RowError] = {}
     workers = max(1, min(_MOST_WORKERS, _cores()))
-    waiting: deque[tuple[TablePlan, int, Future[tuple[Tensor, RowError]]]] = deque()
+    waiting: deque[tuple[TablePlan, int, Call[tuple[Tensor, RowError]]]] = deque()
     worker = _Worker(checkpoint, collect)
     free: list[Tensor] = []
 
     def finish() -> None:
-        table, start, future = waiting.popleft()
-        packed, error = future.result()
+        table, start, call = waiting.popleft()
+        packed, error = call.result()
         write(table, start, packed)
         free.append(packed)
         errors.setdefault((table.module, table.table), RowError()).merge(error)
         advance(4 * packed.shape[0] * table.embedding_dim)
 
-    with one_thread_an_operator(), ThreadPoolExecutor(workers) as pool:
-        try:
-            for table, key in tables:
-                for start, stop in row_chunks(table.num_embeddings, 4 * table.embedding_dim, max_chunk_bytes):
-                    checkpoint.read_ahead(key, start, stop)
-                    out = _packed_buffer(free, stop - start, row_bytes(table.embedding_dim, table.precision))
-                    waiting.append((table, start, pool.submit(worker, table, key, start, out)))
-                    if len(waiting) > workers + 1:
-                        finish()
-            while waiting:
-                finish()
-        finally:
-            for _, _, future in waiting:
-                future.cancel()
+    with one_thread_an_operator(), Threads(workers) as threads:
+        for table, key in tables:
+            for start, stop in row_chunks(table.num_embeddings, 4 * table.embedding_dim, max_chunk_bytes):
+                checkpoint.read_ahead(key, start, stop)
+                out = _packed_buffer(free, stop - start, row_bytes(table.embedding_dim, table.precision))
+                waiting.append((table, start, threads.submit(worker, table, key, start, out)))
+                if len(waiting) > workers + 1:
+                    finish()
+        while waiting:
+            finish()
     sizes = {(t.module, t.table): t.num_embeddings * t.embedding_dim for t, _ in tables}
     return {key: _summary(error, sizes[key]) for key, error in errors.items()}
 

@@ -7,7 +7,6 @@ it must reproduce before it is renamed to its target.
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 from recinfer.archive.manifest import Manifest, MissingShards, TableInfo
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.rows import RowReader, row_chunks
+from recinfer.archive.threads import Threads
 from recinfer.archive.writer import ShardWriter, archive_folder
 from recinfer.distributed.planner.inference import plan_inference
 from recinfer.distributed.planner.plan import Plan, TablePlan
@@ -65,16 +65,12 @@ def reshard_archive(
     _check_plan(plan, source)
     with archive_folder(Path(out), overwrite=overwrite) as folder:
         # Damaged rows must not get a new, valid hash: the old one is checked while copying.
-        with ThreadPoolExecutor(1) as pool:
-            hashes = [pool.submit(source.check_hash, file) for file in source.manifest.files]
-            try:
-                with ShardWriter(folder, plan) as writer:
-                    _copy_rows(source, plan, writer, max_chunk_bytes, progress)
-                for future in hashes:
-                    future.result()
-            finally:
-                for future in hashes:
-                    future.cancel()
+        with Threads(1) as threads:
+            checks = [threads.submit(source.check_hash, file) for file in source.manifest.files]
+            with ShardWriter(folder, plan) as writer:
+                _copy_rows(source, plan, writer, max_chunk_bytes, progress)
+            for check in checks:
+                check.result()
         folder.add("plan.json", plan.to_json().encode())
         for file in source.manifest.files:
             if file.path != "plan.json" and not file.path.startswith("shards/"):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.certificates import certified, need_openssl
 from tests.cli.conftest import Exported
-from tests.warm import RECINFER, Program
+from tests.warm import RECINFER, Program, warm_workers
 
 
 def has_ipv6() -> bool:
@@ -33,7 +33,7 @@ def test_what_is_said_of_the_ports_can_be_copied(exported: Exported, tmp_path: P
     tls = certified(tmp_path / "tls", "IP:::1")
     arguments = ["--model-store", tmp_path / "store", "--host", "::1", "--port", 0, "--workers", workers]
     arguments += ["--http-port", 0, "--metrics-port", 0, "--tls-cert", tls / "cert.pem", "--tls-key", tls / "key.pem"]
-    with Program(RECINFER, "serve", *arguments) as process:
+    with Program(warm_workers() if workers > 1 else RECINFER, "serve", *arguments) as process:
         said = [process.stdout.readline() for _ in range(4)]
         assert said[0].startswith("serving tiny[red] 1") and " on [::1]:" in said[0]
         assert said[3] == "the dense part of tiny[red] 1 runs on onnxruntime\n"

@@ -85,6 +85,15 @@ VERBS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+def write_inputs(folder: Path) -> None:
+    """The two checkpoints, and the archive of the first."""
+    torch.manual_seed(0)
+    state = {f"embedding_bags.t{i}.weight": torch.randn(ROWS, DIM) for i in range(2)}
+    torch.save(state, folder / "old.pt")
+    torch.save({key: value + 1 for key, value in state.items()}, folder / "new.pt")
+    export(folder, folder / "base.rqa")
+
+
 def trial(work: Callable[[Path, Path], None], folder: Path, out: Path, how: str, at: float) -> tuple[int, float]:
     """Run in a process of its own; its exit code (negative: the signal that ended it), and the seconds until it ended.
 
@@ -128,11 +137,7 @@ def trial(work: Callable[[Path, Path], None], folder: Path, out: Path, how: str,
 def main(verb: str, folder: Path, trials: int) -> dict[str, Any]:
     """The exit codes by what ended the verb, and every fault: something half under the name, or rubbish where there may be none."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    state = {f"embedding_bags.t{i}.weight": torch.randn(ROWS, DIM) for i in range(2)}
-    torch.save(state, folder / "old.pt")
-    torch.save({key: value + 1 for key, value in state.items()}, folder / "new.pt")
-    export(folder, folder / "base.rqa")
+    write_inputs(folder)
     place = folder / "out"
     place.mkdir()
     out = place / ("m.rqd" if verb == "delta" else "m.rqa")

@@ -146,6 +146,45 @@ def test_chunks_of_any_size_give_the_same_files(tmp_path: Path) -> None:
                 assert old == new
 
 
+LOCKED = """
+import os, sys, threading, torch
+from pathlib import Path
+from tests.inference import moments
+
+verb, folder, number = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+enter, entered = threading.Condition.__enter__, 0
+
+def interrupted(self):  # as Ctrl-C does that comes when the lock is taken and the block has not begun
+    global entered
+    found = enter(self)
+    if threading.current_thread() is threading.main_thread():
+        entered += 1
+        if entered == number:
+            raise KeyboardInterrupt
+    return found
+
+threading.Condition.__enter__ = interrupted
+try:
+    moments.VERBS[verb](folder, folder / f"out-{number}")
+    ended = "written"
+except KeyboardInterrupt:
+    ended = "interrupted"
+print(ended, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("verb", ["delta", "export", "reshard"])
+def test_ctrl_c_leaves_no_lock_for_which_the_end_waits(tmp_path: Path, verb: str) -> None:
+    from tests.inference import moments
+
+    moments.write_inputs(tmp_path)
+    for number in (1, 2, 20, 200):
+        with Program(LOCKED, verb, tmp_path, number) as program:
+            out, err = program.communicate(timeout=60)
+        assert out in ("written\n", "interrupted\n"), err
+
+
 @pytest.mark.parametrize("verb", ["delta", "export", "replace", "reshard"])
 def test_target_name_holds_a_complete_archive_or_none(tmp_path: Path, verb: str) -> None:
     """Ctrl-C, SIGKILL and files that cannot grow, at random moments of the real verbs."""
@@ -164,11 +203,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path, verb: str) -> None:
     """A file system with too few blocks: it fills up while tables or later files are written."""
     from tests.inference import moments
 
-    torch.manual_seed(0)
-    state = {f"embedding_bags.t{i}.weight": torch.randn(moments.ROWS, moments.DIM) for i in range(2)}
-    torch.save(state, tmp_path / "old.pt")
-    torch.save({key: value + 1 for key, value in state.items()}, tmp_path / "new.pt")
-    moments.export(tmp_path, tmp_path / "base.rqa")
+    moments.write_inputs(tmp_path)
     shards = sum(p.stat().st_size for p in tmp_path.glob("base.rqa/shards/*"))
     small = tmp_path / "small"
     small.mkdir()

@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +24,7 @@ from recinfer.serving.server.telemetry.metrics import merge_statuses, only_count
 from tests.serving.conftest import make_request
 from tests.serving.test_deltas import store
 from tests.waiting import until
+from tests.warm import RECINFER, Program, warm_workers
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed (the serve extra)")
@@ -35,21 +34,20 @@ __all__ = ["store"]
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """``recinfer serve`` with ``arguments``; what it said when it was ready."""
-    command = [sys.executable, "-m", "recinfer", "serve", "--port", "0", "--json", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+def serving(*arguments: str, program: str = "") -> Iterator[tuple[Program, dict[str, Any]]]:
+    """``recinfer serve`` with ``arguments``; what it said when it was ready.
+
+    Args:
+        program: what runs it; without it the workers are warm.
+    """
+    with Program(program or warm_workers(), "serve", "--port", "0", "--json", *arguments) as process:
         line = process.stdout.readline()
-        assert line, process.stderr.read()
+        assert line, process.communicate()
         yield process, json.loads(line)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert "Traceback" not in err, err
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def status(ready: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +55,7 @@ def status(ready: dict[str, Any]) -> dict[str, Any]:
         return json.loads(answer.read())
 
 
-def workers_of(process: subprocess.Popen[str]) -> set[int]:
+def workers_of(process: Program) -> set[int]:
     pids: set[int] = set()
     for task in Path(f"/proc/{process.pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
@@ -188,7 +186,8 @@ def test_a_shard_is_up_where_all_workers_see_it_so():
 
 
 def test_a_worker_that_hangs_is_shown_as_it_was(archive: Path):
-    with serving(str(archive), "--workers", "2", "--metrics-port", "0") as (process, ready):
+    arguments = (str(archive), "--workers", "2", "--metrics-port", "0")
+    with serving(*arguments, program=RECINFER) as (process, ready):  # SIGSTOP has to reach the worker
         ask(f"127.0.0.1:{ready['port']}", 12)
         until(lambda: counted(status(ready)) == 12)
         hanging = min(workers_of(process))

@@ -9,8 +9,6 @@ import logging.handlers
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -39,8 +37,8 @@ from tests.e2e.commands import run_json
 from tests.serving.conftest import build_model, export, make_request
 from tests.serving.test_models import damage
 from tests.waiting import until
+from tests.warm import Program, warm_workers
 
-RECINFER = [sys.executable, "-m", "recinfer"]
 NUM_KINDS, NUM_VERSIONS, NUM_CALLERS = 5, 50, 4
 
 
@@ -359,7 +357,7 @@ def test_changes_are_in_the_log(followed: Followed, store: Path, kinds: list[Pat
 
 
 def test_workers_follow_their_supervisor_and_admin_verbs_reach_all(store: Path, kinds: list[Path]):
-    """The command as users start it: two workers, a polled store, and the commands of `recinfer admin`."""
+    """The command: two workers, a store that is looked at, and the verbs of `recinfer admin`."""
     serve = [
         "serve",
         "--model-store",
@@ -373,9 +371,8 @@ def test_workers_follow_their_supervisor_and_admin_verbs_reach_all(store: Path, 
         "0",
         "--json",
     ]
-    with subprocess.Popen([*RECINFER, *serve], stdout=subprocess.PIPE, text=True) as process:
+    with Program(warm_workers(), *serve) as process:
         try:
-            assert process.stdout is not None
             target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
 
             def admin(*arguments: str) -> dict[str, dict[str, int]]:
@@ -396,7 +393,7 @@ def test_workers_follow_their_supervisor_and_admin_verbs_reach_all(store: Path, 
             assert admin("status") == {"tiny": {"1": 1}}
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            assert process.wait(60) == 0
 
 
 def test_the_log_names_the_subject_of_a_certificate(store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):

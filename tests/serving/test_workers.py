@@ -33,7 +33,7 @@ from tests.ports import free_port
 from tests.serving.conftest import replace_archive
 from tests.serving.supervised import FAKE, Load, supervised, supervising
 from tests.waiting import until
-from tests.warm import RECINFER, Program, WarmPopen, run_program, starting_warm
+from tests.warm import RECINFER, Program, WarmPopen, run_program, starting_warm, warm_workers
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("socket"), "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
 
@@ -246,7 +246,7 @@ def test_workers_start_no_workers_wherever_the_arguments_end(archive: Path):
 @contextmanager
 def served(*arguments: object) -> Iterator[dict[str, Any]]:
     """The line that ``recinfer serve --json *arguments`` prints once it serves, or has failed."""
-    with Program(RECINFER, "serve", "--json", *arguments) as process:
+    with Program(warm_workers(), "serve", "--json", *arguments) as process:
         try:
             yield json.loads(process.stdout.readline())
         finally:
@@ -295,11 +295,11 @@ def test_child_of_a_supervisor_is_not_a_supervisor(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_log_of_a_supervisor_is_json_too_and_says_once_that_it_serves(archive: Path, tmp_path: Path):
-    command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--workers", "2", "--port", "0", "--log-json"]
+    command = [sys.executable, "-c", warm_workers(), "serve", str(archive), "--workers", "2", "--port", "0"]
     log = tmp_path / "log"
     with (
         log.open("w") as stderr,
-        subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+        WarmPopen([*command, "--log-json", "--json"], stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
     ):
         try:
             assert json.loads(process.stdout.readline())["serving"] == ["tiny 3"]

@@ -18,7 +18,7 @@ from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.tables import ShardTables
 from tests.ports import free_port
 from tests.waiting import until
-from tests.warm import RECINFER, Program
+from tests.warm import RECINFER, Program, warm_workers
 
 
 def write_shards(path: Path, ranks: Mapping[int, Sequence[str]], **settings: Any) -> Path:
@@ -87,7 +87,8 @@ class Process:
     def __init__(self, *arguments: str | Path, log: Path) -> None:
         self.log = log
         log.touch()
-        self.process = Program(_LOGGED + RECINFER, log, "serve", *arguments)
+        program = warm_workers() if "--workers" in arguments else RECINFER
+        self.process = Program(_LOGGED + program, log, "serve", *arguments)
 
     @property
     def said(self) -> str:
