@@ -16,6 +16,7 @@ from recinfer.optim._adagrad import step_table
 
 __all__ = ["RowwiseAdagrad"]
 
+_MOST_ROWS = 1 << 32  # a sort key has 32 bits for the row
 _THREADS = 4  # FBGEMM's kernel divides the rows among torch's threads; with more than these it may be faster
 
 
@@ -45,7 +46,8 @@ class RowwiseAdagrad:
 
     def takes(self, weights: Tensor, grad_output: Tensor) -> bool:
         """Whether these tensors can be stepped here, and faster than by FBGEMM's kernel."""
-        return weights.dtype == grad_output.dtype == torch.float32 and torch.get_num_threads() <= _THREADS
+        fits = all(rows <= _MOST_ROWS for _, _, rows, *_ in self._tables)
+        return fits and weights.dtype == grad_output.dtype == torch.float32 and torch.get_num_threads() <= _THREADS
 
     def step(self, weights: Tensor, momentum: Tensor, call: LookupGradient, rate: float, eps: float) -> None:
         """One step, in place.
