@@ -112,8 +112,7 @@ def training(run: Run) -> list[Any]:
     peer = ["--torchrec-python", run.torchrec] if run.torchrec else []
     if run.quick:
         return [run.module("training", "--types", "table_wise", "--steps", 2, "--rounds", 2, *peer)]
-    types = ["--types", "table_wise,row_wise,column_wise,table_row_wise,data_parallel"]
-    return [run.module("training", *types, "--steps", 10, "--rounds", 3, *peer) for _ in range(3)]
+    return [run.module("training", "--steps", 10, "--rounds", 3, *peer) for _ in range(3)]
 
 
 def scaleout(run: Run) -> list[Any]:

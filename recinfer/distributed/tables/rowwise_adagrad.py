@@ -17,7 +17,7 @@ from recinfer.optim._adagrad import step_table
 __all__ = ["RowwiseAdagrad"]
 
 _MOST_ROWS = 1 << 32  # a sort key has 32 bits for the row
-_THREADS = 4  # FBGEMM's kernel divides the rows among torch's threads; with more than these it may be faster
+_THREADS = 2  # of torch, at most: FBGEMM's kernel divides the rows among them, and this one does not
 
 
 class RowwiseAdagrad:
