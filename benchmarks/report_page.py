@@ -18,7 +18,7 @@ Sections = dict[str, dict[str, Any]]
 HEAD = """# Benchmarks
 
 `make bench-report` measured these figures and wrote this page. Each comparison runs both sides in the same run, taking turns, on one
-machine. A figure is the median over the runs, with the least and the largest run in parentheses. `docs/benchmarks.json` has the
+machine. A figure is the median over the runs, with the minimum and maximum in parentheses. `docs/benchmarks.json` has the
 raw result of every run.
 """
 
