@@ -197,7 +197,9 @@ def training_section(runs: list[Any]) -> str:
         for kind in runs[0]
     ]
     said = "Samples per second of one training program on 2 gloo processes of one host (higher is better): 8 tables of 100,000 x 64, "
-    said += "pooling 5, batch 512 per rank. Ratios above 1 mean that recinfer is faster.\n\n"
+    said += "pooling 5, batch 512 per rank. Ratios above 1 mean that recinfer is faster. TorchRec updates rows with FBGEMM's kernel, which is "
+    said += "slow on this processor ([record 0029](decisions/0029-row-wise-adagrad-on-cpu-has-a-compiled-kernel.md)); expect smaller ratios "
+    said += "on a processor without that penalty.\n\n"
     head = [
         "sharding",
         "recinfer",
