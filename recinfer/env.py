@@ -5,6 +5,7 @@ RECINFER_TOKEN            bearer token that a server requires and that clients s
 RECINFER_SUPERVISED       1, set by `recinfer serve --workers`: this process is one of its workers and starts no workers
 RANK, WORLD_SIZE          this process's rank and the number of ranks, as torchrun sets them
 LOCAL_WORLD_SIZE          ranks on this host, as torchrun sets it
+OMP_NUM_THREADS           threads of an operator; unset, ranks that train on the CPU of one host divide its cores
 INTRA_NODE_BANDWIDTH      bytes per millisecond between ranks of one host, for the planner
 CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
 STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0.15
@@ -35,6 +36,7 @@ __all__ = [
     "keep_onnxruntime_quiet",
     "kernel",
     "local_world_size",
+    "operator_threads",
     "set_torchrun",
     "storage_reserve_percent",
     "supervised",
@@ -121,6 +123,11 @@ def local_world_size(world_size: int) -> int:
     if given != int(given):
         raise ConfigError(f"environment variable LOCAL_WORLD_SIZE={given}; expected {expected}")
     return int(given)
+
+
+def operator_threads() -> str | None:
+    """``OMP_NUM_THREADS``, which torch reads; None when not set or empty."""
+    return os.environ.get("OMP_NUM_THREADS", "").strip() or None
 
 
 def torchrun_rank() -> tuple[int, int] | None:

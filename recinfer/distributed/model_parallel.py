@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 
-from recinfer.distributed.comm.ranks import get_local_size
+from recinfer.distributed.comm.ranks import divide_cores, get_local_size
 from recinfer.distributed.embedding_types import ShardedEmbeddingModule
 from recinfer.distributed.sharded.copying import copied_to
 from recinfer.distributed.sharded.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
@@ -45,6 +45,8 @@ __all__ = [
 
 class DistributedModelParallel(nn.Module, FusedOptimizerModule):
     """Shard a model's embedding modules and replicate the rest.
+
+    On CPU the ranks of one host divide its cores, unless ``OMP_NUM_THREADS`` is set.
 
     Args:
         module: the model; its tables may be on the meta device, where they need no memory.
@@ -83,6 +85,8 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         self.init_parameters = init_parameters
         self._env = env if env is not None else _default_env()
         self.device = torch.device(device) if device is not None else _default_device(self._env)
+        if self.device.type == "cpu":
+            divide_cores()
         self.sharders = sharders if sharders is not None else get_default_sharders()
         self._sharder_map = {sharder.module_type: sharder for sharder in self.sharders}
         self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from recinfer.distributed.collective_utils import invoke_on_rank_and_broadcast_result, is_leader, run_on_leader
 from recinfer.distributed.comm import ranks as comm
 from recinfer.distributed.comm.ranks import (
+    divide_cores,
     get_group_rank,
     get_local_rank,
     get_local_size,
@@ -127,3 +130,21 @@ def invoke_failing(rank: int, world: int) -> None:
 
 def test_a_failure_reaches_all_ranks_at_once() -> None:
     run_ranks(2, invoke_failing)
+
+
+@pytest.mark.parametrize(("local", "threads", "left"), [("2", None, 1), ("1", None, 2), (None, None, 2), ("2", "2", 2)])
+def test_ranks_of_a_host_divide_its_cores(
+    local: str | None, threads: str | None, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LOCAL_WORLD_SIZE": local, "OMP_NUM_THREADS": threads}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        divide_cores()
+        assert torch.get_num_threads() == left
+    finally:
+        torch.set_num_threads(before)

@@ -282,6 +282,12 @@ PLANNER: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", sorted(PLANNER))
 def test_planner(name: str) -> None:
-    others = {"stats", "debug", "timeout_seconds", "plan_loader", "pinned"}  # test_planner.py and test_edges.py have these
+    others = {
+        "stats",
+        "debug",
+        "timeout_seconds",
+        "plan_loader",
+        "pinned",
+    }  # test_planner.py and test_edges.py have these
     assert set(inspect.signature(EmbeddingShardingPlanner).parameters) == {*PLANNER, *others}
     assert changes(planned, lambda: planned(**{name: PLANNER[name]}))

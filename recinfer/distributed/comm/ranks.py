@@ -6,6 +6,7 @@ Ranks are numbered host by host, ``local_size`` on each, as torchrun numbers the
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
@@ -15,7 +16,14 @@ import torch.distributed as dist
 from recinfer import env
 from recinfer.errors import InputError, UnavailableError
 
-__all__ = ["get_group_rank", "get_local_rank", "get_local_size", "get_num_groups", "intra_and_cross_node_pg"]
+__all__ = [
+    "divide_cores",
+    "get_group_rank",
+    "get_local_rank",
+    "get_local_size",
+    "get_num_groups",
+    "intra_and_cross_node_pg",
+]
 
 
 def _world_size(world_size: int | None) -> int:
@@ -70,6 +78,18 @@ def get_num_groups(world_size: int | None = None) -> int:
     """Number of hosts."""
     world_size = _world_size(world_size)
     return world_size // get_local_size(world_size)
+
+
+def divide_cores() -> None:
+    """Limit torch's threads to this rank's share of the cores, where the ranks of a host would else have more threads than cores.
+
+    Threads beyond the cores wait for one another: a step on two cores then takes about three times as long. Nothing changes if
+    ``OMP_NUM_THREADS`` is set, as torchrun does, or ``LOCAL_WORLD_SIZE`` is not.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // env.local_world_size(1))
+    if env.operator_threads() is None and torch.get_num_threads() > share:
+        torch.set_num_threads(share)
 
 
 # Groups that were made, by default group and arguments: making them is a collective, so it happens once.
