@@ -77,7 +77,7 @@ PyDoc_STRVAR(step_doc,
              "addresses: weights float32 [rows, dim], momentum float32 [rows], gradients float32 of stride numbers a bag\n"
              "(an id with pooling 2); ids and offsets [features * bags + 1] int64 if wide, else int32; scales float32 of\n"
              "all ids, or 0. columns: of each feature, its first column of gradients. pooling: 0 sums, 1 means, 2 none.\n"
-             "Raises IndexError for an id outside the table, before any row is changed.");
+             "Raises IndexError for an id outside the table and for offsets that fall, before any row is changed.");
 
 static PyObject *step_table(PyObject *module, PyObject *args) {
     (void)module;
@@ -93,6 +93,9 @@ static PyObject *step_table(PyObject *module, PyObject *args) {
     if (features < 0)
         return NULL;
 #define AT(array, i) (wide ? ((const int64_t *)(uintptr_t)(array))[i] : ((const int32_t *)(uintptr_t)(array))[i])
+    for (int64_t bag = 0; bag < features * bags; bag++)
+        if (AT(offsets, bag) > AT(offsets, bag + 1))
+            return PyErr_Format(PyExc_IndexError, "offsets fall after bag %lld: a length is negative", (long long)bag);
     const int64_t first = AT(offsets, 0), n = AT(offsets, features * bags) - first;
     char *memory = PyMem_Malloc((size_t)n * (2 * sizeof(uint64_t) + sizeof(Source)) + sizeof(float) * (size_t)dim + 1);
     if (memory == NULL)

@@ -63,3 +63,11 @@ def test_an_id_outside_its_table_changes_nothing(wrong: int, monkeypatch: pytest
     with pytest.raises(IndexError, match=f"id {wrong} at 1 is outside a table of 50 rows"):
         group.update(torch.tensor([3, wrong]), torch.tensor([0, 2]), None, torch.ones(1, 8))
     assert not group.weights.any()
+
+
+def test_offsets_that_fall_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rowwise_adagrad, "_THREADS", torch.get_num_threads())
+    group = TableGroup([TableShape("a", 50, 8)], SUM, FusedSettings.from_params({"optimizer": "ROWWISE_ADAGRAD"}))
+    with pytest.raises(IndexError, match="offsets fall after bag 0"):
+        group.update(torch.tensor([3, 4]), torch.tensor([2, 0, 2]), None, torch.ones(2, 8))
+    assert not group.weights.any()
