@@ -2,8 +2,9 @@
 
 FBGEMM's forward and backward operators are called separately, on one flat tensor of rows. The backward of a lookup is a
 method (:meth:`TableGroup.update`), so it can also run with ids and gradients of other ranks. Row-wise Adagrad has a
-kernel of recinfer's (:mod:`recinfer.distributed.tables.rowwise_adagrad`). Where FBGEMM has no CPU operator, a formula of :mod:`recinfer.optim.row_updates` updates the rows; their gradients are computed by a lookup in
-which each row is a bag of output gradients. CUDA: :mod:`recinfer.distributed.tables.cuda`.
+kernel of recinfer's (:mod:`recinfer.distributed.tables.rowwise_adagrad`). Where FBGEMM has no CPU operator, a formula of
+:mod:`recinfer.optim.row_updates` updates the rows; their gradients are computed by a lookup in which each row is a bag of
+output gradients. CUDA: :mod:`recinfer.distributed.tables.cuda`.
 """
 
 from __future__ import annotations

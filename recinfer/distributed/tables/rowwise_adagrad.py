@@ -4,7 +4,7 @@ FBGEMM's kernel."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class RowwiseAdagrad:
         first = [0, *accumulate(s.num_features for s in shapes)]
         self._stride = columns[-1] or max((s.dim for s in shapes), default=0)
         self._num_features = first[-1]
+        self._fits = all(end - row <= _MOST_ROWS for row, end in pairwise(row_starts))
         self._tables = [
             (start, row, end - row, shape.dim, feature, tuple(columns[feature : feature + shape.num_features]))
             for shape, start, row, end, feature in zip(shapes, starts, row_starts, row_starts[1:], first)
@@ -46,8 +47,9 @@ class RowwiseAdagrad:
 
     def takes(self, weights: Tensor, grad_output: Tensor) -> bool:
         """Whether these tensors can be stepped here, and faster than by FBGEMM's kernel."""
-        fits = all(rows <= _MOST_ROWS for _, _, rows, *_ in self._tables)
-        return fits and weights.dtype == grad_output.dtype == torch.float32 and torch.get_num_threads() <= _THREADS
+        return (
+            self._fits and weights.dtype == grad_output.dtype == torch.float32 and torch.get_num_threads() <= _THREADS
+        )
 
     def step(self, weights: Tensor, momentum: Tensor, call: LookupGradient, rate: float, eps: float) -> None:
         """One step, in place.
@@ -58,7 +60,7 @@ class RowwiseAdagrad:
             call: the lookup and the gradient of its output.
 
         Raises:
-            IndexError: an id outside its table.
+            IndexError: an id outside its table, or offsets that fall.
         """
         ids, grad_output = call.indices.contiguous(), call.grad_output.contiguous()
         offsets = call.offsets.to(ids.dtype).contiguous()
