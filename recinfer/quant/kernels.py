@@ -16,7 +16,7 @@ from recinfer.quant.buffers import Buffers, Placed
 if TYPE_CHECKING:
     from recinfer.quant.tbe import TableBatch
 
-__all__ = ["Kernel", "choose_kernel", "table_batch"]
+__all__ = ["Kernel", "choose_kernel", "mixes_widths", "table_batch"]
 
 
 class Kernel(NamedTuple):
@@ -58,6 +58,11 @@ def choose_kernel(device: torch.device | str) -> Kernel:
 def _install(kernel: str, kind: str) -> str:
     extra = "triton" if kernel == "triton" else "cuda" if kind == "cuda" else "cpu"
     return f"install it: pip install 'recinfer[{extra}]'"
+
+
+def mixes_widths(device: torch.device) -> bool:
+    """Whether unpooled tables of several widths share a call of the kernel for ``device``. FBGEMM's takes one padded width."""
+    return choose_kernel(device).name == "triton"
 
 
 def table_batch(

@@ -22,7 +22,7 @@ from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.buffers import Buffers, Placed
-from recinfer.quant.kernels import table_batch
+from recinfer.quant.kernels import mixes_widths, table_batch
 from recinfer.quant.rows import padded_dim
 from recinfer.quant.transfers import to_device
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -30,7 +30,7 @@ from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 if TYPE_CHECKING:
     from recinfer.quant.tbe import TableBatch
 
-__all__ = ["PooledLookup", "SequenceLookup", "SequenceTables", "WidthCall", "embedding_names"]
+__all__ = ["PooledLookup", "SequenceCall", "SequenceLookup", "SequenceTables", "embedding_names"]
 
 
 def embedding_names(configs: Sequence[BaseEmbeddingConfig]) -> list[str]:
@@ -201,8 +201,8 @@ def _mean_runs(reads: Sequence[Placed], widths: Sequence[int], means: Set[str]) 
     return runs
 
 
-class WidthCall(NamedTuple):
-    """The operator call for all unpooled reads of one padded width.
+class SequenceCall(NamedTuple):
+    """A kernel call for unpooled reads.
 
     Attributes:
         batch: the call.
@@ -216,7 +216,7 @@ class WidthCall(NamedTuple):
 
 
 class SequenceTables:
-    """Looks up rows of single ids in packed tables, with one operator call per padded width, as the operator requires.
+    """Looks up rows of single ids in packed tables: in one kernel call, or one per padded width where the kernel requires it.
 
     Args:
         reads: what is read.
@@ -234,15 +234,17 @@ class SequenceTables:
     ) -> None:
         taken = list(range(len(reads)) if keys is None else keys)
         by_width: dict[int, list[int]] = {}
+        mixed = mixes_widths(buffers.device)
         for number, read in enumerate(reads):
-            by_width.setdefault(padded_dim(read.rect.cols, read.data_type), []).append(number)
+            width = 0 if mixed else padded_dim(read.rect.cols, read.data_type)
+            by_width.setdefault(width, []).append(number)
         in_order = list(range(max(taken, default=-1) + 1))
-        self.widths = [read.rect.cols for read in reads]
+        self._reads = len(reads)
         self.calls = []
         for numbers in by_width.values():
             batch = table_batch([reads[i] for i in numbers], PoolingType.NONE, buffers, output_dtype=output_dtype)
             mine = [taken[i] for i in numbers]
-            self.calls.append(WidthCall(batch, numbers, None if mine == in_order else mine))
+            self.calls.append(SequenceCall(batch, numbers, None if mine == in_order else mine))
         self.knows_rows = all(call.batch.knows_rows for call in self.calls)
         self.counts_ids = all(call.batch.counts_ids for call in self.calls)
 
@@ -251,11 +253,9 @@ class SequenceTables:
         found: dict[int, Tensor] = {}
         for batch, reads, keys in self.calls:
             part = features if keys is None else features.permute(keys)
-            run = batch.traced if traced else batch.forward
-            rows, edges = run(part.values(), part.offsets()), part.offset_per_key()
-            for place, number in enumerate(reads):
-                found[number] = rows[edges[place] : edges[place + 1], : self.widths[number]]
-        return [found[number] for number in range(len(self.widths))]
+            rows = batch.rows_per_read(part.values(), part.offsets(), part.offset_per_key(), traced=traced)
+            found.update(zip(reads, rows))
+        return [found[number] for number in range(self._reads)]
 
 
 class SequenceLookup(nn.Module):

@@ -236,6 +236,19 @@ class TableBatch(nn.Module):
             return self._split(self._alone, indices, offsets, per_sample_weights)
         return self._alone(indices, offsets, per_sample_weights)
 
+    def rows_per_read(
+        self, indices: Tensor, offsets: Tensor, edges: Sequence[int], *, traced: bool = False
+    ) -> list[Tensor]:
+        """Look up unpooled tables: of each read ``[ids of its key, columns]``, views of one result.
+
+        Args:
+            indices, offsets: as of :meth:`forward`; read ``i`` takes the ids of key ``i``.
+            edges: position of each key's first id, and N.
+            traced: call :meth:`traced`.
+        """
+        rows = (self.traced if traced else self.forward)(indices, offsets)
+        return [rows[edges[i] : edges[i + 1], : read.rect.cols] for i, read in enumerate(self.reads)]
+
     def without_padding(self, out_BD: Tensor) -> Tensor:
         """The columns of a pooled :meth:`forward`'s result without padding."""
         return out_BD if self.real_columns is None else out_BD.index_select(1, self.real_columns)

@@ -93,7 +93,7 @@ class TritonBatch:
         return again, (self.reads, self.pooling, self.storage)
 
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As ``TableBatch.forward``: ``[B, columns]``, or ``[N, widest]`` when unpooled. Waits for nothing on a GPU.
+        """As ``TableBatch.forward`` of pooled tables: ``[B, columns]``. Waits for nothing on a GPU.
 
         Raises:
             InputError: an earlier call had ids out of range; names tables and counts.
@@ -109,23 +109,50 @@ class TritonBatch:
                 self._send_counts()
             else:
                 out = self._of_host(indices, offsets, per_sample_weights, batch)
-        return out if self._lookup.pooled else out[0]
+        return out
 
     __call__ = forward
     traced = forward
 
+    def rows_per_read(
+        self, indices: Tensor, offsets: Tensor, edges: Sequence[int], *, traced: bool = False
+    ) -> list[Tensor]:
+        """As ``TableBatch.rows_per_read``, in one launch for all widths. Waits for nothing on a GPU.
+
+        Raises:
+            InputError: as of :meth:`forward`.
+        """
+        self._raise_if_counted()
+        batch = (offsets.numel() - 1) // len(self.reads)
+        with torch.cuda.device_of(self.weights):
+            if indices.device == self.weights.device:
+                bags = offsets.to(indices.device)
+                found = self._lookup.rows(indices, bags, batch=batch, bad=self._bad, edges=edges)
+                self._send_counts()
+                return found
+            staging = self._staging()
+            ids, bags, _ = staging.to_device(indices, offsets, None)
+            found = self._lookup.rows(ids, bags, batch=batch, bad=self._bad, edges=edges)
+            staging.record_lookup()
+        return found
+
+    def _staging(self) -> Staging:
+        """Of this thread."""
+        own = self._own
+        if own.staging is None:
+            own.staging = Staging(self.weights.device)
+        return own.staging
+
     def _of_host(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
         """The same of inputs on the host, whose ids the caller has checked."""
-        own = self._own
         if self.graphs is not None:
             found = self.graphs(indices, offsets, weights, batch)
             if found is not None:
                 return found
-        if own.staging is None:
-            own.staging = Staging(self.weights.device)
-        ids, edges, near = own.staging.to_device(indices, offsets, weights)
+        staging = self._staging()
+        ids, edges, near = staging.to_device(indices, offsets, weights)
         out = self._lookup(ids, edges, near, batch=batch, bad=self._bad)
-        own.staging.record_lookup()
+        staging.record_lookup()
         return out
 
     def _send_counts(self) -> None:

@@ -39,7 +39,7 @@ __all__ = ["Launch", "Read", "TritonTables"]
 _BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2, DataType.FP16: 16, DataType.FP32: 32}
 _OUTPUT_DTYPES = (torch.float32, torch.float16)
 _MOST_COLUMNS = 256  # of a program; wider tables take several
-_FIELDS = 13  # of a program's description, in the order in which _lookup reads them
+_FIELDS = 14  # of a program's description, in the order in which _lookup reads them
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def _row_values(
 
 @triton.jit
 def _tile(
-    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunk_ptr, key, batch, out_layer,
+    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunk_ptr, batch,
     BITS: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
     TILE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -99,18 +99,18 @@ def _tile(
     columns = tl.multiple_of(tl.load(chunk_ptr + 9), UNIT)
     out_column = tl.multiple_of(tl.load(chunk_ptr + 10), UNIT)
     out_stride = tl.multiple_of(tl.load(chunk_ptr + 12), UNIT)
-    layer_start = tl.multiple_of((tl.load(chunk_ptr + 11) >> 1) * out_layer, UNIT)
+    key = tl.load(chunk_ptr + 13)
     lane = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     if POOLED:
         there = lane < batch
         begin = tl.load(offsets_ptr + key * batch + lane, mask=there, other=0).to(tl.int64)
         end = tl.load(offsets_ptr + key * batch + lane + 1, mask=there, other=0).to(tl.int64)
-        out_row = lane
+        out_start = out_column
     else:
         begin = tl.load(offsets_ptr + key * batch).to(tl.int64) + lane
         there = begin < tl.load(offsets_ptr + (key + 1) * batch).to(tl.int64)
         end = tl.where(there, begin + 1, begin)
-        out_row = begin
+        out_start = tl.multiple_of(tl.load(starts_ptr + tl.load(chunk_ptr)), UNIT)
     most = tl.max(end - begin, axis=0)
     total = tl.zeros((TILE, COLUMNS), dtype=tl.float32)
     bad = tl.zeros((TILE,), dtype=tl.int32)
@@ -129,10 +129,10 @@ def _tile(
             values *= tl.load(weights_ptr + at, mask=inside, other=0.0).to(tl.float32)[:, None]
         total += values
     if POOLED:  # noqa: SIM102  the first is known when the kernel is compiled, the second when it runs
-        if tl.load(chunk_ptr + 11) & 1 != 0:  # MEAN
+        if tl.load(chunk_ptr + 11) != 0:  # MEAN
             total = total / tl.maximum(end - begin, 1).to(tl.float32)[:, None]
     column = first + tl.arange(0, COLUMNS)[None, :]
-    place = layer_start + out_row[:, None] * out_stride + out_column + column
+    place = out_start + lane[:, None] * out_stride + column
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < columns))
     if first == 0:
         count = tl.sum(bad, axis=0)
@@ -140,25 +140,24 @@ def _tile(
             tl.atomic_add(bad_ptr + tl.load(chunk_ptr), count)
 
 
-@triton.jit(do_not_specialize=["batch", "out_layer"])
+@triton.jit(do_not_specialize=["batch"])
 def _lookup(
-    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunks_ptr, keys_ptr, batch, out_layer,
+    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunks_ptr, batch,
     TYPES: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
     TILE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of bags or ids, descriptions of a table's columns).
 
     ``TYPES`` is the sum of the bits of the precisions that occur, ``ALIGNMENT`` divides the place of every row, ``UNIT`` the
-    columns of every table and the output's stride.
+    columns of every table, the output's stride and its starts. Unpooled, the output of a read begins at its element of ``starts_ptr``.
     """
     chunk_ptr = chunks_ptr + tl.program_id(1) * FIELDS
-    key = tl.load(keys_ptr + tl.load(chunk_ptr)).to(tl.int64)
     bits = tl.load(chunk_ptr + 1)
     for width in tl.static_range(5):
         if (TYPES & (2 << width)) != 0:  # noqa: SIM102  the same
             if bits == 2 << width:
                 _tile(
-                    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunk_ptr, key, batch, out_layer,
+                    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunk_ptr, batch,
                     2 << width, ALIGNMENT, POOLED, WEIGHTED, TILE, COLUMNS, UNIT,
                 )  # fmt: skip
 
@@ -194,15 +193,17 @@ class TritonTables:
     """Lookups of packed tables of any precision and width in one launch.
 
     Args:
-        reads: in the order of the output's columns; all pooled or all unpooled. Column pieces of a table are neighbours.
+        reads: in the order of the output; all pooled or all unpooled. Several may take one key.
         buffers: hold the rows; referenced, never copied. INT rows may begin at any byte; at an alignment of 4 or more
-            the kernel
-            loads scale and bias at once.
+            the kernel loads
+            scale and bias at once.
         output_dtype: float32 or float16. Sums are float32.
         launch: launch parameters of the kernel.
 
     Attributes:
-        total_dim: columns of the output: of all reads, or of the widest output of a key when unpooled.
+        pooled: they are pooled: a call looks up vectors of bags; else :meth:`rows` looks up one vector per id.
+        starts: first column of each read in the output of a pooled lookup.
+        total_dim: columns of all reads.
 
     Raises:
         ConfigError: incompatible reads, or an unsupported output type.
@@ -229,36 +230,20 @@ class TritonTables:
         widths = [read.placed.rect.cols for read in reads]
         self.columns = min(_MOST_COLUMNS, max(16, _power_of_two(max(widths))))
         self._types = sum({_BITS[read.placed.data_type] for read in reads})
-        # Where each read's output is: (layer, first column). Unpooled reads of one key have separate layers, except for
-        # the column pieces of one table.
-        self.places: list[tuple[int, int]] = []
-        self.layers = 1
-        if self.pooled:
-            self.places = [(0, column) for column in [0, *accumulate(widths)][:-1]]
-            self.total_dim = sum(widths)
-        else:
-            used: dict[int, int] = {}
-            for number, read in enumerate(reads):
-                rect, before = read.placed.rect, reads[number - 1] if number else None
-                if before and before.key == read.key and before.placed.rect.table == rect.table and rect.col_start:
-                    layer, column = self.places[-1][0], self.places[-1][1] + widths[number - 1]
-                else:
-                    layer, column = used.get(read.key, 0), 0
-                    used[read.key] = layer + 1
-                self.places.append((layer, column))
-            self.layers = max(used.values())
-            self.total_dim = max(column + width for (_, column), width in zip(self.places, widths))
+        self.starts = [0, *accumulate(widths)][:-1]
+        self.total_dim = sum(widths)
         self._unit = math.gcd(16, *widths)
         device = buffers.device
         chunks = [self._chunk(n, first) for n, width in enumerate(widths) for first in range(0, width, self.columns)]
         self._chunks = torch.tensor(chunks, dtype=torch.int64, device=device)
-        self.keys = torch.tensor([read.key for read in reads], dtype=torch.int32, device=device)
+        self._keys = torch.tensor([read.key for read in reads], dtype=torch.int64, device=device)
+        self._widths = torch.tensor(widths, dtype=torch.int64, device=device)
         self._base = _without_storage(buffers.near)
 
     def _chunk(self, number: int, first: int) -> list[int]:
         """The parameters of one column of programs."""
         read, alignment = self.reads[number], self.buffers.row_alignment
-        placed, rect, (layer, out_column) = read.placed, read.placed.rect, self.places[number]
+        placed, rect = read.placed, read.placed.rect
         start = placed.offset
         if self.buffers.memory_of(placed) != "near" and self.buffers.managed is not None:
             # The kernel takes one pointer: rows in the other buffer are at a distance from it. A GPU and its host share
@@ -277,9 +262,10 @@ class TritonTables:
             default,
             first,
             rect.cols,
-            out_column,
-            2 * layer + (read.pooling is PoolingType.MEAN),
-            self.total_dim,
+            self.starts[number],
+            int(read.pooling is PoolingType.MEAN),
+            self.total_dim if self.pooled else rect.cols,
+            read.key,
         ]
         assert len(fields) == _FIELDS
         return fields
@@ -296,11 +282,9 @@ class TritonTables:
         *,
         batch: int,
         bad: Tensor,
-        keys: Tensor | None = None,
-        most_ids: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Look up. Returns at once: on a GPU the result is ready when the current stream reaches it.
+        """Look up pooled tables. Returns at once: on a GPU the result is ready when the current stream reaches it.
 
         Args:
             ids: int32 or int64 ``[N]``, on the tables' device.
@@ -309,30 +293,59 @@ class TritonTables:
             batch: B.
             bad: int32 ``[reads]``; each read's ids out of range are added to its count. Zeros for those that have no default
                 row; read it together with the result.
-            keys: int32 ``[reads]``, the key that each read takes in this input; None: those of the reads.
-            most_ids: unpooled only: no key has more ids than this; None: N.
             out: where to write, contiguous.
 
         Returns:
-            ``[B, total_dim]``; unpooled ``[layers, N, total_dim]``, see :attr:`places`. Columns beyond a read's own are
-            not written.
+            ``[B, total_dim]``.
         """
-        _check_can_run(ids.device)
-        lanes = batch if self.pooled else (ids.numel() if most_ids is None else most_ids)
-        shape = (batch, self.total_dim) if self.pooled else (self.layers, ids.numel(), self.total_dim)
         if out is None:
-            out = torch.empty(shape, dtype=self.output_dtype, device=ids.device)
+            out = torch.empty(batch, self.total_dim, dtype=self.output_dtype, device=ids.device)
+        self._launch(ids, offsets, weights, batch, batch, bad, out, self._keys)
+        return out
+
+    def rows(self, ids: Tensor, offsets: Tensor, *, batch: int, bad: Tensor, edges: Sequence[int]) -> list[Tensor]:
+        """Look up unpooled tables, all widths in one launch; returns at once.
+
+        Args:
+            ids, offsets, batch, bad: as of a pooled lookup.
+            edges: position of each key's first id, and N: ``offsets[::batch]``, on the host.
+
+        Returns:
+            Of each read ``[ids of its key, columns]``, one after another in one tensor's memory.
+        """
+        counts = [edges[read.key + 1] - edges[read.key] for read in self.reads]
+        shapes = [(count, read.placed.rect.cols) for count, read in zip(counts, self.reads)]
+        sizes = [count * columns for count, columns in shapes]
+        out = torch.empty(sum(sizes), dtype=self.output_dtype, device=ids.device)
+        if out.numel():
+            # On the device: from the host it would be one more copy.
+            first = offsets[::batch]
+            elements = (first[1:] - first[:-1]).long()[self._keys] * self._widths
+            self._launch(ids, offsets, None, batch, max(counts), bad, out, elements.cumsum(0) - elements)
+        return [part.view(shape) for part, shape in zip(out.split(sizes), shapes)]
+
+    def _launch(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        batch: int,
+        lanes: int,
+        bad: Tensor,
+        out: Tensor,
+        starts: Tensor,
+    ) -> None:
+        """``lanes``: bags of a key, or the most ids of one; ``starts``: int64, not read when pooled."""
+        _check_can_run(ids.device)
         if lanes == 0:
-            return out
+            return
         tile = min(_power_of_two(lanes), max(1, self.launch.elements // self.columns))
         grid = (-(-lanes // tile), len(self._chunks))
         _lookup[grid](
-            self._base, ids, offsets, ids if weights is None else weights, out, bad, self._chunks,
-            self.keys if keys is None else keys, batch, out.stride(0),
+            self._base, ids, offsets, ids if weights is None else weights, out, starts, bad, self._chunks, batch,
             TYPES=self._types, ALIGNMENT=self.buffers.row_alignment & -self.buffers.row_alignment, POOLED=self.pooled,
             WEIGHTED=weights is not None, TILE=tile, COLUMNS=self.columns, UNIT=self._unit, FIELDS=_FIELDS, num_warps=self.launch.warps,
         )  # fmt: skip
-        return out
 
 
 def _power_of_two(number: int) -> int:

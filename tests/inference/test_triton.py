@@ -22,9 +22,11 @@ from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Placed, allocate
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.kernels import choose_kernel
-from recinfer.quant.lookup import PooledLookup
+from recinfer.quant.lookup import PooledLookup, SequenceTables
+from recinfer.quant.reference import reference_pack
 from recinfer.quant.rows import slice_packed_columns
 from recinfer.quant.triton_batch import TritonBatch
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
 from tests.quant.cases import float_bags, random_features
 
@@ -86,6 +88,23 @@ def test_sums_and_means_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(mine(features).values(), theirs(features).values(), rtol=1e-6, atol=1e-6)
     again = copy.deepcopy(mine)
     assert torch.equal(again(features).values(), mine(features).values())
+
+
+def test_unpooled_tables_of_several_widths_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [(DataType.INT8, 8), (DataType.INT4, 12), (DataType.FP16, 4), (DataType.INT8, 8)]
+    wanted = [Placed(Rect(0, 0, 37, 0, dim, f"t{i}"), kind) for i, (kind, dim) in enumerate(kinds)]
+    buffers, placed = allocate(wanted, torch.device("cpu"))
+    for table, (kind, dim) in zip(placed, kinds):
+        buffers.write(table, reference_pack(torch.randn(37, dim), kind))
+    features = KeyedJaggedTensor(["a", "b", "c"], torch.arange(30), lengths=torch.tensor([5, 0, 2, 7, 9, 7]))
+    keys = [2, 0, 1, 2]  # one key for two tables
+    theirs = SequenceTables(placed, keys, buffers)
+    monkeypatch.setenv("RECINFER_KERNEL", "triton")
+    mine = SequenceTables(placed, keys, buffers)
+    assert (len(mine.calls), len(theirs.calls)) == (1, 3)
+    for one, other, key, (_, dim) in zip(mine(features), theirs(features), keys, kinds):
+        assert one.shape == ((5, 9, 16)[key], dim)
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,24 +85,35 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "staging"])
-@pytest.mark.parametrize("pooling", [SUM, NONE], ids=lambda p: p.value)
-def test_ids_from_the_host_give_what_ids_on_the_device_do(few: None, pooling: PoolingType, graphs: bool) -> None:
-    batch = made(pooling, TABLES if pooling is SUM else [(DataType.INT8, 8)] * 2)
+def test_ids_from_the_host_give_what_ids_on_the_device_do(few: None, graphs: bool) -> None:
+    batch = made(SUM, TABLES)
     if not graphs:
         batch.graphs = None
     kept = []
     for size in (1, 3, 4, 9, 2, 3):
         ids, offsets, weights = bags(len(batch.reads), size, size, torch.int32)
-        given = weights if pooling is SUM and size != 4 else None
+        given = weights if size != 4 else None
         want = batch.forward(*on_device(ids, offsets, given))
         got = batch._of_host(ids, offsets, given, size)
         kept.append((got, want))
     for got, want in kept:  # none was overwritten by a later one
-        assert torch.equal(got if pooling is SUM else got[0], want)
+        assert torch.equal(got, want)
     sizes = batch.graphs and [each.bucket[:2] for each in batch.graphs._recorded or ()]
     expected = [(1, 64), (1, 512), (2, 64), (2, 512), (4, 64), (4, 512)]
-    assert sizes == (expected if graphs and pooling is SUM else None)
+    assert sizes == (expected if graphs else None)
     assert batch.out_of_range() == [0] * len(batch.reads)  # the trial's ids are in range
+
+
+def test_unpooled_ids_from_the_host_give_what_ids_on_the_device_do() -> None:
+    batch = made(NONE, TABLES)
+    assert batch.graphs is None
+    kept: list[tuple[Tensor, Tensor]] = []
+    for size in (1, 3, 9, 2):
+        ids, offsets, _ = bags(len(batch.reads), size, size, torch.int32)
+        edges = offsets[::size].tolist()
+        kept += zip(batch.rows_per_read(ids, offsets, edges), batch.rows_per_read(*on_device(ids, offsets), edges))
+    assert all(torch.equal(of_host, of_device) for of_host, of_device in kept)  # none was overwritten by a later one
+    assert batch.out_of_range() == [0] * len(batch.reads)
 
 
 def fill(ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int, out: Tensor) -> None:

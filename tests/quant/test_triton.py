@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -67,18 +68,22 @@ def check(
     reads = [Read(table, key, pooling) for key, (table, pooling) in enumerate(zip(placed, poolings))]
     lookup = TritonTables(reads, buffers, output_dtype=output_dtype, launch=launch)
     bad, given_weights = lookup.new_counter(), weights.to(DEVICE) if weighted else None
-    out = lookup(ids.to(DEVICE), offsets.to(DEVICE), given_weights, batch=batch, bad=bad).cpu()
-    assert out.dtype == output_dtype and not bad.any()
+    on_device = ids.to(DEVICE), offsets.to(DEVICE)
+    if lookup.pooled:
+        out = lookup(*on_device, given_weights, batch=batch, bad=bad)
+        found = [out[:, first : first + dim] for first, (_, dim) in zip(lookup.starts, tables)]
+    else:
+        found = lookup.rows(*on_device, batch=batch, bad=bad, edges=offsets[::batch].tolist())
+    assert not bad.any()
     for key, (kind, dim) in enumerate(tables):
         edges = offsets[key * batch : (key + 1) * batch + 1]
         mine = slice(int(edges[0]), int(edges[-1]))
         want = reference_lookup(
             rows[key], dim, kind, ids[mine], edges - edges[0], poolings[key], weights[mine] if weighted else None
         )
-        layer, column = lookup.places[key]
-        got = out if lookup.pooled else out[layer, mine]
         rtol, atol = (1e-6, 1e-6) if output_dtype is torch.float32 else (1e-3, 1e-3)
-        torch.testing.assert_close(got[:, column : column + dim].float(), want, rtol=rtol, atol=atol)
+        assert found[key].dtype == output_dtype
+        torch.testing.assert_close(found[key].cpu().float(), want, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("data_type", PACKED_TYPES, ids=lambda t: t.value)
@@ -130,17 +135,36 @@ def test_keys_may_come_in_any_order_and_be_read_twice() -> None:
     ids, offsets, _ = bags(3, 4, 5)
     on_device = ids.to(DEVICE), offsets.to(DEVICE)
     for pooling in (SUM, NONE):
-        lookup = TritonTables([Read(placed[0], 1, pooling), Read(placed[1], 1, pooling), Read(placed[2], 0, pooling)], buffers)  # fmt: skip
         for keys in ([1, 1, 0], [2, 2, 1]):
-            order = torch.tensor(keys, dtype=torch.int32, device=DEVICE)
-            out = lookup(*on_device, batch=4, bad=lookup.new_counter(), keys=order).cpu()
-            for number, (table, key) in enumerate(zip(placed, keys)):
+            lookup = TritonTables([Read(table, key, pooling) for table, key in zip(placed, keys)], buffers)
+            bad = lookup.new_counter()
+            if lookup.pooled:
+                found = list(lookup(*on_device, batch=4, bad=bad).split([8, 4, 12], dim=1))
+            else:
+                found = lookup.rows(*on_device, batch=4, bad=bad, edges=offsets[::4].tolist())
+            for got, of_table, table, key in zip(found, rows, placed, keys):
                 edges = offsets[key * 4 : key * 4 + 5]
                 mine = slice(int(edges[0]), int(edges[-1]))
-                want = reference_lookup(rows[number], table.rect.cols, table.data_type, ids[mine], edges - edges[0], pooling)  # fmt: skip
-                layer, column = lookup.places[number]
-                got = out if lookup.pooled else out[layer, mine]
-                torch.testing.assert_close(got[:, column : column + table.rect.cols], want, rtol=1e-6, atol=1e-6)
+                want = reference_lookup(of_table, table.rect.cols, table.data_type, ids[mine], edges - edges[0], pooling)  # fmt: skip
+                torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=1e-6)
+
+
+def test_unpooled_tables_of_all_widths_are_one_launch_without_padding() -> None:
+    """Keys without ids too, and a lookup without any."""
+    tables = [(DataType.INT8, 64), (DataType.INT4, 4), (DataType.FP32, 300), (DataType.INT2, 12), (DataType.FP16, 8)]
+    buffers, placed, rows = placed_in_memory(tables, 16)
+    lookup = TritonTables([Read(table, key, NONE) for key, table in enumerate(placed)], buffers)
+    for lengths in ([3, 0, 2, 1, 4], [0, 5, 0, 0, 0], [0] * 5):
+        edges = [0, *accumulate(lengths)]
+        ids = torch.arange(edges[-1]) * 7 % ROWS
+        offsets = torch.tensor(edges)
+        bad = lookup.new_counter()
+        found = lookup.rows(ids.to(DEVICE), offsets.to(DEVICE), batch=1, bad=bad, edges=edges)
+        assert sum(part.numel() for part in found) == sum(n * dim for n, (_, dim) in zip(lengths, tables))
+        for key, (kind, dim) in enumerate(tables):
+            mine = ids[edges[key] : edges[key + 1]]
+            want = reference_lookup(rows[key], dim, kind, mine, torch.tensor([0, len(mine)]), NONE)
+            torch.testing.assert_close(found[key].cpu(), want.view(-1, dim), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="maps a sparse file into host memory")
@@ -158,9 +182,10 @@ def test_rows_beyond_two_gibibytes(tmp_path: Path) -> None:
         buffer[there * 132 : there * 132 + 132] = row
     for dtype in (torch.int32, torch.int64):
         lookup = TritonTables([Read(table, 0, NONE)], Buffers(buffer))
-        out = lookup(ids.to(dtype), torch.tensor([0, 1, 2]), batch=2, bad=lookup.new_counter())
+        bad = lookup.new_counter()
+        (out,) = lookup.rows(ids.to(dtype), torch.tensor([0, 1, 2]), batch=2, bad=bad, edges=[0, 2])
         want = reference_lookup(two, dim, DataType.INT8, torch.tensor([0, 1]), torch.arange(3), NONE)
-        torch.testing.assert_close(out[0], want, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
     assert path.stat().st_blocks * 512 < 1 << 20
 
 
@@ -201,12 +226,11 @@ from recinfer.quant import triton_lookup
 kernel = triton_lookup._lookup
 names = kernel.arg_names
 pointers = {"rows_ptr": "u8", "ids_ptr": "i64", "offsets_ptr": "i64", "weights_ptr": "fp32", "out_ptr": "fp32",
-            "bad_ptr": "i32", "chunks_ptr": "i64", "keys_ptr": "i32"}
+            "starts_ptr": "i64", "bad_ptr": "i32", "chunks_ptr": "i64"}
 for types, pooled, alignment in ((8, True, 16), (4, True, 16), (16, True, 16), (62, False, 1)):
     fixed = dict(TYPES=types, ALIGNMENT=alignment, POOLED=pooled, WEIGHTED=pooled, TILE=16, COLUMNS=128, UNIT=16,
                  FIELDS=triton_lookup._FIELDS)
-    signature = {**{n: "*" + t for n, t in pointers.items()}, "batch": "i32", "out_layer": "i32",
-                 **dict.fromkeys(fixed, "constexpr")}
+    signature = {**{n: "*" + t for n, t in pointers.items()}, "batch": "i32", **dict.fromkeys(fixed, "constexpr")}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()},
                        {(names.index(n),): [["tt.divisibility", 16]] for n in pointers})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32))

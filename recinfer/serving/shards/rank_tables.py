@@ -115,10 +115,10 @@ class RankTables:
         out: list[Any] = [None] * len(self._cols)
         for batch, reads, streams in tables.calls:
             mine = bags if streams is None else _taken(bags, streams)
-            rows = batch(torch.from_numpy(mine.values), torch.from_numpy(mine.offsets)).numpy()
             edges = mine.offsets[:: mine.batch].tolist()
-            for place, pair in enumerate(reads):
-                out[pair] = rows[edges[place] : edges[place + 1], : self._cols[pair]]
+            rows = batch.rows_per_read(torch.from_numpy(mine.values), torch.from_numpy(mine.offsets), edges)
+            for pair, of_pair in zip(reads, rows):
+                out[pair] = of_pair.numpy()
         return out
 
 
