@@ -165,6 +165,32 @@ def requests_of_host(device: torch.device, rows: int, repeats: int, tiny: bool) 
     return found
 
 
+def host_rows(device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool) -> list[dict[str, Any]]:
+    """Lookups of rows on the device, in host memory, and in host memory with the cache of row_cache.py; log-uniform ids, of which
+    few are most. ``hits``: share of the ids whose rows the cache has."""
+    count, dim = (3 if tiny else 26), 64
+    found = []
+    for memory in ("near", "managed", "cached"):
+        wanted: list[Any] = [Placed(Rect(0, 0, rows, 0, dim, f"t{i}"), DataType.INT8, 0, memory) for i in range(count)]
+        buffers, placed = allocate(wanted, device, 16)
+        lookup = TritonTables([Read(table, key) for key, table in enumerate(placed)], buffers)
+        bad = lookup.new_counter()
+        for batch in batches:
+            inputs = [(rows ** torch.rand(count * batch, device=device)).long() - 1 for _ in range(repeats + 2)]
+            offsets = torch.arange(count * batch + 1, device=device)
+            given = iter(inputs)
+            out = torch.empty(batch, lookup.total_dim, device=device)
+
+            def run() -> None:
+                lookup(next(given), offsets, batch=batch, bad=bad, out=out)  # noqa: B023
+
+            line: dict[str, Any] = {"memory": memory, "batch": batch, "seconds": timed(run, device, repeats)}
+            if lookup.cache is not None:
+                line["hits"] = lookup.cache.hits(placed[0], inputs[-1][:batch]).float().mean().item()
+            found.append(line)
+    return found
+
+
 def fbgemm_lookups(
     device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool
 ) -> list[dict[str, Any]] | str:
@@ -228,7 +254,7 @@ def gpu_tests(device: torch.device) -> dict[str, Any]:
     )
     found = {}
     trials = {
-        "kernel": ["tests/quant/test_triton.py", "tests/quant/test_host_inputs.py"],
+        "kernel": [f"tests/quant/test_{name}.py" for name in ("triton", "row_cache", "host_inputs")],
         "gpu": ["tests/gpu", "-m", "gpu"],
     }
     for name, chosen in trials.items():
@@ -294,6 +320,7 @@ def main() -> None:
         add("tests", lambda: gpu_tests(device))
     add("copy_rate", lambda: copy_rate(device, 1 << 20 if tiny else 1 << 30))
     add("lookups", lambda: lookups(device, batches, rows, repeats, tiny))
+    add("host_rows", lambda: host_rows(device, batches, rows, repeats, tiny))
     add("requests", lambda: requests_of_host(device, rows, repeats, tiny))
     add("fbgemm_lookups", lambda: fbgemm_lookups(device, batches, rows, repeats, tiny))
     add("embedding_bag", lambda: bags_of_torch(device, batches, rows, repeats, tiny))

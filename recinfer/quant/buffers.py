@@ -8,7 +8,7 @@ Shape suffixes: R rows, P packed bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -79,6 +79,12 @@ class Buffers:
     near: Tensor
     managed: Tensor | None = None
     row_alignment: int = 1
+    _writes: list[int] = field(default_factory=lambda: [0], init=False, repr=False)
+
+    @property
+    def writes(self) -> int:
+        """Number of :meth:`write` calls so far, by which a cache knows that its rows may be stale."""
+        return self._writes[0]
 
     @property
     def device(self) -> torch.device:
@@ -102,6 +108,7 @@ class Buffers:
         step = max(1, _COPY_BYTES // rows.shape[1])
         for at in range(0, len(rows), step):
             rows[at : at + step, :need].copy_(packed_RP[at : at + step, :need])
+        self._writes[0] += 1  # after the rows: a cache that is filled meanwhile is emptied
 
 
 def allocate(

@@ -31,7 +31,8 @@ class TritonBatch:
     """One launch over packed tables of any precision and width; see :class:`recinfer.quant.tbe.TableBatch`.
 
     It differs in that columns have no padding, unpooled tables may have several widths, and ids may come from the host: a
-    GPU then gets them in one copy, and small pooled lookups are CUDA graphs unless ``RECINFER_CUDA_GRAPHS`` is 0.
+    GPU then gets them in one copy, and small pooled lookups are CUDA graphs unless ``RECINFER_CUDA_GRAPHS`` is 0 or a table is
+    in ``"cached"`` memory. Such tables have an empty cache at first, copies and pickles too.
 
     Ids out of range give zeros. The kernel counts them, and the count is looked at when it is there, at a later call, so
     that no call waits for the device.
@@ -70,7 +71,9 @@ class TritonBatch:
         self.widths = [placed.rect.cols for placed in self.reads]
         self.total_dim = self._lookup.total_dim
         self._bad, self._seen = self._lookup.new_counter(), [0] * len(self.reads)
-        self.graphs = self._new_graphs() if self._lookup.pooled and env.cuda_graphs() else None
+        # A recorded lookup would not take its turn at the cache.
+        graphed = self._lookup.pooled and self._lookup.cache is None and env.cuda_graphs()
+        self.graphs = self._new_graphs() if graphed else None
         self._own, self._lock = _Own(), threading.Lock()
         # The counts on the host, and the event of their copy; None: no copy is running.
         self._sent_counts: tuple[Tensor, torch.cuda.Event | None] | None = None
@@ -201,7 +204,9 @@ class TritonBatch:
         """No effect: only FBGEMM on the CPU uses threads."""
 
     def forget_cached(self) -> None:
-        """No effect: rows in host memory are not cached."""
+        """Empty the cache after rows of ``"cached"`` tables were written other than by :meth:`Buffers.write`."""
+        if self._lookup.cache is not None:
+            self._lookup.cache.forget()
 
     def fbgemm_module(self) -> NoReturn:
         """Raises UnavailableError: Triton has no TBE module."""

@@ -12,6 +12,7 @@ Shape suffixes: F keys of the input, B batch, N ids, D output columns.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Sequence
@@ -33,13 +34,14 @@ except ImportError as error:
         "Triton is not installed; install a CUDA build of torch, which includes it, or run pip install "
         "'recinfer[triton]' ({error})"
     ) from error
+from recinfer.quant.row_cache import CACHE_FIELDS, FIRST_CACHE_FIELD, RowCache, cache_of, cached_offset
 
 __all__ = ["Launch", "Read", "TritonTables"]
 
 _BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2, DataType.FP16: 16, DataType.FP32: 32}
 _OUTPUT_DTYPES = (torch.float32, torch.float16)
 _MOST_COLUMNS = 256  # of a program; wider tables take several
-_FIELDS = 14  # of a program's description, in the order in which _lookup reads them
+_FIELDS = FIRST_CACHE_FIELD.value + CACHE_FIELDS  # of a program's description, in the order in which _lookup reads them
 
 
 @triton.jit
@@ -85,9 +87,9 @@ def _row_values(
 
 @triton.jit
 def _tile(
-    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunk_ptr, batch,
+    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunk_ptr, tags_ptr, batch,
     BITS: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """``TILE`` bags of one key, or single ids, and ``COLUMNS`` columns of one table."""
     start = tl.multiple_of(tl.load(chunk_ptr + 2), ALIGNMENT)
@@ -111,6 +113,8 @@ def _tile(
         there = begin < tl.load(offsets_ptr + (key + 1) * batch).to(tl.int64)
         end = tl.where(there, begin + 1, begin)
         out_start = tl.multiple_of(tl.load(starts_ptr + tl.load(chunk_ptr)), UNIT)
+    if CACHED:
+        cache_start, first_tag, slots = cache_of(chunk_ptr, ALIGNMENT)
     most = tl.max(end - begin, axis=0)
     total = tl.zeros((TILE, COLUMNS), dtype=tl.float32)
     bad = tl.zeros((TILE,), dtype=tl.int32)
@@ -123,7 +127,11 @@ def _tile(
         chosen = tl.where(valid, given, default)  # a default of -1 is no row
         row = chosen - first_row
         take = inside & (chosen >= 0) & (row >= 0) & (row < rows)
-        starts = rows_ptr + start + tl.where(take, row, 0)[:, None] * row_bytes
+        offset = start + tl.where(take, row, 0) * row_bytes
+        if CACHED:
+            offset = cached_offset(offset, tags_ptr, row, take, row_bytes, cache_start, first_tag, slots)
+            offset = tl.multiple_of(offset, ALIGNMENT)
+        starts = rows_ptr + offset[:, None]
         values = _row_values(starts, take[:, None], first, columns, BITS, COLUMNS, ALIGNMENT, UNIT)
         if WEIGHTED:
             values *= tl.load(weights_ptr + at, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -142,14 +150,16 @@ def _tile(
 
 @triton.jit(do_not_specialize=["batch"])
 def _lookup(
-    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunks_ptr, batch,
+    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunks_ptr, tags_ptr, batch,
     TYPES: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
     TILE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr,
+    CACHED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of bags or ids, descriptions of a table's columns).
 
     ``TYPES`` is the sum of the bits of the precisions that occur, ``ALIGNMENT`` divides the place of every row, ``UNIT`` the
-    columns of every table, the output's stride and its starts. Unpooled, the output of a read begins at its element of ``starts_ptr``.
+    columns of every table, the output's stride and its starts. Unpooled, the output of a read begins at its element of
+    ``starts_ptr``. ``CACHED``: some tables have a cache.
     """
     chunk_ptr = chunks_ptr + tl.program_id(1) * FIELDS
     bits = tl.load(chunk_ptr + 1)
@@ -157,8 +167,8 @@ def _lookup(
         if (TYPES & (2 << width)) != 0:  # noqa: SIM102  the same
             if bits == 2 << width:
                 _tile(
-                    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunk_ptr, batch,
-                    2 << width, ALIGNMENT, POOLED, WEIGHTED, TILE, COLUMNS, UNIT,
+                    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunk_ptr, tags_ptr, batch,
+                    2 << width, ALIGNMENT, POOLED, WEIGHTED, TILE, COLUMNS, UNIT, CACHED,
                 )  # fmt: skip
 
 
@@ -204,6 +214,7 @@ class TritonTables:
         pooled: they are pooled: a call looks up vectors of bags; else :meth:`rows` looks up one vector per id.
         starts: first column of each read in the output of a pooled lookup.
         total_dim: columns of all reads.
+        cache: of rows in host memory; None: no read has ``"cached"`` memory.
 
     Raises:
         ConfigError: incompatible reads, or an unsupported output type.
@@ -234,10 +245,15 @@ class TritonTables:
         self.total_dim = sum(widths)
         self._unit = math.gcd(16, *widths)
         device = buffers.device
+        cache = RowCache([read.placed for read in reads], buffers)
+        self.cache = cache if len(cache) else None
         chunks = [self._chunk(n, first) for n, width in enumerate(widths) for first in range(0, width, self.columns)]
         self._chunks = torch.tensor(chunks, dtype=torch.int64, device=device)
         self._keys = torch.tensor([read.key for read in reads], dtype=torch.int64, device=device)
         self._widths = torch.tensor(widths, dtype=torch.int64, device=device)
+        # One description of each cached read.
+        filled = [chunk for chunk in chunks if chunk[8] == 0 and chunk[-1]] if self.cache else []
+        self._filled = torch.tensor(filled, dtype=torch.int64, device=device)
         self._base = _without_storage(buffers.near)
 
     def _chunk(self, number: int, first: int) -> list[int]:
@@ -266,6 +282,7 @@ class TritonTables:
             int(read.pooling is PoolingType.MEAN),
             self.total_dim if self.pooled else rect.cols,
             read.key,
+            *(self.cache.fields(placed) if self.cache else [0] * CACHE_FIELDS),
         ]
         assert len(fields) == _FIELDS
         return fields
@@ -341,11 +358,17 @@ class TritonTables:
             return
         tile = min(_power_of_two(lanes), max(1, self.launch.elements // self.columns))
         grid = (-(-lanes // tile), len(self._chunks))
-        _lookup[grid](
-            self._base, ids, offsets, ids if weights is None else weights, out, starts, bad, self._chunks, batch,
-            TYPES=self._types, ALIGNMENT=self.buffers.row_alignment & -self.buffers.row_alignment, POOLED=self.pooled,
-            WEIGHTED=weights is not None, TILE=tile, COLUMNS=self.columns, UNIT=self._unit, FIELDS=_FIELDS, num_warps=self.launch.warps,
-        )  # fmt: skip
+        cache = self.cache
+        with contextlib.nullcontext() if cache is None else cache.turn():
+            _lookup[grid](
+                self._base, ids, offsets, ids if weights is None else weights, out, starts, bad, self._chunks,
+                self._chunks if cache is None else cache.tags, batch,
+                TYPES=self._types, ALIGNMENT=self.buffers.row_alignment & -self.buffers.row_alignment, POOLED=self.pooled,
+                WEIGHTED=weights is not None, TILE=tile, COLUMNS=self.columns, UNIT=self._unit, FIELDS=_FIELDS,
+                CACHED=cache is not None, num_warps=self.launch.warps,
+            )  # fmt: skip
+            if cache is not None and ids.numel():
+                cache.fill(self._base, ids, offsets, self._filled, batch)
 
 
 def _power_of_two(number: int) -> int:

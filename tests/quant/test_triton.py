@@ -226,10 +226,11 @@ from recinfer.quant import triton_lookup
 kernel = triton_lookup._lookup
 names = kernel.arg_names
 pointers = {"rows_ptr": "u8", "ids_ptr": "i64", "offsets_ptr": "i64", "weights_ptr": "fp32", "out_ptr": "fp32",
-            "starts_ptr": "i64", "bad_ptr": "i32", "chunks_ptr": "i64"}
-for types, pooled, alignment in ((8, True, 16), (4, True, 16), (16, True, 16), (62, False, 1)):
+            "starts_ptr": "i64", "bad_ptr": "i32", "chunks_ptr": "i64", "tags_ptr": "i64"}
+for types, pooled, alignment, cached in ((8, True, 16, False), (4, True, 16, False), (16, True, 16, False), (62, False, 1, False),
+                                         (8, True, 16, True), (4, True, 16, True)):
     fixed = dict(TYPES=types, ALIGNMENT=alignment, POOLED=pooled, WEIGHTED=pooled, TILE=16, COLUMNS=128, UNIT=16,
-                 FIELDS=triton_lookup._FIELDS)
+                 FIELDS=triton_lookup._FIELDS, CACHED=cached)
     signature = {**{n: "*" + t for n, t in pointers.items()}, "batch": "i32", **dict.fromkeys(fixed, "constexpr")}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()},
                        {(names.index(n),): [["tt.divisibility", 16]] for n in pointers})
@@ -245,7 +246,8 @@ def test_the_kernel_compiles_for_a_gpu_with_wide_loads_and_stores() -> None:
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert lines == ["8 16 True False True", "4 16 True False True", "16 16 True False True", "62 1 True True True"]
+    aligned = ["8 16 True False True", "4 16 True False True", "16 16 True False True"]
+    assert lines == [*aligned, "62 1 True True True", *aligned[:2]], "the last two read rows of a cache too"
 
 
 def test_without_the_interpreter_a_cpu_is_refused() -> None:
