@@ -66,7 +66,7 @@ def rows_in(lookup: TritonTables) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("slots", [1, 5, ROWS])
+@pytest.mark.parametrize("slots", [5, ROWS])
 @pytest.mark.parametrize("data_type", PACKED_TYPES, ids=lambda t: t.value)
 @pytest.mark.parametrize("pooling", [SUM, MEAN, NONE], ids=lambda p: p.value)
 def test_a_lookup_through_the_cache_gives_the_same_bits(
@@ -74,7 +74,7 @@ def test_a_lookup_through_the_cache_gives_the_same_bits(
 ) -> None:
     """Tables in all three memories in one launch; later lookups have hits, misses, and rows that lose their slot."""
     sizes(monkeypatch, slots)
-    dim, alignment = (20, 1) if slots == 5 else (264, 16)
+    dim, alignment = (20, 1) if slots < ROWS else (264, 16)
     memories: list[Memory] = ["near", "cached", "managed", "cached"]
     buffers, placed = in_memory([(data_type, dim, memory) for memory in memories], alignment)
     order = [0, 1, 2, 3, 1]  # two keys read one table
@@ -83,7 +83,7 @@ def test_a_lookup_through_the_cache_gives_the_same_bits(
     plain = TritonTables([Read(spot, key, pooling) for key, spot in enumerate(uncached(placed))], buffers)
     assert plain.cache is None and lookup.cache is not None and len(lookup.cache) == 2 * slots
     seen = set()
-    for seed in range(4):
+    for seed in range(3):
         ids, offsets, weights = to_device(*bags(5, 4, seed))
         given = weights if pooling is SUM else None
         outs = []

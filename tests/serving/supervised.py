@@ -42,7 +42,14 @@ try:
             (folder / "asked").touch()
             while not (folder / "go").exists():
                 time.sleep(0.02)
-            answer(asked, {"is": {"answer": "", "before": {}, "state": "after"}})
+            if (folder / "refuses").exists():
+                answer(asked, {"failed": {"code": "NOT_FOUND", "message": "no version '2'"}})
+            else:
+                answer(asked, {"is": {"answer": "", "before": {}, "state": "after"}})
+        elif asked["what"] == "set_spread":
+            time.sleep(0.3)
+            (folder / "restored").touch()
+            answer(asked, {"is": None})
         elif asked["what"] == "state":
             answer(asked, {"is": "before"})
         else:
@@ -51,7 +58,8 @@ except EOFError:
     pass
 """
 """A worker for ``python -c FAKE FOLDER``: it serves nobody, but takes part in changes once the file "go" is there, and fails
-to start while there is "broken". What it began with is in the file "began-<its pid>"."""
+to start while there is "broken". It makes no change while there is "refuses", and writes "restored" when it has taken one back, which
+takes a while. What it began with is in the file "began-<its pid>"."""
 
 
 @contextmanager

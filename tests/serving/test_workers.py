@@ -115,6 +115,20 @@ def test_a_change_that_one_worker_cannot_make_changes_nothing_nor_what_to_go_bac
             assert shown() == {"1", "3"}
 
 
+def test_a_refused_change_is_taken_back_before_the_caller_gets_the_refusal(tmp_path: Path):
+    folders = [tmp_path / "makes", tmp_path / "refuses"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "go").touch()
+    (folders[1] / "refuses").touch()
+    left = iter(folders)
+    with supervising(lambda port: [sys.executable, "-c", FAKE, str(next(left))]) as (supervisor, _, said):
+        with pytest.raises(NotFoundError, match="no version '2'"):
+            supervisor.changes.submit("SetWeights", "").result(60)
+        assert (folders[0] / "restored").exists() and not (folders[1] / "restored").exists()
+        assert not said, "no worker had to begin anew"
+
+
 def test_a_worker_that_comes_back_serves_no_other_archive_than_those_that_are_there(
     archive: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

@@ -114,18 +114,28 @@ def _check_all_answer(workers: Sequence[WorkerProcess]) -> None:
 
 
 def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProcess, RecinferError]]:
-    """Undo a change in the workers that made it; returns those that could not. Weights first: a version with one is not unloaded."""
-    for worker, said in outcome.made:
-        worker.connection.request("set_spread", spread=said["before"])
+    """Undo a change in the workers that made it; returns those that could not. Weights first: a version with one is not unloaded.
+
+    The caller gets the refusal afterwards, so its next request finds the weights from before.
+    """
+    restored = [
+        (worker, worker.connection.request("set_spread", spread=said["before"])) for worker, said in outcome.made
+    ]
+    failed = _outcome(restored).failed
     opposite = _OPPOSITE.get(call)
+    if opposite is None:
+        return failed
     # A load of what a worker served already is no change: it goes on serving it.
     made = [worker for worker, said in outcome.made if not said.get("served_before")]
-    return [] if opposite is None else _request_all(made, opposite, data).failed
+    return failed + [found for found in _request_all(made, opposite, data).failed if found[0] not in dict(failed)]
 
 
 def _request_all(workers: Sequence[WorkerProcess], call: str, data: str) -> _Outcome:
+    return _outcome([(worker, worker.connection.request("admin", call=call, data=data)) for worker in workers])
+
+
+def _outcome(futures: Sequence[tuple[WorkerProcess, Future[Any]]]) -> _Outcome:
     """A worker that hangs meanwhile is killed by the supervisor, so its Future ends as that of one that died does."""
-    futures = [(worker, worker.connection.request("admin", call=call, data=data)) for worker in workers]
     wait([future for _, future in futures], timeout=_CHANGE_S)
     outcome = _Outcome([], [])
     for worker, future in futures:
