@@ -7,7 +7,9 @@ once and forks a process for each command, with the command's own arguments, fol
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -29,7 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 _PRELOAD = (
     "numpy",
     "torch",
-    "torch.export",
+    "torch._dynamo",
+    "torch.export._trace",
+    "torch.onnx._internal.exporter._core",
+    "onnxscript.function_libs.torch_lib.ops",
     "fbgemm_gpu",
     "torchmetrics",
     "recinfer.archive.writer",
@@ -127,7 +132,30 @@ def _watch(connection: socket.socket, child: int) -> None:
 def _main() -> None:
     for name in _PRELOAD:
         importlib.import_module(name)
+    gc.freeze()  # so that a collection in a command passes over what was imported, and copies none of its pages
     command = _next_command(sys.argv[1])
+    code = 1  # of an exception
+
+    def leave() -> None:  # last; it takes longer to free what was imported than most commands run
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+    atexit.register(leave)
+    try:
+        _run(command)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except KeyboardInterrupt:
+        atexit.unregister(leave)  # Python ends by the signal
+        raise
+
+
+def _run(command: dict[str, Any]) -> None:
+    """Be the command."""
     os.chdir(command["folder"])
     os.environ.clear()
     os.environ.update(command["environment"])
