@@ -136,7 +136,9 @@ def test_bad_input_is_named_and_the_server_keeps_running(server: Server, client:
         r"'user', sample 0: id -7": lambda: client.lookup(one("user", -7)),
         r"dense: sample 1, column 2 is nan": lambda: client.predict(not_a_number, kjt),
         r"dense: got 32 bytes .*expected 24 bytes": lambda: client.predict(torch.zeros(2, 4), kjt),
-        r"batch_size: got 16385, expected 1 to 16384": lambda: client.lookup(make_request(0, 16385)[1]),
+        r"batch_size: got 16385, expected 1 to 16384: send fewer samples per request": lambda: client.lookup(
+            make_request(0, 16385)[1]
+        ),
     }
     for words, call in calls.items():
         with pytest.raises(InputError, match=re.compile(words, re.DOTALL)) as caught:

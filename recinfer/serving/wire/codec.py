@@ -102,7 +102,8 @@ def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "fea
     keys = _decode_keys(message.keys, limits, field)
     batch = message.batch_size
     if not 1 <= batch <= limits.max_batch:
-        raise InputError(f"{field}.batch_size: got {batch}, expected 1 to {limits.max_batch}")
+        todo = ": send fewer samples per request" if batch > limits.max_batch else ""
+        raise InputError(f"{field}.batch_size: got {batch}, expected 1 to {limits.max_batch}{todo}")
     lengths = array_of(f"{field}.lengths", message.lengths, _INT32, len(keys) * batch, "keys x batch_size")
     # One pass: read as unsigned, a negative length is 2^31 or more, so a sum within the limit has none.
     offsets = offsets_of(lengths.view(_UINT32), np.int64)
@@ -157,7 +158,9 @@ def _refuse_lengths(
             f"{field}.lengths: got {lengths[at]} for feature {keys[at // batch]!r}, sample {at % batch}; "
             "expected 0 or more"
         )
-    raise InputError(f"{field}.lengths: got {num_ids} ids in all, expected at most {limits.max_ids}")
+    raise InputError(
+        f"{field}.lengths: got {num_ids} ids in all, expected at most {limits.max_ids}: send fewer samples per request"
+    )
 
 
 def _decode_values(message: pb.JaggedFeatures, num_ids: int, field: str) -> NDArray[Any]:
