@@ -23,7 +23,7 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.telemetry.metrics import merge_statuses, only_counts
 from tests.serving.conftest import make_request
 from tests.serving.test_deltas import store
-from tests.waiting import until
+from tests.waiting import stand_still, until
 from tests.warm import RECINFER, Program, warm_workers
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
@@ -191,7 +191,7 @@ def test_a_worker_that_hangs_is_shown_as_it_was(archive: Path):
         ask(f"127.0.0.1:{ready['port']}", 12)
         until(lambda: counted(status(ready)) == 12)
         hanging = min(workers_of(process))
-        os.kill(hanging, signal.SIGSTOP)
+        stand_still(hanging)
         try:
             for _ in range(3):  # each within its caller's timeout
                 assert counted(status(ready)) == 12

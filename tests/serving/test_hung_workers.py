@@ -23,7 +23,7 @@ from recinfer.serving.workers import changes, supervisor
 from recinfer.serving.workers.connection import PeerConnection
 from recinfer.serving.workers.process import WorkerProcess
 from tests.serving.supervised import FAKE, supervised, supervising
-from tests.waiting import until
+from tests.waiting import stand_still, until
 
 _NEVER_S = 3600.0  # longer than any test
 _TIMEOUT_S = 5.0  # long enough for an answer on a busy machine; after it a hung worker counts as hung
@@ -40,7 +40,7 @@ def answers(target: str) -> bool:
 def test_a_stopped_worker_is_replaced(archive: Path):
     with supervised(archive, timeout=_TIMEOUT_S) as (workers, target, said):
         victim = workers.pids[0]
-        os.kill(victim, signal.SIGSTOP)
+        stand_still(victim)
         until(lambda: any("serves again" in line for line in said))
         assert f"worker 0 (process {victim}) hung (no answer for 5 s) and was killed" in said[0]
         assert len(workers.pids) == 2 and victim not in workers.pids
@@ -127,7 +127,7 @@ def test_a_change_while_a_worker_hangs_fails_with_its_name_and_changes_nothing(s
         AdminClient(target, timeout=60) as admin,
     ):
         one, other = apart(workers, admin)
-        os.kill(other.process.pid, signal.SIGSTOP)
+        stand_still(other.process.pid)
         try:
             with pytest.raises(UnavailableError, match="does not answer; the change was not made") as found:
                 admin.load("tiny", "1")
@@ -149,7 +149,7 @@ def test_a_worker_that_hangs_as_a_change_comes_is_replaced_by_one_that_has_it(
         AdminClient(target, timeout=120) as admin,
     ):
         one, other = apart(workers, admin)
-        os.kill(other.process.pid, signal.SIGSTOP)
+        stand_still(other.process.pid)
         assert sorted(admin.load("tiny", "1")["tiny"]) == ["1", "3"]
         until(lambda: any("serves again" in line for line in said))
         now = workers._ready_workers()
@@ -198,7 +198,7 @@ def test_supervisor_that_was_stopped_kills_no_worker(tmp_path: Path):
         try:
             pids = process.stdout.readline()
             for _ in range(2):
-                os.kill(process.pid, signal.SIGSTOP)
+                stand_still(process.pid)
                 time.sleep(3)
                 os.kill(process.pid, signal.SIGCONT)
                 time.sleep(0.3)
@@ -246,7 +246,7 @@ def _all_answer(target: str) -> bool:
 def test_a_stop_leaves_no_worker_behind_not_even_a_stopped_one(archive: Path):
     with supervised(archive, grace=1.0, timeout=_NEVER_S) as (workers, _, _):
         pids = workers.pids
-        os.kill(pids[0], signal.SIGSTOP)
+        stand_still(pids[0])
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -32,7 +32,7 @@ from recinfer.serving.workers.supervisor import Supervisor
 from tests.ports import free_port
 from tests.serving.conftest import replace_archive
 from tests.serving.supervised import FAKE, Load, supervised, supervising
-from tests.waiting import until
+from tests.waiting import stand_still, until
 from tests.warm import RECINFER, Program, WarmPopen, run_program, starting_warm, warm_workers
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("socket"), "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
@@ -236,7 +236,7 @@ def _end_all(pid: int) -> None:
     while new := {pid, *_below(pid)} - stopped:
         for each in new:
             with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGSTOP)
+                stand_still(each)
         stopped |= new
     for each in stopped:
         with suppress(ProcessLookupError):

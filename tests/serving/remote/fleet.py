@@ -17,7 +17,7 @@ from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.tables import ShardTables
 from tests.ports import free_port
-from tests.waiting import until
+from tests.waiting import stand_still, until
 from tests.warm import RECINFER, Program, warm_workers
 
 
@@ -96,7 +96,10 @@ class Process:
         return self.log.read_text()
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal; after SIGKILL and SIGTERM wait for its end."""
+        """Send a signal; after SIGKILL and SIGTERM wait for its end, after SIGSTOP until it stands still."""
+        if number is signal.SIGSTOP:
+            stand_still(self.process.pid)
+            return
         self.process.send_signal(number)
         if number in (signal.SIGKILL, signal.SIGTERM):
             self.process.wait(60)
