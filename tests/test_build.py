@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import recinfer
 from recinfer.compiled import COMPILED
@@ -110,6 +112,15 @@ def test_no_link_of_the_package_index_page_leads_nowhere(tree: Path) -> None:
     assert not relative.search(page())
     assert "](https://example.org/recinfer/blob/HEAD/docs/explanation/coming-from-torchrec.md)" in page()
     assert "](https://example.org/recinfer/raw/HEAD/docs/images/bench-serving.svg)" in page()
+
+
+def test_the_triton_extra_allows_what_torch_of_pypi_brings() -> None:
+    """torch 2.13.0's wheel for Linux on PyPI, a CUDA build, requires triton==3.7.1, so `make test` could not be installed beside it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert "torch==2.13.0" in extras["cpu"], "with another torch, write its wheel's Triton below"
+    (triton,) = map(Requirement, extras["triton"])
+    assert "3.7.1" in triton.specifier
 
 
 def test_all_that_is_compiled_is_asked_for_and_uses_the_limited_api() -> None:
