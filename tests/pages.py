@@ -31,7 +31,7 @@ _CHANGES = {
     "wait_until_ready(60)": "wait_until_ready(600)",
 }
 _PORTS = ("8500", "8501", "9500")
-FRESH = {"README.md", "ten-minutes.md", "deltas.md"}
+FRESH = {"README.md", "deltas.md"}
 """Pages whose commands start as a reader's do, from nothing: the others run in processes that are forked with what takes long to
 import, and would not show an import that is missing."""
 

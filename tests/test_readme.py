@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report_page
-from tests.pages import FRESH, blocks, finished, run_page, script_of, starts_from
+from tests.pages import blocks, finished, run_page, script_of, starts_from
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))  # programs, not a package
@@ -62,11 +62,6 @@ def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path_factory: pytest.
         _, printed = finished(page, shared)
         if page.name == "monitor.md":
             assert 'recinfer_requests_total{code="OK"' in printed
-
-
-def test_a_page_of_each_kind_starts_its_commands_from_nothing() -> None:
-    run = {page.name: page.parent.name for page in [ROOT / "README.md", *RUN] if page.name not in ELSEWHERE}
-    assert {run[name] for name in FRESH} == set(run.values())
 
 
 def test_every_code_block_of_a_run_page_is_fenced() -> None:
