@@ -85,7 +85,7 @@ def decode_embeddings(answer: bytes, tensors: bool) -> Embeddings:
     if tensors:
         from recinfer.serving.wire import codec
 
-        return Embeddings(*codec.decode_lookup_answer(answer))
+        return Embeddings(*codec.decode_lookup_response(answer))
     found = decode_lookup(answer)
     pooled = None
     if found.dims:

@@ -275,7 +275,7 @@ def _encode(features: Sequence[_Feature], limits: Limits) -> list[Buffer]:
     batch = features[0].batch if features else 0
     if batch > limits.max_batch or len(features) > limits.max_keys:
         # Refused here, with the codec's words, before lengths are written for that many samples.
-        codec.decode_features(pb.JaggedFeatures(keys=[f.name for f in features], batch_size=batch), limits)
+        codec.decode_bags(pb.JaggedFeatures(keys=[f.name for f in features], batch_size=batch), limits)
     lengths = [_raw(_lengths(feature)) for feature in features]
     narrow = all(feature.values.datatype == "INT32" for feature in features)
     dtype = _DTYPES["INT32" if narrow else "INT64"]
