@@ -153,7 +153,6 @@ def set_serving_when_there(
 ) -> None:
     """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING."""
     from recinfer.errors import RecinferError
-    from recinfer.serving.wire.loop import start_on_loop
 
     def check() -> None:
         for predictor in predictors:
@@ -169,7 +168,6 @@ def set_serving_when_there(
                     output.note(f"not serving yet, waiting for shards: {where}")
                 if stopped.wait(0.1):
                     return
-            start_on_loop(fan_out.pool.wait_for(lookups.ranks, lookups.spec.key)).result()
             for index in range(predictor.manifest.check.num_requests if predictor.num_deltas else 1):
                 predictor.check_request(index)
             predictor.check_merging()
