@@ -21,7 +21,7 @@ from recinfer.lru import LruCache
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut, waited_for
-from recinfer.serving.shards.fan_out_request import begin_fan_out
+from recinfer.serving.shards.fan_out_request import ShardQuery, begin_fan_out
 from recinfer.serving.shards.messages import Parts, VectorFormat
 from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
 from recinfer.serving.shards.remote_tables import RemoteTables
@@ -153,17 +153,8 @@ class RemoteLookups:
                 error = wrong
             done(found, error)
 
-        begin_fan_out(
-            self._fan_out,
-            self.spec.key,
-            bags.batch,
-            parts,
-            deadline,
-            joined,
-            vectors=vectors,
-            default_rows=self._default_rows,
-            fits=fits,
-        )
+        query = ShardQuery(self.spec.key, bags.batch, parts, deadline, vectors, self._default_rows, fits)
+        begin_fan_out(self._fan_out, query, joined)
 
     def _check(self, bags: Bags) -> None:
         """Raises InputError for an id out of range, naming the feature and the place."""

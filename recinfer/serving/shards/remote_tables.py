@@ -20,7 +20,7 @@ from recinfer.quant.bags import BagPlaces
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.fan_out_request import FanOutCallback, begin_fan_out
+from recinfer.serving.shards.fan_out_request import FanOutCallback, ShardQuery, begin_fan_out
 from recinfer.serving.shards.messages import Parts, part_head
 from recinfer.serving.shards.packed import is_packed, pairs_of
 from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer, RankStreams
@@ -76,7 +76,7 @@ class RemoteTables:
         split: of the module.
         names, dims: of the module's outputs.
         rows: of each feature's tables.
-        fan_out: to the shards, for ``version``; ``default_rows``: as ``begin_fan_out`` has it.
+        fan_out: to the shards, for ``version``; ``default_rows``: as ``ShardQuery`` has it.
 
     Attributes:
         at_end_of_turn: see :class:`FanOut`.
@@ -173,17 +173,9 @@ class RemoteTables:
         def fits(rank: int, arrays: list[NDArray[Any]]) -> bool:
             return self._by_rank[rank].is_answer(arrays[0], batch)
 
-        begin_fan_out(
-            self._fan_out,
-            self._version,
-            batch,
-            parts,
-            deadline,
-            done,
-            vectors=self._fan_out.vectors,
-            default_rows=self._default_rows,
-            fits=fits,
-        )
+        vectors = self._fan_out.vectors
+        query = ShardQuery(self._version, batch, parts, deadline, vectors, self._default_rows, fits)
+        begin_fan_out(self._fan_out, query, done)
 
     def join(
         self,
