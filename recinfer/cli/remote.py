@@ -126,7 +126,7 @@ def unchecked(
     from recinfer.archive.delta import read_delta
     from recinfer.archive.reader import open_archive
     from recinfer.inference.predictor import Predictor
-    from recinfer.serving.shards.lookups import remote_lookups
+    from recinfer.serving.shards.lookups import MakeLookups
 
     archive = open_archive(path, ranks=())
     listed, world = fan_out.pool.config.ranks, archive.manifest.world_size
@@ -134,7 +134,7 @@ def unchecked(
         raise ConfigError(
             f"shards: it lists ranks {', '.join(map(str, listed))}; {path} is cut for {world}, expected 0 to {world - 1}"
         )
-    lookups = remote_lookups(fan_out, None if store is None else str(store), wait=False)
+    lookups = MakeLookups(fan_out, None if store is None else str(store), wait=False)
     predictor = Predictor(archive, lookups=lookups, **options)
     for delta in deltas:
         predictor.apply(read_delta(delta), check=False)

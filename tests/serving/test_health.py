@@ -21,7 +21,7 @@ from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.server.telemetry.metrics_http import MetricsServer
-from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.messages import SERVICE_NAME as SHARD_SERVICE
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire.proto import open_inference_pb2
@@ -103,7 +103,7 @@ def test_readiness_follows_the_ranks(archive: Path, tmp_path: Path, default_rows
         shards = [stack.enter_context(shard(archive, (rank,), f"127.0.0.{rank + 1}")) for rank in range(2)]
         path = write_shards(tmp_path / "shards.json", {rank: [shards[rank].target] for rank in range(2)})
         fan_out = stack.enter_context(asking(path))
-        predictor = load(archive, lookups=remote_lookups(fan_out))
+        predictor = load(archive, lookups=MakeLookups(fan_out))
         server = stack.enter_context(Server({"tiny": predictor}, shards=fan_out, http_port=0, metrics_port=0))
         channel = stack.enter_context(grpc.insecure_channel(server.target))
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READINESS), timeout=60)

@@ -48,7 +48,7 @@ __all__ = ["ShardServer"]
 _SMALL_BYTES = (
     32 << 10
 )  # of requests that are answered on the thread that reads: behind a larger one, others would wait
-_MAX_RUNNING = 512
+_MAX_RUNNING = 512  # long requests at a time; one more, of any size, is refused
 _STOP_SLACK_S = 5.0
 _NOTICED_S = 0.1  # after which rankers are notified that this server takes no more requests
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -63,7 +63,6 @@ class ShardServer:
         tables: the ranks, in each version that is mapped.
         host, port, metrics_port, security, limits: as recinfer.serving.server.server.Server has them.
         threads: for long requests; None: one a core, at most 4.
-        max_running: requests at a time; one more is refused.
         socket_port: where rankers look up (recinfer.serving.shards.transport); 0: a free one. Rankers find it by themselves.
     """
 
@@ -77,7 +76,6 @@ class ShardServer:
         security: Security | None = None,
         limits: Limits | None = None,
         threads: int | None = None,
-        max_running: int = _MAX_RUNNING,
         socket_port: int = 0,
     ) -> None:
         for name, number in (("port", port), ("socket port", socket_port)):
@@ -89,7 +87,6 @@ class ShardServer:
         self._limits = limits or Limits()
         self.metrics_port = metrics_port
         self._threads = threads or min(4, os.cpu_count() or 1)
-        self._max_running = max_running
         self._running = self._refused = 0
         self._pool_seconds, self._counting = 0.0, threading.Lock()
         self._busy: list[BusyShare] = []
@@ -252,7 +249,7 @@ class ShardServer:
 
     def _take(self, data: bytes, reply: Callable[[bytes], None]) -> None:
         """Answer a small request here and a long one in the pool, so that no other waits behind it."""
-        if self._running >= self._max_running:
+        if self._running >= _MAX_RUNNING:
             reply(self._refuse(data))
         elif len(data) <= _SMALL_BYTES:
             reply(self._counted(self._find, data))

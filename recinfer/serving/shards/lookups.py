@@ -27,11 +27,10 @@ from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
 from recinfer.serving.shards.remote_tables import RemoteTables
 from recinfer.serving.shards.split import ModuleSplit, Section
 from recinfer.serving.shards.versions import VersionSpec
-from recinfer.serving.wire.loop import start_on_loop
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["MakeLookups", "RemoteLookups", "remote_lookups"]
-
+__all__ = ["MakeLookups", "RemoteLookups"]
 
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
@@ -206,30 +205,20 @@ def _weighed(part: Part, bags: Bags) -> Bags:
 
 
 class MakeLookups:
-    """See :func:`remote_lookups`.
+    """What a Predictor takes as ``lookups``. Any thread but the serving loop's may call it, as it may wait for the shards.
 
-    Attributes:
-        wait: may be changed: later ones are waited for then, or not.
+    Args:
+        store: the ranker's model store: paths below it are named from there, as shards find them in theirs.
+        wait: have all replicas prepare the version first, and fail when one of them cannot; False: they prepare it when
+            they come. It may be changed: it counts for later calls.
     """
 
-    def __init__(self, fan_out: FanOut, store: str | None, wait: bool) -> None:
+    def __init__(self, fan_out: FanOut, store: str | None = None, *, wait: bool = True) -> None:
         self._fan_out, self._store, self.wait = fan_out, store, wait
 
     def __call__(self, archive: Archive, deltas: Sequence[Delta] = ()) -> RemoteLookups:
         """The tables of ``archive`` after ``deltas``."""
         made = RemoteLookups(archive, VersionSpec.of(archive, deltas, self._store), self._fan_out)
         if self.wait:
-            start_on_loop(self._fan_out.pool.prepare(made.spec, made.ranks)).result()
+            run_on_loop(self._fan_out.pool.prepare(made.spec, made.ranks))
         return made
-
-
-def remote_lookups(fan_out: FanOut, store: str | None = None, *, wait: bool = True) -> MakeLookups:
-    """What a Predictor takes as ``lookups``.
-
-    Args:
-        store: the ranker's model store: paths below it are named from there, as shards find them in theirs.
-        wait: have all replicas prepare the version first, and fail when one of them cannot; False: they prepare it when
-            they come.
-    """
-
-    return MakeLookups(fan_out, store, wait)

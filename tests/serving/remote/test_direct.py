@@ -32,7 +32,7 @@ from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.server import Server
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.messages import VectorFormat, join_request
 from recinfer.serving.shards.rank_modules import module_layouts
 from recinfer.serving.shards.split import ModuleSplit
@@ -146,7 +146,7 @@ def served(archive: Path, folder: Path, *, missing: str | None = None, **setting
 
 
 def service_of(archive: Path, fan_out: FanOut, limits: Limits | None = None) -> InferenceService:
-    return InferenceService(ModelRegistry({"pooled": load(archive, lookups=remote_lookups(fan_out))}), limits)
+    return InferenceService(ModelRegistry({"pooled": load(archive, lookups=MakeLookups(fan_out))}), limits)
 
 
 def straight(service: InferenceService, call: CallName, data: bytes) -> bytes | None:
@@ -377,7 +377,7 @@ def test_default_rows_need_the_manifests_permission(tmp_path: Path):
             with pytest.raises(UnavailableError, match=r"rank 0 has no living replica.*manifest does not allow them"):
                 way(service, "Lookup", data)
         with pytest.raises(ConfigError, match="pooled 1 does not allow default rows; export or reshard it"):
-            load(archive, lookups=remote_lookups(fan_out))
+            load(archive, lookups=MakeLookups(fan_out))
 
 
 def test_through_a_server_and_in_its_figures(tmp_path: Path):
