@@ -18,18 +18,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from recinfer.serving.engine.memory_budget import MemoryBudget
+from recinfer.serving.engine.scheduler import Scheduler
 from recinfer.serving.server.call_ticket import Bounds
 from recinfer.serving.server.ending import CANCELLED, FAILED, Ending
 from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.server.grpc_call import CoreCall, Dispatch, Method
 from recinfer.serving.wire.limits import Limits
 
-__all__ = ["Admit", "CoreServer", "Turns"]
+__all__ = ["Admit", "CoreServer"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _REQUESTED = 8  # calls that gRPC may deliver before the thread turns to it again
@@ -57,25 +58,6 @@ Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
 """What a call is ended with as it arrives, before its message is read: takes method path, ``time.monotonic()`` after which
 nobody waits, metadata. None: it goes on. Called on gRPC's thread."""
 
-
-class Turns(Protocol):
-    """Runs dispatched requests at the end of a turn (recinfer.serving.engine.scheduler.Scheduler)."""
-
-    @property
-    def has_new(self) -> bool:
-        """Whether a request was dispatched since the last end of a turn."""
-        ...
-
-    @property
-    def is_due(self) -> bool:
-        """Whether so much was dispatched that the turn ends now."""
-        ...
-
-    def run_ready(self) -> None:
-        """A turn ends."""
-        ...
-
-
 _NO_METHOD = Ending("UNIMPLEMENTED", "Method not found!")
 
 
@@ -87,7 +69,8 @@ class CoreServer:
         admit: looks at every call as it arrives.
         refused: called for each call that is ended for the memory it holds.
         dispatch: by method path; for methods with one message in and out, whose messages it gets as they came.
-        turns: its ``run_ready`` is called when gRPC has no more events after something was dispatched.
+        turns: what ``dispatch`` submits to; its ``run_ready`` is called when gRPC has no more events after something was
+            submitted.
         budget: of the bytes that messages and answers hold; None: one of its own.
         most_bytes: of a message, as ``options`` has it.
 
@@ -104,7 +87,7 @@ class CoreServer:
         admit: Admit = lambda path, deadline, metadata: None,
         refused: Refused = lambda path, code, metadata: None,
         dispatch: Mapping[str, Dispatch] | None = None,
-        turns: Turns | None = None,
+        turns: Scheduler | None = None,
         budget: MemoryBudget | None = None,
         most_bytes: int = Limits.max_message_bytes,
     ) -> None:

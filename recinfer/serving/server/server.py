@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -51,8 +51,9 @@ if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.server.http_server import HttpServer
     from recinfer.serving.server.telemetry.metrics_http import MetricsServer
+    from recinfer.serving.shards.fan_out import FanOut
 
-__all__ = ["SERVICE_NAME", "Server", "Shards"]
+__all__ = ["SERVICE_NAME", "Server"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -60,14 +61,6 @@ _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _log = logging.getLogger(__name__)
 
 _STOP_SLACK_S = 5.0
-
-
-class Shards(Protocol):
-    """The part of recinfer.serving.shards.fan_out.FanOut whose figures the server shows."""
-
-    def status(self) -> dict[str, Any]:
-        """Figures for metrics."""
-        ...
 
 
 class Server:
@@ -117,7 +110,7 @@ class Server:
         admin: ModelStore | StoreManager | None = None,
         admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
         admin_open: bool = True,
-        shards: Shards | None = None,
+        shards: FanOut | None = None,
         serving: bool = True,
     ) -> None:
         if not 0 <= port <= 65535:
