@@ -18,7 +18,7 @@ from recinfer.serving.wire.proto import open_inference_pb2 as pb
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.registry import ModelRegistry
-    from recinfer.serving.engine.request import CallName
+    from recinfer.serving.engine.request import AnswerCall
     from recinfer.serving.wire.limits import Limits
 
 __all__ = ["SERVICE_NAME", "OpenInference", "off_loop", "raw_array"]
@@ -29,7 +29,6 @@ _PARSED, _TYPED = 8, 24  # bytes for one of a message: of integers that are pars
 _INLINE_BYTES = 32 << 10  # a longer message is translated in a thread, so that the event loop stays free
 
 T = TypeVar("T")
-AnswerCall = Callable[["CallName", bytes], Awaitable[bytes]]
 
 
 class OpenInference:

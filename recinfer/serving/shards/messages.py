@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from recinfer.errors import InputError
 from recinfer.inference.bags import offsets_of
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.fields import Buffer, bytes_field, field_head
+from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field, field_head
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import shards_pb2 as pb
 
@@ -84,15 +84,11 @@ def encode_part(
         width = _BYTE if int(flat.max()) < 256 else _INT
     parts: list[Buffer] = [part_head(rank, module, width)]
     if width:
-        parts += bytes_field(3, _data(flat.astype(np.uint8 if width == _BYTE else np.uint32, copy=False)))
-    parts += bytes_field(5 if ids.dtype == np.int32 else 6, _data(ids))
+        parts += bytes_field(3, array_bytes(flat.astype(np.uint8 if width == _BYTE else np.uint32, copy=False)))
+    parts += bytes_field(5 if ids.dtype == np.int32 else 6, array_bytes(ids))
     if weights is not None:
-        parts += bytes_field(7, _data(weights))
+        parts += bytes_field(7, array_bytes(weights))
     return bytes_field(_PARTS, *parts)
-
-
-def _data(array: NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
 @lru_cache(maxsize=4096)
@@ -201,7 +197,7 @@ def encode_response(values: Sequence[Sequence[NDArray[Any]]]) -> bytes:
     parts: list[Buffer] = []
     at = 0
     for arrays in values:
-        field = [_data(array) for array in arrays]
+        field = [array_bytes(array) for array in arrays]
         size = sum(map(len, field))
         head = values_head(at % _ALIGNED, size)
         parts += [head, *field]

@@ -106,10 +106,9 @@ def predict_response(data: bytes) -> dict[str, Any]:
 def lookup_response(data: bytes) -> dict[str, Any]:
     """The JSON object of a serialized LookupResponse."""
     found = decode_lookup(data)
-    blocks = np.split(found.values, np.cumsum(found.dims)[:-1], axis=1) if found.dims else []
     return {
-        "embeddings": {key: block.tolist() for key, block in zip(found.keys, blocks)},
-        "sequences": {key: _nested(*sequence) for key, sequence in found.sequences.items()},
+        "embeddings": {key: block.tolist() for key, block in found.pooled().items()},
+        "sequences": {key: [bag.tolist() for bag in bags] for key, bags in found.bags().items()},
         "model_version": found.version,
     }
 
@@ -120,10 +119,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _nested(lengths: np.ndarray, vectors: np.ndarray) -> list[Any]:
-    return [sample.tolist() for sample in np.split(vectors, np.cumsum(lengths)[:-1])]
 
 
 def _check_keys(body: Mapping[str, Any], known: set[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recinfer.errors import OverloadedError, UnavailableError
-from recinfer.serving.wire.fields import bytes_field
+from recinfer.serving.wire.fields import bytes_field, varint
 
 __all__ = ["has_said", "trailing_of"]
 
@@ -39,9 +39,5 @@ def trailing_of(error: BaseException, message: str) -> tuple[tuple[str, str | by
 
 
 def _integer(number: int, value: int) -> bytes:
-    out = bytearray([number << 3])
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    """A field that holds a number."""
+    return varint(number << 3) + varint(value)
