@@ -10,11 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import grpc
-from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
 
-from recinfer.errors import ConfigError, InputError, UnavailableError
+from recinfer.errors import ConfigError, InputError
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher, LoopCaller
 from recinfer.serving.engine.memory_budget import MemoryBudget, ticket_of_task
@@ -29,6 +27,7 @@ from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
     Answer,
     add_standard_services,
+    bind,
     connection_options,
     deadline,
     dispatched,
@@ -57,7 +56,7 @@ __all__ = ["SERVICE_NAME", "Server"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-_HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_FILES = (pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
 _log = logging.getLogger(__name__)
 
 _STOP_SLACK_S = 5.0
@@ -212,19 +211,12 @@ class Server:
             ],
         )
         server.add_generic_rpc_handlers(self._handlers())
-        names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self._shows_admin else [])]
-        self._health = add_standard_services(server, names, _pool_of_everything(), self._reaches_shards)
+        names = [SERVICE_NAME, OPEN_INFERENCE, *([_ADMIN_NAME] if self._shows_admin else [])]
+        self._health = add_standard_services(server, names, _FILES, self._reaches_shards)
         await self._health.show(self._shown(), False)  # before the first connection
         if not self._share_port:
             check_address(self.host, self._port)
-        credentials = self._security.credentials()
-        try:
-            if credentials is None:
-                self._port = server.add_insecure_port(self.target)
-            else:
-                self._port = server.add_secure_port(self.target, credentials)
-        except RuntimeError as error:  # taken since the check
-            raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
+        self._port = bind(server, self._security, self.target)
         await server.start()
         if self.http_port is not None:
             await self._start_http(self.http_port)
@@ -327,8 +319,7 @@ class Server:
         paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
         if self._shards is not None:
             paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
-        files = (pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
-        services = [service for file in files for service in file.services_by_name.values()]
+        services = [service for file in _FILES for service in file.services_by_name.values()]
         return Admission(self._security, self.observer, scheduler.queue, paths, names_of(*services))
 
     def _dispatched(self, dispatcher: Dispatcher) -> dict[str, Dispatch]:
@@ -371,17 +362,3 @@ class Server:
             return response
 
         return answer
-
-
-def _pool_of_everything() -> DescriptorPool:
-    """What reflection shows. Ours and the Open Inference Protocol's files are in different pools: see its generator."""
-    pool = DescriptorPool()
-    for file in (
-        pb.DESCRIPTOR,
-        admin_pb2.DESCRIPTOR,
-        open_inference_pb2.DESCRIPTOR,
-        health_pb2.DESCRIPTOR,
-        reflection_pb2.DESCRIPTOR,
-    ):
-        pool.AddSerializedFile(file.serialized_pb)
-    return pool

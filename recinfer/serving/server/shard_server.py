@@ -11,11 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
-
-from recinfer.errors import ArchiveError, InputError, OverloadedError, UnavailableError
+from recinfer.errors import ArchiveError, InputError, OverloadedError
 from recinfer.inference.stages import Stages
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.stats import RequestStats
@@ -23,6 +19,7 @@ from recinfer.serving.server.admission import Admission, names_of
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
     add_standard_services,
+    bind,
     connection_options,
     generic_handler,
 )
@@ -51,7 +48,6 @@ _SMALL_BYTES = (
 _MAX_RUNNING = 512  # long requests at a time; one more, of any size, is refused
 _STOP_SLACK_S = 5.0
 _NOTICED_S = 0.1  # after which rankers are notified that this server takes no more requests
-_HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _SHOWN = ("", SERVICE_NAME)  # the services that health reports
 _log = logging.getLogger(__name__)
 
@@ -176,18 +172,11 @@ class ShardServer:
             ],
         )
         calls = {"Prepare": self._prepare, "State": self._state}
-        self._health = add_standard_services(server, [SERVICE_NAME, _HEALTH_NAME], _descriptors())
+        self._health = add_standard_services(server, [SERVICE_NAME], [pb.DESCRIPTOR])
         await self._health.show(_SHOWN, False)  # before anybody can connect
         server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
         check_address(self.host, self.port)
-        credentials = self._security.credentials()
-        try:
-            if credentials is None:
-                self.port = server.add_insecure_port(self.target)
-            else:
-                self.port = server.add_secure_port(self.target, credentials)
-        except RuntimeError as error:  # taken since the check
-            raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
+        self.port = bind(server, self._security, self.target)
         self._listener = ShardListener(
             self.host,
             self.socket_port,
@@ -321,10 +310,3 @@ class ShardServer:
             state.socket_port, state.socket_server = self._listener.port, self._listener.server_id
             state.socket_bytes = self._listener.max_request_bytes
         return state.SerializeToString()
-
-
-def _descriptors() -> DescriptorPool:
-    pool = DescriptorPool()
-    for file in (pb.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
-        pool.AddSerializedFile(file.serialized_pb)
-    return pool
