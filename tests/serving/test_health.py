@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.server import grpc_core
 from recinfer.serving.server.health import LIVENESS, READINESS
+from recinfer.serving.server.http_server import HttpServer
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.shard_server import ShardServer
-from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.messages import SERVICE_NAME as SHARD_SERVICE
 from recinfer.serving.shards.tables import ShardTables
@@ -51,13 +51,13 @@ def get(port: int | None, path: str) -> tuple[int, Any]:
 def checked_early(monkeypatch: pytest.MonkeyPatch, target: str, services: tuple[str, ...]) -> list[list[int]]:
     """Gets what health at ``target`` says while the server there opens its metrics port: its gRPC port is open by then."""
     found: list[list[int]] = []
-    start = MetricsServer.start
+    start = HttpServer.start
 
-    async def check_and_start(self: MetricsServer) -> None:
+    async def check_and_start(self: HttpServer) -> None:
         found.append(await asyncio.to_thread(check, target, *services))
         await start(self)
 
-    monkeypatch.setattr(MetricsServer, "start", check_and_start)
+    monkeypatch.setattr(HttpServer, "start", check_and_start)
     return found
 
 

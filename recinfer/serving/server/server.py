@@ -49,7 +49,6 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.server.http_server import HttpServer
-    from recinfer.serving.server.telemetry.metrics_http import MetricsServer
     from recinfer.serving.shards.fan_out import FanOut
 
 __all__ = ["SERVICE_NAME", "Server"]
@@ -149,7 +148,7 @@ class Server:
             self.stats, self.service.registry, self.budget, self._queue_state, shards=shown, is_ready=self.is_ready
         )
         self.status = metrics.status
-        self._metrics: MetricsServer | None = None
+        self._metrics: HttpServer | None = None
         self.metrics_port = metrics_port
 
     @property
@@ -279,19 +278,19 @@ class Server:
 
         if not self._share_port:
             check_address(self.host, port)
-        registry, limits, token = self.service.registry, self.service.limits, self._security.token or ""
+        registry, limits, security = self.service.registry, self.service.limits, self._security
         self._http = HttpServer(
             [
                 OpenInferenceRest(self.open_inference),
                 V1(registry, limits, self._answer, self.is_ready),
-                ApiDocs(registry, limits, needs_token=bool(token)),
+                ApiDocs(registry, limits, needs_token=security.token is not None),
             ],
             self.budget,
             limits.max_message_bytes,
             self.host,
             port,
-            token=token,
-            tls=self._security.tls_context(),
+            allows=security.allows,
+            tls=security.tls_context(),
             reuse_port=self._share_port,
             observe=functools.partial(self.observer.answered, protocol="http"),
         )
@@ -299,15 +298,13 @@ class Server:
         self.http_port = self._http.port
 
     async def _start_metrics(self, port: int) -> None:
-        from recinfer.serving.server.telemetry.metrics_http import MetricsServer
+        from recinfer.serving.server.telemetry.metrics_http import metrics_server
 
         async def status() -> Status:
             return self.status()
 
         check_address(self.host, port)
-        self._metrics = MetricsServer(
-            status, self.host, port, allows=self._security.allows, tls=self._security.tls_context()
-        )
+        self._metrics = metrics_server(status, self.host, port, self._security)
         await self._metrics.start()
         self.metrics_port = self._metrics.port
 

@@ -38,7 +38,7 @@ from recinfer.serving.wire.proto import shards_pb2 as pb
 from recinfer.serving.wire.status import status_of
 
 if TYPE_CHECKING:
-    from recinfer.serving.server.telemetry.metrics_http import MetricsServer
+    from recinfer.serving.server.http_server import HttpServer
 
 __all__ = ["ShardServer"]
 
@@ -92,7 +92,7 @@ class ShardServer:
         self._started = time.monotonic()
         self._server: CoreServer | None = None
         self._listener: ShardListener | None = None
-        self._metrics: MetricsServer | None = None
+        self._metrics: HttpServer | None = None
 
     @property
     def target(self) -> str:
@@ -222,15 +222,13 @@ class ShardServer:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     async def _start_metrics(self, port: int) -> None:
-        from recinfer.serving.server.telemetry.metrics_http import MetricsServer
+        from recinfer.serving.server.telemetry.metrics_http import metrics_server
 
         async def status() -> Status:
             return self.status()
 
         check_address(self.host, port)
-        self._metrics = MetricsServer(
-            status, self.host, port, allows=self._security.allows, tls=self._security.tls_context()
-        )
+        self._metrics = metrics_server(status, self.host, port, self._security)
         await self._metrics.start()
         self.metrics_port = self._metrics.port
 
