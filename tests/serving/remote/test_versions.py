@@ -25,7 +25,7 @@ from recinfer.inference.delta import make_delta
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.store import ModelStore, StoreManager
 from recinfer.serving.server.server import Server
 from recinfer.serving.server.shard_server import ShardServer
@@ -78,7 +78,7 @@ def rolling(archives: dict[str, Path], folder: Path) -> Iterator[Roll]:
         first, second = [s.target for s in servers[:2]], [s.target for s in servers[2:]]
         fan_out = stack.enter_context(asking(write_shards(folder / "s.json", {0: first, 1: second, 2: second})))
         models = ModelStore(store, lookups=MakeLookups(fan_out, str(store)))
-        registry = ModelRegistry([models.newest(MODEL)])
+        registry = ModelRegistry([ServedModel.of(MODEL, models.open(MODEL, "1"), "1")])
         server = stack.enter_context(Server(registry, admin=StoreManager(registry, models), shards=fan_out))
         admin = stack.enter_context(AdminClient(server.target))
         client = stack.enter_context(InferenceClient(server.target, retries=0, timeout=60))
