@@ -70,8 +70,8 @@ class DecodedRequest:
 class InferenceService:
     """Decodes, runs and encodes the three calls of the wire over the models of a registry. Thread-safe.
 
-    Each method raises InputError or NotFoundError for what the caller did wrong; recinfer.serving.wire.status maps errors
-    to codes.
+    :meth:`decode` and :meth:`get_model` raise InputError or NotFoundError for what the caller did wrong; recinfer.serving.wire.status
+    maps errors to codes.
     """
 
     def __init__(
@@ -80,20 +80,6 @@ class InferenceService:
         self.registry = registry
         self.stats = stats or RequestStats()
         self.limits = limits or Limits()
-
-    def lookup(self, data: bytes) -> bytes:
-        """LookupRequest -> LookupResponse."""
-        return self._answer("Lookup", data)
-
-    def predict(self, data: bytes) -> bytes:
-        """PredictRequest -> PredictResponse."""
-        return self._answer("Predict", data)
-
-    def _answer(self, call: CallName, data: bytes) -> bytes:
-        (answer,) = run_now(self.run([self.decode(call, data)]))
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
     def decode(self, call: CallName, data: bytes) -> DecodedRequest:
         """A serialized LookupRequest, or PredictRequest of ids or of raw rows."""
