@@ -17,9 +17,10 @@ from recinfer.errors import InputError
 from recinfer.serving.engine.memory_budget import Ticket
 from recinfer.serving.server import open_inference as oip
 from recinfer.serving.server.http_server import Get, Post, Route, count_json
-from recinfer.serving.server.open_inference_grpc import OpenInference, off_loop, raw_array
+from recinfer.serving.server.open_inference_grpc import OpenInference, raw_array
 from recinfer.serving.wire.fields import Buffer
 from recinfer.serving.wire.json_codec import json_pieces, json_text, parse_json
+from recinfer.serving.wire.loop import off_loop
 
 __all__ = ["OpenInferenceRest"]
 

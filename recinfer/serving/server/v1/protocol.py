@@ -12,11 +12,11 @@ from recinfer.serving.engine.memory_budget import Ticket
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.engine.request import AnswerCall, CallName
 from recinfer.serving.server.http_server import Get, Post, Route, count_json
-from recinfer.serving.server.open_inference_grpc import off_loop
 from recinfer.serving.server.v1.answers import to_json
 from recinfer.serving.server.v1.described import metadata, status
 from recinfer.serving.server.v1.requests import Asked, read_document, to_message
 from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.loop import off_loop
 
 __all__ = ["V1"]
 
