@@ -24,7 +24,7 @@ from recinfer.serving.server.grpc_methods import (
     generic_handler,
 )
 from recinfer.serving.server.security import Security
-from recinfer.serving.server.telemetry.metrics import Status, memory_status, plain_histogram
+from recinfer.serving.server.telemetry.metrics import Status, request_figures
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
 from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure
@@ -121,15 +121,8 @@ class ShardServer:
             "uptime": time.monotonic() - self._started,
             "workers": 1,
             "ready": self._server is not None and self._health.is_ready(),
-            "requests": [
-                {"method": call, "code": code, "count": count}
-                for (call, code), count in sorted(self.stats.requests().items())
-            ],
-            "latency": {call: plain_histogram(state) for call, state in sorted(self.stats.latency().items())},
-            "stages": {stage: plain_histogram(state) for stage, state in self._stages.state().items()},
-            "samples": plain_histogram(self.stats.batch.state()),
+            **request_figures(self.stats, self._stages.state(), self.budget),
             "queue": None,
-            "memory": memory_status(self.budget),
             "models": [],
             "shards": None,
             "held": {
