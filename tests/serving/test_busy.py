@@ -101,9 +101,7 @@ def test_shard_server_reports_its_busy_share(tmp_path: Path, monkeypatch: pytest
             replica.versions.add("nobody has it")
             with pytest.raises(UnavailableError, match="has not prepared"):  # the server says so
                 parts = {0: [[b""]]}
-                query = ShardQuery(
-                    "nobody has it", 1, parts, math.inf, fan_out.vectors, False, lambda rank, arrays: True
-                )
+                query = ShardQuery("nobody has it", 1, parts, math.inf, False, False, lambda rank, arrays: True)
                 waited_for(partial(begin_fan_out, fan_out, query)).result()
         assert 0.0 < server.status()["held"]["busy"] <= 1.0
         assert server._pool_seconds > 0.0

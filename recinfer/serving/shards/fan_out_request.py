@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.messages import Parts, VectorFormat, decode_failure, decode_response, join_request
+from recinfer.serving.shards.messages import Parts, decode_failure, decode_response, join_request
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.transport import rankers_thread
 
@@ -76,7 +76,7 @@ class ShardQuery:
         batch: number of samples.
         parts: rank -> its parts of the message.
         deadline: of ``time.monotonic()``; infinite: the settings' timeout counts.
-        vectors: how shards send them; :attr:`FanOut.vectors` is what the settings say.
+        half: whether shards send vectors as float16.
         default_rows: whether the version's manifest allows default rows where nobody answers; the settings may forbid
             them.
         fits: looks at what each rank answered; an answer that does not fit is a failed one.
@@ -86,7 +86,7 @@ class ShardQuery:
     batch: int
     parts: Mapping[int, Parts]
     deadline: float
-    vectors: VectorFormat
+    half: bool
     default_rows: bool
     fits: Fits
 
@@ -183,7 +183,7 @@ class FanOutRequest:
     def _send(self, attempt: _Attempt) -> None:
         query, fan_out, replica = self._query, self._fan_out, attempt.replica
         parts = [part for rank in attempt.ranks for part in query.parts[rank]]
-        message = join_request(query.version, query.batch, parts, query.vectors)
+        message = join_request(query.version, query.batch, parts, query.half)
         attempt.num_parts = len(parts)
         self._attempts.append(attempt)
         for rank in attempt.ranks:
@@ -254,7 +254,7 @@ class FanOutRequest:
         failure = decode_failure(data)
         if failure is not None:
             raise _Refused(*failure)
-        arrays = decode_response(data, self._query.vectors)
+        arrays = decode_response(data, self._query.half)
         if len(arrays) != attempt.num_parts:
             raise InputError(f"it has {len(arrays)} parts, expected {attempt.num_parts}")
         found: Answers = {}

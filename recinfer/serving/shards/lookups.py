@@ -22,7 +22,7 @@ from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut, waited_for
 from recinfer.serving.shards.fan_out_request import ShardQuery, begin_fan_out
-from recinfer.serving.shards.messages import Parts, VectorFormat
+from recinfer.serving.shards.messages import Parts
 from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
 from recinfer.serving.shards.remote_tables import RemoteTables
 from recinfer.serving.shards.split import ModuleSplit, Section
@@ -97,8 +97,8 @@ class RemoteLookups:
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the transport's thread."""
-        exact = VectorFormat.STORED  # golden requests are answered bit for bit, whatever the settings are
-        begin = functools.partial(self._begin, requests, present, float("inf"), vectors=exact)
+        # Golden requests are answered bit for bit, whatever the settings are.
+        begin = functools.partial(self._begin, requests, present, float("inf"), half=False)
         return cast(Found, waited_for(begin).result())
 
     def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
@@ -108,7 +108,7 @@ class RemoteLookups:
             done: called once: here, where no shard has to be called or an id is out of range, else on the transport's thread.
         """
         try:
-            self._begin(requests, present, deadline, done, vectors=self._fan_out.vectors)
+            self._begin(requests, present, deadline, done, half=self._fan_out.half)
         except Exception as error:
             done(None, error)
 
@@ -119,7 +119,7 @@ class RemoteLookups:
         deadline: float,
         done: FoundCallback,
         *,
-        vectors: VectorFormat,
+        half: bool,
     ) -> None:
         """Raises errors in the requests themselves."""
         bags = requests[0]
@@ -152,7 +152,7 @@ class RemoteLookups:
                 error = wrong
             done(found, error)
 
-        query = ShardQuery(self.spec.key, bags.batch, parts, deadline, vectors, self._default_rows, fits)
+        query = ShardQuery(self.spec.key, bags.batch, parts, deadline, half, self._default_rows, fits)
         begin_fan_out(self._fan_out, query, joined)
 
     def _check(self, bags: Bags) -> None:

@@ -161,8 +161,7 @@ class RemoteTables:
         def fits(rank: int, arrays: list[NDArray[Any]]) -> bool:
             return self._by_rank[rank].is_answer(arrays[0], batch)
 
-        vectors = self._fan_out.vectors
-        query = ShardQuery(self._version, batch, parts, deadline, vectors, self._default_rows, fits)
+        query = ShardQuery(self._version, batch, parts, deadline, self._fan_out.half, self._default_rows, fits)
         begin_fan_out(self._fan_out, query, done)
 
     def join(
