@@ -50,7 +50,7 @@ _START_WITH = "recinfer serve ARCHIVE --port N"
 
 
 class _Client:
-    """The part that both clients share: settings, as InferenceClient describes them, and the conversion of inputs and answers."""
+    """The part that both clients share: settings (see InferenceClient), and the conversion of inputs and answers."""
 
     def __init__(
         self,

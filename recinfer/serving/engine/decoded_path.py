@@ -70,8 +70,7 @@ class DecodedRequest:
 class InferenceService:
     """Decodes, runs and encodes the three calls of the wire over the models of a registry. Thread-safe.
 
-    :meth:`decode` and :meth:`get_model` raise InputError or NotFoundError for what the caller did wrong; recinfer.serving.wire.status
-    maps errors to codes.
+    What the caller did wrong is an InputError or a NotFoundError; recinfer.serving.wire.status maps errors to codes.
     """
 
     def __init__(
@@ -207,7 +206,9 @@ class InferenceService:
 
 
 class DecodedRuns:
-    """Decodes and runs requests on workers; those of one model and call share runs. See recinfer.serving.engine.scheduler.Runner.
+    """Decodes and runs requests on workers; those of one model and call share runs. Any thread may submit one.
+
+    A ranker's run goes on where its shards' answers arrive. See recinfer.serving.engine.scheduler.Runner.
 
     Args:
         service: decodes, runs and encodes.

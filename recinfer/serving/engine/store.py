@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class ModelStore:
-    """Archives on disk by model and version.
+    """Archives on disk by model and version. Any thread may call it.
 
     Args:
         folder: holds ``<model>/<version>/manifest.json``.
@@ -109,7 +109,7 @@ class ModelStore:
         needed: bool = True,
         choose: Callable[[str, list[str]], list[str]] = lambda _, versions: versions,
     ) -> list[T]:
-        """What ``opens`` makes of the newest sound version of each model; a version that it raises for is logged and passed over.
+        """What ``opens`` makes of the newest sound version of each model; one that it raises for is logged and passed over.
 
         Args:
             broken: which of recinfer's own errors say that a version is unsound; others are raised. Any exception that is

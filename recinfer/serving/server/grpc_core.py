@@ -36,14 +36,14 @@ _log = logging.getLogger("recinfer.serving.server")
 _REQUESTED = 8  # calls that gRPC may deliver before the thread turns to it again
 _REQUESTED_LATE = 1024  # the same when the server stops
 _PATHS = 1024  # that are remembered; callers may make up any number of them
-_NEVER_S = 1e17
-_TICK_S = 60.0
+_NEVER_S = 1e17  # a call without a deadline has a later one
+_TICK_S = 60.0  # between two polls of gRPC while nothing happens
 _AT_ONCE = 0.0  # a time of the past: a poll that does not wait
 _LOOK_S, _IDLE_LOOKS = 0.1, 3  # while the last calls end
 _CANCELLED_S = 3.0  # until calls that were cancelled are given back
 _STILL_S = 0.05  # between two checks of the open calls
 _MOST_LATE = 8  # events that are taken before one that is due
-_RECEIVE_S = 30.0
+_RECEIVE_S = 30.0  # for a message to come whole
 # Health and reflection are small, and health needs no token: two calls at a time may be slow to send their message.
 _OPEN_TO_ALL = ("/grpc.health.", "/grpc.reflection.")
 _OPEN_BYTES, _OPEN_RECEIVE_S, _OPEN_BUDGET = 64 << 10, 3.0, 3

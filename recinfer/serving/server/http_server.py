@@ -64,7 +64,7 @@ Route = Get | Post
 
 
 class HttpProtocol(Protocol):
-    """The interface of a protocol on the port.
+    """The interface of a protocol on the port. The event loop calls it; what takes long goes to a thread (``off_loop``).
 
     Attributes:
         paths: that exist, listed in the answer to any other path.

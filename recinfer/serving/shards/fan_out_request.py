@@ -1,4 +1,4 @@
-"""One request that is fanned out: its messages to replicas, hedged requests when one is late, retries when one fails, and its end."""
+"""One request that is fanned out: its messages to replicas, hedges when one is late, retries when one fails, and its end."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["FanOutCallback", "FanOutRequest", "Fits", "ShardQuery", "begin_fan_o
 
 _FIRST_HEDGE_S = 0.05  # until enough answers were timed
 _LEAST_HEDGE_S = 1e-3
-_GIVE_UP, _LEAST_GIVE_UP_S = 20, 0.25
-_RETRIES = 1
+_GIVE_UP, _LEAST_GIVE_UP_S = 20, 0.25  # a replica counts as lost after so many times the hedge's delay, and no sooner
+_RETRIES = 1  # of a rank, on another replica
 _FULL_S = 0.01  # after which a client may call full shards again
 _log = logging.getLogger(__name__)
 
@@ -347,7 +347,7 @@ class FanOutRequest:
 
 
 def begin_fan_out(fan_out: FanOut, query: ShardQuery, done: FanOutCallback) -> None:
-    """Get the arrays that each rank gives for its parts: from the least busy replica, and from another one where that is late or fails.
+    """Get the arrays that each rank gives for its parts: from the least busy replica, and from another where that is late or fails.
 
     Any thread may call this; the request itself happens on the transport's.
 

@@ -46,6 +46,8 @@ class _ModuleRequest(NamedTuple):
 class RemoteLookups:
     """The tables of one version of an archive, on shard servers. Every call looks up in this one version on all ranks.
 
+    Any thread may call it, but :meth:`find` waits for the shards.
+
     Args:
         archive: opened for no rank.
         spec: the version; shards prepare it for as long as this lives.

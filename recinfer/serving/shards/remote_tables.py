@@ -50,7 +50,7 @@ class _Rank:
 
 @dataclass(frozen=True, eq=False)
 class RemoteOrder:
-    """The prepared split of one order of a request's keys; ``names`` to ``heads`` as recinfer.inference.direct.DirectOrder has them.
+    """The prepared split of one order of a request's keys; ``names`` to ``heads`` as in recinfer.inference.direct.DirectOrder.
 
     Attributes:
         limits: int64 ``[keys]``, rows of each key's tables.
@@ -70,7 +70,7 @@ class RemoteOrder:
 
 
 class RemoteTables:
-    """The tables of a model whose only embedding module is pooled, unweighted and on other hosts.
+    """The tables of a model whose only embedding module is pooled, unweighted and on other hosts. Any thread may call it.
 
     Args:
         split: of the module.

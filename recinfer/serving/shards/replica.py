@@ -26,14 +26,14 @@ from recinfer.serving.wire.proto import shards_pb2 as pb
 __all__ = ["Replica"]
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-_STATE_S = 5.0
-_AGAIN_S, _MISSING_S = 0.2, 2.0
-_STALE_S = 2.0
-_RETIRED_S = 0.1
+_STATE_S = 5.0  # for an answer of State
+_AGAIN_S, _MISSING_S = 0.2, 2.0  # until the next look at it: first, and while it lacks a version
+_STALE_S = 2.0  # after which a latency is not known any more
+_RETIRED_S = 0.1  # between two looks whether all is answered
 _HEADS_BYTES = 1 << 20  # more than a response has in addition to its rows
-_SMOOTHING = 0.2
-_STRIKES = 3
-_OUT_S, _MAX_OUT_S = 1.0, 8.0
+_SMOOTHING = 0.2  # the part of an answer's time in the latency
+_STRIKES = 3  # slow answers in a row, after which it is suspended
+_OUT_S, _MAX_OUT_S = 1.0, 8.0  # for how long: the first time, and at most
 _log = logging.getLogger(__name__)
 
 OPTIONS: tuple[tuple[str, int], ...] = (

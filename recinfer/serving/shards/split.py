@@ -104,12 +104,12 @@ class _RankSplit:
 
 
 class ModuleSplit:
-    """One embedding module, as the ranker splits and joins it.
+    """One embedding module, as the ranker splits and joins it. Nothing changes in it, so any thread may call it.
 
     Attributes:
         features: of its outputs, in order.
         ranks: those that have a part of it.
-        mean_columns: (number of the feature, first and last column in its vector) of columns that ranks sum and the ranker divides.
+        mean_columns: (number of the feature, first and last column in its vector) that ranks sum and the ranker divides.
     """
 
     def __init__(self, number: int, layout: ModuleLayout) -> None:

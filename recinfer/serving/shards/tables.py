@@ -40,7 +40,7 @@ __all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
 MAX_VERSIONS = 4
 """Versions of a model that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on. More of
 them where rankers want more: see :meth:`ShardTables.keep`."""
-_WANTED_S = 60.0
+_WANTED_S = 60.0  # three times as long as rankers take to say it again
 _MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = 1 << 17, 1 << 22  # for more, FBGEMM's operator is worth the cost of its call
 _log = logging.getLogger(__name__)
 

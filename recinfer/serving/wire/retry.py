@@ -11,7 +11,8 @@ __all__ = ["has_said", "trailing_of"]
 
 _TYPE = b"type.googleapis.com/google.rpc.RetryInfo"
 _RESOURCE_EXHAUSTED = 8
-# What gRPC itself says of a connection has the same codes as what a server says of itself, or of those behind it.
+# UNAVAILABLE comes from gRPC where no server answers, and from a ranker whose shards do not. The ranker's has this pair, so that
+# a client does not tell its user to start the server that has just answered.
 _SAID = ("recinfer-said", "1")
 
 

@@ -76,7 +76,7 @@ class WorkerProcess:
         return f"worker {self.slot} (process {self.process.pid})"
 
     def first_line(self) -> dict[str, Any]:
-        """The first JSON object that it prints, past any other line: where it serves, or its error; empty where it ends without one."""
+        """The first JSON object among its lines: where it serves, or its error; empty where it ends without one."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with suppress(ValueError):

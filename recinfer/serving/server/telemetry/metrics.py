@@ -12,7 +12,7 @@ A status is a JSON object. Its counts only grow, so that who looks twice has a r
     queue       {waiting, running, runs, requests, samples, expired, refused}, or None
     memory      {budget, held, refused}: bytes of requests and answers, and how often some did not fit
     models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count}}]
-    shards      of a ranker: {calls: {outcome: count}, default_rows: {rank: count}, replicas: [{rank, address, up, ...}]}, or None
+    shards      of a ranker: {calls: {outcome: count}, default_rows: {rank: count}, replicas: [{rank, address, up, ...}]}
     held        of a shard server alone: {ranks, busy, running, refused, versions: [{key, model, version, deltas, mapped}]}
 """
 
@@ -45,7 +45,8 @@ _MEMORY_NOW = ("budget", "held")
 
 
 class ServerMetrics:
-    """Reads counts where they are kept, when a status is requested; nothing here runs on the path of a request. For the event loop.
+    """Reads counts where they are kept, when a status is requested; nothing here runs on the path of a request. For the event
+    loop alone.
 
     Args:
         stats: requests and their stages.
