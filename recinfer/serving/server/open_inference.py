@@ -19,11 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recinfer import __version__
 from recinfer.errors import InputError
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.wire import codec
@@ -37,25 +36,21 @@ if TYPE_CHECKING:
     from recinfer.serving.engine.registry import ModelRegistry
 
 __all__ = [
-    "EXTENSIONS",
-    "PLATFORM",
+    "EMBEDDING",
+    "LENGTHS",
     "InferAnswer",
     "InferRequest",
     "InputTensor",
     "OutputTensor",
     "dtype_of",
-    "model_metadata",
     "read_answer",
-    "server_metadata",
     "to_call",
 ]
 
-PLATFORM = "recinfer"
-EXTENSIONS = ("binary_tensor_data",)
-
 _DTYPES: dict[str, np.dtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
 _INTEGERS = ("INT64", "INT32")
-_EMBEDDING, _LENGTHS = ".embedding", ".embedding.lengths"
+EMBEDDING, LENGTHS = ".embedding", ".embedding.lengths"
+"""What stands behind a feature's name in the names of its outputs."""
 _INT32_MAX = 2**31 - 1
 
 
@@ -189,9 +184,9 @@ def _output_names(predictor: Predictor) -> dict[str, CallName]:
     if predictor.manifest.dense is not None:
         names.update((output.name, "Predict") for output in predictor.manifest.dense.outputs)
     for feature in predictor.features:
-        names[feature.name + _EMBEDDING] = "Lookup"
+        names[feature.name + EMBEDDING] = "Lookup"
         if not feature.pooled:
-            names[feature.name + _LENGTHS] = "Lookup"
+            names[feature.name + LENGTHS] = "Lookup"
     return names
 
 
@@ -316,9 +311,9 @@ def read_answer(call: CallName, data: bytes, wanted: Sequence[str] = ()) -> Infe
     else:
         found = decode_lookup(data)
         version, missing = found.version, found.missing
-        outputs = [_output(key + _EMBEDDING, "FP32", block) for key, block in found.pooled().items()]
+        outputs = [_output(key + EMBEDDING, "FP32", block) for key, block in found.pooled().items()]
         for key, (lengths, vectors) in found.sequences.items():
-            outputs += [_output(key + _EMBEDDING, "FP32", vectors), _output(key + _LENGTHS, "INT32", lengths)]
+            outputs += [_output(key + EMBEDDING, "FP32", vectors), _output(key + LENGTHS, "INT32", lengths)]
     if not wanted:
         return InferAnswer(version, outputs, missing)
     by_name = {output.name: output for output in outputs}
@@ -330,52 +325,3 @@ def read_answer(call: CallName, data: bytes, wanted: Sequence[str] = ()) -> Infe
 
 def _output(name: str, datatype: str, array: np.ndarray) -> OutputTensor:
     return OutputTensor(name, datatype, array.shape, array_bytes(array))
-
-
-# -- what there is -------------------------------------------------------------------------------------------------
-
-
-def server_metadata() -> dict[str, Any]:
-    """The protocol's server metadata, as its JSON has it."""
-    return {"name": "recinfer", "version": __version__, "extensions": list(EXTENSIONS)}
-
-
-def model_metadata(registry: ModelRegistry, name: str, version: str) -> dict[str, Any]:
-    """The protocol's model metadata, as its JSON has it; embeddings are among the outputs.
-
-    Inputs of features that a prediction may leave out have the parameter ``missing``: "empty", or the id that stands for it.
-
-    Raises:
-        NotFoundError: no such model or version.
-    """
-    model = registry.get(name, version)
-    predictor = model.predictor
-    manifest = predictor.manifest
-    inputs = [_tensor("dense", "FP32", -1, predictor.num_dense)] if predictor.num_dense else []
-    weighted = predictor.intake.weighted
-    missing = {feature.name: feature.missing for feature in manifest.features}
-    for feature in dict.fromkeys(feature for module in manifest.modules for feature in module.features):
-        tensors = [_tensor(f"{feature}.values", "INT64", -1), _tensor(f"{feature}.lengths", "INT32", -1)]
-        if feature in weighted:
-            tensors.append(_tensor(f"{feature}.weights", "FP32", -1))
-        if missing[feature] != "reject":
-            tensors = [tensor | {"parameters": {"missing": str(missing[feature])}} for tensor in tensors]
-        inputs += tensors
-    outputs = []
-    if manifest.dense is not None:
-        outputs = [_tensor(output.name, "FP32", -1, *output.shape) for output in manifest.dense.outputs]
-    for spec in predictor.features:
-        outputs.append(_tensor(spec.name + _EMBEDDING, "FP32", -1, spec.dim))
-        if not spec.pooled:
-            outputs.append(_tensor(spec.name + _LENGTHS, "INT32", -1))
-    return {
-        "name": model.name,
-        "versions": list(registry.versions(model.name)),
-        "platform": PLATFORM,
-        "inputs": inputs,
-        "outputs": outputs,
-    }
-
-
-def _tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
-    return {"name": name, "datatype": datatype, "shape": list(shape)}

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from recinfer.errors import InputError, NotFoundError, RecinferError
 from recinfer.serving.engine.memory_budget import Ticket, ticket_of_task
 from recinfer.serving.server import open_inference as oip
+from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.fields import Buffer, bytes_field
 from recinfer.serving.wire.loop import off_loop
@@ -88,7 +89,7 @@ class OpenInference:
 
     async def _server_metadata(self, data: bytes) -> bytes:
         codec.parse(pb.ServerMetadataRequest, data)
-        return pb.ServerMetadataResponse(**oip.server_metadata()).SerializeToString()
+        return pb.ServerMetadataResponse(**server_metadata()).SerializeToString()
 
     async def _model_ready(self, data: bytes) -> bytes:
         request = codec.parse(pb.ModelReadyRequest, data)
@@ -96,7 +97,7 @@ class OpenInference:
 
     async def _model_metadata(self, data: bytes) -> bytes:
         request = codec.parse(pb.ModelMetadataRequest, data)
-        found = oip.model_metadata(self.registry, request.name, request.version)
+        found = model_metadata(self.registry, request.name, request.version)
         for tensor in found["inputs"]:
             given = tensor.get("parameters", {})
             tensor["parameters"] = {key: pb.InferParameter(string_param=text) for key, text in given.items()}
