@@ -182,19 +182,16 @@ class ShardServer:
         )
         self.socket_port = self._listener.port
         await server.start()
-        self._follow_busy(self._listener.thread.thread_id)
-        if self.metrics_port is not None:
-            await self._start_metrics(self.metrics_port)
-        self._server = server
-        await self._health.show(_SHOWN, True)
-
-    def _follow_busy(self, reader: int | None) -> None:
-        """Small requests are answered by the thread that reads them, whose native id is given; long ones are the pool's."""
-        reads = 0 if reader is None else reader
+        # Small requests are answered by the thread that reads them; long ones are the pool's.
+        reads = self._listener.thread.thread_id or 0
         self._busy = [
             BusyShare(lambda: thread_seconds(reads)),
             BusyShare(lambda: self._pool_seconds / self._threads),
         ]
+        if self.metrics_port is not None:
+            await self._start_metrics(self.metrics_port)
+        self._server = server
+        await self._health.show(_SHOWN, True)
 
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None

@@ -137,7 +137,7 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
         "requests": _requests(counted),
         "latency": _merge_histograms([status["latency"] for status in everything]),
         "stages": _merge_histograms([status["stages"] for status in everything]),
-        "samples": _merge_histograms([{"": _NONE}, *({"": status["samples"]} for status in everything)])[""],
+        "samples": _merge_histograms([{"": status["samples"]} for status in everything]).get("", _NONE),
         "queue": {name: sum(queue[name] for queue in queues) for name in queues[0]} if queues else None,
         "memory": {
             name: sum(status["memory"][name] for status in everything) for name in ("budget", "held", "refused")
@@ -186,7 +186,7 @@ def _merge_histograms(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for histograms in found:
         for name, own in histograms.items():
             have = merged.get(name)
-            if have is None or have is _NONE:
+            if have is None:
                 merged[name] = own
                 continue
             counts = [a + b for a, b in zip(have["counts"], own["counts"], strict=True)]
