@@ -246,17 +246,14 @@ class DecodedRuns:
             try:
                 request.ticket.grow(_DECODED * len(request.data))
                 decoded = self._service.decode(request.call, request.data)
-                request.ticket.grow(
-                    (2 if request.call == "Lookup" else 1) * decoded.vector_bytes
-                )  # and an answer of them
+                copies = 2 if request.call == "Lookup" else 1  # the answer to a lookup holds the vectors once more
+                request.ticket.grow(copies * decoded.vector_bytes)
             except Exception as error:
                 request.reply(error)
                 continue
             runs = groups.setdefault(decoded.key, [[]])
-            if (
-                runs[-1]
-                and sum(one.samples for _, one in runs[-1]) + decoded.samples > self._scheduler.config.max_batch
-            ):
+            samples = decoded.samples + sum(one.samples for _, one in runs[-1])
+            if runs[-1] and samples > self._scheduler.config.max_batch:
                 runs.append([])
             runs[-1].append((request, decoded))
         for group in (run for runs in groups.values() for run in runs):

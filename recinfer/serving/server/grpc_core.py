@@ -288,10 +288,8 @@ class CoreServer:
             name = path.decode("utf-8", "replace")
             details = _Details(name, tuple(metadata))
             handler = next((h for each in self._handlers if (h := each.service(details)) is not None), None)
-            bounds, dispatch = (
-                self._bounds_of_open if name.startswith(_OPEN_TO_ALL) else self._bounds,
-                self._dispatch.get(name),
-            )
+            bounds = self._bounds_of_open if name.startswith(_OPEN_TO_ALL) else self._bounds
+            dispatch = self._dispatch.get(name)
             found = None if handler is dispatch is None else Method(name, handler, dispatch, bounds)
             if len(self._methods) < _PATHS:
                 self._methods[path] = found

@@ -123,9 +123,8 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
                 await context.abort(grpc.StatusCode[ending.code], ending.message, ending.trailing)
             except grpc.aio.AbortError:
                 raise
-            except (
-                Exception
-            ):  # gRPC cannot send it to a disconnected caller, and would log that as an error of the server
+            except Exception:
+                # gRPC cannot send it to a disconnected caller, and would log that as an error of the server.
                 raise asyncio.CancelledError from None
             raise  # not reached: abort raises
         answered("OK")

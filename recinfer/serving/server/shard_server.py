@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardServer"]
 
-_SMALL_BYTES = (
-    32 << 10
-)  # of requests that are answered on the thread that reads: behind a larger one, others would wait
+# Requests up to this size are answered on the thread that reads: behind a larger one, others would wait.
+_SMALL_BYTES = 32 << 10
 _MAX_RUNNING = 512  # long requests at a time; one more, of any size, is refused
 _STOP_SLACK_S = 5.0
 _NOTICED_S = 0.1  # after which rankers are notified that this server takes no more requests

@@ -19,11 +19,8 @@ from recinfer.serving.shards.transport import rankers_thread
 
 __all__ = ["FanOut", "waited_for"]
 
-_SAMPLES, _ENOUGH, _REFRESH = (
-    512,
-    32,
-    64,
-)  # times that are kept, that make a percentile, and after which it is found anew
+# Times that are kept, that make a percentile, and after which it is found anew.
+_SAMPLES, _ENOUGH, _REFRESH = 512, 32, 64
 _BURST = 10.0  # hedges that may be saved up
 
 

@@ -280,10 +280,8 @@ class ReplicaPool:
                 loop = asyncio.get_running_loop()
                 found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
                 known = tuple(sorted({join_address(str(entry[4][0]), port) for entry in found}))
-            except (
-                OSError,
-                UnicodeError,
-            ) as error:  # keep the last addresses: a failed name resolution does not mean that servers have moved
+            except (OSError, UnicodeError) as error:
+                # The last addresses are kept: a failed name resolution does not mean that servers have moved.
                 _log.warning("cannot resolve %s: %s", address, error)
             self._resolved[address] = (time.monotonic() + _RESOLVE_S, known)
         return [(target, host) for target in known]
