@@ -20,7 +20,7 @@ from recinfer.serving.server.http_server import Get, Post, Route, count_json
 from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
 from recinfer.serving.server.open_inference_grpc import OpenInference, raw_array
 from recinfer.serving.wire.fields import Buffer
-from recinfer.serving.wire.json_codec import json_pieces, json_text, parse_json
+from recinfer.serving.wire.json_codec import json_pieces, json_text, parse_json, valid_text
 from recinfer.serving.wire.loop import off_loop
 
 __all__ = ["OpenInferenceRest"]
@@ -203,8 +203,4 @@ def _string(item: dict[str, Any], key: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):
         raise InputError(f"{key}: got {type(value).__name__}, expected a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{key}: got text with a lone surrogate, expected valid Unicode") from None
-    return value
+    return valid_text(key, value)

@@ -30,6 +30,7 @@ __all__ = [
     "parse_json",
     "predict_request",
     "predict_response",
+    "valid_text",
 ]
 
 _PIECE = 1 << 14
@@ -132,11 +133,12 @@ def _names(body: Mapping[str, Any]) -> dict[str, str]:
         value = body.get(key, "")
         if not isinstance(value, str):
             raise InputError(f"{key}: got {type(value).__name__}, expected a string")
-        names[key] = _text(key, value)
+        names[key] = valid_text(key, value)
     return names
 
 
-def _text(field: str, value: str) -> str:
+def valid_text(field: str, value: str) -> str:
+    """``value``; raises InputError where no message can hold it."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -154,7 +156,7 @@ def _features(body: Mapping[str, Any], field: str = "features") -> pb.JaggedFeat
     columns = _object(field, body.get("features"))
     if not columns:
         raise InputError(f"{field}: got none, expected at least one feature with its ids")
-    bags = {_text(field, key): _bags(f"{field}[{key!r}]", column) for key, column in columns.items()}
+    bags = {valid_text(field, key): _bags(f"{field}[{key!r}]", column) for key, column in columns.items()}
     batch = len(next(iter(bags.values())))
     for key, column in bags.items():
         if len(column) != batch:
