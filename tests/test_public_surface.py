@@ -48,9 +48,10 @@ def signature(function: Definition) -> str:
     return f"({ast.unparse(function.args)}){returns}"
 
 
-def describe_class(node: ast.ClassDef) -> dict[str, str]:
-    bases = ", ".join(ast.unparse(base) for base in node.bases)
-    members = {"": f"class({bases})"}
+def describe_class(node: ast.ClassDef, module: ast.Module) -> dict[str, str]:
+    """Its members, and those of its private base classes in the same module."""
+    bases = list(map(ast.unparse, node.bases))
+    members = {"": f"class({', '.join(bases)})"}
     for item in node.body:
         if isinstance(item, Definition) and (not item.name.startswith("_") or item.name == "__init__"):
             overloads = members.get(item.name)
@@ -58,6 +59,9 @@ def describe_class(node: ast.ClassDef) -> dict[str, str]:
         elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_":
             default = f" = {ast.unparse(item.value)}" if item.value else ""
             members[item.target.id] = f": {ast.unparse(item.annotation)}{default}"
+    for base in module.body:
+        if isinstance(base, ast.ClassDef) and base.name in bases and base.name.startswith("_"):
+            members = describe_class(base, module) | members
     return members
 
 
@@ -66,7 +70,7 @@ def describe(module: str, name: str) -> object:
     found: object = None
     for node in ast.walk(modules()[module]):
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return describe_class(node)
+            return describe_class(node, modules()[module])
         if isinstance(node, Definition) and node.name == name and found is None:
             found = signature(node)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and name in map(ast.unparse, node.targets):

@@ -126,7 +126,7 @@ def unchecked(
     from recinfer.archive.delta import read_delta
     from recinfer.archive.reader import open_archive
     from recinfer.inference.predictor import Predictor
-    from recinfer.serving.shards.lookups import remote_lookups
+    from recinfer.serving.shards.lookups import MakeLookups
 
     archive = open_archive(path, ranks=())
     listed, world = fan_out.pool.config.ranks, archive.manifest.world_size
@@ -134,7 +134,7 @@ def unchecked(
         raise ConfigError(
             f"shards: it lists ranks {', '.join(map(str, listed))}; {path} is cut for {world}, expected 0 to {world - 1}"
         )
-    lookups = remote_lookups(fan_out, None if store is None else str(store), wait=False)
+    lookups = MakeLookups(fan_out, None if store is None else str(store), wait=False)
     predictor = Predictor(archive, lookups=lookups, **options)
     for delta in deltas:
         predictor.apply(read_delta(delta), check=False)
@@ -153,7 +153,6 @@ def set_serving_when_there(
 ) -> None:
     """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING."""
     from recinfer.errors import RecinferError
-    from recinfer.serving.wire.loop import start_on_loop
 
     def check() -> None:
         for predictor in predictors:
@@ -169,7 +168,6 @@ def set_serving_when_there(
                     output.note(f"not serving yet, waiting for shards: {where}")
                 if stopped.wait(0.1):
                     return
-            start_on_loop(fan_out.pool.wait_for(lookups.ranks, lookups.spec.key)).result()
             for index in range(predictor.manifest.check.num_requests if predictor.num_deltas else 1):
                 predictor.check_request(index)
             predictor.check_merging()

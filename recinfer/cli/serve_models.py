@@ -198,12 +198,12 @@ def _loading(tables: TableOptions) -> dict[str, Any]:
 
 def _store(options: ServeOptions, fan_out: FanOut | None) -> ModelStore | None:
     from recinfer.serving.engine.store import ModelStore
-    from recinfer.serving.shards.lookups import remote_lookups
+    from recinfer.serving.shards.lookups import MakeLookups
 
     folder = options.models.model_store
     if folder is None:
         return None
-    lookups = None if fan_out is None else remote_lookups(fan_out, str(folder))
+    lookups = None if fan_out is None else MakeLookups(fan_out, str(folder))
     return ModelStore(folder, lookups=lookups, **_loading(options.tables))
 
 

@@ -136,14 +136,14 @@ class _Shown:
             return
         import asyncio
 
-        from recinfer.serving.server.telemetry.metrics_http import MetricsServer
+        from recinfer.serving.server.telemetry.metrics_http import metrics_server
         from recinfer.serving.wire.address import check_address
 
         async def summed() -> Any:
             return await asyncio.to_thread(status)  # it waits for the workers
 
         check_address(host, port)
-        self._metrics = MetricsServer(summed, host, port, allows=security.allows, tls=security.tls_context())
+        self._metrics = metrics_server(summed, host, port, security)
 
     def start(self) -> int | None:
         """Bind and answer; the port."""

@@ -150,9 +150,8 @@ async def _run(
 
     async def repeat(first: int) -> None:
         at = first
-        while (
-            start := time.perf_counter()
-        ) < end or at == first:  # at least once, also if the machine pauses meanwhile
+        # At least once, also if the machine pauses meanwhile.
+        while (start := time.perf_counter()) < end or at == first:
             dense, features = requests[at % len(requests)]
             at += 1
             try:

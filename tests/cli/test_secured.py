@@ -13,6 +13,7 @@ import torch
 from recinfer.cli.lookup import parse_features
 from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import Server
@@ -111,6 +112,6 @@ def test_the_clients_take_the_name_too(target: str, tls: Path) -> None:
             return (await mine.get_model()).name
 
     assert run_on_loop(ask(), timeout=180) == "tiny"
-    for kind in (InferenceClient, AsyncInferenceClient):
+    for kind in (InferenceClient, AsyncInferenceClient, AdminClient):
         with pytest.raises(InputError, match=f"{NAME}.*tls_ca"):
             kind(target, tls_name=NAME)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from recinfer.inference.lookups import run_now
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher
@@ -98,6 +99,14 @@ class BytePath:
 
 def _leave(request: Request) -> None:
     request.reply(_Left())
+
+
+def decoded(service: InferenceService, call: CallName, data: bytes) -> bytes:
+    """The decoded path's answer to one request; raises its error."""
+    (answer,) = run_now(service.run([service.decode(call, data)]))
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def together(service: InferenceService, call: CallName, messages: Sequence[bytes]) -> list[bytes | Exception]:

@@ -14,7 +14,7 @@ from recinfer.errors import UnavailableError
 from recinfer.serving.server import shard_server
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
 from recinfer.serving.shards.fan_out import waited_for
-from recinfer.serving.shards.fan_out_request import begin_fan_out
+from recinfer.serving.shards.fan_out_request import ShardQuery, begin_fan_out
 from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.serving.remote.test_direct import make_archive
 
@@ -100,6 +100,8 @@ def test_shard_server_reports_its_busy_share(tmp_path: Path, monkeypatch: pytest
             (replica,) = fan_out.pool.everyone()
             replica.versions.add("nobody has it")
             with pytest.raises(UnavailableError, match="has not prepared"):  # the server says so
-                waited_for(partial(begin_fan_out, fan_out, "nobody has it", 1, {0: [[b""]]}, math.inf)).result()
+                parts = {0: [[b""]]}
+                query = ShardQuery("nobody has it", 1, parts, math.inf, False, False, lambda rank, arrays: True)
+                waited_for(partial(begin_fan_out, fan_out, query)).result()
         assert 0.0 < server.status()["held"]["busy"] <= 1.0
         assert server._pool_seconds > 0.0

@@ -19,7 +19,7 @@ from recinfer.errors import InputError, NotFoundError, RecinferError, Unavailabl
 from recinfer.inference.delta import make_delta
 from recinfer.inference.predictor import load
 from recinfer.serving.client.admin import AdminClient
-from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.store import ModelStore, StoreManager, restore
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
@@ -189,7 +189,7 @@ def test_restart_restores_all_but_missing_or_replaced_archives(
 ):
     shutil.copytree(store, tmp_path, dirs_exist_ok=True)
     models = ModelStore(tmp_path)
-    manager = StoreManager(ModelRegistry([models.newest("tiny")]), models)
+    manager = StoreManager(ModelRegistry([ServedModel.of("tiny", models.open("tiny", "4"), "4")]), models)
     manager.load("tiny", "3")
     manager.apply_delta("tiny", "3", "1.rqd")
     manager.registry.set_weights("tiny", {"3": 10, "4": 90})

@@ -27,7 +27,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, copy_with_missing, make_archive, make_request
 from tests.inference.test_delta import changed, save
 from tests.serving.mutations import mutated
-from tests.serving.paths import BytePath, together
+from tests.serving.paths import BytePath, decoded, together
 from tests.waiting import until
 
 
@@ -66,14 +66,14 @@ def test_lookups_are_the_ordinary_ones(service: InferenceService) -> None:
         if seed % 3 == 0:
             features = KeyedJaggedTensor(names, features.values().int(), lengths=features.lengths())
         data = codec.encode_lookup_request(features, "ranker" if seed % 2 else "")
-        assert BytePath(service).lookup(data) == service.lookup(data)
+        assert BytePath(service).lookup(data) == decoded(service, "Lookup", data)
 
 
 def test_a_table_of_every_precision(tmp_path: Path) -> None:
     for precision in (DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32):
         service = service_of(make_archive(tmp_path / precision.value, precision=precision)[1].root)
         data = codec.encode_lookup_request(make_request(RANKER_ROWS, 9))
-        assert BytePath(service).lookup(data) == service.lookup(data)
+        assert BytePath(service).lookup(data) == decoded(service, "Lookup", data)
 
 
 def test_predictions_alone_and_together(service: InferenceService) -> None:
@@ -81,7 +81,7 @@ def test_predictions_alone_and_together(service: InferenceService) -> None:
     for seed, batch in enumerate((1, 5, 1, 40)):
         dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
         messages.append(codec.encode_predict_request(dense, make_request(RANKER_ROWS, batch, seed)))
-    expected = [service.predict(message) for message in messages]
+    expected = [decoded(service, "Predict", message) for message in messages]
     for message, answer in zip(messages, expected):
         (found,) = BytePath(service).predict(message)
         assert found is not None
@@ -234,7 +234,7 @@ def test_what_is_not_plain_is_left_to_the_ordinary_way(service: InferenceService
     assert paths.lookup(plain + codec.encode_predict_request(dense, rest, context=context)[-20:]) is None
     both = pb.PredictRequest(context=pb.JaggedFeatures(keys=["f_user"], batch_size=1, lengths=bytes(4)))
     assert paths.lookup(plain + both.SerializeToString()) is None
-    assert service.lookup(plain + both.SerializeToString()) == service.lookup(plain)
+    assert decoded(service, "Lookup", plain + both.SerializeToString()) == decoded(service, "Lookup", plain)
 
 
 def test_a_context_is_looked_up_once_and_gives_the_ordinary_answer(service: InferenceService) -> None:
@@ -250,7 +250,7 @@ def test_a_context_is_looked_up_once_and_gives_the_ordinary_answer(service: Infe
         dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
         data = codec.encode_predict_request(dense, features, "ranker" if seed % 2 else "", context=context)
         found = paths.predict(data)
-        assert found == [service.predict(data)]
+        assert found == [decoded(service, "Predict", data)]
         assert parts.predict(data) == found
     parts.close()
 
@@ -270,10 +270,10 @@ def test_contexts_beside_others_in_one_run_and_what_is_wrong_with_one(service: I
     assert given[2] is given[3] is None
     for message, answer in zip((good, plain, good), (given[0], given[1], given[4]), strict=True):
         assert answer is not None
-        same_floats(answer, service.predict(message))
+        same_floats(answer, decoded(service, "Predict", message))
     said = together(service, "Predict", [wrong[0], good])
     with pytest.raises(InputError) as ordinary:
-        service.predict(wrong[0])
+        decoded(service, "Predict", wrong[0])
     assert str(said[0]) == str(ordinary.value)
     assert isinstance(said[1], bytes)
 
@@ -296,19 +296,19 @@ def test_a_feature_left_out_is_refused_whichever_way_answers(service: InferenceS
         for _ in range(2):  # the order of its keys is new, then known
             assert BytePath(service).predict(data) == [None]
             with pytest.raises(InputError, match=f"^missing features: {words}\\."):
-                service.predict(data)
+                decoded(service, "Predict", data)
         given = together(service, "Predict", [data, whole, beside, data])
         assert [str(given[at]).split(".")[0] for at in (0, 3)] == [f"missing features: {words}"] * 2
         for answer, message in zip(given[1:3], (whole, beside)):
             assert isinstance(answer, bytes)
-            same_floats(answer, service.predict(message))
+            same_floats(answer, decoded(service, "Predict", message))
     before = service_of(
         copy_with_missing(service.registry.get().predictor.archive.root, tmp_path / "before.rqa", "empty")
     )
     for data in lacking.values():
         for answer in (*together(before, "Predict", [data]), *together(before, "Predict", [data] * 2)):
             assert isinstance(answer, bytes)
-            same_floats(answer, before.predict(data))
+            same_floats(answer, decoded(before, "Predict", data))
 
 
 def test_mutated_messages_with_a_context(service: InferenceService) -> None:
@@ -321,7 +321,7 @@ def test_mutated_messages_with_a_context(service: InferenceService) -> None:
         (found,) = paths.predict(data)
         if found is not None:
             answered += 1
-            assert found == service.predict(data)
+            assert found == decoded(service, "Predict", data)
     assert answered > 20
 
 
@@ -348,7 +348,7 @@ def test_ten_thousand_mutated_messages(service: InferenceService) -> None:
         found = paths.lookup(data)
         if found is not None:
             answered += 1
-            assert found == service.lookup(data)
+            assert found == decoded(service, "Lookup", data)
     assert answered > 100
 
 
@@ -365,7 +365,7 @@ def test_a_delta_reaches_it_at_once(tmp_path: Path) -> None:
     predictor.apply_delta(tmp_path / "d.rqd")
     after = paths.lookup(data)
     assert before is not None and after is not None
-    assert before != after == service.lookup(data)
+    assert before != after == decoded(service, "Lookup", data)
     predictor.undo_delta()
     assert paths.lookup(data) == before
 

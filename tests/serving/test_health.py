@@ -17,11 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.server import grpc_core
 from recinfer.serving.server.health import LIVENESS, READINESS
+from recinfer.serving.server.http_server import HttpServer
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.shard_server import ShardServer
-from recinfer.serving.server.telemetry.metrics_http import MetricsServer
-from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.messages import SERVICE_NAME as SHARD_SERVICE
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire.proto import open_inference_pb2
@@ -51,13 +51,13 @@ def get(port: int | None, path: str) -> tuple[int, Any]:
 def checked_early(monkeypatch: pytest.MonkeyPatch, target: str, services: tuple[str, ...]) -> list[list[int]]:
     """Gets what health at ``target`` says while the server there opens its metrics port: its gRPC port is open by then."""
     found: list[list[int]] = []
-    start = MetricsServer.start
+    start = HttpServer.start
 
-    async def check_and_start(self: MetricsServer) -> None:
+    async def check_and_start(self: HttpServer) -> None:
         found.append(await asyncio.to_thread(check, target, *services))
         await start(self)
 
-    monkeypatch.setattr(MetricsServer, "start", check_and_start)
+    monkeypatch.setattr(HttpServer, "start", check_and_start)
     return found
 
 
@@ -103,7 +103,7 @@ def test_readiness_follows_the_ranks(archive: Path, tmp_path: Path, default_rows
         shards = [stack.enter_context(shard(archive, (rank,), f"127.0.0.{rank + 1}")) for rank in range(2)]
         path = write_shards(tmp_path / "shards.json", {rank: [shards[rank].target] for rank in range(2)})
         fan_out = stack.enter_context(asking(path))
-        predictor = load(archive, lookups=remote_lookups(fan_out))
+        predictor = load(archive, lookups=MakeLookups(fan_out))
         server = stack.enter_context(Server({"tiny": predictor}, shards=fan_out, http_port=0, metrics_port=0))
         channel = stack.enter_context(grpc.insecure_channel(server.target))
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READINESS), timeout=60)

@@ -19,7 +19,7 @@ BODY = {"dense": [[1, 2.5], [3, 4]], "features": {"a": [[7], [8, 9]], "b": [3, [
 def test_predict_request():
     request = pb.PredictRequest.FromString(json_codec.predict_request({**BODY, "model": "m", "version": "v"}))
     assert (request.model, request.version) == ("m", "v")
-    kjt = codec.decode_features(request.features, Limits())
+    kjt = codec.decode_bags(request.features, Limits()).kjt()
     assert kjt.keys() == ["a", "b"]
     assert kjt.lengths().tolist() == [1, 2, 1, 0]
     assert kjt.values().tolist() == [7, 8, 9, 3]
@@ -29,12 +29,12 @@ def test_predict_request():
 def test_weights_follow_the_ids():
     body = {"features": {"a": [[7], [8, 9]]}, "weights": {"a": [[1], [0.5, 2]]}}
     request = pb.LookupRequest.FromString(json_codec.lookup_request(body))
-    assert codec.decode_features(request.features, Limits()).weights().tolist() == [1, 0.5, 2]
+    assert codec.decode_bags(request.features, Limits()).kjt().weights().tolist() == [1, 0.5, 2]
 
 
 def test_no_ids_at_all():
     request = pb.LookupRequest.FromString(json_codec.lookup_request({"features": {"a": [[], []]}}))
-    assert codec.decode_features(request.features, Limits()).lengths().tolist() == [0, 0]
+    assert codec.decode_bags(request.features, Limits()).kjt().lengths().tolist() == [0, 0]
 
 
 def test_what_is_not_finite_is_null():

@@ -115,10 +115,19 @@ def test_a_server_with_a_token_asks_for_it_here_too(predictor: Predictor):
                     urllib.request.urlopen(
                         urllib.request.Request(url, headers={"Authorization": wrong} if wrong else {})
                     )
-                assert refused.value.code == 401
+                assert refused.value.code == 401 and "token" in json.load(refused.value)["error"]
             for right in (f"Bearer {token}", "Basic " + base64.b64encode(f"me:{token}".encode()).decode()):
                 with urllib.request.urlopen(urllib.request.Request(url, headers={"Authorization": right})) as answer:
                     assert answer.status == 200
+
+
+def test_the_metrics_port_answers_as_the_http_port(protocol: Server):
+    base = f"http://127.0.0.1:{protocol.metrics_port}"
+    with urllib.request.urlopen(urllib.request.Request(f"{base}/metrics", method="HEAD")) as answer:
+        assert answer.status == 200 and not answer.read()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{base}/metric")
+    assert refused.value.code == 404 and "/metrics" in json.load(refused.value)["error"]
 
 
 def test_each_model_has_its_health(protocol: Server):

@@ -236,13 +236,10 @@ def test_the_service_is_off_unless_asked_for(predictor: Predictor, store: Path):
         Server({"tiny": predictor}, share_port=True, admin=ModelStore(store))
 
 
-def test_the_newest_sound_version_is_found(store: Path, tmp_path: Path):
+def test_versions_are_listed_the_newest_first(store: Path, tmp_path: Path):
     models = ModelStore(store)
     assert models.models() == ["other", "tiny"]
     assert models.versions("tiny") == ["10", "2", "1"]
-    assert models.newest("tiny").version == "2"
-    with pytest.raises(NotFoundError):
-        models.newest("nobody")
     with pytest.raises(ConfigError, match="not a folder"):
         ModelStore(tmp_path / "nothing")
 
@@ -297,21 +294,20 @@ def test_version_whose_dense_program_fails_is_skipped(store: Path, caplog: pytes
 
 
 def test_version_that_raises_is_skipped_with_a_reason(store: Path, caplog: pytest.LogCaptureFixture):
-    def opens(version: str) -> str:
+    def opens(model: str, version: str) -> str:
         if version == "1":
             return version
         raise IndexError("pop from an empty list")
 
     models = ModelStore(store)
-    assert models.newest_that("tiny", opens) == "1"
-    assert models.newest_that("tiny", opens, ArchiveError) == "1"
+    assert models.newest_of_all(opens) == models.newest_of_all(opens, ArchiveError) == ["1", "1"]  # of each model
     assert "tiny 10 is not served: IndexError: pop from an empty list" in caplog.text
 
-    def unavailable(version: str) -> str:
+    def unavailable(model: str, version: str) -> str:
         raise UnavailableError("no shard server answers")
 
     with pytest.raises(UnavailableError):  # which is no error of the archive
-        models.newest_that("tiny", unavailable, ArchiveError)
+        models.newest_of_all(unavailable, ArchiveError)
 
 
 _AS_NOBODY = """

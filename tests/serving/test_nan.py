@@ -17,7 +17,7 @@ from recinfer.serving.server.server import Server
 from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import NUM_DENSE, build_model, export, make_request
-from tests.serving.paths import BytePath, together
+from tests.serving.paths import BytePath, decoded, together
 
 HUGE = 1e18  # finite, and so is its square: the byte path does not leave it to the other for that
 
@@ -62,7 +62,7 @@ def test_the_byte_path_leaves_it_to_the_decoded_path(service: InferenceService):
     assert request is not None and request.can_predict() and request.dense() is not None
     assert paths.predict(data) == [None]
     with pytest.raises(InputError, match=SAYS):
-        service.predict(data)
+        decoded(service, "Predict", data)
 
 
 def test_parts_that_run_side_by_side(service: InferenceService):

@@ -18,6 +18,7 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto.inference_pb2 import LookupRequest
 from tests.serving.conftest import NUM_DENSE, ROWS
+from tests.serving.paths import decoded
 from tests.serving.test_open_inference import Admission, InferenceServerException, triton_grpc, triton_http
 from tests.serving.test_sequences import predictors
 
@@ -58,7 +59,7 @@ def test_a_version_that_goes_before_it_answers_is_drawn_again(predictor: Predict
         if len(asked) == 1:
             registry.set_weights("two", {"3": 1})
             registry.remove("two", "1")
-        return service.lookup(data)
+        return decoded(service, "Lookup", data)
 
     door = OpenInference(registry, Limits(), ask)
     inputs = [InputTensor("user", "INT64", (1,), np.array([1]))]

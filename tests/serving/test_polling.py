@@ -35,6 +35,7 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 from tests.certificates import need_openssl, self_signed
 from tests.e2e.commands import run_json
 from tests.serving.conftest import build_model, export, make_request
+from tests.serving.paths import decoded
 from tests.serving.test_models import damage
 from tests.waiting import until
 from tests.warm import Program, warm_workers
@@ -314,7 +315,7 @@ def test_a_request_may_say_a_label(served: tuple[Server, StorePoller], store: Pa
     request = codec.parse(pb.PredictRequest, codec.encode_predict_request(dense, kjt))
     for label, version in (("stable", "1"), ("canary", "2")):
         request.label = label
-        answer = server.service.predict(request.SerializeToString())
+        answer = decoded(server.service, "Predict", request.SerializeToString())
         assert codec.parse(pb.PredictResponse, answer).model_version == version
 
     async def ask(label: str) -> str:

@@ -23,6 +23,7 @@ from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.raw_rows import read_raw
 from tests.serving.conftest import ROWS
+from tests.serving.paths import decoded
 
 pyarrow = pytest.importorskip("pyarrow", reason="needs the arrow extra")
 
@@ -63,13 +64,13 @@ def service(predictor: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Infe
 
 def test_raw_rows_equal_their_ids(service: InferenceService):
     dense, features = CONTRACT.apply(AS_TEXT)
-    expected = service.predict(codec.encode_predict_request(dense, features))
-    assert service.predict(pb.PredictRequest(raw=stream(COLUMNS)).SerializeToString()) == expected
+    expected = decoded(service, "Predict", codec.encode_predict_request(dense, features))
+    assert decoded(service, "Predict", pb.PredictRequest(raw=stream(COLUMNS)).SerializeToString()) == expected
     lists_of_text = [["1", "2"], [], ["39"]]
     text, large = pyarrow.string(), pyarrow.large_string()  # as polars and pandas have it
     for kind in (pyarrow.list_(text), pyarrow.list_(large), pyarrow.large_list(large)):
         rows = COLUMNS | {"history": pyarrow.array(lists_of_text, kind)}
-        assert service.predict(pb.PredictRequest(raw=stream(rows)).SerializeToString()) == expected
+        assert decoded(service, "Predict", pb.PredictRequest(raw=stream(rows)).SerializeToString()) == expected
 
 
 def test_lists_of_one_size_and_lists_that_are_all_empty(service: InferenceService):
@@ -77,9 +78,11 @@ def test_lists_of_one_size_and_lists_that_are_all_empty(service: InferenceServic
         (pyarrow.array([[1, 2], None, [3, 39]], pyarrow.list_(pyarrow.int32(), 2)), ["1|2", None, "3|39"]),
         (pyarrow.array([[], None, []]), ["", None, ""]),  # a list of nulls, for Arrow
     ):
-        expected = service.predict(codec.encode_predict_request(*CONTRACT.apply(AS_TEXT | {"history": texts})))
+        expected = decoded(
+            service, "Predict", codec.encode_predict_request(*CONTRACT.apply(AS_TEXT | {"history": texts}))
+        )
         rows = stream(COLUMNS | {"history": lists})
-        assert service.predict(pb.PredictRequest(raw=rows).SerializeToString()) == expected
+        assert decoded(service, "Predict", pb.PredictRequest(raw=rows).SerializeToString()) == expected
 
 
 def test_both_clients_send_rows(service: InferenceService, predictor: object):
@@ -159,14 +162,14 @@ def test_views_and_dictionaries_are_sent_as_plain_columns():
 
 def test_polars_rows(service: InferenceService):
     polars = pytest.importorskip("polars", reason="polars is not installed")
-    expected = service.predict(codec.encode_predict_request(*CONTRACT.apply(AS_TEXT)))
+    expected = decoded(service, "Predict", codec.encode_predict_request(*CONTRACT.apply(AS_TEXT)))
     frame = polars.DataFrame(COLUMNS)
     coded = frame.with_columns(
         polars.col("user").cast(polars.Categorical),
         polars.col("history").cast(polars.List(polars.String)).cast(polars.List(polars.Categorical)),
     )
     for rows in (frame, coded, {name: frame[name] for name in COLUMNS}, {name: coded[name] for name in COLUMNS}):
-        assert service.predict(pb.PredictRequest(raw=as_raw(rows)).SerializeToString()) == expected
+        assert decoded(service, "Predict", pb.PredictRequest(raw=as_raw(rows)).SerializeToString()) == expected
 
 
 @pytest.mark.parametrize(
@@ -205,7 +208,11 @@ def test_what_is_no_stream_of_one_batch_is_refused(service: InferenceService):
         read_raw(good, CONTRACT, Limits(max_batch=2))
     dense, features = CONTRACT.apply(AS_TEXT)
     with pytest.raises(InputError, match="raw rows hold all the inputs"):
-        service.predict(codec.encode_predict_request(dense, features) + pb.PredictRequest(raw=good).SerializeToString())
+        decoded(
+            service,
+            "Predict",
+            codec.encode_predict_request(dense, features) + pb.PredictRequest(raw=good).SerializeToString(),
+        )
 
 
 def test_damaged_streams_raise_nothing_else():
@@ -229,7 +236,7 @@ def test_context_on_the_wire(predictor: object):
     dense, features = make_request(1, 5, keys=["item", "shop"])
     context = make_request(2, 1, keys=["user", "history"])[1]
     data = codec.encode_predict_request(dense, features, context=context)
-    got = codec.decode_predict_response(service.predict(data))[0]["output"]
+    got = codec.decode_predict_response(decoded(service, "Predict", data))[0]["output"]
     assert torch.equal(got, predictor.predict(dense, features, context)["output"])
     calls = [service.decode("Predict", each) for each in (data, codec.encode_predict_request(*make_request(3, 2)))]
     merged = [codec.decode_predict_response(answer)[0]["output"] for answer in run_now(service.run(calls))]

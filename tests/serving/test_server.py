@@ -22,7 +22,7 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine.request import Request
 from recinfer.serving.server.grpc_call import CoreCall
-from recinfer.serving.server.open_inference import model_metadata
+from recinfer.serving.server.open_inference_described import model_metadata
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec

@@ -22,6 +22,7 @@ from recinfer.serving.wire import json_codec
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import make_archive
+from tests.serving.paths import decoded
 from tests.serving.test_open_inference import Admission, triton_grpc, triton_http
 
 
@@ -105,7 +106,7 @@ def test_every_protocol_gives_the_same_outputs_by_name(server: Server, predictor
     # The JSON of the TorchServe handler, and its bytes, over the same service.
     body: dict[str, Any] = {"features": IDS} | ({} if case == "none" else {"weights": {"tags": TAG_WEIGHTS}})
     service = InferenceService(server.service.registry)
-    check(json_codec.predict_response(service.predict(json_codec.predict_request(body)))["outputs"])
+    check(json_codec.predict_response(decoded(service, "Predict", json_codec.predict_request(body)))["outputs"])
 
 
 def test_a_feature_without_weights_says_so(server: Server, predictor: Predictor) -> None:
@@ -162,4 +163,4 @@ def test_weighted_keys_that_are_no_keys_are_refused(server: Server) -> None:
     message = pb.LookupRequest(features=pb.JaggedFeatures(keys=["tags"], batch_size=1, weighted_keys=["x"]))
     message.features.lengths = np.int32([0]).tobytes()
     with pytest.raises(InputError, match=r"features.weighted_keys: got 'x', expected some of features.keys"):
-        InferenceService(server.service.registry).lookup(message.SerializeToString())
+        decoded(InferenceService(server.service.registry), "Lookup", message.SerializeToString())

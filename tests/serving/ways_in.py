@@ -215,7 +215,7 @@ def to_protobuf(asked: Asked) -> bytes:
 def read_protobuf(found: bytes, asked: Asked) -> Any:
     """The handler's answer to it."""
     if asked.dense is None:
-        pooled, sequences, _ = codec.decode_lookup_response(found)
+        pooled, sequences, *_ = codec.decode_lookup_response(found)
         return flat(LookupResult(pooled, sequences))
     return codec.decode_predict_response(found)[0]
 

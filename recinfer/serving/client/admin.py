@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 
 from recinfer.errors import InputError
-from recinfer.serving.client.client import invoke
+from recinfer.serving.client.calls import channel_to, invoke, security_of
 from recinfer.serving.wire.arrays import parse
 from recinfer.serving.wire.proto import admin_pb2 as pb
-from recinfer.serving.wire.tls import authorization, credentials_of
+from recinfer.serving.wire.tls import authorization
 
 __all__ = ["AdminClient", "LoadedVersion"]
 
@@ -81,13 +81,7 @@ class AdminClient:
     ) -> None:
         self.target, self.timeout = target, timeout
         self._metadata = authorization(token)
-        credentials = credentials_of(tls_ca, tls_cert, tls_key)
-        options = [("grpc.ssl_target_name_override", tls_name)] if tls_name else []
-        self.channel = (
-            grpc.insecure_channel(target)
-            if credentials is None
-            else grpc.secure_channel(target, credentials, options=options)
-        )
+        self.channel = channel_to(target, *security_of(tls_ca, tls_cert, tls_key, tls_name))
 
     def list_models(self) -> Loaded:
         """All loaded versions."""
@@ -95,19 +89,15 @@ class AdminClient:
 
     def load(self, model: str, version: str = "", *, activate: bool = False, reason: str = "") -> Loaded:
         """Load a version of the model store (empty: the newest); ``activate``: requests go to it from then on."""
-        return self._call(
-            "Load", pb.LoadRequest(model=model, version=version, activate=activate, change=pb.Change(reason=reason))
-        )
+        return self._change("Load", pb.LoadRequest(model=model, version=version, activate=activate), reason)
 
     def unload(self, model: str, version: str, *, reason: str = "") -> Loaded:
         """Unload a version; its running requests finish first."""
-        return self._call("Unload", pb.UnloadRequest(model=model, version=version, change=pb.Change(reason=reason)))
+        return self._change("Unload", pb.UnloadRequest(model=model, version=version), reason)
 
     def set_default(self, model: str, version: str, *, reason: str = "") -> Loaded:
         """Send all requests that name no version to this one."""
-        return self._call(
-            "SetDefault", pb.SetDefaultRequest(model=model, version=version, change=pb.Change(reason=reason))
-        )
+        return self._change("SetDefault", pb.SetDefaultRequest(model=model, version=version), reason)
 
     def set_weights(self, model: str, weights: Mapping[str, int], *, reason: str = "") -> Loaded:
         """Spread requests that name no version: ``{"7": 90, "8": 10}``."""
@@ -115,31 +105,24 @@ class AdminClient:
             items = [pb.VersionWeight(version=version, weight=weight) for version, weight in weights.items()]
         except (TypeError, ValueError):
             raise InputError(f"weights: got {dict(weights)}, expected whole numbers from 0 to 2^32 - 1") from None
-        return self._call(
-            "SetWeights", pb.SetWeightsRequest(model=model, weights=items, change=pb.Change(reason=reason))
-        )
+        return self._change("SetWeights", pb.SetWeightsRequest(model=model, weights=items), reason)
 
     def set_labels(self, model: str, labels: Mapping[str, str], *, reason: str = "") -> Loaded:
         """Give a model these labels and no others, each the name of a version: ``{"stable": "7", "canary": "8"}``."""
         items = [pb.VersionLabel(label=label, version=version) for label, version in labels.items()]
-        return self._call("SetLabels", pb.SetLabelsRequest(model=model, labels=items, change=pb.Change(reason=reason)))
+        return self._change("SetLabels", pb.SetLabelsRequest(model=model, labels=items), reason)
 
     def rollback(self, model: str, *, reason: str = "") -> Loaded:
         """Go back to the weights before the last change of them."""
-        return self._call("Rollback", pb.RollbackRequest(model=model, change=pb.Change(reason=reason)))
+        return self._change("Rollback", pb.RollbackRequest(model=model), reason)
 
     def apply_delta(self, model: str, delta: str, version: str = "", *, reason: str = "") -> Loaded:
         """Apply ``delta``, a file in the model's folder of the store, to a loaded version (empty: the default one)."""
-        return self._call(
-            "ApplyDelta",
-            pb.ApplyDeltaRequest(model=model, version=version, delta=delta, change=pb.Change(reason=reason)),
-        )
+        return self._change("ApplyDelta", pb.ApplyDeltaRequest(model=model, version=version, delta=delta), reason)
 
     def undo_delta(self, model: str, version: str = "", *, reason: str = "") -> Loaded:
         """Undo a version's last delta."""
-        return self._call(
-            "UndoDelta", pb.UndoDeltaRequest(model=model, version=version, change=pb.Change(reason=reason))
-        )
+        return self._change("UndoDelta", pb.UndoDeltaRequest(model=model, version=version), reason)
 
     def close(self) -> None:
         """Close the channel; calls after it fail."""
@@ -150,6 +133,10 @@ class AdminClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _change(self, name: str, request: Any, reason: str) -> Loaded:
+        request.change.reason = reason
+        return self._call(name, request)
 
     def _call(self, name: str, request: Message) -> Loaded:
         answer = invoke(

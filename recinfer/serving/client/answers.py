@@ -8,8 +8,6 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from recinfer.inference.specs import FeatureSpec, Outputs
 from recinfer.serving.wire.arrays import decode_lookup, decode_predict, parse
 from recinfer.serving.wire.proto import inference_pb2 as pb
@@ -85,14 +83,9 @@ def decode_embeddings(answer: bytes, tensors: bool) -> Embeddings:
     if tensors:
         from recinfer.serving.wire import codec
 
-        return Embeddings(*codec.decode_lookup_answer(answer))
+        return Embeddings(*codec.decode_lookup_response(answer))
     found = decode_lookup(answer)
-    pooled = None
-    if found.dims:
-        blocks = np.split(found.values, np.cumsum(found.dims)[:-1], axis=1)
-        pooled = dict(zip(found.keys, blocks))
-    sequences = {key: np.split(vectors, np.cumsum(lengths)[:-1]) for key, (lengths, vectors) in found.sequences.items()}
-    return Embeddings(pooled, sequences, found.version, found.missing)
+    return Embeddings(found.pooled() or None, found.bags(), found.version, found.missing)
 
 
 def decode_outputs(answer: bytes, tensors: bool) -> Outputs:

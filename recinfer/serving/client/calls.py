@@ -13,7 +13,7 @@ from recinfer.serving.wire.retry import has_said
 from recinfer.serving.wire.status import error_of
 from recinfer.serving.wire.tls import File, credentials_of
 
-__all__ = ["invoke", "security_of", "translated"]
+__all__ = ["channel_to", "invoke", "security_of", "translated"]
 
 
 def security_of(
@@ -32,6 +32,15 @@ def security_of(
     if credentials is None:
         raise InputError(f"TLS: got the name {name!r} without tls_ca, expected the server's authority too")
     return credentials, [*options, ("grpc.ssl_target_name_override", name)]
+
+
+def channel_to(
+    target: str, credentials: grpc.ChannelCredentials | None, options: list[tuple[str, Any]]
+) -> grpc.Channel:
+    """A blocking channel; ``credentials`` and ``options`` as :func:`security_of` gives them."""
+    if credentials is None:
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(target, credentials, options=options)
 
 
 def invoke(

@@ -22,7 +22,7 @@ from recinfer.serving.client.answers import (
     torch_is_installed,
 )
 from recinfer.serving.client.bulk import ScoredRow, score, score_async
-from recinfer.serving.client.calls import invoke, security_of, translated
+from recinfer.serving.client.calls import channel_to, security_of, translated
 from recinfer.serving.client.columns import as_raw
 from recinfer.serving.client.retry import Retries
 from recinfer.serving.client.throttle import Throttle
@@ -37,7 +37,6 @@ __all__ = [
     "InferenceClient",
     "ModelDescription",
     "ScoredRow",
-    "invoke",
 ]
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -51,19 +50,24 @@ _START_WITH = "recinfer serve ARCHIVE --port N"
 
 
 class _Client:
-    """The part that both clients share: settings, and the conversion of inputs and answers."""
+    """The part that both clients share: settings (see InferenceClient), and the conversion of inputs and answers."""
 
     def __init__(
         self,
         target: str,
-        model: str,
-        version: str,
-        timeout: float,
-        retries: int,
-        throttle: bool,
-        token: str,
-        tensors: bool | None,
-        label: str,
+        *,
+        model: str = "",
+        version: str = "",
+        timeout: float = 10.0,
+        retries: int = 2,
+        throttle: bool = True,
+        token: str = "",
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        tls_name: str = "",
+        tensors: bool | None = None,
+        label: str = "",
     ) -> None:
         if retries < 0:
             raise InputError(f"retries: got {retries}, expected 0 or more")
@@ -81,6 +85,12 @@ class _Client:
         if tensors and not torch_is_installed():
             raise UnavailableError("tensors: torch is not installed; pip install 'recinfer[cpu]', or leave tensors out")
         self.tensors = torch_is_installed() if tensors is None else tensors
+        self._credentials, self._options = security_of(tls_ca, tls_cert, tls_key, tls_name)
+        self._open()
+
+    def _open(self) -> None:
+        """Called when the settings are known."""
+        raise NotImplementedError
 
     def _lookup_request(self, features: Any) -> bytes:
         return encode_lookup_request(features, self.model, self.version, self.label)
@@ -128,29 +138,8 @@ class InferenceClient(_Client):
     fails, RecinferError.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        model: str = "",
-        version: str = "",
-        timeout: float = 10.0,
-        retries: int = 2,
-        throttle: bool = True,
-        token: str = "",
-        tls_ca: str | os.PathLike[str] | None = None,
-        tls_cert: str | os.PathLike[str] | None = None,
-        tls_key: str | os.PathLike[str] | None = None,
-        tls_name: str = "",
-        tensors: bool | None = None,
-        label: str = "",
-    ) -> None:
-        super().__init__(target, model, version, timeout, retries, throttle, token, tensors, label)
-        credentials, options = security_of(tls_ca, tls_cert, tls_key, tls_name)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.secure_channel(target, credentials, options=options)
+    def _open(self) -> None:
+        self._channel = channel_to(self.target, self._credentials, self._options)
         self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
         self._methods[_CHECK] = self._channel.unary_unary(HEALTH_CHECK)
 
@@ -252,25 +241,7 @@ class AsyncInferenceClient(_Client):
     ...     found = await client.lookup({"user": [3, 4], "clicks": [[1, 2], []]})
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        model: str = "",
-        version: str = "",
-        timeout: float = 10.0,
-        retries: int = 2,
-        throttle: bool = True,
-        token: str = "",
-        tls_ca: str | os.PathLike[str] | None = None,
-        tls_cert: str | os.PathLike[str] | None = None,
-        tls_key: str | os.PathLike[str] | None = None,
-        tls_name: str = "",
-        tensors: bool | None = None,
-        label: str = "",
-    ) -> None:
-        super().__init__(target, model, version, timeout, retries, throttle, token, tensors, label)
-        self._credentials, self._options = security_of(tls_ca, tls_cert, tls_key, tls_name)
+    def _open(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: grpc.aio.Channel | None = None
         self._methods: dict[str, Any] = {}

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from recinfer.arrow import plain_array, pyarrow_for, speaks_arrow
-from recinfer.columns import as_features, as_matrix
 from recinfer.errors import InputError
 
-__all__ = ["as_features", "as_matrix", "as_raw"]
+__all__ = ["as_raw"]
 
 
 def as_raw(rows: Any) -> bytes:

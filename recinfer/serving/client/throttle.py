@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 __all__ = ["Throttle"]
 
-_MEMORY_S = 1.0
+_MEMORY_S = 1.0  # in which what was heard falls to 1/e of its weight
 _LEAST, _MOST = 1.05, 2.0  # sent of what was taken: where more than a twentieth of it is refused, and where nothing is
 _REFUSED = 0.05
-_SPARE = 10.0
-_FORGOTTEN = 1e-3  # of a refusal
+_SPARE = 10.0  # calls that always pass
+_FORGOTTEN = 1e-3  # less of a refusal is none
 
 
 class Throttle:

@@ -14,7 +14,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 
 from recinfer.inference.specs import Outputs
 from recinfer.serving.client.answers import Embeddings, decode_embeddings, decode_outputs, torch_is_installed
-from recinfer.serving.client.client import invoke
+from recinfer.serving.client.calls import invoke
 from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.fields import bytes_field
 from recinfer.serving.wire.status import error_of

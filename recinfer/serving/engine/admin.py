@@ -64,8 +64,7 @@ class AdminService:
     def _load(self, data: bytes) -> bytes:
         """Returns the request with the version that was loaded, where it named none."""
         request = codec.parse(pb.LoadRequest, data)
-        request.version = request.version or self.manager.newest_version(request.model)
-        self.manager.load(request.model, request.version, activate=request.activate)
+        request.version = self.manager.load(request.model, request.version, activate=request.activate)
         return request.SerializeToString()
 
     def _unload(self, data: bytes) -> None:

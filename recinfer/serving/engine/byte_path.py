@@ -68,7 +68,9 @@ class _Prediction:
 
 
 class Predictions:
-    """Runs plain predictions; those of one version of a model share runs. See recinfer.serving.engine.scheduler.Runner.
+    """Runs plain predictions; those of one version of a model share runs. Any thread may submit one.
+
+    See recinfer.serving.engine.scheduler.Runner for what the scheduler calls.
 
     Args:
         scheduler: where they wait.

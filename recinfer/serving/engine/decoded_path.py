@@ -70,8 +70,7 @@ class DecodedRequest:
 class InferenceService:
     """Decodes, runs and encodes the three calls of the wire over the models of a registry. Thread-safe.
 
-    Each method raises InputError or NotFoundError for what the caller did wrong; recinfer.serving.wire.status maps errors
-    to codes.
+    What the caller did wrong is an InputError or a NotFoundError; recinfer.serving.wire.status maps errors to codes.
     """
 
     def __init__(
@@ -80,20 +79,6 @@ class InferenceService:
         self.registry = registry
         self.stats = stats or RequestStats()
         self.limits = limits or Limits()
-
-    def lookup(self, data: bytes) -> bytes:
-        """LookupRequest -> LookupResponse."""
-        return self._answer("Lookup", data)
-
-    def predict(self, data: bytes) -> bytes:
-        """PredictRequest -> PredictResponse."""
-        return self._answer("Predict", data)
-
-    def _answer(self, call: CallName, data: bytes) -> bytes:
-        (answer,) = run_now(self.run([self.decode(call, data)]))
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
     def decode(self, call: CallName, data: bytes) -> DecodedRequest:
         """A serialized LookupRequest, or PredictRequest of ids or of raw rows."""
@@ -221,7 +206,9 @@ class InferenceService:
 
 
 class DecodedRuns:
-    """Decodes and runs requests on workers; those of one model and call share runs. See recinfer.serving.engine.scheduler.Runner.
+    """Decodes and runs requests on workers; those of one model and call share runs. Any thread may submit one.
+
+    A ranker's run goes on where its shards' answers arrive. See recinfer.serving.engine.scheduler.Runner.
 
     Args:
         service: decodes, runs and encodes.
@@ -259,17 +246,14 @@ class DecodedRuns:
             try:
                 request.ticket.grow(_DECODED * len(request.data))
                 decoded = self._service.decode(request.call, request.data)
-                request.ticket.grow(
-                    (2 if request.call == "Lookup" else 1) * decoded.vector_bytes
-                )  # and an answer of them
+                copies = 2 if request.call == "Lookup" else 1  # the answer to a lookup holds the vectors once more
+                request.ticket.grow(copies * decoded.vector_bytes)
             except Exception as error:
                 request.reply(error)
                 continue
             runs = groups.setdefault(decoded.key, [[]])
-            if (
-                runs[-1]
-                and sum(one.samples for _, one in runs[-1]) + decoded.samples > self._scheduler.config.max_batch
-            ):
+            samples = decoded.samples + sum(one.samples for _, one in runs[-1])
+            if runs[-1] and samples > self._scheduler.config.max_batch:
                 runs.append([])
             runs[-1].append((request, decoded))
         for group in (run for runs in groups.values() for run in runs):

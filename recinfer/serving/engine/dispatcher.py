@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, Request
 from recinfer.serving.engine.scheduler import BatchConfig, Scheduler
 
-__all__ = ["Dispatcher"]
+__all__ = ["Dispatcher", "LoopCaller"]
 
 _FLOAT_BYTES = 4
 _FEW_BYTES = 64 << 10
@@ -102,7 +103,7 @@ class Dispatcher:
             done.release()
 
         for at, (call, data) in enumerate(requests):
-            self.dispatch(Request(call, data, deadline, lambda answer, at=at: reply(at, answer)))  # type: ignore[misc]
+            self.dispatch(Request(call, data, deadline, functools.partial(reply, at)))
         self.scheduler.run_ready()
         for _ in requests:
             done.acquire()

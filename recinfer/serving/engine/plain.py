@@ -108,7 +108,7 @@ class PlainRequest(NamedTuple):
 
 
 class PlainReader:
-    """Reads requests.
+    """Reads requests. Any thread may call it.
 
     Args:
         registry: the models.

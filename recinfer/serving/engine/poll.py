@@ -31,7 +31,7 @@ def versions_on_disk(folder: Path) -> dict[str, Path]:
 
 
 class StorePoller:
-    """Compares a store with the served versions on request, and has the changes served.
+    """Compares a store with the served versions on request, and has the changes served. One thread at a time may call it.
 
     A version is tried once; one that is refused is tried again when its files have changed, by a ranker at each look: its
     shards have files of their own, and may get them later. A version becomes the default
@@ -61,9 +61,8 @@ class StorePoller:
         self.folder, self.config, self._is_ranker = folder, config, is_ranker
         self._change, self._state = change, state
         self._tried: dict[tuple[str, str], Fingerprint] = {}  # what each version was when it was loaded or refused
-        self._set: dict[
-            str, tuple[Mapping[str, str], Mapping[str, int]]
-        ] = {}  # labels and weights of the configuration
+        # Labels and weights of the configuration that were set, by model.
+        self._set: dict[str, tuple[Mapping[str, str], Mapping[str, int]]] = {}
         self._logged: dict[str, str] = {}  # what was logged, by what it is about
         self._text: str | None = None
         self._choices: dict[str, ModelChoice] | None = None
@@ -152,8 +151,8 @@ class StorePoller:
         if first and version in served:  # since the server began
             return
         newest = not choice.weights and all(natural(version) > natural(other) for other in served)
-        request = pb.LoadRequest(model=model, version=version, activate=newest, change=_change(reason))
-        if not self._made("Load", request, f"{model} {version}") and self._is_ranker:
+        request = pb.LoadRequest(model=model, version=version, activate=newest)
+        if not self._made("Load", request, f"{model} {version}", reason) and self._is_ranker:
             self._tried[key] = ()  # no archive is without files
 
     def _name_and_weigh(self, model: str, choice: ModelChoice, reason: str) -> None:
@@ -163,12 +162,9 @@ class StorePoller:
         if not {*choice.labels.values(), *choice.weights} <= set(self._served(model)):
             return
         labels = [pb.VersionLabel(label=label, version=version) for label, version in choice.labels.items()]
-        done = self._made("SetLabels", pb.SetLabelsRequest(model=model, labels=labels, change=_change(reason)), model)
+        done = self._made("SetLabels", pb.SetLabelsRequest(model=model, labels=labels), model, reason)
         if done and choice.weights:
-            weights = [pb.VersionWeight(version=version, weight=weight) for version, weight in choice.weights.items()]
-            done = self._made(
-                "SetWeights", pb.SetWeightsRequest(model=model, weights=weights, change=_change(reason)), model
-            )
+            done = self._made("SetWeights", _weighing(model, choice.weights), model, reason)
         if done:
             self._set[model] = (choice.labels, choice.weights)
 
@@ -191,20 +187,18 @@ class StorePoller:
         if left and any(version in ending for version in weights):
             kept = {version: weight for version, weight in weights.items() if version not in ending}
             shares = kept or {max(left, key=natural): 1}
-            items = [pb.VersionWeight(version=version, weight=weight) for version, weight in shares.items()]
-            request = pb.SetWeightsRequest(model=model, weights=items, change=_change(reason))
-            if not self._made("SetWeights", request, model):
+            if not self._made("SetWeights", _weighing(model, shares), model, reason):
                 return
         # What has a weight comes last: where nothing is left, it goes with the model.
         for version in sorted(ending, key=lambda version: version in weights):
-            last = pb.UnloadRequest(model=model, version=version, change=_change(reason))
-            if self._made("Unload", last, f"{model} {version}"):
+            if self._made("Unload", pb.UnloadRequest(model=model, version=version), f"{model} {version}", reason):
                 self._tried.pop((model, version), None)
                 self._logged.pop(f"{model} {version}", None)
                 self._set.pop(model, None)
 
-    def _made(self, call: str, request: Any, about: str) -> bool:
+    def _made(self, call: str, request: Any, about: str, reason: str) -> bool:
         """Whether the change was made; the log has why not, once."""
+        request.change.who, request.change.reason = BY_POLLING, reason
         try:
             self._change(call, request.SerializeToString())
         except Exception as error:  # a broken archive may fail anywhere
@@ -284,5 +278,6 @@ def _fingerprint(folder: Path) -> Fingerprint | None:
     return tuple(sorted(found))
 
 
-def _change(reason: str) -> pb.Change:
-    return pb.Change(reason=reason, who=BY_POLLING)
+def _weighing(model: str, weights: Mapping[str, int]) -> pb.SetWeightsRequest:
+    items = [pb.VersionWeight(version=version, weight=weight) for version, weight in weights.items()]
+    return pb.SetWeightsRequest(model=model, weights=items)

@@ -12,9 +12,9 @@ from recinfer.errors import OverloadedError
 __all__ = ["QueueBudget"]
 
 _MARGIN = 1.5  # factor by which the real wait may exceed the estimate
-_SMOOTHING = 0.2
+_SMOOTHING = 0.2  # the part of a run in the estimate of the next
 _FULL, _TOO_LATE = "its limit", "more than its deadline allows"
-_SAME_ERROR_S = 20e-3
+_SAME_ERROR_S = 20e-3  # for which refusals get one error object
 
 
 class _Refusal(NamedTuple):

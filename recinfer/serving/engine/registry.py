@@ -114,15 +114,15 @@ class ModelRegistry:
 
     def versions(self, name: str) -> dict[str, ServedModel]:
         """The versions of a model, the oldest here first; raises NotFoundError."""
-        return dict(self._of(self._models, name).by_name)
+        return dict(self._of(name).by_name)
 
     def weights(self, name: str) -> dict[str, int]:
         """The versions that requests without a version go to, each with its weight; raises NotFoundError."""
-        return dict(self._of(self._models, name).weights)
+        return dict(self._of(name).weights)
 
     def labels(self, name: str) -> dict[str, str]:
         """The labels of a model, each with its version; raises NotFoundError."""
-        return dict(self._of(self._models, name).labels)
+        return dict(self._of(name).labels)
 
     def resolve_label(self, model: str, label: str) -> str:
         """The version that ``label`` names of ``model`` (empty: the default one).
@@ -130,7 +130,7 @@ class ModelRegistry:
         Raises:
             NotFoundError: there is no such model or label; the message lists what there is.
         """
-        return self._labelled(model, self._of(self._models, model), label)
+        return self._labelled(model, self._of(model), label)
 
     def get(self, name: str = "", version: str = "", label: str = "") -> ServedModel:
         """The model ``name`` (empty: the default one) at ``version`` (empty: one of those with a weight).
@@ -142,7 +142,7 @@ class ModelRegistry:
             NotFoundError: there is none; the message lists what there is.
             InputError: both a version and a label.
         """
-        versions = self._of(self._models, name)
+        versions = self._of(name)
         if label:
             if version:
                 raise InputError(f"version: got {_short(version)} and the label {_short(label)}, expected one of them")
@@ -178,7 +178,7 @@ class ModelRegistry:
             InputError: requests without a version go to it, or it is the last model.
         """
         with self._lock:
-            versions = self._of(self._models, name)
+            versions = self._of(name)
             self._check_version(name, versions, version)
             name = name or next(iter(self._models))
             left = {v: model for v, model in versions.by_name.items() if v != version}
@@ -204,7 +204,7 @@ class ModelRegistry:
             InputError: no weight above 0.
         """
         with self._lock:
-            versions = self._of(self._models, name)
+            versions = self._of(name)
             for version in weights:
                 self._check_version(name, versions, version)
             positive = {version: weight for version, weight in weights.items() if weight > 0}
@@ -223,7 +223,7 @@ class ModelRegistry:
             InputError: an empty label.
         """
         with self._lock:
-            versions = self._of(self._models, name)
+            versions = self._of(name)
             for label, version in labels.items():
                 if not label:
                     raise InputError(f"labels: got an empty one for version {_short(version)}, expected a name")
@@ -234,7 +234,7 @@ class ModelRegistry:
     def rollback(self, name: str) -> None:
         """Bring back the weights that the last ``set_weights`` replaced; raises NotFoundError, InputError."""
         with self._lock:
-            versions = self._of(self._models, name)
+            versions = self._of(name)
             if versions.before is None:
                 raise InputError(f"model: {name!r} has nothing to go back to")
             new = replace(versions, weights=versions.before, before=versions.weights)
@@ -267,8 +267,8 @@ class ModelRegistry:
                     models[name] = replace(models[name], weights=left, before=back, labels=named)
             self._models = models
 
-    @staticmethod
-    def _of(models: Mapping[str, _Versions], name: str) -> _Versions:
+    def _of(self, name: str) -> _Versions:
+        models = self._models
         versions = models.get(name) if name else next(iter(models.values()))
         if versions is None:
             raise NotFoundError(f"model: got {_short(name)}, expected one of {', '.join(map(repr, models))}")

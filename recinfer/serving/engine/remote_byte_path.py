@@ -30,7 +30,8 @@ MOST_FAN_OUTS = 64
 
 
 class FanOuts:
-    """Answers plain requests from shards, each with a fan-out of its own. See recinfer.serving.engine.scheduler.Runner.
+    """Answers plain requests from shards, each with a fan-out of its own. Any thread may start one; its answers come on the
+    shards' thread. See recinfer.serving.engine.scheduler.Runner.
 
     Args:
         scheduler: where requests wait while too many fan-outs are under way.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
 
-__all__ = ["CallName", "Reply", "Request"]
+__all__ = ["AnswerCall", "CallName", "Reply", "Request"]
 
 CallName = Literal["Lookup", "Predict"]
+
+AnswerCall = Callable[[CallName, bytes], Awaitable[bytes]]
+"""Answers a serialized request on the event loop; raises errors of ours."""
 
 Reply = Callable[["bytes | Exception"], None]
 """Takes a serialized answer or an error of ours; on any thread."""

@@ -73,7 +73,8 @@ class Entry:
 
 
 class Runner(Protocol):
-    """Runs entries of one kind."""
+    """Runs entries of one kind. ``run`` is called on a worker, or for a short run on the thread that called
+    :meth:`Scheduler.run_ready`; the others on either, with the scheduler's lock, so they return at once."""
 
     def can_start(self) -> bool:
         """Whether one more run may begin now."""

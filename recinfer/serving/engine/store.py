@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
@@ -24,12 +23,8 @@ _MAX_NAME = 255  # bytes of a file's name
 _log = logging.getLogger(__name__)
 
 
-class _NoSoundVersion(ConfigError):
-    """All versions of a model are broken."""
-
-
 class ModelStore:
-    """Archives on disk by model and version.
+    """Archives on disk by model and version. Any thread may call it.
 
     Args:
         folder: holds ``<model>/<version>/manifest.json``.
@@ -106,44 +101,6 @@ class ModelStore:
             raise NotFoundError(f"delta: the store has no {name[:80]!r} of model {model[:80]!r}; it has {found}")
         return path
 
-    def newest(self, model: str) -> ServedModel:
-        """The newest version that is sound; a broken one is logged and passed over. Raises ConfigError, NotFoundError."""
-        return self.newest_that(model, lambda version: ServedModel.of(model, self.open(model, version), version))
-
-    def newest_that(
-        self,
-        model: str,
-        opens: Callable[[str], T],
-        broken: type[RecinferError] = RecinferError,
-        choose: Callable[[str, list[str]], list[str]] = lambda _, versions: versions,
-    ) -> T:
-        """What ``opens`` makes of the newest sound version; one that it raises for is logged and passed over.
-
-        Args:
-            broken: which of recinfer's own errors say that a version is unsound; others are raised. Any exception that is
-                none of recinfer's says so too.
-            choose: which of the model's versions may be tried.
-
-        Raises:
-            NotFoundError: the store has no version of the model.
-            ConfigError: all of them are broken; it says how.
-        """
-        failed: list[str] = []
-        for version in choose(model, self.versions(model)):
-            try:
-                return opens(version)
-            except Exception as error:
-                if isinstance(error, RecinferError) and not isinstance(error, broken):
-                    raise
-                reason = (
-                    str(error) if isinstance(error, RecinferError | OSError) else f"{type(error).__name__}: {error}"
-                )
-                _log.error("model store: %s %s is not served: %s", model, version, reason)
-                failed.append(f"{version}: {reason}")
-        if not failed:
-            raise NotFoundError(f"model: the store has no version of {model[:80]!r}")
-        raise _NoSoundVersion(f"model store: model {model[:80]!r} has no version to serve: {'; '.join(failed)}")
-
     def newest_of_all(
         self,
         opens: Callable[[str, str], T],
@@ -152,25 +109,36 @@ class ModelStore:
         needed: bool = True,
         choose: Callable[[str, list[str]], list[str]] = lambda _, versions: versions,
     ) -> list[T]:
-        """What ``opens`` makes of the newest sound version of each model; a model without one is passed over.
+        """What ``opens`` makes of the newest sound version of each model; one that it raises for is logged and passed over.
 
         Args:
-            needed: raise where no model has one, instead of returning nothing.
-            choose: which of a model's versions may be tried, of those that are given to it; none: the model is left out.
+            broken: which of recinfer's own errors say that a version is unsound; others are raised. Any exception that is
+                none of recinfer's says so too.
+            needed: raise where no model has a sound version, instead of returning nothing.
+            choose: which of a model's versions may be tried, of those that are given to it.
 
         Raises:
             ConfigError: there are models, and no sound version of any; it says how each is broken.
         """
-        found, failed = [], []
+        found, unsound = [], []
         for model in self.models():
-            if not choose(model, self.versions(model)):
-                continue
-            try:
-                found.append(self.newest_that(model, functools.partial(opens, model), broken, choose))
-            except _NoSoundVersion as error:
-                failed.append(str(error))
-        if failed and needed and not found:
-            raise ConfigError("; ".join(failed))
+            reasons = []
+            for version in choose(model, self.versions(model)):
+                try:
+                    found.append(opens(model, version))
+                    break
+                except Exception as error:
+                    own = isinstance(error, RecinferError)
+                    if own and not isinstance(error, broken):
+                        raise
+                    reason = str(error) if own or isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                    _log.error("model store: %s %s is not served: %s", model, version, reason)
+                    reasons.append(f"{version}: {reason}")
+            else:
+                if reasons:
+                    unsound.append(f"model store: model {model[:80]!r} has no version to serve: {'; '.join(reasons)}")
+        if unsound and needed and not found:
+            raise ConfigError("; ".join(unsound))
         return found
 
     @staticmethod
@@ -202,8 +170,8 @@ class StoreManager:
         with self._lock:
             return served_state(self.registry, self._deltas)
 
-    def load(self, model: str, version: str = "", *, activate: bool = False) -> None:
-        """Serve a version of the store; with ``activate`` also as the default one.
+    def load(self, model: str, version: str = "", *, activate: bool = False) -> str:
+        """Serve a version of the store (empty: the newest), with ``activate`` also as the default one; its name.
 
         Nothing changes before it has proved itself. A version that is served already stays as it is. Raises InputError,
         NotFoundError; an archive that is broken is an InputError here: the caller chose it. So is one whose content is not
@@ -224,6 +192,7 @@ class StoreManager:
                 self.registry.add(ServedModel.of(model, predictor, version))
             if activate:
                 self.registry.set_weights(model, {version: 1})
+            return version
 
     def _check_same(self, model: str, version: str) -> None:
         """Raises InputError where the store has something else than what is served, or nothing any more."""

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
 from recinfer.errors import OverloadedError
+from recinfer.serving.engine.queue_budget import QueueBudget
 from recinfer.serving.server.ending import Ending, ending_of
 from recinfer.serving.server.security import NO_TOKEN, Security
 from recinfer.serving.server.telemetry.observe import Observer
 
-__all__ = ["Admission", "Queue", "names_of"]
+__all__ = ["Admission", "names_of"]
 
 _log = logging.getLogger("recinfer.serving.server")
 
 
-class Queue(Protocol):
-    """The queue for which calls are admitted."""
-
-    def refused(self, deadline: float) -> OverloadedError | None:
-        """The error for a request with this ``deadline`` (``time.monotonic()``) that the queue cannot take, which is counted;
-        may be the same object as before. None: the queue can take it.
-        """
-
-
 class Admission:
     """Which calls are ended as they arrive, before their message is read: at three times what a server can take, that is
-    most of what it does.
+    most of what it does. Called on gRPC's thread.
 
     Args:
         security: who may call.
@@ -44,7 +36,7 @@ class Admission:
         self,
         security: Security,
         observer: Observer,
-        queue: Queue | None = None,
+        queue: QueueBudget | None = None,
         methods: Mapping[str, str] | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:

@@ -1,7 +1,7 @@
 """The only import of grpcio's binding of gRPC's core, ``grpc._cython.cygrpc``, and the names of it that recinfer uses.
 
-grpcio's own synchronous server (``grpc/_server.py``) is made of these objects. They are no public interface. So pyproject.toml caps grpcio at the releases that were tried, and tests/serving/test_grpc_binding.py is the
-contract: it says how each of them is called.
+grpcio's own synchronous server (``grpc/_server.py``) is made of these objects. They are no public interface. So pyproject.toml
+caps grpcio at the releases that were tried, and tests/serving/test_grpc_binding.py is the contract: it says how each is called.
 """
 
 from __future__ import annotations

@@ -18,31 +18,32 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from recinfer.serving.engine.memory_budget import MemoryBudget
+from recinfer.serving.engine.scheduler import Scheduler
 from recinfer.serving.server.call_ticket import Bounds
 from recinfer.serving.server.ending import CANCELLED, FAILED, Ending
 from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.server.grpc_call import CoreCall, Dispatch, Method
 from recinfer.serving.wire.limits import Limits
 
-__all__ = ["Admit", "CoreServer", "Turns"]
+__all__ = ["Admit", "CoreServer"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _REQUESTED = 8  # calls that gRPC may deliver before the thread turns to it again
 _REQUESTED_LATE = 1024  # the same when the server stops
 _PATHS = 1024  # that are remembered; callers may make up any number of them
-_NEVER_S = 1e17
-_TICK_S = 60.0
+_NEVER_S = 1e17  # a call without a deadline has a later one
+_TICK_S = 60.0  # between two polls of gRPC while nothing happens
 _AT_ONCE = 0.0  # a time of the past: a poll that does not wait
 _LOOK_S, _IDLE_LOOKS = 0.1, 3  # while the last calls end
 _CANCELLED_S = 3.0  # until calls that were cancelled are given back
 _STILL_S = 0.05  # between two checks of the open calls
 _MOST_LATE = 8  # events that are taken before one that is due
-_RECEIVE_S = 30.0
+_RECEIVE_S = 30.0  # for a message to come whole
 # Health and reflection are small, and health needs no token: two calls at a time may be slow to send their message.
 _OPEN_TO_ALL = ("/grpc.health.", "/grpc.reflection.")
 _OPEN_BYTES, _OPEN_RECEIVE_S, _OPEN_BUDGET = 64 << 10, 3.0, 3
@@ -57,25 +58,6 @@ Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
 """What a call is ended with as it arrives, before its message is read: takes method path, ``time.monotonic()`` after which
 nobody waits, metadata. None: it goes on. Called on gRPC's thread."""
 
-
-class Turns(Protocol):
-    """Runs dispatched requests at the end of a turn (recinfer.serving.engine.scheduler.Scheduler)."""
-
-    @property
-    def has_new(self) -> bool:
-        """Whether a request was dispatched since the last end of a turn."""
-        ...
-
-    @property
-    def is_due(self) -> bool:
-        """Whether so much was dispatched that the turn ends now."""
-        ...
-
-    def run_ready(self) -> None:
-        """A turn ends."""
-        ...
-
-
 _NO_METHOD = Ending("UNIMPLEMENTED", "Method not found!")
 
 
@@ -87,7 +69,8 @@ class CoreServer:
         admit: looks at every call as it arrives.
         refused: called for each call that is ended for the memory it holds.
         dispatch: by method path; for methods with one message in and out, whose messages it gets as they came.
-        turns: its ``run_ready`` is called when gRPC has no more events after something was dispatched.
+        turns: what ``dispatch`` submits to; its ``run_ready`` is called when gRPC has no more events after something was
+            submitted.
         budget: of the bytes that messages and answers hold; None: one of its own.
         most_bytes: of a message, as ``options`` has it.
 
@@ -104,7 +87,7 @@ class CoreServer:
         admit: Admit = lambda path, deadline, metadata: None,
         refused: Refused = lambda path, code, metadata: None,
         dispatch: Mapping[str, Dispatch] | None = None,
-        turns: Turns | None = None,
+        turns: Scheduler | None = None,
         budget: MemoryBudget | None = None,
         most_bytes: int = Limits.max_message_bytes,
     ) -> None:
@@ -305,10 +288,8 @@ class CoreServer:
             name = path.decode("utf-8", "replace")
             details = _Details(name, tuple(metadata))
             handler = next((h for each in self._handlers if (h := each.service(details)) is not None), None)
-            bounds, dispatch = (
-                self._bounds_of_open if name.startswith(_OPEN_TO_ALL) else self._bounds,
-                self._dispatch.get(name),
-            )
+            bounds = self._bounds_of_open if name.startswith(_OPEN_TO_ALL) else self._bounds
+            dispatch = self._dispatch.get(name)
             found = None if handler is dispatch is None else Method(name, handler, dispatch, bounds)
             if len(self._methods) < _PATHS:
                 self._methods[path] = found

@@ -11,11 +11,12 @@ from contextvars import ContextVar
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from recinfer.errors import RecinferError
+from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.memory_budget import ticket_of_task
 from recinfer.serving.engine.request import CallName, Request
@@ -23,11 +24,13 @@ from recinfer.serving.server.ending import Ending, ending_of
 from recinfer.serving.server.grpc_call import CoreCall, Dispatch
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
+from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.observe import Observer
 
 __all__ = [
     "Answer",
     "add_standard_services",
+    "bind",
     "connection_options",
     "core_call",
     "deadline",
@@ -73,6 +76,15 @@ def connection_options() -> list[tuple[str, int]]:
     ]
 
 
+def bind(server: CoreServer, security: Security, target: str) -> int:
+    """The port that ``server`` listens on from its start; raises UnavailableError, ConfigError."""
+    credentials = security.credentials()
+    try:
+        return server.add_insecure_port(target) if credentials is None else server.add_secure_port(target, credentials)
+    except RuntimeError as error:  # taken since the address was checked
+        raise UnavailableError(f"cannot listen on {target}: {error}") from None
+
+
 def generic_handler(service: str, calls: Mapping[str, Answer], observer: Observer) -> grpc.GenericRpcHandler:
     """The methods of ``service``. Bytes in, bytes out: parsing is theirs, so that its errors get a code and our message."""
     methods = {
@@ -111,9 +123,8 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
                 await context.abort(grpc.StatusCode[ending.code], ending.message, ending.trailing)
             except grpc.aio.AbortError:
                 raise
-            except (
-                Exception
-            ):  # gRPC cannot send it to a disconnected caller, and would log that as an error of the server
+            except Exception:
+                # gRPC cannot send it to a disconnected caller, and would log that as an error of the server.
                 raise asyncio.CancelledError from None
             raise  # not reached: abort raises
         answered("OK")
@@ -166,12 +177,20 @@ def _ending(call: str, data: bytes, error: Exception) -> Ending:
 def add_standard_services(
     server: CoreServer,
     services: Sequence[str],
-    descriptors: DescriptorPool,
+    files: Sequence[FileDescriptor],
     is_ready: Callable[[], bool] = lambda: True,
 ) -> EndingHealth:
-    """Reflection of ``services`` and of itself, and health, which is given back and says NOT_SERVING."""
-    shown = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME), pool=descriptors)
+    """Reflection and health, which is given back and says NOT_SERVING.
+
+    Args:
+        services: that reflection lists, besides health and itself; ``files`` describe them.
+        is_ready: see EndingHealth.
+    """
+    pool = DescriptorPool()  # of its own: our files and the Open Inference Protocol's are in different ones
+    for file in (*files, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+        pool.AddSerializedFile(file.serialized_pb)
+    shown = reflection.aio.ReflectionServicer((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), pool=pool)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, server)
-    health = EndingHealth(is_ready)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    return health
+    servicer = EndingHealth(is_ready)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    return servicer

@@ -22,7 +22,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class EndingHealth(health.aio.HealthServicer):  # type: ignore[misc]
-    """As grpc_health has it, but NOT_SERVING until :meth:`show`, and with readiness and liveness.
+    """As grpc_health has it, but NOT_SERVING until :meth:`show`, and with readiness and liveness. For the event loop alone.
 
     When the server stops, a Watch sends the last status and ends; each watcher gets every change. In grpc_health a Watch
     never ends by itself, and gRPC's grace period is for all calls: one watcher would delay a stop by all of it. There, too,

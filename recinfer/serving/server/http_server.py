@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
+import base64
 import logging
 import math
 import ssl
@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 
 from recinfer.errors import InputError, OverloadedError
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_of_task
-from recinfer.serving.server.http_site import HttpSite, as_bearer
+from recinfer.serving.server.http_site import HttpSite
 from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
 from recinfer.serving.wire.status import status_of
 
@@ -64,7 +64,7 @@ Route = Get | Post
 
 
 class HttpProtocol(Protocol):
-    """The interface of a protocol on the port.
+    """The interface of a protocol on the port. The event loop calls it; what takes long goes to a thread (``off_loop``).
 
     Attributes:
         paths: that exist, listed in the answer to any other path.
@@ -86,7 +86,8 @@ class HttpServer:
         most_bytes: of a body.
         host: address to listen on.
         port: TCP port; 0 takes a free one.
-        token: that every request but the open ones must carry, as a bearer or as the password of a browser; empty: none.
+        allows: whether a request with this ``Authorization: Bearer`` header may pass; open ones pass without. A browser, which
+            prompts its user for a name and a password, passes with the token as the password.
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
         grace: seconds that ``stop`` gives the requests that run.
@@ -101,13 +102,13 @@ class HttpServer:
         host: str,
         port: int,
         *,
-        token: str = "",
+        allows: Callable[[str | None], bool] = lambda authorization: True,
         tls: ssl.SSLContext | None = None,
         reuse_port: bool = False,
         grace: float = 10.0,
         observe: _Observe = lambda call, code, seconds, **more: None,
     ) -> None:
-        self._protocols, self._token, self._observe = protocols, token.encode(), observe
+        self._protocols, self._allows, self._observe = protocols, allows, observe
         self.host, self.port, self._tls, self._reuse_port = host, port, tls, reuse_port
         self._grace, self._budget, self._most_bytes = grace, budget, most_bytes
         self._site: HttpSite | None = None
@@ -140,7 +141,7 @@ class HttpServer:
             loop = asyncio.get_running_loop()
             start, code = loop.time(), "CANCELLED"
             try:
-                if self._token and not is_open and not self._authorized(request):
+                if not is_open and not self._allows(_as_bearer(request.headers.get("Authorization"))):
                     code = "UNAUTHENTICATED"
                     text = "authorization: got no valid bearer token; send the header Authorization: Bearer TOKEN"
                     return web.json_response({"error": text}, status=401, headers={"WWW-Authenticate": scheme})
@@ -200,12 +201,6 @@ class HttpServer:
                 ticket.release()
 
         return answered
-
-    def _authorized(self, request: web.Request) -> bool:
-        kind, _, token = (as_bearer(request.headers.get("Authorization")) or "").partition(" ")
-        # Bytes that are no text are lone surrogates here.
-        given = token.strip().encode(errors="surrogatepass")
-        return kind.lower() == "bearer" and hmac.compare_digest(given, self._token)
 
     @web.middleware
     async def _in_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -282,6 +277,17 @@ async def _send(request: web.Request, answer: web.Response) -> None:
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionError(f"the caller has not read its answer for {_SENT_S:g} s") from None
+
+
+def _as_bearer(header: str | None) -> str | None:
+    """``header``, or where it holds a name and a password, the bearer header of that password."""
+    kind, _, value = (header or "").partition(" ")
+    if kind.lower() != "basic":
+        return header
+    try:
+        return "Bearer " + base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:  # no base64, or no text in it
+        return None
 
 
 def _when_again(error: Exception) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import ssl
 from typing import Any
@@ -12,7 +11,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-__all__ = ["HttpSite", "as_bearer"]
+__all__ = ["HttpSite"]
 
 _log = logging.getLogger(__name__)
 _HEADER_S = 10.0
@@ -130,14 +129,3 @@ class HttpSite:
         finally:
             if request.transport is not None:
                 self._close_in(self._idle_s + self._header_s, request.protocol)
-
-
-def as_bearer(header: str | None) -> str | None:
-    """``header``, or where it holds a name and a password, the bearer header of that password."""
-    kind, _, value = (header or "").partition(" ")
-    if kind.lower() != "basic":
-        return header
-    try:
-        return "Bearer " + base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-    except ValueError:  # no base64, or no text in it
-        return None

@@ -17,16 +17,17 @@ prediction where the model has a dense part.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recinfer import __version__
 from recinfer.errors import InputError
+from recinfer.serving.engine.request import CallName
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.fields import Buffer, bytes_field
+from recinfer.serving.wire.arrays import decode_lookup, decode_predict
+from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
@@ -35,26 +36,21 @@ if TYPE_CHECKING:
     from recinfer.serving.engine.registry import ModelRegistry
 
 __all__ = [
-    "EXTENSIONS",
-    "PLATFORM",
+    "EMBEDDING",
+    "LENGTHS",
     "InferAnswer",
     "InferRequest",
     "InputTensor",
     "OutputTensor",
     "dtype_of",
-    "model_metadata",
     "read_answer",
-    "server_metadata",
     "to_call",
 ]
 
-PLATFORM = "recinfer"
-EXTENSIONS = ("binary_tensor_data",)
-
-Call = Literal["Lookup", "Predict"]
 _DTYPES: dict[str, np.dtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
 _INTEGERS = ("INT64", "INT32")
-_EMBEDDING, _LENGTHS = ".embedding", ".embedding.lengths"
+EMBEDDING, LENGTHS = ".embedding", ".embedding.lengths"
+"""What stands behind a feature's name in the names of its outputs."""
 _INT32_MAX = 2**31 - 1
 
 
@@ -124,7 +120,7 @@ def _check_size(name: str, shape: Sequence[int], elements: int) -> None:
 # -- the request ---------------------------------------------------------------------------------------------------
 
 
-def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> tuple[Call, bytes]:
+def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> tuple[CallName, bytes]:
     """The call of ours that answers ``request``, and its serialized message.
 
     It names a version, the one that the request was checked against: where there are several, another would be drawn for it.
@@ -157,11 +153,11 @@ def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> t
     head = pb.GetModelRequest(model=request.model, version=model.version)
     if call == "Lookup":
         return call, b"".join([head.SerializeToString(), *parts])
-    tail = [] if dense is None else bytes_field(4, _raw(dense.data))
+    tail = [] if dense is None else bytes_field(4, array_bytes(dense.data))
     return call, b"".join([head.SerializeToString(), *parts, *tail])
 
 
-def _call_of(request: InferRequest, predictor: Predictor) -> Call:
+def _call_of(request: InferRequest, predictor: Predictor) -> CallName:
     if request.method not in ("", "predict", "lookup"):
         raise InputError(f"parameter method: got {request.method[:40]!r}, expected 'predict' or 'lookup'")
     known = _output_names(predictor)
@@ -173,7 +169,7 @@ def _call_of(request: InferRequest, predictor: Predictor) -> Call:
     if len(wanted) > 1:
         raise InputError("outputs: got model outputs and embeddings together, expected one kind; send two requests")
     if request.method:
-        call: Call = "Lookup" if request.method == "lookup" else "Predict"
+        call: CallName = "Lookup" if request.method == "lookup" else "Predict"
         if wanted and wanted != {call}:
             raise InputError(f"outputs: got outputs that method {request.method!r} does not give")
         return call
@@ -182,15 +178,15 @@ def _call_of(request: InferRequest, predictor: Predictor) -> Call:
     return "Lookup" if predictor.engine is None else "Predict"
 
 
-def _output_names(predictor: Predictor) -> dict[str, Call]:
+def _output_names(predictor: Predictor) -> dict[str, CallName]:
     """Every output that a request may name, and the call that gives it."""
-    names: dict[str, Call] = {}
+    names: dict[str, CallName] = {}
     if predictor.manifest.dense is not None:
         names.update((output.name, "Predict") for output in predictor.manifest.dense.outputs)
     for feature in predictor.features:
-        names[feature.name + _EMBEDDING] = "Lookup"
+        names[feature.name + EMBEDDING] = "Lookup"
         if not feature.pooled:
-            names[feature.name + _LENGTHS] = "Lookup"
+            names[feature.name + LENGTHS] = "Lookup"
     return names
 
 
@@ -275,11 +271,11 @@ def _encode(features: Sequence[_Feature], limits: Limits) -> list[Buffer]:
     batch = features[0].batch if features else 0
     if batch > limits.max_batch or len(features) > limits.max_keys:
         # Refused here, with the codec's words, before lengths are written for that many samples.
-        codec.decode_features(pb.JaggedFeatures(keys=[f.name for f in features], batch_size=batch), limits)
-    lengths = [_raw(_lengths(feature)) for feature in features]
+        codec.decode_bags(pb.JaggedFeatures(keys=[f.name for f in features], batch_size=batch), limits)
+    lengths = [array_bytes(_lengths(feature)) for feature in features]
     narrow = all(feature.values.datatype == "INT32" for feature in features)
     dtype = _DTYPES["INT32" if narrow else "INT64"]
-    values = [_raw(feature.values.data.astype(dtype, copy=False)) for feature in features]
+    values = [array_bytes(feature.values.data.astype(dtype, copy=False)) for feature in features]
     weighted = [feature for feature in features if feature.weights is not None]
     small = pb.JaggedFeatures(
         keys=[feature.name for feature in features],
@@ -288,7 +284,9 @@ def _encode(features: Sequence[_Feature], limits: Limits) -> list[Buffer]:
     ).SerializeToString()
     parts: list[Buffer] = [small, *bytes_field(3, *lengths), *bytes_field(6 if narrow else 4, *values)]
     if weighted:
-        parts += bytes_field(5, *(_raw(feature.weights.data) for feature in weighted if feature.weights is not None))
+        parts += bytes_field(
+            5, *(array_bytes(feature.weights.data) for feature in weighted if feature.weights is not None)
+        )
     return bytes_field(3, *parts)
 
 
@@ -298,27 +296,24 @@ def _lengths(feature: _Feature) -> np.ndarray:
     return feature.lengths
 
 
-def _raw(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
-
-
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def read_answer(call: Call, data: bytes, wanted: Sequence[str] = ()) -> InferAnswer:
+def read_answer(call: CallName, data: bytes, wanted: Sequence[str] = ()) -> InferAnswer:
     """The answer of ours to ``call``, with the outputs ``wanted`` in that order.
 
     Raises:
         InputError: an output is wanted whose feature the request did not bring.
     """
     if call == "Predict":
-        answer = codec.parse(pb.PredictResponse, data)
-        version, missing = answer.model_version, tuple(answer.missing_ranks)
-        outputs = [OutputTensor(item.name, "FP32", tuple(item.shape), item.values) for item in answer.outputs]
+        arrays, version, missing = decode_predict(data)
+        outputs = [_output(name, "FP32", array) for name, array in arrays.items()]
     else:
-        lookup = codec.parse(pb.LookupResponse, data)
-        version, missing = lookup.model_version, tuple(lookup.missing_ranks)
-        outputs = [*_pooled(lookup), *_sequences(lookup)]
+        found = decode_lookup(data)
+        version, missing = found.version, found.missing
+        outputs = [_output(key + EMBEDDING, "FP32", block) for key, block in found.pooled().items()]
+        for key, (lengths, vectors) in found.sequences.items():
+            outputs += [_output(key + EMBEDDING, "FP32", vectors), _output(key + LENGTHS, "INT32", lengths)]
     if not wanted:
         return InferAnswer(version, outputs, missing)
     by_name = {output.name: output for output in outputs}
@@ -328,66 +323,5 @@ def read_answer(call: Call, data: bytes, wanted: Sequence[str] = ()) -> InferAns
     return InferAnswer(version, [by_name[name] for name in wanted], missing)
 
 
-def _pooled(answer: pb.LookupResponse) -> Iterable[OutputTensor]:
-    if not answer.dims:
-        return
-    matrix = np.frombuffer(answer.values, "<f4").reshape(answer.batch_size, -1)
-    columns = np.split(matrix, np.cumsum(list(answer.dims))[:-1], axis=1)
-    for key, dim, block in zip(answer.keys, answer.dims, columns):
-        yield OutputTensor(key + _EMBEDDING, "FP32", (answer.batch_size, dim), _raw(block))
-
-
-def _sequences(answer: pb.LookupResponse) -> Iterable[OutputTensor]:
-    for item in answer.sequences:
-        shape = (len(item.values) // 4 // item.dim, item.dim)
-        yield OutputTensor(item.key + _EMBEDDING, "FP32", shape, item.values)
-        yield OutputTensor(item.key + _LENGTHS, "INT32", (answer.batch_size,), item.lengths)
-
-
-# -- what there is -------------------------------------------------------------------------------------------------
-
-
-def server_metadata() -> dict[str, Any]:
-    """The protocol's server metadata, as its JSON has it."""
-    return {"name": "recinfer", "version": __version__, "extensions": list(EXTENSIONS)}
-
-
-def model_metadata(registry: ModelRegistry, name: str, version: str) -> dict[str, Any]:
-    """The protocol's model metadata, as its JSON has it; embeddings are among the outputs.
-
-    Inputs of features that a prediction may leave out have the parameter ``missing``: "empty", or the id that stands for it.
-
-    Raises:
-        NotFoundError: no such model or version.
-    """
-    model = registry.get(name, version)
-    predictor = model.predictor
-    manifest = predictor.manifest
-    inputs = [_tensor("dense", "FP32", -1, predictor.num_dense)] if predictor.num_dense else []
-    weighted = predictor.intake.weighted
-    missing = {feature.name: feature.missing for feature in manifest.features}
-    for feature in dict.fromkeys(feature for module in manifest.modules for feature in module.features):
-        tensors = [_tensor(f"{feature}.values", "INT64", -1), _tensor(f"{feature}.lengths", "INT32", -1)]
-        if feature in weighted:
-            tensors.append(_tensor(f"{feature}.weights", "FP32", -1))
-        if missing[feature] != "reject":
-            tensors = [tensor | {"parameters": {"missing": str(missing[feature])}} for tensor in tensors]
-        inputs += tensors
-    outputs = []
-    if manifest.dense is not None:
-        outputs = [_tensor(output.name, "FP32", -1, *output.shape) for output in manifest.dense.outputs]
-    for spec in predictor.features:
-        outputs.append(_tensor(spec.name + _EMBEDDING, "FP32", -1, spec.dim))
-        if not spec.pooled:
-            outputs.append(_tensor(spec.name + _LENGTHS, "INT32", -1))
-    return {
-        "name": model.name,
-        "versions": list(registry.versions(model.name)),
-        "platform": PLATFORM,
-        "inputs": inputs,
-        "outputs": outputs,
-    }
-
-
-def _tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
-    return {"name": name, "datatype": datatype, "shape": list(shape)}
+def _output(name: str, datatype: str, array: np.ndarray) -> OutputTensor:
+    return OutputTensor(name, datatype, array.shape, array_bytes(array))

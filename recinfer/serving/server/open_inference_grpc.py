@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from google.protobuf.message import Message
@@ -12,24 +11,22 @@ from google.protobuf.message import Message
 from recinfer.errors import InputError, NotFoundError, RecinferError
 from recinfer.serving.engine.memory_budget import Ticket, ticket_of_task
 from recinfer.serving.server import open_inference as oip
+from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.fields import Buffer, bytes_field
+from recinfer.serving.wire.loop import off_loop
 from recinfer.serving.wire.proto import open_inference_pb2 as pb
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.registry import ModelRegistry
-    from recinfer.serving.engine.request import CallName
+    from recinfer.serving.engine.request import AnswerCall
     from recinfer.serving.wire.limits import Limits
 
-__all__ = ["SERVICE_NAME", "OpenInference", "off_loop", "raw_array"]
+__all__ = ["SERVICE_NAME", "OpenInference", "raw_array"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _CONTENTS = {"INT64": "int64_contents", "INT32": "int_contents", "FP32": "fp32_contents"}
 _PARSED, _TYPED = 8, 24  # bytes for one of a message: of integers that are parsed, and of them as objects
-_INLINE_BYTES = 32 << 10  # a longer message is translated in a thread, so that the event loop stays free
-
-T = TypeVar("T")
-AnswerCall = Callable[["CallName", bytes], Awaitable[bytes]]
 
 
 class OpenInference:
@@ -92,7 +89,7 @@ class OpenInference:
 
     async def _server_metadata(self, data: bytes) -> bytes:
         codec.parse(pb.ServerMetadataRequest, data)
-        return pb.ServerMetadataResponse(**oip.server_metadata()).SerializeToString()
+        return pb.ServerMetadataResponse(**server_metadata()).SerializeToString()
 
     async def _model_ready(self, data: bytes) -> bytes:
         request = codec.parse(pb.ModelReadyRequest, data)
@@ -100,7 +97,7 @@ class OpenInference:
 
     async def _model_metadata(self, data: bytes) -> bytes:
         request = codec.parse(pb.ModelMetadataRequest, data)
-        found = oip.model_metadata(self.registry, request.name, request.version)
+        found = model_metadata(self.registry, request.name, request.version)
         for tensor in found["inputs"]:
             given = tensor.get("parameters", {})
             tensor["parameters"] = {key: pb.InferParameter(string_param=text) for key, text in given.items()}
@@ -110,13 +107,6 @@ class OpenInference:
         request = await off_loop(len(data), _read, data, ticket_of_task.get())
         answer = await self.infer(request)
         return _write(request.model or self.registry.names()[0], request.id, answer)
-
-
-async def off_loop(size: int, work: Callable[..., T], *args: object) -> T:
-    """``work(*args)``, in a thread when ``size`` (bytes) is large."""
-    if size <= _INLINE_BYTES:
-        return work(*args)
-    return await asyncio.to_thread(work, *args)
 
 
 def _read(data: bytes, ticket: Ticket) -> oip.InferRequest:

@@ -17,9 +17,11 @@ from recinfer.errors import InputError
 from recinfer.serving.engine.memory_budget import Ticket
 from recinfer.serving.server import open_inference as oip
 from recinfer.serving.server.http_server import Get, Post, Route, count_json
-from recinfer.serving.server.open_inference_grpc import OpenInference, off_loop, raw_array
+from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
+from recinfer.serving.server.open_inference_grpc import OpenInference, raw_array
 from recinfer.serving.wire.fields import Buffer
-from recinfer.serving.wire.json_codec import json_pieces, json_text, parse_json
+from recinfer.serving.wire.json_codec import json_pieces, json_text, parse_json, valid_text
+from recinfer.serving.wire.loop import off_loop
 
 __all__ = ["OpenInferenceRest"]
 
@@ -66,7 +68,7 @@ class OpenInferenceRest:
         return web.json_response({"ready": ready}, status=200 if ready else 503)
 
     async def _server(self, request: web.Request) -> web.Response:
-        return web.json_response(oip.server_metadata())
+        return web.json_response(server_metadata())
 
     async def _model_ready(self, request: web.Request) -> web.Response:
         name, version = _model_of(request)
@@ -74,7 +76,7 @@ class OpenInferenceRest:
         return web.json_response({"name": name[:_MAX_NAME], "ready": ready}, status=200 if ready else 404)
 
     async def _metadata(self, request: web.Request) -> web.Response:
-        return web.json_response(oip.model_metadata(self._answers.registry, *_model_of(request)))
+        return web.json_response(model_metadata(self._answers.registry, *_model_of(request)))
 
     async def _infer(self, request: web.Request, body: bytearray, ticket: Ticket) -> web.Response:
         name, version = _model_of(request)
@@ -201,8 +203,4 @@ def _string(item: dict[str, Any], key: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):
         raise InputError(f"{key}: got {type(value).__name__}, expected a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{key}: got text with a lone surrogate, expected valid Unicode") from None
-    return value
+    return valid_text(key, value)

@@ -6,29 +6,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from recinfer.serving.server.tuning import tune_process
+
+if TYPE_CHECKING:
+    from recinfer.serving.server.server import Server
+    from recinfer.serving.server.shard_server import ShardServer
 
 __all__ = ["serve"]
 
 _SIGNAL_POLL_S = 0.05
 
 
-class _AnyServer(Protocol):
-    """A Server or a ShardServer."""
-
-    def start(self) -> object:
-        """Bind and accept requests."""
-        ...
-
-    def stop(self, grace: float) -> None:
-        """Let running requests end for up to ``grace`` seconds, then close."""
-        ...
-
-
 def serve(
-    server: _AnyServer,
+    server: Server | ShardServer,
     *,
     grace: float = 10.0,
     on_ready: Callable[[], None] | None = None,
@@ -38,7 +30,7 @@ def serve(
     """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
 
     Args:
-        server: a Server or a ShardServer that has not started.
+        server: one that has not started.
         on_ready: called once requests are accepted.
         on_hangup: called at each SIGHUP, which ends the process when this is None.
         stop: set by someone else to end serving, as a signal does.

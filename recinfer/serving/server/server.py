@@ -7,14 +7,12 @@ import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import grpc
-from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
 
-from recinfer.errors import ConfigError, InputError, UnavailableError
+from recinfer.errors import ConfigError, InputError
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher, LoopCaller
 from recinfer.serving.engine.memory_budget import MemoryBudget, ticket_of_task
@@ -29,6 +27,7 @@ from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
     Answer,
     add_standard_services,
+    bind,
     connection_options,
     deadline,
     dispatched,
@@ -50,24 +49,16 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.server.http_server import HttpServer
-    from recinfer.serving.server.telemetry.metrics_http import MetricsServer
+    from recinfer.serving.shards.fan_out import FanOut
 
-__all__ = ["SERVICE_NAME", "Server", "Shards"]
+__all__ = ["SERVICE_NAME", "Server"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-_HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_FILES = (pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
 _log = logging.getLogger(__name__)
 
 _STOP_SLACK_S = 5.0
-
-
-class Shards(Protocol):
-    """The part of recinfer.serving.shards.fan_out.FanOut whose figures the server shows."""
-
-    def status(self) -> dict[str, Any]:
-        """Figures for metrics."""
-        ...
 
 
 class Server:
@@ -117,7 +108,7 @@ class Server:
         admin: ModelStore | StoreManager | None = None,
         admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
         admin_open: bool = True,
-        shards: Shards | None = None,
+        shards: FanOut | None = None,
         serving: bool = True,
     ) -> None:
         if not 0 <= port <= 65535:
@@ -157,7 +148,7 @@ class Server:
             self.stats, self.service.registry, self.budget, self._queue_state, shards=shown, is_ready=self.is_ready
         )
         self.status = metrics.status
-        self._metrics: MetricsServer | None = None
+        self._metrics: HttpServer | None = None
         self.metrics_port = metrics_port
 
     @property
@@ -219,19 +210,12 @@ class Server:
             ],
         )
         server.add_generic_rpc_handlers(self._handlers())
-        names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self._shows_admin else [])]
-        self._health = add_standard_services(server, names, _pool_of_everything(), self._reaches_shards)
+        names = [SERVICE_NAME, OPEN_INFERENCE, *([_ADMIN_NAME] if self._shows_admin else [])]
+        self._health = add_standard_services(server, names, _FILES, self._reaches_shards)
         await self._health.show(self._shown(), False)  # before the first connection
         if not self._share_port:
             check_address(self.host, self._port)
-        credentials = self._security.credentials()
-        try:
-            if credentials is None:
-                self._port = server.add_insecure_port(self.target)
-            else:
-                self._port = server.add_secure_port(self.target, credentials)
-        except RuntimeError as error:  # taken since the check
-            raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
+        self._port = bind(server, self._security, self.target)
         await server.start()
         if self.http_port is not None:
             await self._start_http(self.http_port)
@@ -294,19 +278,19 @@ class Server:
 
         if not self._share_port:
             check_address(self.host, port)
-        registry, limits, token = self.service.registry, self.service.limits, self._security.token or ""
+        registry, limits, security = self.service.registry, self.service.limits, self._security
         self._http = HttpServer(
             [
                 OpenInferenceRest(self.open_inference),
                 V1(registry, limits, self._answer, self.is_ready),
-                ApiDocs(registry, limits, needs_token=bool(token)),
+                ApiDocs(registry, limits, needs_token=security.token is not None),
             ],
             self.budget,
             limits.max_message_bytes,
             self.host,
             port,
-            token=token,
-            tls=self._security.tls_context(),
+            allows=security.allows,
+            tls=security.tls_context(),
             reuse_port=self._share_port,
             observe=functools.partial(self.observer.answered, protocol="http"),
         )
@@ -314,15 +298,13 @@ class Server:
         self.http_port = self._http.port
 
     async def _start_metrics(self, port: int) -> None:
-        from recinfer.serving.server.telemetry.metrics_http import MetricsServer
+        from recinfer.serving.server.telemetry.metrics_http import metrics_server
 
         async def status() -> Status:
             return self.status()
 
         check_address(self.host, port)
-        self._metrics = MetricsServer(
-            status, self.host, port, allows=self._security.allows, tls=self._security.tls_context()
-        )
+        self._metrics = metrics_server(status, self.host, port, self._security)
         await self._metrics.start()
         self.metrics_port = self._metrics.port
 
@@ -334,8 +316,7 @@ class Server:
         paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
         if self._shards is not None:
             paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
-        files = (pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
-        services = [service for file in files for service in file.services_by_name.values()]
+        services = [service for file in _FILES for service in file.services_by_name.values()]
         return Admission(self._security, self.observer, scheduler.queue, paths, names_of(*services))
 
     def _dispatched(self, dispatcher: Dispatcher) -> dict[str, Dispatch]:
@@ -378,17 +359,3 @@ class Server:
             return response
 
         return answer
-
-
-def _pool_of_everything() -> DescriptorPool:
-    """What reflection shows. Ours and the Open Inference Protocol's files are in different pools: see its generator."""
-    pool = DescriptorPool()
-    for file in (
-        pb.DESCRIPTOR,
-        admin_pb2.DESCRIPTOR,
-        open_inference_pb2.DESCRIPTOR,
-        health_pb2.DESCRIPTOR,
-        reflection_pb2.DESCRIPTOR,
-    ):
-        pool.AddSerializedFile(file.serialized_pb)
-    return pool

@@ -11,11 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
-
-from recinfer.errors import ArchiveError, InputError, OverloadedError, UnavailableError
+from recinfer.errors import ArchiveError, InputError, OverloadedError
 from recinfer.inference.stages import Stages
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.stats import RequestStats
@@ -23,11 +19,12 @@ from recinfer.serving.server.admission import Admission, names_of
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
     add_standard_services,
+    bind,
     connection_options,
     generic_handler,
 )
 from recinfer.serving.server.security import Security
-from recinfer.serving.server.telemetry.metrics import Status, memory_status, plain_histogram
+from recinfer.serving.server.telemetry.metrics import Status, request_figures
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
 from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure
@@ -41,17 +38,15 @@ from recinfer.serving.wire.proto import shards_pb2 as pb
 from recinfer.serving.wire.status import status_of
 
 if TYPE_CHECKING:
-    from recinfer.serving.server.telemetry.metrics_http import MetricsServer
+    from recinfer.serving.server.http_server import HttpServer
 
 __all__ = ["ShardServer"]
 
-_SMALL_BYTES = (
-    32 << 10
-)  # of requests that are answered on the thread that reads: behind a larger one, others would wait
-_MAX_RUNNING = 512
+# Requests up to this size are answered on the thread that reads: behind a larger one, others would wait.
+_SMALL_BYTES = 32 << 10
+_MAX_RUNNING = 512  # long requests at a time; one more, of any size, is refused
 _STOP_SLACK_S = 5.0
 _NOTICED_S = 0.1  # after which rankers are notified that this server takes no more requests
-_HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _SHOWN = ("", SERVICE_NAME)  # the services that health reports
 _log = logging.getLogger(__name__)
 
@@ -63,7 +58,6 @@ class ShardServer:
         tables: the ranks, in each version that is mapped.
         host, port, metrics_port, security, limits: as recinfer.serving.server.server.Server has them.
         threads: for long requests; None: one a core, at most 4.
-        max_running: requests at a time; one more is refused.
         socket_port: where rankers look up (recinfer.serving.shards.transport); 0: a free one. Rankers find it by themselves.
     """
 
@@ -77,7 +71,6 @@ class ShardServer:
         security: Security | None = None,
         limits: Limits | None = None,
         threads: int | None = None,
-        max_running: int = _MAX_RUNNING,
         socket_port: int = 0,
     ) -> None:
         for name, number in (("port", port), ("socket port", socket_port)):
@@ -89,7 +82,6 @@ class ShardServer:
         self._limits = limits or Limits()
         self.metrics_port = metrics_port
         self._threads = threads or min(4, os.cpu_count() or 1)
-        self._max_running = max_running
         self._running = self._refused = 0
         self._pool_seconds, self._counting = 0.0, threading.Lock()
         self._busy: list[BusyShare] = []
@@ -99,7 +91,7 @@ class ShardServer:
         self._started = time.monotonic()
         self._server: CoreServer | None = None
         self._listener: ShardListener | None = None
-        self._metrics: MetricsServer | None = None
+        self._metrics: HttpServer | None = None
 
     @property
     def target(self) -> str:
@@ -128,15 +120,8 @@ class ShardServer:
             "uptime": time.monotonic() - self._started,
             "workers": 1,
             "ready": self._server is not None and self._health.is_ready(),
-            "requests": [
-                {"method": call, "code": code, "count": count}
-                for (call, code), count in sorted(self.stats.requests().items())
-            ],
-            "latency": {call: plain_histogram(state) for call, state in sorted(self.stats.latency().items())},
-            "stages": {stage: plain_histogram(state) for stage, state in self._stages.state().items()},
-            "samples": plain_histogram(self.stats.batch.state()),
+            **request_figures(self.stats, self._stages.state(), self.budget),
             "queue": None,
-            "memory": memory_status(self.budget),
             "models": [],
             "shards": None,
             "held": {
@@ -179,18 +164,11 @@ class ShardServer:
             ],
         )
         calls = {"Prepare": self._prepare, "State": self._state}
-        self._health = add_standard_services(server, [SERVICE_NAME, _HEALTH_NAME], _descriptors())
+        self._health = add_standard_services(server, [SERVICE_NAME], [pb.DESCRIPTOR])
         await self._health.show(_SHOWN, False)  # before anybody can connect
         server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
         check_address(self.host, self.port)
-        credentials = self._security.credentials()
-        try:
-            if credentials is None:
-                self.port = server.add_insecure_port(self.target)
-            else:
-                self.port = server.add_secure_port(self.target, credentials)
-        except RuntimeError as error:  # taken since the check
-            raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
+        self.port = bind(server, self._security, self.target)
         self._listener = ShardListener(
             self.host,
             self.socket_port,
@@ -203,19 +181,16 @@ class ShardServer:
         )
         self.socket_port = self._listener.port
         await server.start()
-        self._follow_busy(self._listener.thread.thread_id)
-        if self.metrics_port is not None:
-            await self._start_metrics(self.metrics_port)
-        self._server = server
-        await self._health.show(_SHOWN, True)
-
-    def _follow_busy(self, reader: int | None) -> None:
-        """Small requests are answered by the thread that reads them, whose native id is given; long ones are the pool's."""
-        reads = 0 if reader is None else reader
+        # Small requests are answered by the thread that reads them; long ones are the pool's.
+        reads = self._listener.thread.thread_id or 0
         self._busy = [
             BusyShare(lambda: thread_seconds(reads)),
             BusyShare(lambda: self._pool_seconds / self._threads),
         ]
+        if self.metrics_port is not None:
+            await self._start_metrics(self.metrics_port)
+        self._server = server
+        await self._health.show(_SHOWN, True)
 
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None
@@ -236,15 +211,13 @@ class ShardServer:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     async def _start_metrics(self, port: int) -> None:
-        from recinfer.serving.server.telemetry.metrics_http import MetricsServer
+        from recinfer.serving.server.telemetry.metrics_http import metrics_server
 
         async def status() -> Status:
             return self.status()
 
         check_address(self.host, port)
-        self._metrics = MetricsServer(
-            status, self.host, port, allows=self._security.allows, tls=self._security.tls_context()
-        )
+        self._metrics = metrics_server(status, self.host, port, self._security)
         await self._metrics.start()
         self.metrics_port = self._metrics.port
 
@@ -252,7 +225,7 @@ class ShardServer:
 
     def _take(self, data: bytes, reply: Callable[[bytes], None]) -> None:
         """Answer a small request here and a long one in the pool, so that no other waits behind it."""
-        if self._running >= self._max_running:
+        if self._running >= _MAX_RUNNING:
             reply(self._refuse(data))
         elif len(data) <= _SMALL_BYTES:
             reply(self._counted(self._find, data))
@@ -324,10 +297,3 @@ class ShardServer:
             state.socket_port, state.socket_server = self._listener.port, self._listener.server_id
             state.socket_bytes = self._listener.max_request_bytes
         return state.SerializeToString()
-
-
-def _descriptors() -> DescriptorPool:
-    pool = DescriptorPool()
-    for file in (pb.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
-        pool.AddSerializedFile(file.serialized_pb)
-    return pool

@@ -8,21 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["BusyShare", "schedstat", "thread_seconds"]
+__all__ = ["BusyShare", "thread_seconds"]
 
 _WINDOW_S = 10.0
 _LOOKS = 32  # that are remembered of a window
 _NS = 1e9
-
-
-def schedstat(task: Path) -> tuple[float, float, int]:
-    """Of a thread, by its folder below ``/proc/PID/task``: seconds on a core, seconds that it waited for one, and how often it
-    got one, as Linux counts them; zeros where it has ended, or the kernel does not count."""
-    try:
-        on_core, waited, turns = map(int, (task / "schedstat").read_text().split())
-    except (OSError, ValueError):
-        return 0.0, 0.0, 0
-    return on_core / _NS, waited / _NS, turns
 
 
 def thread_seconds(native_id: int) -> float:
@@ -34,8 +24,11 @@ def thread_seconds(native_id: int) -> float:
     Args:
         native_id: as ``threading.get_native_id()`` gives it.
     """
-    on_core, waited, _ = schedstat(Path("/proc/self/task", str(native_id)))
-    return on_core + waited
+    try:
+        on_core, waited, _ = map(int, Path(f"/proc/self/task/{native_id}/schedstat").read_text().split())
+    except (OSError, ValueError):
+        return 0.0
+    return (on_core + waited) / _NS
 
 
 class BusyShare:

@@ -29,8 +29,8 @@ class ShardsSettings:
     Attributes:
         hedge: send a request that takes longer than 95 % of the others to a second replica too.
         hedge_budget: at most this share of the requests is sent twice.
-        timeout_seconds: that shards have for a request, where its caller's deadline is not sooner; a version that is loaded waits as long for a rank that
-            has no usable replica.
+        timeout_seconds: that shards have for a request, where its caller's deadline is not sooner; a version that is loaded
+            waits as long for a rank that has no usable replica.
         prepare_seconds: how long mapping and checking a version may take.
         missing: what a rank without a living replica means: ``"default_rows"``: its vectors are zero, and the answer says
             so; only for archives whose manifest allows it, others are refused. ``"error"``: whatever the manifest allows.

@@ -14,14 +14,14 @@ from typing import Any
 
 from recinfer.archive.manifest import Manifest
 from recinfer.errors import ConfigError
-from recinfer.serving.shards.messages import VectorFormat
 from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.transport import rankers_thread
 
 __all__ = ["FanOut", "waited_for"]
 
+# Times that are kept, that make a percentile, and after which it is found anew.
 _SAMPLES, _ENOUGH, _REFRESH = 512, 32, 64
-_BURST = 10.0
+_BURST = 10.0  # hedges that may be saved up
 
 
 class _AnswerTimes:
@@ -72,9 +72,9 @@ class FanOut:
         return self._missing or self.pool.config.settings.missing
 
     @property
-    def vectors(self) -> VectorFormat:
-        """How shards send vectors, by the current settings."""
-        return VectorFormat.FLOAT16 if self.pool.config.settings.half else VectorFormat.STORED
+    def half(self) -> bool:
+        """Whether shards send vectors as float16, by the current settings."""
+        return self.pool.config.settings.half
 
     @property
     def gives_default_rows(self) -> bool:

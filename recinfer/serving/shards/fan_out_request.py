@@ -1,4 +1,4 @@
-"""One request that is fanned out: its messages to replicas, hedged requests when one is late, retries when one fails, and its end."""
+"""One request that is fanned out: its messages to replicas, hedges when one is late, retries when one fails, and its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.messages import Parts, VectorFormat, decode_failure, decode_response, join_request
+from recinfer.serving.shards.messages import Parts, decode_failure, decode_response, join_request
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.transport import rankers_thread
 
@@ -24,8 +24,8 @@ __all__ = ["FanOutCallback", "FanOutRequest", "Fits", "ShardQuery", "begin_fan_o
 
 _FIRST_HEDGE_S = 0.05  # until enough answers were timed
 _LEAST_HEDGE_S = 1e-3
-_GIVE_UP, _LEAST_GIVE_UP_S = 20, 0.25
-_RETRIES = 1
+_GIVE_UP, _LEAST_GIVE_UP_S = 20, 0.25  # a replica counts as lost after so many times the hedge's delay, and no sooner
+_RETRIES = 1  # of a rank, on another replica
 _FULL_S = 0.01  # after which a client may call full shards again
 _log = logging.getLogger(__name__)
 
@@ -69,15 +69,26 @@ def _hedge_delay(p95: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ShardQuery:
-    """What the ranks are to look up; see :func:`begin_fan_out`."""
+    """What the ranks are to look up.
+
+    Attributes:
+        version: key of the version that all of them look up in.
+        batch: number of samples.
+        parts: rank -> its parts of the message.
+        deadline: of ``time.monotonic()``; infinite: the settings' timeout counts.
+        half: whether shards send vectors as float16.
+        default_rows: whether the version's manifest allows default rows where nobody answers; the settings may forbid
+            them.
+        fits: looks at what each rank answered; an answer that does not fit is a failed one.
+    """
 
     version: str
     batch: int
     parts: Mapping[int, Parts]
     deadline: float
-    vectors: VectorFormat
+    half: bool
     default_rows: bool
-    fits: Fits | None
+    fits: Fits
 
 
 class _Attempt:
@@ -117,6 +128,7 @@ class FanOutRequest:
 
     def __init__(self, fan_out: FanOut, query: ShardQuery, done: FanOutCallback) -> None:
         self._fan_out, self._pool, self._query, self._done = fan_out, fan_out.pool, query, done
+        self._deadline = min(query.deadline, time.monotonic() + fan_out.pool.config.settings.timeout_seconds)
         self._loop = rankers_thread().loop
         self._attempts: list[_Attempt] = []
         self._tried: dict[int, list[Replica]] = {rank: [] for rank in query.parts}
@@ -171,7 +183,7 @@ class FanOutRequest:
     def _send(self, attempt: _Attempt) -> None:
         query, fan_out, replica = self._query, self._fan_out, attempt.replica
         parts = [part for rank in attempt.ranks for part in query.parts[rank]]
-        message = join_request(query.version, query.batch, parts, query.vectors)
+        message = join_request(query.version, query.batch, parts, query.half)
         attempt.num_parts = len(parts)
         self._attempts.append(attempt)
         for rank in attempt.ranks:
@@ -183,7 +195,7 @@ class FanOutRequest:
             if fan_out.has_choice(attempt.ranks):
                 delay = _hedge_delay(fan_out.times(attempt.ranks[0], query.batch).p95)
                 attempt.timer = self._loop.call_later(delay, self._late, attempt, delay)
-        attempt.forget = replica.call(message, query.deadline, functools.partial(self._ended, attempt))
+        attempt.forget = replica.call(message, self._deadline, functools.partial(self._ended, attempt))
 
     def _late(self, attempt: _Attempt, delay: float) -> None:
         """It takes longer than 95 % of the others."""
@@ -242,7 +254,7 @@ class FanOutRequest:
         failure = decode_failure(data)
         if failure is not None:
             raise _Refused(*failure)
-        arrays = decode_response(data, self._query.vectors)
+        arrays = decode_response(data, self._query.half)
         if len(arrays) != attempt.num_parts:
             raise InputError(f"it has {len(arrays)} parts, expected {attempt.num_parts}")
         found: Answers = {}
@@ -251,7 +263,7 @@ class FanOutRequest:
             count = len(self._query.parts[rank])
             found[rank] = arrays[at : at + count]
             at += count
-            if self._query.fits is not None and not self._query.fits(rank, found[rank]):
+            if not self._query.fits(rank, found[rank]):
                 sizes = ", ".join(str(array.nbytes) for array in found[rank])
                 raise InputError(
                     f"{sizes} bytes are not the rows of rank {rank} for {self._query.batch} samples; ranker and shard must "
@@ -334,35 +346,14 @@ class FanOutRequest:
         self._finish(UnavailableError(where))
 
 
-def begin_fan_out(
-    fan_out: FanOut,
-    version: str,
-    batch: int,
-    parts: Mapping[int, Parts],
-    deadline: float,
-    done: FanOutCallback,
-    *,
-    vectors: VectorFormat = VectorFormat.STORED,
-    default_rows: bool = False,
-    fits: Fits | None = None,
-) -> None:
-    """Get the arrays that each rank gives for its parts: from the least busy replica, and from another one where that is late or fails.
+def begin_fan_out(fan_out: FanOut, query: ShardQuery, done: FanOutCallback) -> None:
+    """Get the arrays that each rank gives for its parts: from the least busy replica, and from another where that is late or fails.
 
     Any thread may call this; the request itself happens on the transport's.
 
     Args:
-        version: key of the version that all of them look up in.
-        parts: rank -> its parts of the message.
-        deadline: of ``time.monotonic()``; infinite: the settings' timeout counts.
         done: called once, on the transport's thread, which it must not block. Its error is an UnavailableError (a rank has
             no living replica, and default rows are not allowed, or forbidden), a DeadlineError, an OverloadedError, or
             the InputError of a shard that does not take the request.
-        vectors: how shards send them; :attr:`FanOut.vectors` is what the settings say.
-        default_rows: whether the version's manifest allows default rows where nobody answers; the settings may forbid
-            them.
-        fits: looks at what each rank answered; an answer that does not fit is a failed one.
     """
-    settings = fan_out.pool.config.settings
-    until = min(deadline, time.monotonic() + settings.timeout_seconds)
-    query = ShardQuery(version, batch, parts, until, vectors, default_rows, fits)
     rankers_thread().call(FanOutRequest(fan_out, query, done).begin)

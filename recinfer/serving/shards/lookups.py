@@ -21,17 +21,16 @@ from recinfer.lru import LruCache
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut, waited_for
-from recinfer.serving.shards.fan_out_request import begin_fan_out
-from recinfer.serving.shards.messages import Parts, VectorFormat
+from recinfer.serving.shards.fan_out_request import ShardQuery, begin_fan_out
+from recinfer.serving.shards.messages import Parts
 from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
 from recinfer.serving.shards.remote_tables import RemoteTables
 from recinfer.serving.shards.split import ModuleSplit, Section
 from recinfer.serving.shards.versions import VersionSpec
-from recinfer.serving.wire.loop import start_on_loop
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["MakeLookups", "RemoteLookups", "remote_lookups"]
-
+__all__ = ["MakeLookups", "RemoteLookups"]
 
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
@@ -46,6 +45,8 @@ class _ModuleRequest(NamedTuple):
 
 class RemoteLookups:
     """The tables of one version of an archive, on shard servers. Every call looks up in this one version on all ranks.
+
+    Any thread may call it, but :meth:`find` waits for the shards.
 
     Args:
         archive: opened for no rank.
@@ -98,8 +99,8 @@ class RemoteLookups:
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the transport's thread."""
-        exact = VectorFormat.STORED  # golden requests are answered bit for bit, whatever the settings are
-        begin = functools.partial(self._begin, requests, present, float("inf"), vectors=exact)
+        # Golden requests are answered bit for bit, whatever the settings are.
+        begin = functools.partial(self._begin, requests, present, float("inf"), half=False)
         return cast(Found, waited_for(begin).result())
 
     def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
@@ -109,7 +110,7 @@ class RemoteLookups:
             done: called once: here, where no shard has to be called or an id is out of range, else on the transport's thread.
         """
         try:
-            self._begin(requests, present, deadline, done, vectors=self._fan_out.vectors)
+            self._begin(requests, present, deadline, done, half=self._fan_out.half)
         except Exception as error:
             done(None, error)
 
@@ -120,7 +121,7 @@ class RemoteLookups:
         deadline: float,
         done: FoundCallback,
         *,
-        vectors: VectorFormat,
+        half: bool,
     ) -> None:
         """Raises errors in the requests themselves."""
         bags = requests[0]
@@ -153,17 +154,8 @@ class RemoteLookups:
                 error = wrong
             done(found, error)
 
-        begin_fan_out(
-            self._fan_out,
-            self.spec.key,
-            bags.batch,
-            parts,
-            deadline,
-            joined,
-            vectors=vectors,
-            default_rows=self._default_rows,
-            fits=fits,
-        )
+        query = ShardQuery(self.spec.key, bags.batch, parts, deadline, half, self._default_rows, fits)
+        begin_fan_out(self._fan_out, query, joined)
 
     def _check(self, bags: Bags) -> None:
         """Raises InputError for an id out of range, naming the feature and the place."""
@@ -215,30 +207,20 @@ def _weighed(part: Part, bags: Bags) -> Bags:
 
 
 class MakeLookups:
-    """See :func:`remote_lookups`.
+    """What a Predictor takes as ``lookups``. Any thread but the serving loop's may call it, as it may wait for the shards.
 
-    Attributes:
-        wait: may be changed: later ones are waited for then, or not.
+    Args:
+        store: the ranker's model store: paths below it are named from there, as shards find them in theirs.
+        wait: have all replicas prepare the version first, and fail when one of them cannot; False: they prepare it when
+            they come. It may be changed: it counts for later calls.
     """
 
-    def __init__(self, fan_out: FanOut, store: str | None, wait: bool) -> None:
+    def __init__(self, fan_out: FanOut, store: str | None = None, *, wait: bool = True) -> None:
         self._fan_out, self._store, self.wait = fan_out, store, wait
 
     def __call__(self, archive: Archive, deltas: Sequence[Delta] = ()) -> RemoteLookups:
         """The tables of ``archive`` after ``deltas``."""
         made = RemoteLookups(archive, VersionSpec.of(archive, deltas, self._store), self._fan_out)
         if self.wait:
-            start_on_loop(self._fan_out.pool.prepare(made.spec, made.ranks)).result()
+            run_on_loop(self._fan_out.pool.prepare(made.spec, made.ranks))
         return made
-
-
-def remote_lookups(fan_out: FanOut, store: str | None = None, *, wait: bool = True) -> MakeLookups:
-    """What a Predictor takes as ``lookups``.
-
-    Args:
-        store: the ranker's model store: paths below it are named from there, as shards find them in theirs.
-        wait: have all replicas prepare the version first, and fail when one of them cannot; False: they prepare it when
-            they come.
-    """
-
-    return MakeLookups(fan_out, store, wait)

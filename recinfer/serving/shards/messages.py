@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from recinfer.errors import InputError
 from recinfer.inference.bags import offsets_of
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.fields import Buffer, bytes_field, field_head
+from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field, field_head
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import shards_pb2 as pb
 
@@ -27,7 +26,6 @@ __all__ = [
     "Parts",
     "Request",
     "RequestPart",
-    "VectorFormat",
     "decode_failure",
     "decode_part",
     "decode_request",
@@ -38,7 +36,6 @@ __all__ = [
     "join_request",
     "part_head",
     "part_sizes",
-    "values_head",
 ]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
@@ -54,16 +51,6 @@ PACKED_HEAD = field_head(_PACKED, 0)[:-1]
 
 Parts = list[list[Buffer]]
 """One rank's parts of a request, one a module."""
-
-
-class VectorFormat(Enum):
-    """How a shard sends the vectors of a response; a request names it, and the response is read by it."""
-
-    FLOAT32 = auto()
-    FLOAT16 = auto()
-    """Half the bytes, three decimal digits."""
-    STORED = auto()
-    """Rows as the table stores them where those are fewer bytes, else float32; the ranker gets the same float32 numbers."""
 
 
 def encode_part(
@@ -84,15 +71,11 @@ def encode_part(
         width = _BYTE if int(flat.max()) < 256 else _INT
     parts: list[Buffer] = [part_head(rank, module, width)]
     if width:
-        parts += bytes_field(3, _data(flat.astype(np.uint8 if width == _BYTE else np.uint32, copy=False)))
-    parts += bytes_field(5 if ids.dtype == np.int32 else 6, _data(ids))
+        parts += bytes_field(3, array_bytes(flat.astype(np.uint8 if width == _BYTE else np.uint32, copy=False)))
+    parts += bytes_field(5 if ids.dtype == np.int32 else 6, array_bytes(ids))
     if weights is not None:
-        parts += bytes_field(7, _data(weights))
+        parts += bytes_field(7, array_bytes(weights))
     return bytes_field(_PARTS, *parts)
-
-
-def _data(array: NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
 @lru_cache(maxsize=4096)
@@ -102,19 +85,18 @@ def part_head(rank: int, module: int, width: int) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _request_head(version: str, batch: int, vectors: VectorFormat) -> bytes:
-    half, stored = vectors is VectorFormat.FLOAT16, vectors is VectorFormat.STORED
-    return pb.ShardRequest(version=version, batch_size=batch, half=half, stored=stored).SerializeToString()
+def _request_head(version: str, batch: int, half: bool) -> bytes:
+    return pb.ShardRequest(version=version, batch_size=batch, half=half, stored=not half).SerializeToString()
 
 
-def join_request(
-    version: str,
-    batch: int,
-    parts: Iterable[Sequence[Buffer]],
-    vectors: VectorFormat = VectorFormat.FLOAT32,
-) -> bytes:
-    """A serialized ``ShardRequest`` of parts of :func:`encode_part`."""
-    return b"".join([_request_head(version, batch, vectors), *(buffer for part in parts for buffer in part)])
+def join_request(version: str, batch: int, parts: Iterable[Sequence[Buffer]], half: bool = False) -> bytes:
+    """A serialized ``ShardRequest`` of parts of :func:`encode_part`.
+
+    Args:
+        half: vectors are sent as float16: half the bytes, three decimal digits. Else as rows that the table stores, where those
+            are fewer bytes than float32; the ranker gets the same float32 numbers.
+    """
+    return b"".join([_request_head(version, batch, half), *(buffer for part in parts for buffer in part)])
 
 
 @dataclass(slots=True, eq=False)
@@ -201,9 +183,9 @@ def encode_response(values: Sequence[Sequence[NDArray[Any]]]) -> bytes:
     parts: list[Buffer] = []
     at = 0
     for arrays in values:
-        field = [_data(array) for array in arrays]
+        field = [array_bytes(array) for array in arrays]
         size = sum(map(len, field))
-        head = values_head(at % _ALIGNED, size)
+        head = _values_head(at % _ALIGNED, size)
         parts += [head, *field]
         at += len(head) + size
     return b"".join(parts)
@@ -223,7 +205,7 @@ def decode_failure(data: bytes | bytearray) -> tuple[str, str] | None:
 
 
 @lru_cache(maxsize=1024)
-def values_head(at: int, size: int) -> bytes:
+def _values_head(at: int, size: int) -> bytes:
     """What stands before ``size`` bytes of values in a ``ShardResponse`` that has ``at`` bytes (modulo 4) already."""
     head = field_head(_VALUES, size)
     short = -(at + len(head)) % _ALIGNED
@@ -232,15 +214,14 @@ def values_head(at: int, size: int) -> bytes:
     return head
 
 
-def decode_response(data: bytes | bytearray, vectors: VectorFormat = VectorFormat.FLOAT32) -> list[NDArray[Any]]:
+def decode_response(data: bytes | bytearray, half: bool = False) -> list[NDArray[Any]]:
     """The arrays of a response, flat, over its own bytes, packed ones as uint8; raises InputError when it is no such
-    message.
-
-    Args:
-        vectors: of the request.
+    message. ``half``: as the request had it.
     """
-    floats = np.float16 if vectors is VectorFormat.FLOAT16 else np.float32
-    types: dict[int, np.dtype[Any]] = {_VALUES: np.dtype(floats), _PACKED: np.dtype(np.uint8)}
+    types: dict[int, np.dtype[Any]] = {
+        _VALUES: np.dtype(np.float16 if half else np.float32),
+        _PACKED: np.dtype(np.uint8),
+    }
     arrays: list[NDArray[Any]] = []
     for number, view in _fields(data):
         kind = types.get(number)

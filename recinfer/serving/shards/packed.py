@@ -1,4 +1,4 @@
-"""Packed answers of shards: rows of bags of at most one id as the tables store them, in fewer bytes.
+"""Where the columns of a rank's answer go, and packed answers: rows of bags of at most one id as the tables store them.
 
 An INT8 row of 16 columns crosses the wire in 20 bytes for 64; the ranker turns it into the floats that the shard would have
 sent, by the same compiled loop. What is packed, shards decide feature by feature: see ``pack`` of recinfer.quant._tables.
@@ -19,7 +19,7 @@ from recinfer.serving.shards._ranks import join
 from recinfer.serving.shards.rank_modules import RankModule
 from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer
 
-__all__ = ["is_packed", "pairs_of", "unpacked"]
+__all__ = ["is_packed", "pairs_of", "runs_of", "unpacked"]
 
 
 def is_packed(values: NDArray[Any]) -> bool:
@@ -53,6 +53,31 @@ def pairs_of(
         pairs.append((rect.cols, bits[rect.table], to, adds))
         column += rect.cols
     return np.array(pairs, np.int64).reshape(-1, 4)
+
+
+def runs_of(mine: RankModule, firsts: Mapping[int, int] | None = None) -> NDArray[np.int64]:
+    """Where the columns of a rank's float32 answer go, as ``join`` takes it; neighbours are one run.
+
+    Args:
+        firsts: number of a feature in the module -> first column of the joined answer; None: all, as the module has them.
+
+    Returns:
+        int64 ``[runs, 4]``: first column of the rank, first column of the joined answer, number of columns, whether other
+        ranks' are added.
+    """
+    runs: list[tuple[int, int, int, int]] = []
+    column = 0
+    for pair in mine.pairs:
+        rect, adds = pair.rect, int(not mine.streams[pair.stream].whole)
+        if firsts is None or pair.number in firsts:
+            to = pair.column if firsts is None else firsts[pair.number] + rect.col_start
+            at, before, columns, added = runs[-1] if runs else (0, 0, 0, -1)
+            if (at + columns, before + columns, added) == (column, to, adds):
+                runs[-1] = (at, before, columns + rect.cols, adds)
+            else:
+                runs.append((column, to, rect.cols, adds))
+        column += rect.cols
+    return np.array(runs, np.int64).reshape(-1, 4)
 
 
 def unpacked(values: NDArray[np.uint8], pairs: NDArray[np.int64], batch: int) -> NDArray[np.float32]:

@@ -44,7 +44,7 @@ class DirectRank:
 
 
 class RankTables:
-    """The op calls of one rank's part of one module."""
+    """The op calls of one rank's part of one module. Any thread may call it."""
 
     def __init__(self, layout: ModuleLayout, mine: RankModule, mapped: MappedShards) -> None:
         self._pooled, self._streams = layout.pooled, len(mine.streams)

@@ -20,9 +20,9 @@ from recinfer.quant.bags import BagPlaces
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.fan_out_request import FanOutCallback, begin_fan_out
+from recinfer.serving.shards.fan_out_request import FanOutCallback, ShardQuery, begin_fan_out
 from recinfer.serving.shards.messages import Parts, part_head
-from recinfer.serving.shards.packed import is_packed, pairs_of
+from recinfer.serving.shards.packed import is_packed, pairs_of, runs_of
 from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer, RankStreams
 from recinfer.serving.shards.split import ModuleSplit
 
@@ -50,7 +50,7 @@ class _Rank:
 
 @dataclass(frozen=True, eq=False)
 class RemoteOrder:
-    """The prepared split of one order of a request's keys; ``names`` to ``heads`` as recinfer.inference.direct.DirectOrder has them.
+    """The prepared split of one order of a request's keys; ``names`` to ``heads`` as in recinfer.inference.direct.DirectOrder.
 
     Attributes:
         limits: int64 ``[keys]``, rows of each key's tables.
@@ -70,13 +70,13 @@ class RemoteOrder:
 
 
 class RemoteTables:
-    """The tables of a model whose only embedding module is pooled, unweighted and on other hosts.
+    """The tables of a model whose only embedding module is pooled, unweighted and on other hosts. Any thread may call it.
 
     Args:
         split: of the module.
         names, dims: of the module's outputs.
         rows: of each feature's tables.
-        fan_out: to the shards, for ``version``; ``default_rows``: as ``begin_fan_out`` has it.
+        fan_out: to the shards, for ``version``; ``default_rows``: as ``ShardQuery`` has it.
 
     Attributes:
         at_end_of_turn: see :class:`FanOut`.
@@ -137,19 +137,6 @@ class RemoteTables:
     def _rank(self, rank: Any, at: Mapping[str, int], firsts: Mapping[int, int]) -> _Rank:
         mine = rank.mine
         streams = [(at.get(stream.feature, -1), stream.row_start, stream.rows) for stream in mine.streams]
-        runs: list[tuple[int, int, int, int]] = []
-        column = 0
-        for pair in mine.pairs:
-            number, rect = pair.number, pair.rect
-            if number in firsts:
-                run = (column, firsts[number] + rect.col_start, rect.cols, int(not mine.streams[pair.stream].whole))
-                last = runs[-1] if runs else (0, 0, 0, -1)
-                if (last[0] + last[2], last[1] + last[2], last[3]) == (run[0], run[1], run[3]):
-                    runs[-1] = (last[0], last[1], last[2] + run[2], run[3])
-                else:
-                    runs.append(run)
-            column += rect.cols
-        pairs = pairs_of(mine, self._split.layout.configs, firsts)
         number = self._split.number
         rank_streams = RankStreams(
             part_head(rank.rank, number, 0),
@@ -158,7 +145,8 @@ class RemoteTables:
             np.array(streams, np.int64),
             rank.wide,
         )
-        return _Rank(rank.rank, rank_streams, column, np.array(runs, np.int64).reshape(-1, 4), pairs)
+        pairs = pairs_of(mine, self._split.layout.configs, firsts)
+        return _Rank(rank.rank, rank_streams, rank.num_columns, runs_of(mine, firsts), pairs)
 
     def split(self, order: RemoteOrder, data: bytes, bags: BagPlaces) -> dict[int, Parts] | None:
         """Each rank's part of the request; None when an id is out of range."""
@@ -173,17 +161,8 @@ class RemoteTables:
         def fits(rank: int, arrays: list[NDArray[Any]]) -> bool:
             return self._by_rank[rank].is_answer(arrays[0], batch)
 
-        begin_fan_out(
-            self._fan_out,
-            self._version,
-            batch,
-            parts,
-            deadline,
-            done,
-            vectors=self._fan_out.vectors,
-            default_rows=self._default_rows,
-            fits=fits,
-        )
+        query = ShardQuery(self._version, batch, parts, deadline, self._fan_out.half, self._default_rows, fits)
+        begin_fan_out(self._fan_out, query, done)
 
     def join(
         self,

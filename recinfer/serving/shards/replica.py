@@ -26,14 +26,14 @@ from recinfer.serving.wire.proto import shards_pb2 as pb
 __all__ = ["Replica"]
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-_STATE_S = 5.0
-_AGAIN_S, _MISSING_S = 0.2, 2.0
-_STALE_S = 2.0
-_RETIRED_S = 0.1
+_STATE_S = 5.0  # for an answer of State
+_AGAIN_S, _MISSING_S = 0.2, 2.0  # until the next look at it: first, and while it lacks a version
+_STALE_S = 2.0  # after which a latency is not known any more
+_RETIRED_S = 0.1  # between two looks whether all is answered
 _HEADS_BYTES = 1 << 20  # more than a response has in addition to its rows
-_SMOOTHING = 0.2
-_STRIKES = 3
-_OUT_S, _MAX_OUT_S = 1.0, 8.0
+_SMOOTHING = 0.2  # the part of an answer's time in the latency
+_STRIKES = 3  # slow answers in a row, after which it is suspended
+_OUT_S, _MAX_OUT_S = 1.0, 8.0  # for how long: the first time, and at most
 _log = logging.getLogger(__name__)
 
 OPTIONS: tuple[tuple[str, int], ...] = (
@@ -61,8 +61,7 @@ class Replica:
         name: that TLS is to check, where the credentials name none; None: the target's host.
         wanted: the versions that it should have.
         max_response_bytes: that a rank's rows of one request may take.
-        changed: called with it when it becomes usable or unusable, and before that when it has reported which ranks it
-            has.
+        changed: called when it becomes usable or unusable, and before that when it has reported which ranks it has.
 
     Attributes:
         up: it answers, and accepts requests.
@@ -79,7 +78,7 @@ class Replica:
         name: str | None = None,
         wanted: Callable[[], Iterable[VersionSpec]] = tuple,
         max_response_bytes: int = Limits.max_response_bytes,
-        changed: Callable[[Replica], None] = lambda _: None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.target, self._credentials, self._max_response_bytes = target, credentials, max_response_bytes
         host, _, _ = target.rpartition(":")
@@ -245,7 +244,7 @@ class Replica:
         self._address = ShardAddress(self._host, state.socket_port, state.socket_server, state.socket_bytes)
         if self.ranks != tuple(state.ranks):
             self.ranks = tuple(state.ranks)
-            self._changed(self)
+            self._changed()
 
     async def _connect(self) -> None:
         """Connect to the port on which its server accepts requests; raises UnavailableError."""
@@ -301,7 +300,7 @@ class Replica:
     def _set_up(self, up: bool) -> None:
         if up != self.up:
             self.up = up
-            self._changed(self)
+            self._changed()
 
     async def _watch(self) -> None:
         """Follow its health for as long as the replica is listed."""
@@ -341,13 +340,13 @@ class Replica:
         self._again_seconds = _AGAIN_S
         self._strikes, self._out_until, self._out_seconds = 0, 0.0, _OUT_S
         self.up = True
-        self._changed(self)
+        self._changed()
         if not whole:
             self._look_again(_MISSING_S)
 
     def _look_again(self, seconds: float) -> None:
         """Follow it again after a while, since its health may not change: it lacks a version, or a request was lost."""
-        self._changed(self)
+        self._changed()
         if self._closes or self._checking:
             return
         self._checking = True

@@ -40,9 +40,6 @@ class ReplicaPool:
         token: bearer token of the shards, unless the file names another one.
         max_response_bytes: that a rank's rows of one request may take.
 
-    Attributes:
-        loop: the serving loop.
-
     Raises:
         ConfigError: the file is not what its format says.
     """
@@ -62,10 +59,8 @@ class ReplicaPool:
         self._lacks: dict[tuple[str, int], str] = {}  # why a replica is not called for a rank; empty: it is
         self._wanted: weakref.WeakValueDictionary[str, VersionSpec] = weakref.WeakValueDictionary()
         self._resolved: dict[str, tuple[float, tuple[str, ...]]] = {}
-        self._changed = asyncio.Event()
-        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._following: asyncio.Task[None] | None = None
         self._retiring: set[asyncio.Task[None]] = set()
-        self.loop: asyncio.AbstractEventLoop
         run_on_loop(self._start())
 
     def close(self) -> None:
@@ -143,25 +138,16 @@ class ReplicaPool:
             where = "; ".join(f"rank {rank}: {self.addresses(rank, spec.key)}" for rank in missing)
             raise UnavailableError(f"version {spec} is not prepared, no replica of some ranks is there: {where}")
 
-    async def wait_for(self, ranks: Sequence[int], version: str) -> None:
-        """Return once every rank can look up in ``version``."""
-        while self.unreachable(ranks, version):
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), _LOOK_S)
-            except TimeoutError:
-                continue
-
     # -- the list of replicas ----------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        self.loop = asyncio.get_running_loop()
         await self._list(self.config, self._credentials)
-        self._tasks = (self.loop.create_task(self._follow()),)
+        self._following = asyncio.create_task(self._follow())
 
     async def _stop(self) -> None:
-        for task in (*self._tasks, *self._retiring):
-            task.cancel()
+        for task in (self._following, *self._retiring):
+            if task is not None:
+                task.cancel()
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     async def _follow(self) -> None:
@@ -264,7 +250,7 @@ class ReplicaPool:
             _log.warning("shard %s cannot be called with the present settings: %s", replica.target, replica.why)
 
     def _retire(self, replica: Replica) -> None:
-        task = asyncio.get_running_loop().create_task(replica.retire(self.config.settings.timeout_seconds))
+        task = asyncio.create_task(replica.retire(self.config.settings.timeout_seconds))
         self._retiring.add(task)  # a loop holds its tasks weakly
         task.add_done_callback(self._retiring.discard)
 
@@ -282,11 +268,6 @@ class ReplicaPool:
             for rank, mine in self._listed.items()
         }
 
-    def _notice(self, replica: Replica) -> None:
-        """A replica has become usable or unusable, or has reported which ranks it has."""
-        self._sort()
-        self._changed.set()
-
     async def _targets(self, address: str) -> list[tuple[str, str | None]]:
         """Addresses behind ``address``, with the name that TLS is to check."""
         if not address.startswith("dns:///"):
@@ -299,10 +280,8 @@ class ReplicaPool:
                 loop = asyncio.get_running_loop()
                 found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
                 known = tuple(sorted({join_address(str(entry[4][0]), port) for entry in found}))
-            except (
-                OSError,
-                UnicodeError,
-            ) as error:  # keep the last addresses: a failed name resolution does not mean that servers have moved
+            except (OSError, UnicodeError) as error:
+                # The last addresses are kept: a failed name resolution does not mean that servers have moved.
                 _log.warning("cannot resolve %s: %s", address, error)
             self._resolved[address] = (time.monotonic() + _RESOLVE_S, known)
         return [(target, host) for target in known]
@@ -314,7 +293,7 @@ class ReplicaPool:
             name=name,
             wanted=self.wanted,
             max_response_bytes=self._max_response_bytes,
-            changed=self._notice,
+            changed=self._sort,
         )
         replica.start()
         return replica

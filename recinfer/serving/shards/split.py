@@ -19,7 +19,7 @@ from recinfer.inference.bags import Bags, offsets_of
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from recinfer.serving.shards._ranks import is_packed_answer
 from recinfer.serving.shards.messages import encode_part
-from recinfer.serving.shards.packed import is_packed, pairs_of, unpacked
+from recinfer.serving.shards.packed import is_packed, pairs_of, runs_of, unpacked
 from recinfer.serving.shards.rank_modules import ModuleLayout, RankModule
 from recinfer.serving.wire.fields import Buffer
 from recinfer.sparse.jagged_tensor import JaggedTensor
@@ -55,8 +55,8 @@ class _RankSplit:
         narrow = max(stream.rows for stream in mine.streams) <= _INT32_ROWS
         self.wide = not narrow
         self._type = np.dtype(np.int32 if narrow else np.int64)
-        self.runs, self.pairs = _runs(mine), pairs_of(mine, configs)
-        self._num_columns = sum(pair.rect.cols for pair in mine.pairs)
+        self.runs, self.pairs = runs_of(mine).tolist(), pairs_of(mine, configs)
+        self.num_columns = sum(pair.rect.cols for pair in mine.pairs)
 
     def is_answer(self, values: NDArray[Any], batch: int, offsets: NDArray[Any] | None = None) -> bool:
         """Whether ``values`` are of the size of this rank's rows for ``batch`` samples.
@@ -67,7 +67,7 @@ class _RankSplit:
         if offsets is None:
             if is_packed(values):
                 return bool(is_packed_answer(values, self.pairs, batch))
-            return values.size == batch * self._num_columns
+            return values.size == batch * self.num_columns
         edges = offsets[::batch].tolist()
         wanted = sum((edges[pair.stream + 1] - edges[pair.stream]) * pair.rect.cols for pair in self.mine.pairs)
         return not is_packed(values) and values.size == wanted
@@ -103,36 +103,13 @@ class _RankSplit:
         return Section(encode_part(self.rank, self._number, lengths_SB, ids, weights), offsets, positions)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Neighbouring columns: ``to`` of the module's output, ``at`` of the rank's; ``adds`` where others add to them."""
-
-    at: slice
-    to: slice
-    adds: bool
-
-
-def _runs(mine: RankModule) -> list[_Run]:
-    runs: list[_Run] = []
-    at = 0
-    for pair in mine.pairs:
-        to, adds, cols = pair.column, not mine.streams[pair.stream].whole, pair.rect.cols
-        last = runs[-1] if runs else None
-        if last is not None and last.to.stop == to and last.adds == adds:
-            runs[-1] = _Run(slice(last.at.start, at + cols), slice(last.to.start, to + cols), adds)
-        else:
-            runs.append(_Run(slice(at, at + cols), slice(to, to + cols), adds))
-        at += cols
-    return runs
-
-
 class ModuleSplit:
-    """One embedding module, as the ranker splits and joins it.
+    """One embedding module, as the ranker splits and joins it. Nothing changes in it, so any thread may call it.
 
     Attributes:
         features: of its outputs, in order.
         ranks: those that have a part of it.
-        mean_columns: (number of the feature, first and last column of its vector) of vectors that ranks sum and the ranker divides.
+        mean_columns: (number of the feature, first and last column in its vector) that ranks sum and the ranker divides.
     """
 
     def __init__(self, number: int, layout: ModuleLayout) -> None:
@@ -141,29 +118,20 @@ class ModuleSplit:
         self._by_rank = {rank.rank: rank for rank in self.ranks}
         self.features = tuple(f for config in layout.configs for f in config.feature_names)
         self._dims = [config.embedding_dim for config in layout.configs for _ in config.feature_names]
-        self._columns = sum(self._dims)
-        self._mean = self._mean_spans()
-        starts = [0, *accumulate(self._dims)]
-        self.mean_columns = [
-            (feature, first - starts[feature], last - starts[feature]) for feature, first, last in self._mean
-        ]
+        *self._starts, self._columns = accumulate(self._dims, initial=0)
+        self.mean_columns = self._mean_columns()
 
-    def _mean_spans(self) -> list[tuple[int, int, int]]:
-        """(feature, first column, last column) of vectors that ranks sum and this end divides; neighbours are not merged."""
-        starts = [0, *accumulate(self._dims)]
-        spans: dict[tuple[int, int], tuple[int, int, int]] = {}
-        for rank in self.ranks:
-            if rank.mine.pooling is not PoolingType.SUM:
-                continue
-            for pair in rank.mine.pairs:
-                if self._pooling(pair.number) is PoolingType.MEAN:
-                    first = starts[pair.number] + pair.rect.col_start
-                    spans[first, pair.rect.cols] = (pair.number, first, first + pair.rect.cols)
-        return sorted(spans.values())
-
-    def _pooling(self, feature: int) -> PoolingType | None:
-        flat = [config for config in self.layout.configs for _ in config.feature_names]
-        return getattr(flat[feature], "pooling", None)
+    def _mean_columns(self) -> list[tuple[int, int, int]]:
+        poolings = [getattr(config, "pooling", None) for config in self.layout.configs for _ in config.feature_names]
+        return sorted(
+            {
+                (pair.number, pair.rect.col_start, pair.rect.col_stop)
+                for rank in self.ranks
+                if rank.mine.pooling is PoolingType.SUM
+                for pair in rank.mine.pairs
+                if poolings[pair.number] is PoolingType.MEAN
+            }
+        )
 
     def split(self, bags: Bags) -> dict[int, Section]:
         """Each rank's part of ``bags``, whose ids are in range and which hold weights only where the module has them."""
@@ -194,16 +162,17 @@ class ModuleSplit:
             if is_packed(flat):
                 flat = unpacked(flat, rank.pairs, batch)
             mine = flat.reshape(batch, -1)
-            for run in rank.runs:
-                if run.adds:
-                    out_BD[:, run.to] += mine[:, run.at]
+            for at, to, columns, adds in rank.runs:
+                if adds:
+                    out_BD[:, to : to + columns] += mine[:, at : at + columns]
                 else:
-                    out_BD[:, run.to] = mine[:, run.at]
-        if self._mean:
+                    out_BD[:, to : to + columns] = mine[:, at : at + columns]
+        if self.mean_columns:
             lengths_FB = bags.arranged(self.features).lengths_FB
             scale_FB = np.float32(1) / np.maximum(lengths_FB, 1).astype(np.float32)
-            for feature, first, last in self._mean:
-                out_BD[:, first:last] *= scale_FB[feature][:, None]
+            for feature, first, last in self.mean_columns:
+                start = self._starts[feature]
+                out_BD[:, start + first : start + last] *= scale_FB[feature][:, None]
         return torch.from_numpy(out_BD)
 
     def _join_rows(

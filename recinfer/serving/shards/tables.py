@@ -28,7 +28,6 @@ from recinfer.serving.shards.messages import (
     decode_request,
     encode_response,
     part_sizes,
-    values_head,
 )
 from recinfer.serving.shards.rank_modules import module_layouts
 from recinfer.serving.shards.rank_structs import PlainFind, PlainPart
@@ -41,11 +40,8 @@ __all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
 MAX_VERSIONS = 4
 """Versions of a model that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on. More of
 them where rankers want more: see :meth:`ShardTables.keep`."""
-_WANTED_S = 60.0
-_MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = (
-    1 << 17,
-    1 << 22,
-)  # for more ids FBGEMM's operator is worth the cost of its call
+_WANTED_S = 60.0  # three times as long as rankers take to say it again
+_MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = 1 << 17, 1 << 22  # for more, FBGEMM's operator is worth the cost of its call
 _log = logging.getLogger(__name__)
 
 
@@ -163,10 +159,9 @@ class ShardTables:
             return None
         request = PlainFind._make(fields)
         version, batch = self._get(request.version), request.batch
-        if version is None or batch > limits.max_concurrent * limits.max_batch:
+        if not request.stored or version is None or batch > limits.max_concurrent * limits.max_batch:
             return None
         answer: list[bytes] = []
-        at = 0
         taken = 0
         for part in map(PlainPart._make, request.parts):
             tables = version.tables.get((part.rank, part.module))
@@ -183,19 +178,17 @@ class ShardTables:
             ):
                 return None
             direct = tables.direct
-            find = direct.pieces.pack if request.stored else direct.pieces.pool
-            vectors = find(
+            vectors = direct.pieces.pack(
                 direct.steps,
                 data,
                 BagPlaces(part.lengths_at, part.ids_at, part.ids, part.wide, tables.num_streams, batch),
                 tables.columns,
-                PACKED_HEAD if request.stored else values_head(at % 4, 4 * floats),
+                PACKED_HEAD,
                 part.length_bytes,
             )
             if vectors is None:
                 return None
             answer.append(vectors)
-            at += len(vectors)
         return answer[0] if len(answer) == 1 else b"".join(answer)
 
     def find_any(self, data: bytes, limits: Limits) -> bytes:

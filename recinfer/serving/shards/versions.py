@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from recinfer.archive.delta import Delta
 from recinfer.archive.reader import Archive
@@ -52,8 +53,6 @@ class VersionSpec:
     @classmethod
     def of(cls, archive: Archive, deltas: Sequence[Delta], store: str | None = None) -> VersionSpec:
         """The version that ``archive`` is after ``deltas``; paths below ``store`` are named from there, others by name."""
-        from pathlib import Path
-
         root = None if store is None else Path(store).resolve()
 
         def name(path: Path) -> str:

@@ -1,1 +1,1 @@
-"""Messages: protobuf and arrays, limits, statuses, and the Open Inference Protocol's tensors; imports no server and no client."""
+"""Both ends of a connection: messages and arrays, limits, statuses, addresses, event loops; imports no server and no client."""

@@ -146,6 +146,15 @@ class LookupArrays:
     version: str
     missing: tuple[int, ...]
 
+    def pooled(self) -> dict[str, NDArray[np.float32]]:
+        """``values`` by key, each ``[B, D]``."""
+        blocks = np.split(self.values, np.cumsum(self.dims)[:-1], axis=1) if self.dims else []
+        return dict(zip(self.keys, blocks))
+
+    def bags(self) -> dict[str, list[NDArray[np.float32]]]:
+        """``sequences`` by key, for each an array ``[n, D]`` a sample."""
+        return {key: np.split(vectors, np.cumsum(lengths)[:-1]) for key, (lengths, vectors) in self.sequences.items()}
+
 
 def decode_lookup(data: bytes) -> LookupArrays:
     """The arrays in a serialized LookupResponse, over its own bytes."""

@@ -5,7 +5,6 @@ Shapes: F features, B samples, N ids, D embedding width.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -30,16 +29,12 @@ from recinfer.serving.wire.arrays import (
 from recinfer.serving.wire.fields import Buffer, bytes_field, tensor_bytes
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
-from recinfer.serving.wire.status import Status, error_of, status_of
-from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 __all__ = [
     "M",
-    "Status",
     "decode_bags",
     "decode_dense",
-    "decode_features",
-    "decode_lookup_answer",
     "decode_lookup_response",
     "decode_predict_response",
     "encode_lookup_request",
@@ -47,46 +42,11 @@ __all__ = [
     "encode_output_arrays",
     "encode_predict_request",
     "encode_predict_response",
-    "error_of",
     "lookup_head",
     "parse",
-    "status_of",
 ]
 
 _INT32, _INT64, _FLOAT32, _UINT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4"), np.dtype("<u4")
-_TORCH = {_INT32: torch.int32, _INT64: torch.int64, _FLOAT32: torch.float32}
-
-# torch warns, once per process, that a tensor over ``bytes`` must not be written. No code of recinfer writes to one,
-# so the warning is triggered here once and suppressed.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
-
-
-def _view(field: str, data: bytes, dtype: np.dtype, expected: int | None, why: str) -> Tensor:
-    """:func:`array_of` as a tensor."""
-    if not len(array_of(field, data, dtype, expected, why)):
-        return torch.empty(0, dtype=_TORCH[dtype])
-    return torch.frombuffer(data, dtype=_TORCH[dtype])
-
-
-def decode_features(message: pb.JaggedFeatures, limits: Limits, *, field: str = "features") -> KeyedJaggedTensor:
-    """:func:`decode_bags` as a KeyedJaggedTensor; without ids its weights are empty, not None.
-
-    Raises:
-        InputError: as decode_bags.
-    """
-    bags = decode_bags(message, limits, field=field)
-    values = message.values_int32 if bags.values.dtype == _INT32 else message.values
-    dtype = _INT32 if bags.values.dtype == _INT32 else _INT64
-    weights = None if bags.weights is None else torch.from_numpy(bags.weights)
-    return KeyedJaggedTensor.from_parts_unchecked(
-        list(bags.keys),
-        _view(f"{field}.values", values, dtype, None, ""),
-        _view(f"{field}.lengths", message.lengths, _INT32, None, ""),
-        weights=weights,
-        stride=bags.batch,
-    )
 
 
 def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "features") -> Bags:
@@ -179,8 +139,8 @@ def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
     Raises:
         InputError: another number of bytes.
     """
-    why = f"batch_size {batch} x num_dense {num_dense}"
-    return _view("dense", raw, _FLOAT32, batch * num_dense, why).view(batch, num_dense)
+    values = array_of("dense", raw, _FLOAT32, batch * num_dense, f"batch_size {batch} x num_dense {num_dense}")
+    return torch.from_numpy(values).view(batch, num_dense)
 
 
 # -- answers: what the server sends ------------------------------------------------------------------------------
@@ -254,13 +214,9 @@ def encode_output_arrays(
 # -- answers: what a client in a process with torch makes of them --------------------------------------------------
 
 
-def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str]:
-    """Pooled embeddings, unpooled ones and the model's version, out of a serialized LookupResponse."""
-    return decode_lookup_answer(data)[:3]
-
-
-def decode_lookup_answer(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str, tuple[int, ...]]:
-    """:func:`decode_lookup_response`, and the ranks whose rows are zero in it because they did not answer."""
+def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str, tuple[int, ...]]:
+    """Pooled embeddings, unpooled ones, the model's version, and the ranks whose rows are zero as they did not answer, out of
+    a serialized LookupResponse."""
     found = decode_lookup(data)
     pooled = None
     if found.dims:

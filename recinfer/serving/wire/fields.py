@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Buffer", "array_bytes", "bytes_field", "field_head", "tensor_bytes"]
+__all__ = ["Buffer", "array_bytes", "bytes_field", "field_head", "tensor_bytes", "varint"]
 
 Buffer = bytes | memoryview
 _LENGTH_DELIMITED = 2
@@ -31,7 +31,7 @@ def bytes_field(number: int, *parts: Buffer) -> list[Buffer]:
 
 def field_head(number: int, size: int) -> bytes:
     """The tag and the length before the ``size`` bytes of a length-delimited field."""
-    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
+    return varint(number << 3 | _LENGTH_DELIMITED) + varint(size)
 
 
 def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:
@@ -42,13 +42,14 @@ def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:
     return array_bytes(tensor.numpy(), dtype)
 
 
-def array_bytes(array: np.ndarray[Any, Any], dtype: np.dtype) -> memoryview:
-    """:func:`tensor_bytes` of an array."""
+def array_bytes(array: np.ndarray[Any, Any], dtype: np.dtype | None = None) -> memoryview:
+    """:func:`tensor_bytes` of an array; ``dtype`` None: the array's own."""
     array = np.ascontiguousarray(array, dtype=dtype)
     return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A number from 0, as protobuf writes it."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

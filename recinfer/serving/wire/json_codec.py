@@ -30,6 +30,7 @@ __all__ = [
     "parse_json",
     "predict_request",
     "predict_response",
+    "valid_text",
 ]
 
 _PIECE = 1 << 14
@@ -106,10 +107,9 @@ def predict_response(data: bytes) -> dict[str, Any]:
 def lookup_response(data: bytes) -> dict[str, Any]:
     """The JSON object of a serialized LookupResponse."""
     found = decode_lookup(data)
-    blocks = np.split(found.values, np.cumsum(found.dims)[:-1], axis=1) if found.dims else []
     return {
-        "embeddings": {key: block.tolist() for key, block in zip(found.keys, blocks)},
-        "sequences": {key: _nested(*sequence) for key, sequence in found.sequences.items()},
+        "embeddings": {key: block.tolist() for key, block in found.pooled().items()},
+        "sequences": {key: [bag.tolist() for bag in bags] for key, bags in found.bags().items()},
         "model_version": found.version,
     }
 
@@ -120,10 +120,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _nested(lengths: np.ndarray, vectors: np.ndarray) -> list[Any]:
-    return [sample.tolist() for sample in np.split(vectors, np.cumsum(lengths)[:-1])]
 
 
 def _check_keys(body: Mapping[str, Any], known: set[str]) -> None:
@@ -137,11 +133,12 @@ def _names(body: Mapping[str, Any]) -> dict[str, str]:
         value = body.get(key, "")
         if not isinstance(value, str):
             raise InputError(f"{key}: got {type(value).__name__}, expected a string")
-        names[key] = _text(key, value)
+        names[key] = valid_text(key, value)
     return names
 
 
-def _text(field: str, value: str) -> str:
+def valid_text(field: str, value: str) -> str:
+    """``value``; raises InputError where no message can hold it."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -159,7 +156,7 @@ def _features(body: Mapping[str, Any], field: str = "features") -> pb.JaggedFeat
     columns = _object(field, body.get("features"))
     if not columns:
         raise InputError(f"{field}: got none, expected at least one feature with its ids")
-    bags = {_text(field, key): _bags(f"{field}[{key!r}]", column) for key, column in columns.items()}
+    bags = {valid_text(field, key): _bags(f"{field}[{key!r}]", column) for key, column in columns.items()}
     batch = len(next(iter(bags.values())))
     for key, column in bags.items():
         if len(column) != batch:

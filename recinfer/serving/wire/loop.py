@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["new_loop", "run_on_loop", "start_on_loop"]
+__all__ = ["new_loop", "off_loop", "run_on_loop", "start_on_loop"]
 
 T = TypeVar("T")
+_INLINE_BYTES = 32 << 10  # a longer message is converted in a thread, so that the event loop stays free
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
@@ -36,6 +37,13 @@ def run_on_loop(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T
 def start_on_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
     """Start ``work`` on that loop, from any thread."""
     return asyncio.run_coroutine_threadsafe(work, _running())
+
+
+async def off_loop(size: int, work: Callable[..., T], *args: object) -> T:
+    """``work(*args)``, in a thread when ``size`` (bytes) is large."""
+    if size <= _INLINE_BYTES:
+        return work(*args)
+    return await asyncio.to_thread(work, *args)
 
 
 def _running() -> asyncio.AbstractEventLoop:

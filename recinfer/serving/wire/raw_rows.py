@@ -114,7 +114,8 @@ def _values(pyarrow: Any, name: str, column: Any, separators: Mapping[str, str |
 
 def _joined(pyarrow: Any, name: str, column: Any, separator: str | None) -> Any:
     """Lists as the texts that the contract splits again."""
-    compute = __import__("pyarrow.compute").compute
+    from pyarrow import compute
+
     if separator is None:
         raise InputError(f"raw: column {name!r} holds lists; the feature contract has one value a row there")
     types, kind = pyarrow.types, column.type.value_type

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recinfer.errors import OverloadedError, UnavailableError
-from recinfer.serving.wire.fields import bytes_field
+from recinfer.serving.wire.fields import bytes_field, varint
 
 __all__ = ["has_said", "trailing_of"]
 
 _TYPE = b"type.googleapis.com/google.rpc.RetryInfo"
 _RESOURCE_EXHAUSTED = 8
-# What gRPC itself says of a connection has the same codes as what a server says of itself, or of those behind it.
+# UNAVAILABLE comes from gRPC where no server answers, and from a ranker whose shards do not. The ranker's has this pair, so that
+# a client does not tell its user to start the server that has just answered.
 _SAID = ("recinfer-said", "1")
 
 
@@ -39,9 +40,5 @@ def trailing_of(error: BaseException, message: str) -> tuple[tuple[str, str | by
 
 
 def _integer(number: int, value: int) -> bytes:
-    out = bytearray([number << 3])
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    """A field that holds a number."""
+    return varint(number << 3) + varint(value)

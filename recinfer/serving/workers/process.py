@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -76,9 +76,14 @@ class WorkerProcess:
         return f"worker {self.slot} (process {self.process.pid})"
 
     def first_line(self) -> dict[str, Any]:
-        """The first JSON object that it prints: where it serves, or its error; empty where it ends without one."""
+        """The first JSON object among its lines: where it serves, or its error; empty where it ends without one."""
         assert self.process.stdout is not None
-        return _first_object(self.process.stdout)
+        for line in self.process.stdout:
+            with suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    return found
+        return {}
 
     def wait(self) -> int:
         """Its exit code, once it has ended."""
@@ -132,16 +137,6 @@ class WorkerProcess:
         if self._beat.exception() is None:
             answer = self._beat.result()
             self._status, self._event_s = answer["status"], answer["event_s"]
-
-
-def _first_object(lines: Iterable[str]) -> dict[str, Any]:
-    """The first line that is a JSON object, past whatever else is printed; empty when there is none."""
-    for line in lines:
-        with suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                return found
-    return {}
 
 
 def _reason(code: int) -> str:

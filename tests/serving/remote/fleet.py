@@ -13,7 +13,7 @@ from typing import Any
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.tables import ShardTables
 from tests.ports import free_port
@@ -69,7 +69,7 @@ def remote(archive: Path, groups: Sequence[Sequence[int]], folder: Path, **setti
             for rank in group:
                 ranks.setdefault(rank, []).append(server.target)
         fan_out = stack.enter_context(asking(write_shards(folder / "shards.json", ranks, **settings)))
-        yield load(archive, lookups=remote_lookups(fan_out))
+        yield load(archive, lookups=MakeLookups(fan_out))
 
 
 _LOGGED = """

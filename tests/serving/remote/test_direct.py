@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import queue
 import random
@@ -32,14 +33,16 @@ from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.server import Server
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.lookups import remote_lookups
-from recinfer.serving.shards.messages import VectorFormat, join_request
-from recinfer.serving.shards.rank_modules import module_layouts
+from recinfer.serving.shards.lookups import MakeLookups
+from recinfer.serving.shards.messages import decode_response, join_request
+from recinfer.serving.shards.packed import is_packed, pairs_of, unpacked
+from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
 from recinfer.serving.shards.split import ModuleSplit
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.wire.proto import shards_pb2 as shards_pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.kept import kept
 from tests.serving.mutations import mutated
@@ -146,7 +149,7 @@ def served(archive: Path, folder: Path, *, missing: str | None = None, **setting
 
 
 def service_of(archive: Path, fan_out: FanOut, limits: Limits | None = None) -> InferenceService:
-    return InferenceService(ModelRegistry({"pooled": load(archive, lookups=remote_lookups(fan_out))}), limits)
+    return InferenceService(ModelRegistry({"pooled": load(archive, lookups=MakeLookups(fan_out))}), limits)
 
 
 def straight(service: InferenceService, call: CallName, data: bytes) -> bytes | None:
@@ -173,13 +176,30 @@ def ordinary(service: InferenceService, call: CallName, data: bytes) -> bytes:
 
 def shard_messages(archive: Path, request: KeyedJaggedTensor, ranks: tuple[int, ...], key: str) -> bytes:
     """The message of a ranker's decoded path to a server of ``ranks``."""
-    opened = open_archive(archive, ranks=())
     bags = bags_of(request)
     parts = []
-    for number, layout in enumerate(module_layouts(opened.manifest, opened.plan)):
+    for number, layout in enumerate(layouts_of(archive)):
         sections = ModuleSplit(number, layout).split(bags)
         parts += [sections[rank].parts for rank in ranks if rank in sections]
     return join_request(key, bags.batch, parts)
+
+
+@functools.cache
+def layouts_of(archive: Path) -> list[ModuleLayout]:
+    opened = open_archive(archive, ranks=())
+    return module_layouts(opened.manifest, opened.plan)
+
+
+def vectors_of(answer: bytes | None, data: bytes, archive: Path) -> list[list[float]]:
+    """What a shard answered to ``data``, packed or not."""
+    assert answer is not None
+    request, layouts, found = shards_pb.ShardRequest.FromString(data), layouts_of(archive), []
+    for part, array in zip(request.parts, decode_response(answer), strict=True):
+        if is_packed(array):
+            layout = layouts[part.module]
+            array = unpacked(array, pairs_of(layout.ranks[part.rank], layout.configs), request.batch_size)
+        found.append(array.reshape(-1).tolist())
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,7 +211,8 @@ def test_a_shard_answers_from_the_bytes(tmp_path: Path, kind: str):
         for request in requests():
             data = shard_messages(archive, request, ranks, key)
             if b"\x1a" in data[len(key) + 2 :]:  # at least one rank gets a request
-                assert tables.find_directly(data, Limits()) == tables.find_any(data, Limits())
+                expected = vectors_of(tables.find_any(data, Limits()), data, archive)
+                assert vectors_of(tables.find_directly(data, Limits()), data, archive) == expected
 
 
 @pytest.mark.parametrize("precision", [DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32])
@@ -203,9 +224,8 @@ def test_a_shard_of_every_precision(tmp_path: Path, precision: DataType):
             key = tables.add(archive)
             for request in requests():
                 data = shard_messages(archive, request, (rank,), key)
-                found = tables.find_directly(data, Limits())
-                assert found is not None
-                assert found == tables.find_any(data, Limits())
+                expected = vectors_of(tables.find_any(data, Limits()), data, archive)
+                assert vectors_of(tables.find_directly(data, Limits()), data, archive) == expected
 
 
 def test_a_shard_leaves_what_is_not_plain(tmp_path: Path):
@@ -216,7 +236,7 @@ def test_a_shard_leaves_what_is_not_plain(tmp_path: Path):
     assert tables.find_directly(data, Limits()) is not None
     whole = make_request(3, longest=1)
     beyond = KeyedJaggedTensor(whole.keys(), whole.values() + 1000, lengths=whole.lengths())
-    halves = join_request(key, 3, [[data[len(join_request(key, 3, [])) :]]], VectorFormat.FLOAT16)
+    halves = join_request(key, 3, [[data[len(join_request(key, 3, [])) :]]], half=True)
     for other in (
         halves,
         shard_messages(archive, beyond, (0, 1), key),
@@ -243,7 +263,7 @@ def test_ten_thousand_mutated_messages_to_a_shard(tmp_path: Path):
         found = tables.find_directly(data, Limits())
         if found is not None:
             answered += 1
-            assert found == tables.find_any(data, Limits())
+            assert vectors_of(found, data, archive) == vectors_of(tables.find_any(data, Limits()), data, archive)
     assert answered > 100
 
 
@@ -377,7 +397,7 @@ def test_default_rows_need_the_manifests_permission(tmp_path: Path):
             with pytest.raises(UnavailableError, match=r"rank 0 has no living replica.*manifest does not allow them"):
                 way(service, "Lookup", data)
         with pytest.raises(ConfigError, match="pooled 1 does not allow default rows; export or reshard it"):
-            load(archive, lookups=remote_lookups(fan_out))
+            load(archive, lookups=MakeLookups(fan_out))
 
 
 def test_through_a_server_and_in_its_figures(tmp_path: Path):

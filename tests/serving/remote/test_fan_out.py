@@ -22,6 +22,7 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine import byte_path
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.request import CallName
+from recinfer.serving.server import shard_server
 from recinfer.serving.server.server import Server
 from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.shards.fan_out import FanOut
@@ -309,10 +310,10 @@ def test_full_shard_is_reported_and_another_replica_gets_the_request(tmp_path: P
     with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fan_out, servers):
         data = codec.encode_lookup_request(make_request(3))
         expected = straight(service, "Lookup", data)
-        servers[0]._running = servers[0]._max_running
+        servers[0]._running = shard_server._MAX_RUNNING
         while not fan_out.calls["failed"]:  # they take turns
             assert later(service, "Lookup", data)[0] == expected
-        servers[1]._running = servers[1]._max_running
+        servers[1]._running = shard_server._MAX_RUNNING
         found, _ = later(service, "Lookup", data)
         assert isinstance(found, OverloadedError) and "too many requests under way" in str(found)
         assert all(server.status()["held"]["refused"] for server in servers)

@@ -23,7 +23,7 @@ from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.server.server import Server
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.lookups import MakeLookups
 from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import Process, allowing_default_rows, asking, write_shards
@@ -67,7 +67,7 @@ def fleet(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
         stack.callback(lambda: [process.close() for mine in fleet.shards.values() for process in mine])
         shards = write_shards(folder / "shards.json", addresses)
         fleet.fan_out = stack.enter_context(asking(shards, missing="error"))
-        fleet.here = load(archive, lookups=remote_lookups(fleet.fan_out))
+        fleet.here = load(archive, lookups=MakeLookups(fleet.fan_out))
         yield fleet
 
 

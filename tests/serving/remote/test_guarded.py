@@ -15,7 +15,7 @@ from recinfer.errors import RecinferError
 from recinfer.inference.predictor import load
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.security import Security
-from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.lookups import MakeLookups
 from tests.certificates import need_openssl, self_signed
 from tests.ports import free_port
 from tests.serving.conftest import make_request
@@ -54,7 +54,7 @@ def test_mutual_tls_and_a_token(archive: Path, certificates: Path, tmp_path: Pat
         shards = [stack.enter_context(shard(archive, [rank], security=security)) for rank in (0, 1)]
         ranks = {rank: [server.target] for rank, server in enumerate(shards)}
         fan_out = stack.enter_context(asking(write_shards(tmp_path / "shards.json", ranks, **spoken)))
-        found = load(archive, lookups=remote_lookups(fan_out)).lookup(features).pooled.values()
+        found = load(archive, lookups=MakeLookups(fan_out)).lookup(features).pooled.values()
         assert torch.equal(found, expected)
         for replica in fan_out.pool.everyone():  # lookups are encrypted too
             assert replica._connection._transport.get_extra_info("cipher") is not None
@@ -62,7 +62,7 @@ def test_mutual_tls_and_a_token(archive: Path, certificates: Path, tmp_path: Pat
             less = {key: value for key, value in spoken.items() if key not in lacking}
             stranger = stack.enter_context(asking(write_shards(tmp_path / "less.json", ranks, **less), ready=False))
             with pytest.raises(RecinferError, match="no living replica"):
-                load(archive, lookups=remote_lookups(stranger, wait=False))
+                load(archive, lookups=MakeLookups(stranger, wait=False))
 
 
 def test_workers_share_a_port_and_the_shards(archive: Path, tmp_path: Path):

@@ -11,7 +11,7 @@ import torch
 from recinfer.errors import ConfigError
 from recinfer.inference.predictor import load
 from recinfer.serving.server.security import Security
-from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.replicas import ReplicaPool, _stamp
 from tests.ports import free_port
@@ -43,7 +43,7 @@ def test_a_rank_that_is_needed_stays(tmp_path: Path, caplog: pytest.LogCaptureFi
     with shard(archive, (0, 1, 2)) as server:
         whole = {rank: [server.target] for rank in range(3)}
         with asking(write_shards(path, whole)) as fan_out:
-            there = load(archive, lookups=remote_lookups(fan_out))
+            there = load(archive, lookups=MakeLookups(fan_out))
             expected = there.lookup(make_request(4)).pooled.values()
             write_shards(path, {0: whole[0], 2: whole[2]})
             until(lambda: "no address of rank 1; what is served is cut for 3 ranks" in caplog.text)
@@ -82,7 +82,7 @@ def test_changed_settings_reach_existing_replicas(tmp_path: Path):
     with shard(archive, (0, 1, 2), security=Security(token=TOKENS[0])) as server:
         ranks = {rank: [server.target] for rank in range(3)}
         with asking(write_shards(path, ranks, token_file=str(token), prepare_seconds=600)) as fan_out:
-            there = load(archive, lookups=remote_lookups(fan_out))
+            there = load(archive, lookups=MakeLookups(fan_out))
             (first,) = fan_out.pool.everyone()
             write_shards(path, ranks, token_file=str(token), prepare_seconds=5)
             until(lambda: there.lookup(make_request(4)) and fan_out.pool.everyone() != [first])  # each is answered
@@ -106,7 +106,7 @@ def test_an_address_that_is_replaced_stays_until_the_new_one_can_be_asked(
         ExitStack() as later,
         asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fan_out,
     ):
-        pool, there = fan_out.pool, load(archive, lookups=remote_lookups(fan_out))
+        pool, there = fan_out.pool, load(archive, lookups=MakeLookups(fan_out))
         (first,) = pool.everyone()
         expected = there.lookup(make_request(4)).pooled.values()
         made: list[Replica] = []

@@ -10,7 +10,7 @@ import pytest
 
 from recinfer.inference.predictor import load
 from recinfer.serving.server.server import Server
-from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.lookups import MakeLookups
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import allowing_default_rows, asking, shard, write_shards
 from tests.serving.v1 import ask, columns_of, get, post, rows_of
@@ -27,7 +27,7 @@ def test_a_rank_that_is_missing(archive: Path, tmp_path: Path, allowed: bool):
         lost = stack.enter_context(shard(archive, [1], "127.0.0.2"))
         shards = write_shards(tmp_path / "shards.json", {0: targets, 1: [lost.target]})
         fan_out = stack.enter_context(asking(shards, missing=None if allowed else "error"))
-        predictor = load(archive, lookups=remote_lookups(fan_out))
+        predictor = load(archive, lookups=MakeLookups(fan_out))
         server = stack.enter_context(Server({"tiny": predictor}, shards=fan_out, http_port=0))
         dense, features = make_request(0, 3)
         bodies: dict[str, Any] = {

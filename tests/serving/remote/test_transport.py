@@ -16,7 +16,7 @@ from recinfer.inference.lookups import run_steps
 from recinfer.inference.predictor import LookupResult, Predictor, load
 from recinfer.modules.embedding_configs import DataType
 from recinfer.serving.server.security import Security
-from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.wire.limits import Limits
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import EVERYTHING_ROWS, Everything
@@ -100,13 +100,11 @@ def test_shards_ask_for_a_token(tmp_path: Path):
         with asking(path, ready=False) as stranger:
             until(lambda: "UNAUTHENTICATED" in stranger.pool.addresses(0))
             with pytest.raises(UnavailableError, match="UNAUTHENTICATED"):
-                load(archive, lookups=remote_lookups(stranger))
+                load(archive, lookups=MakeLookups(stranger))
         write_shards(path, {key: [server.target] for key in range(3)}, token_file=str(tmp_path / "token"))
         with asking(path) as known:
             request = make_request(4)
-            same(
-                load(archive, lookups=remote_lookups(known)).lookup(request), load(archive).lookup(request), exact=True
-            )
+            same(load(archive, lookups=MakeLookups(known)).lookup(request), load(archive).lookup(request), exact=True)
 
 
 def test_why_there_is_no_connection_is_said(tmp_path: Path):
@@ -124,7 +122,7 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
             until(lambda: any(replica.up for replica in fan_out.pool.replicas(0)))
             request = make_request(4)
             same(
-                load(archive, lookups=remote_lookups(fan_out)).lookup(request),
+                load(archive, lookups=MakeLookups(fan_out)).lookup(request),
                 load(archive).lookup(request),
                 exact=True,
             )
@@ -137,7 +135,7 @@ def test_server_without_a_rank_gets_no_requests_for_it(tmp_path: Path, caplog: p
     expected = load(archive).lookup(request)
     with shard(archive, (0, 1, 2)) as whole, shard(archive, (1, 2), "127.0.0.2") as part:
         with asking(write_shards(path, {rank: [whole.target, part.target] for rank in range(3)})) as fan_out:
-            there = load(archive, lookups=remote_lookups(fan_out))
+            there = load(archive, lookups=MakeLookups(fan_out))
             for _ in range(20):
                 same(there.lookup(request), expected, exact=False)
             replicas = {(r["rank"], r["address"]): r for r in fan_out.status()["replicas"]}
@@ -148,7 +146,7 @@ def test_server_without_a_rank_gets_no_requests_for_it(tmp_path: Path, caplog: p
         lists = write_shards(path, ranks, timeout_seconds=0.1)
         says = rf"rank 0: {part.target} \(its server has ranks 1, 2, not 0\)"
         with asking(lists) as fan_out, pytest.raises(UnavailableError, match=says):
-            load(archive, lookups=remote_lookups(fan_out))
+            load(archive, lookups=MakeLookups(fan_out))
 
 
 def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -159,7 +157,7 @@ def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
         targets = [one.target, two.target]
         with asking(write_shards(tmp_path / "s.json", {key: targets for key in range(3)})) as fan_out:
-            predictor = load(archive, lookups=remote_lookups(fan_out))
+            predictor = load(archive, lookups=MakeLookups(fan_out))
             for _ in range(60):
                 predictor.lookup(make_request(2))
             answers = {replica.target: replica.answers for replica in fan_out.pool.replicas(0)}
@@ -173,7 +171,7 @@ def test_a_replica_that_was_slow_once_is_tried_again(tmp_path: Path, monkeypatch
     with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
         targets = [one.target, two.target]
         with asking(write_shards(tmp_path / "s.json", {key: targets for key in range(3)})) as fan_out:
-            predictor = load(archive, lookups=remote_lookups(fan_out))
+            predictor = load(archive, lookups=MakeLookups(fan_out))
             slow = fan_out.pool.replicas(0)[0]
             slow.answered(100.0)
             before = slow.answers
@@ -198,7 +196,7 @@ def test_a_replica_that_is_taken_from_the_list_still_answers_what_it_was_asked(t
 
         patient = {"hedge": False, "timeout_seconds": 60.0}
         with asking(write_shards(path, {key: [one.target] for key in range(3)}, **patient)) as fan_out:
-            predictor = load(archive, lookups=remote_lookups(fan_out))
+            predictor = load(archive, lookups=MakeLookups(fan_out))
             request = make_request(5000)  # so long that a worker thread answers it
             expected = predictor.lookup(request)
             one.tables.find = slow_find  # type: ignore[method-assign]
@@ -276,4 +274,4 @@ def test_shard_hosts_need_only_their_files(tmp_path: Path):
                 write_shards(tmp_path / "s.json", {0: [first.target], 1: [second.target], 2: [second.target]})
             ) as ask,
         ):
-            same(load(archive, lookups=remote_lookups(ask)).lookup(request), expected, exact=False)
+            same(load(archive, lookups=MakeLookups(ask)).lookup(request), expected, exact=False)

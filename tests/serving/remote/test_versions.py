@@ -25,11 +25,11 @@ from recinfer.inference.delta import make_delta
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.store import ModelStore, StoreManager
 from recinfer.serving.server.server import Server
 from recinfer.serving.server.shard_server import ShardServer
-from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.messages import join_request
 from recinfer.serving.shards.tables import _WANTED_S, MAX_VERSIONS, ShardTables
 from recinfer.serving.wire.limits import Limits
@@ -77,8 +77,8 @@ def rolling(archives: dict[str, Path], folder: Path) -> Iterator[Roll]:
             servers.append(stack.enter_context(shard(host / MODEL / "1", ranks, f"127.0.0.{number + 1}", store=host)))
         first, second = [s.target for s in servers[:2]], [s.target for s in servers[2:]]
         fan_out = stack.enter_context(asking(write_shards(folder / "s.json", {0: first, 1: second, 2: second})))
-        models = ModelStore(store, lookups=remote_lookups(fan_out, str(store)))
-        registry = ModelRegistry([models.newest(MODEL)])
+        models = ModelStore(store, lookups=MakeLookups(fan_out, str(store)))
+        registry = ModelRegistry([ServedModel.of(MODEL, models.open(MODEL, "1"), "1")])
         server = stack.enter_context(Server(registry, admin=StoreManager(registry, models), shards=fan_out))
         admin = stack.enter_context(AdminClient(server.target))
         client = stack.enter_context(InferenceClient(server.target, retries=0, timeout=60))
@@ -265,7 +265,7 @@ def test_restarted_replica_has_the_requested_one_of_many_versions(tmp_path: Path
         server = stack.enter_context(shard(store / MODEL / "1", (0, 1, 2), store=store))
         shards = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
         fan_out = stack.enter_context(asking(shards))
-        make = remote_lookups(fan_out, str(store))
+        make = MakeLookups(fan_out, str(store))
         there = [load(store / MODEL / str(number), lookups=make) for number in range(1, count + 1)]
         request = make_request(5)
         expected = there[0].lookup(request).pooled.values()
@@ -290,7 +290,7 @@ def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
     with shard(archives["1"], (0, 1, 2)) as server:
         path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
         with asking(path) as fan_out:
-            there = load(archives["1"], lookups=remote_lookups(fan_out))
+            there = load(archives["1"], lookups=MakeLookups(fan_out))
             key = there.lookups.spec.key  # type: ignore[union-attr]
             ahead[0] += 2 * _WANTED_S  # the first report no longer counts
             until(lambda: server.tables._wanted[key] > clock.monotonic())
@@ -353,7 +353,7 @@ def test_replicas_that_were_up_before_a_version_was_wanted_prepare_it(archives: 
         shard(store / MODEL / "1", (0, 1, 2), store=store) as server,
         asking(write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})) as fan_out,
     ):
-        there = Predictor(open_archive(store / MODEL / "2"), lookups=remote_lookups(fan_out, str(store), wait=False))
+        there = Predictor(open_archive(store / MODEL / "2"), lookups=MakeLookups(fan_out, str(store), wait=False))
         until(lambda: not fan_out.pool.unreachable(there.lookups.ranks, there.lookups.spec.key))
         request = make_request(5)
         expected = load(archives["2"]).lookup(request).pooled

@@ -7,7 +7,7 @@ from typing import Any
 
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.request import CallName
-from recinfer.serving.server import open_inference as oip
+from recinfer.serving.server.open_inference_described import model_metadata
 from recinfer.serving.server.v1.inputs import DENSE, inputs_of
 from recinfer.serving.server.v1.requests import SIGNATURES
 from recinfer.serving.wire.limits import Limits
@@ -189,7 +189,7 @@ class _Model:
 
     def infer(self, registry: ModelRegistry) -> dict[str, Any]:
         """The request and the answer of a ModelInfer; gives an example."""
-        described = oip.model_metadata(registry, self._model.name, self._model.version)
+        described = model_metadata(registry, self._model.name, self._model.version)
         inputs = [tensor["name"] for tensor in described["inputs"]]
         outputs = [tensor["name"] for tensor in described["outputs"]]
         types = {"type": "string", "enum": ["INT64", "INT32", "FP32"]}

@@ -12,6 +12,8 @@ A status is a JSON object. Its counts only grow, so that who looks twice has a r
     queue       {waiting, running, runs, requests, samples, expired, refused}, or None
     memory      {budget, held, refused}: bytes of requests and answers, and how often some did not fit
     models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count}}]
+    shards      of a ranker: {calls: {outcome: count}, default_rows: {rank: count}, replicas: [{rank, address, up, ...}]}
+    held        of a shard server alone: {ranks, busy, running, refused, versions: [{key, model, version, deltas, mapped}]}
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from recinfer.serving.engine.stats import RequestStats
 if TYPE_CHECKING:
     from recinfer.distributed.planner.plan import Plan
 
-__all__ = ["ServerMetrics", "Status", "memory_status", "merge_statuses", "only_counts", "plain_histogram"]
+__all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts", "request_figures"]
 
 Status = dict[str, Any]
 _NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
@@ -43,7 +45,8 @@ _MEMORY_NOW = ("budget", "held")
 
 
 class ServerMetrics:
-    """Reads counts where they are kept, when a status is requested; nothing here runs on the path of a request.
+    """Reads counts where they are kept, when a status is requested; nothing here runs on the path of a request. For the event
+    loop alone.
 
     Args:
         stats: requests and their stages.
@@ -77,12 +80,8 @@ class ServerMetrics:
             "uptime": time.monotonic() - self._started,
             "workers": 1,
             "ready": self._is_ready(),
-            "requests": _requests(self._stats.requests()),
-            "latency": {call: plain_histogram(state) for call, state in sorted(self._stats.latency().items())},
-            "stages": {stage: plain_histogram(state) for stage, state in self._stages().items()},
-            "samples": plain_histogram(self._stats.batch.state()),
+            **request_figures(self._stats, self._stages(), self._budget),
             "queue": None if queue is None else asdict(queue),
-            "memory": memory_status(self._budget),
             "models": [_described(model, weight) for model, weight in self._models()],
             "shards": None if self._shards is None else self._shards(),
         }
@@ -108,6 +107,17 @@ class ServerMetrics:
         return found
 
 
+def request_figures(stats: RequestStats, stages: Mapping[str, HistogramState], budget: MemoryBudget) -> Status:
+    """The part of a status that servers of models and of shards have: their requests, and the memory that those hold."""
+    return {
+        "requests": _requests(stats.requests()),
+        "latency": {call: _plain(state) for call, state in sorted(stats.latency().items())},
+        "stages": {stage: _plain(state) for stage, state in stages.items()},
+        "samples": _plain(stats.batch.state()),
+        "memory": {"budget": budget.budget_bytes, "held": budget.held, "refused": budget.refused},
+    }
+
+
 def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> Status:
     """One status of several processes that serve the same.
 
@@ -127,7 +137,7 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
         "requests": _requests(counted),
         "latency": _merge_histograms([status["latency"] for status in everything]),
         "stages": _merge_histograms([status["stages"] for status in everything]),
-        "samples": _merge_histograms([{"": _NONE}, *({"": status["samples"]} for status in everything)])[""],
+        "samples": _merge_histograms([{"": status["samples"]} for status in everything]).get("", _NONE),
         "queue": {name: sum(queue[name] for queue in queues) for name in queues[0]} if queues else None,
         "memory": {
             name: sum(status["memory"][name] for status in everything) for name in ("budget", "held", "refused")
@@ -176,7 +186,7 @@ def _merge_histograms(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for histograms in found:
         for name, own in histograms.items():
             have = merged.get(name)
-            if have is None or have is _NONE:
+            if have is None:
                 merged[name] = own
                 continue
             counts = [a + b for a, b in zip(have["counts"], own["counts"], strict=True)]
@@ -253,13 +263,7 @@ def _ranks(plan: Plan) -> list[dict[str, Any]]:
     return ranks
 
 
-def memory_status(budget: MemoryBudget) -> dict[str, int]:
-    """Figures of this moment."""
-    return {"budget": budget.budget_bytes, "held": budget.held, "refused": budget.refused}
-
-
-def plain_histogram(state: HistogramState) -> dict[str, Any]:
-    """A histogram as JSON."""
+def _plain(state: HistogramState) -> dict[str, Any]:
     return {"bounds": list(state.bounds), "counts": list(state.counts), "total": state.total}
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from recinfer.serving.server.http_site import HttpSite, as_bearer
+from recinfer.serving.engine.memory_budget import MemoryBudget
+from recinfer.serving.server.http_server import Get, HttpServer, Route
+from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.metrics import Status
 from recinfer.serving.server.telemetry.prometheus import prometheus_text
 
-__all__ = ["MetricsServer"]
+__all__ = ["metrics_server"]
 
 _PROMETHEUS = {"Content-Type": "text/plain; version=1.0.0; charset=utf-8"}
 # The page is one file and loads nothing else; this policy has the browser enforce it.
@@ -24,58 +24,41 @@ _PAGE = {
     "Cache-Control": "no-store",
 }
 
-_READY, _LIVE = "/ready", "/live"  # open to all, as gRPC's health is
+# Of pages that are being sent, apart from the server's budget: a server that is full still shows its figures.
+_BUDGET_BYTES = 64 << 20
+_GRACE_S = 1.0
 
 
-class MetricsServer:
-    """Serves metrics on one port, on the event loop that ``start`` is awaited on.
+def metrics_server(status: Callable[[], Awaitable[Status]], host: str, port: int, security: Security) -> HttpServer:
+    """What serves the metrics port; it is started by the caller.
 
     Args:
         status: gives the status that is shown (see recinfer.serving.server.telemetry.metrics).
-        host: address to listen on.
-        port: TCP port; 0 takes a free one.
-        allows: whether a request with this ``Authorization: Bearer`` header may pass. A browser, which prompts its user for
-            a name and a password, passes with the token as the password.
-        tls: the server's TLS context; None: plain HTTP.
+        host, port: where; port 0 takes a free one.
+        security: who may see it. ``/ready`` and ``/live`` are open to all, as gRPC's health is.
     """
+    budget, tls = MemoryBudget(_BUDGET_BYTES), security.tls_context()
+    return HttpServer([_Pages(status)], budget, 0, host, port, allows=security.allows, tls=tls, grace=_GRACE_S)
 
-    def __init__(
-        self,
-        status: Callable[[], Awaitable[Status]],
-        host: str,
-        port: int,
-        *,
-        allows: Callable[[str | None], bool] = lambda authorization: True,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._status, self.host, self.port, self._allows, self._tls = status, host, port, allows, tls
+
+class _Pages:
+    """The pages of the port. See recinfer.serving.server.http_server.HttpProtocol."""
+
+    paths = "/, /metrics, /status.json, /ready, /live"
+
+    def __init__(self, status: Callable[[], Awaitable[Status]]) -> None:
+        self._status = status
         self._page = files("recinfer.serving.server.telemetry").joinpath("status_page.html").read_text(encoding="utf-8")
-        self._site: HttpSite | None = None
 
-    async def start(self) -> None:
-        """Bind and answer; raises OSError when the address cannot be bound."""
-        app = web.Application(client_max_size=1 << 16, middlewares=[self._check])
-        app.router.add_get("/", self._show_page)
-        app.router.add_get("/metrics", self._show_metrics)
-        app.router.add_get("/status.json", self._show_status)
-        app.router.add_get(_READY, self._show_ready)
-        app.router.add_get(_LIVE, self._show_live)
-        self._site = HttpSite(app, self.host, self.port, tls=self._tls)
-        await self._site.start()
-        self.port = self._site.port
-
-    async def stop(self) -> None:
-        """Close the port."""
-        site, self._site = self._site, None
-        if site is not None:
-            await site.stop()
-
-    @web.middleware
-    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in (_READY, _LIVE) or self._allows(as_bearer(request.headers.get("Authorization"))):
-            return await handler(request)
-        headers = {"WWW-Authenticate": 'Basic realm="recinfer: the token as the password", charset="UTF-8"'}
-        return web.Response(status=401, text="this page needs the server's token", headers=headers)
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Get("/", "StatusPage", self._show_page, for_people=True),
+            Get("/metrics", "Metrics", self._show_metrics, for_people=True),
+            Get("/status.json", "Status", self._show_status, for_people=True),
+            Get("/ready", "Ready", self._show_ready, is_open=True),
+            Get("/live", "Live", self._show_live, is_open=True),
+        ]
 
     async def _show_page(self, request: web.Request) -> web.Response:
         return web.Response(text=self._page, content_type="text/html", headers=_PAGE)

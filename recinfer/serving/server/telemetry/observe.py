@@ -26,7 +26,7 @@ _EXTRA = ("request_id", "call", "code", "ms", "bytes", "protocol", *_OF_A_CHANGE
 
 
 class Observer:
-    """Called once for every answered request.
+    """Called once for every answered request, on the thread that ends it.
 
     Args:
         stats: where requests are counted.

@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from recinfer.serving.server.telemetry.metrics import Status
 
@@ -16,11 +17,11 @@ __all__ = ["prometheus_text"]
 def prometheus_text(status: Status) -> bytes:
     """The metrics of ``status`` (see recinfer.serving.server.telemetry.metrics) in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(status))  # type: ignore[arg-type]
+    registry.register(_Families(status))
     return generate_latest(registry)
 
 
-class _Families:
+class _Families(Collector):
     def __init__(self, status: Status) -> None:
         self._status = status
 

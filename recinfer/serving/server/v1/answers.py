@@ -32,10 +32,7 @@ def to_json(call: CallName, data: bytes, in_rows: bool) -> bytes:
         columns, is_bare = {**outputs}, len(outputs) == 1
     else:
         found = decode_lookup(data)
-        blocks = np.split(found.values, np.cumsum(found.dims)[:-1], axis=1) if found.dims else []
-        columns, is_bare, missing = dict(zip(found.keys, blocks)), False, found.missing
-        for key, (lengths, vectors) in found.sequences.items():
-            columns[key] = np.split(vectors, np.cumsum(lengths)[:-1])
+        columns, is_bare, missing = {**found.pooled(), **found.bags()}, False, found.missing
     if in_rows:
         for name, column in columns.items():
             if _is_number(column):

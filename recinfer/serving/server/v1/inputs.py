@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -137,7 +138,7 @@ def _listed(names: tuple[str, ...]) -> str:
 def text_of(value: object) -> str:
     """``value`` for an error message: as JSON, shortened."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]  # type: ignore[index]
+        return json.dumps(value)
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
 from aiohttp import web
@@ -10,19 +10,17 @@ from aiohttp import web
 from recinfer.errors import NotFoundError
 from recinfer.serving.engine.memory_budget import Ticket
 from recinfer.serving.engine.registry import ModelRegistry
-from recinfer.serving.engine.request import CallName
+from recinfer.serving.engine.request import AnswerCall, CallName
 from recinfer.serving.server.http_server import Get, Post, Route, count_json
-from recinfer.serving.server.open_inference_grpc import off_loop
 from recinfer.serving.server.v1.answers import to_json
 from recinfer.serving.server.v1.described import metadata, status
 from recinfer.serving.server.v1.requests import Asked, read_document, to_message
 from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.loop import off_loop
 
 __all__ = ["V1"]
 
 _WRITTEN = 24  # bytes of Python objects and text for one of a vector
-
-Ask = Callable[[CallName, bytes], Awaitable[bytes]]
 
 
 class V1:
@@ -37,7 +35,7 @@ class V1:
 
     paths = "/v1/models/MODEL[/versions/VERSION or /labels/LABEL][:predict, :lookup or /metadata]"
 
-    def __init__(self, registry: ModelRegistry, limits: Limits, ask: Ask, is_ready: Callable[[], bool]) -> None:
+    def __init__(self, registry: ModelRegistry, limits: Limits, ask: AnswerCall, is_ready: Callable[[], bool]) -> None:
         self._registry, self._limits, self._ask, self._is_ready = registry, limits, ask, is_ready
 
     def routes(self) -> list[Route]:
