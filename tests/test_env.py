@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 
 from recinfer import env
@@ -49,6 +54,42 @@ def test_grpc_writes_nothing_unless_its_variable_is_set(
         monkeypatch.delenv("GRPC_VERBOSITY")
     env.keep_grpc_quiet()
     assert env.child_environment()["GRPC_VERBOSITY"] == after
+
+
+HEAPS = """
+import ctypes, threading
+from recinfer import env
+
+env.share_heaps()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.open_memstream.restype = ctypes.c_void_p
+met = threading.Barrier(9)
+
+def allocate():
+    libc.malloc(ctypes.c_size_t(1 << 12))
+    met.wait()  # a thread that ends leaves its heap to the next one
+    met.wait()
+
+for _ in range(8):
+    threading.Thread(target=allocate, daemon=True).start()
+met.wait()
+text, size = ctypes.c_char_p(), ctypes.c_size_t()
+stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+libc.malloc_info(0, stream)
+libc.fclose(stream)
+print(text.value.count(b"<heap nr="))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="heaps are shared by a setting of glibc's malloc")
+def test_threads_share_two_heaps_unless_the_variable_is_set() -> None:
+    def heaps(**changes: str) -> int:
+        others = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+        command = [sys.executable, "-c", HEAPS]
+        return int(subprocess.run(command, env=others | changes, capture_output=True, text=True, check=True).stdout)
+
+    assert heaps() == 2
+    assert heaps(MALLOC_ARENA_MAX="5") == 5
 
 
 def test_numbers_for_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ def run(options: ServeOptions) -> None:
     On Ctrl-C or SIGTERM the server finishes the requests in flight and exits.
     """
     env.keep_grpc_quiet()
+    env.share_heaps()
     options = worker_options(options)
     ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
     _check_ports(options.address)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
@@ -14,9 +13,6 @@ SWITCH_INTERVAL_S = 1e-4
 """How long a Python thread may keep another one waiting, in a process that serves: one that runs a large request keeps
 the event loop waiting that long at each step; at Python's 5 ms that is most of a small request."""
 
-_M_ARENA_MAX = -8  # malloc.h of glibc
-_ARENAS = 2
-
 
 def tune_process() -> None:
     """Set this process up for serving; call it in the main thread, after models are loaded and before the server starts.
@@ -25,9 +21,6 @@ def tune_process() -> None:
       request, do not push the event loop's thread off its core each time.
     - What is loaded by now is left out of garbage collection, whose full runs would else stop all requests; they come as
       often as Python has them, where the command line had fewer of them while it loaded.
-    - Threads share two heaps of malloc (glibc), unless ``MALLOC_ARENA_MAX`` says otherwise. By default nearly each has one
-      of its own, and each of them grows until it has held the largest run that its thread ever does: memory rises for
-      hours.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if hasattr(os, "SCHED_BATCH"):
@@ -36,6 +29,3 @@ def tune_process() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], 10)
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        with suppress(AttributeError):  # another malloc
-            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
