@@ -53,7 +53,7 @@ def cached_offset(offset, tags_ptr, row, take, row_bytes, cache_start, first_tag
     return tl.where(hit, cache_start + slot * row_bytes, offset)
 
 
-@triton.jit(do_not_specialize=["batch", "turn"])
+@triton.jit(do_not_specialize=["batch", "turn"], do_not_specialize_on_alignment=["ids_ptr", "offsets_ptr"])
 def _fill(
     rows_ptr, ids_ptr, offsets_ptr, tags_ptr, votes_ptr, turns_ptr, chunks_ptr, batch, turn,
     ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr, BYTES: tl.constexpr,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -63,9 +64,13 @@ class TritonBatch:
         self.reads, self.tables = tuple(reads), tuple(dict.fromkeys(reads))
         self.pooling, self.storage, self.output_dtype, self.weights = pooling, buffers, output_dtype, buffers.near
         self._means = tuple(means) or (False,) * len(self.reads)
+        # Ids count from the first row of a rectangle, as TableBatch's do.
+        pieces = [
+            replace(placed, rect=replace(placed.rect, row_start=0, row_stop=placed.rect.rows)) for placed in reads
+        ]
         local = [
-            Read(placed, key, PoolingType.MEAN if mean else pooling)
-            for key, (placed, mean) in enumerate(zip(self.reads, self._means, strict=True))
+            Read(piece, key, PoolingType.MEAN if mean else pooling)
+            for key, (piece, mean) in enumerate(zip(pieces, self._means, strict=True))
         ]
         self._lookup = TritonTables(local, buffers, output_dtype=output_dtype)
         self.widths = [placed.rect.cols for placed in self.reads]
@@ -87,7 +92,7 @@ class TritonBatch:
         def run(ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int, out: Tensor) -> None:
             lookup(ids, offsets, weights, batch=batch, bad=bad, out=out)
 
-        rows = min(read.rect.row_stop for read in self.reads)
+        rows = min(read.rect.rows for read in self.reads)
         return GraphedLookups(run, len(self.reads), self.total_dim, self.output_dtype, rows, self.weights.device)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ try:
 except ImportError as error:
     raise UnavailableError(
         "Triton is not installed; install a CUDA build of torch, which includes it, or run pip install "
-        "'recinfer[triton]' ({error})"
+        f"'recinfer[triton]' ({error})"
     ) from error
 from recinfer.quant.row_cache import CACHE_FIELDS, FIRST_CACHE_FIELD, RowCache, cache_of, cached_offset
 
@@ -148,7 +148,8 @@ def _tile(
             tl.atomic_add(bad_ptr + tl.load(chunk_ptr), count)
 
 
-@triton.jit(do_not_specialize=["batch"])
+# Inputs may begin at any element: no access of them gets wider by their alignment, and each would be compiled anew.
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["ids_ptr", "offsets_ptr", "weights_ptr"])
 def _lookup(
     rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunks_ptr, tags_ptr, batch,
     TYPES: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -315,6 +316,7 @@ class TritonTables:
         Returns:
             ``[B, total_dim]``.
         """
+        assert self.pooled, "unpooled tables are looked up by rows()"
         if out is None:
             out = torch.empty(batch, self.total_dim, dtype=self.output_dtype, device=ids.device)
         self._launch(ids, offsets, weights, batch, batch, bad, out, self._keys)
@@ -356,7 +358,8 @@ class TritonTables:
         _check_can_run(ids.device)
         if lanes == 0:
             return
-        tile = min(_power_of_two(lanes), max(1, self.launch.elements // self.columns))
+        # One tile for every batch: another would be compiled in the request that first needs it.
+        tile = max(1, self.launch.elements // self.columns)
         grid = (-(-lanes // tile), len(self._chunks))
         cache = self.cache
         with contextlib.nullcontext() if cache is None else cache.turn():
