@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import cuda_graphs
+from recinfer.quant.buffers import Memory, Placed, allocate
 from recinfer.quant.cuda_graphs import buckets_for
 from recinfer.quant.triton_batch import TritonBatch
-from tests.quant.test_triton import ROWS, bags, placed_in_memory
+from tests.quant.test_triton import ROWS, bags, packed, placed_in_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,3 +104,20 @@ def test_a_lookup_of_ids_on_the_device_waits_for_nothing() -> None:
     torch.cuda.synchronize()
     with pytest.raises(InputError, match="an earlier lookup had ids out of range"):
         batch.forward(ids, offsets)
+
+
+@pytest.mark.parametrize("memory", ["managed", "cached"])
+def test_the_kernel_reads_rows_in_host_memory(memory: Memory) -> None:
+    wanted = [
+        Placed(Rect(0, 0, ROWS, 0, 64, name), DataType.INT8, memory=kind)
+        for name, kind in (("a", "near"), ("b", memory))
+    ]
+    buffers, placed = allocate(wanted, torch.device("cuda", 0))
+    for spot in placed:
+        buffers.write(spot, packed(DataType.INT8, 64, 1))
+    assert buffers.managed is not None and buffers.managed.is_pinned()
+    batch = TritonBatch(placed, PoolingType.SUM, buffers)
+    for size in (1, 40, 40, 700):
+        ids, offsets, _ = bags(1, size, size)
+        out = batch.forward(torch.cat([ids, ids]), torch.cat([offsets, offsets[1:] + len(ids)]))
+        assert torch.equal(out[:, :64], out[:, 64:]) and bool(out.any()) is (len(ids) > 0)
