@@ -77,7 +77,9 @@ class Staging:
         self._device = device
         self._inputs = HostInputs(0, device)
         on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        # torch gives out 32 streams of a priority in turn. Graphs are recorded on those of priority 0 while other threads copy, and a
+        # copy on the same stream would become a part of the graph.
+        self._stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._copied: torch.cuda.Event | None = torch.cuda.Event() if on_gpu else None
         self._read: torch.cuda.Event | None = torch.cuda.Event() if on_gpu else None
 

@@ -65,6 +65,24 @@ def test_threads_share_graphs_and_have_other_memory_of_their_own() -> None:
         assert all(pool.map(ask, range(200)))
 
 
+def test_lookups_of_other_threads_go_on_while_graphs_are_recorded() -> None:
+    """As while a delta is applied. These lookups are too large for a graph, so each copies its ids on a stream of its own."""
+    batch, given = made(graphs=True), bags(3, 300, 1)[:2]
+    want = batch.forward(*given).cpu()
+
+    def ask(turns: int) -> bool:
+        return all(torch.equal(batch.forward(*given).cpu(), want) for _ in range(turns))
+
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(ask, 300) for _ in range(3)]
+        for _ in range(3):
+            new = made(graphs=True)
+            new.forward(*bags(3, 1, 1)[:2])
+            assert new.graphs is not None and len(new.graphs)
+        assert all(each.result() for each in asked)
+    assert not cuda_graphs._failed
+
+
 def test_a_recording_that_the_device_refuses_leaves_launched_lookups(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
