@@ -17,6 +17,7 @@ from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import cuda_graphs
 from recinfer.quant.buffers import Memory, Placed, allocate
 from recinfer.quant.cuda_graphs import buckets_for
+from recinfer.quant.reference import reference_lookup
 from recinfer.quant.triton_batch import TritonBatch
 from tests.quant.test_triton import ROWS, bags, packed, placed_in_memory
 
@@ -139,3 +140,14 @@ def test_the_kernel_reads_rows_in_host_memory(memory: Memory) -> None:
         ids, offsets, _ = bags(1, size, size)
         out = batch.forward(torch.cat([ids, ids]), torch.cat([offsets, offsets[1:] + len(ids)]))
         assert torch.equal(out[:, :64], out[:, 64:]) and bool(out.any()) is (len(ids) > 0)
+
+
+def test_rows_beyond_four_gibibytes() -> None:
+    rows, dim = 40_000_000, 128  # of 144 bytes on a GPU
+    buffers, (table,) = allocate([Placed(Rect(0, 0, rows, 0, dim, "t"), DataType.INT8)], torch.device("cuda", 0))
+    ids, two = torch.tensor([20_000_000, rows - 1]), packed(DataType.INT8, dim, 7, 2)
+    for there, row in zip(ids.tolist(), two):
+        buffers.rows(table)[there, : len(row)].copy_(row)
+    out = TritonBatch([table], PoolingType.SUM, buffers).forward(ids.cuda(), torch.arange(3).cuda())
+    want = reference_lookup(two, dim, DataType.INT8, torch.tensor([0, 1]), torch.arange(3), PoolingType.NONE)
+    torch.testing.assert_close(out.cpu(), want, rtol=1e-6, atol=1e-6)
