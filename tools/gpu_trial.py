@@ -302,8 +302,12 @@ def run_apart(name: str, given: argparse.Namespace) -> str | None:
     try:
         _, said = part.communicate(timeout=given.limit)
     except subprocess.TimeoutExpired:
-        os.killpg(part.pid, signal.SIGKILL)
-        part.communicate()
+        os.killpg(part.pid, signal.SIGINT)  # it stops the servers that it started
+        try:
+            part.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(part.pid, signal.SIGKILL)
+            part.communicate()
         return f"stopped after {given.limit:g} seconds"
     return f"ended with {part.returncode}: {said[-2000:]}" if part.returncode else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -64,13 +63,9 @@ class TritonBatch:
         self.reads, self.tables = tuple(reads), tuple(dict.fromkeys(reads))
         self.pooling, self.storage, self.output_dtype, self.weights = pooling, buffers, output_dtype, buffers.near
         self._means = tuple(means) or (False,) * len(self.reads)
-        # Ids count from the first row of a rectangle, as TableBatch's do.
-        pieces = [
-            replace(placed, rect=replace(placed.rect, row_start=0, row_stop=placed.rect.rows)) for placed in reads
-        ]
         local = [
-            Read(piece, key, PoolingType.MEAN if mean else pooling)
-            for key, (piece, mean) in enumerate(zip(pieces, self._means, strict=True))
+            Read(placed, key, PoolingType.MEAN if mean else pooling)
+            for key, (placed, mean) in enumerate(zip(self.reads, self._means, strict=True))
         ]
         self._lookup = TritonTables(local, buffers, output_dtype=output_dtype)
         self.widths = [placed.rect.cols for placed in self.reads]
