@@ -11,7 +11,7 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -85,6 +85,10 @@ class Buffers:
     row_alignment: int = 1
     _writes: list[int] = field(default_factory=lambda: [0], init=False, repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles: a GPU cannot read a copy of host memory that is not page-locked too."""
+        return _copied, (self.near, self.managed, self.row_alignment)
+
     @property
     def writes(self) -> int:
         """Number of :meth:`write` calls so far, by which a cache knows that its rows may be stale."""
@@ -145,6 +149,13 @@ def _managed(size: int, device: torch.device) -> Tensor:
         return _page_locked(size + SLACK_BYTES)
     like = torch.zeros(1, dtype=torch.uint8, device=device)
     return torch.ops.fbgemm.new_unified_tensor(like, [size + SLACK_BYTES], False).zero_()
+
+
+def _copied(near: Tensor, managed: Tensor | None, row_alignment: int) -> Buffers:
+    """Buffers of copied tensors."""
+    if managed is not None and near.is_cuda and managed.device.type == "cpu":
+        managed = _page_locked(managed.numel()).copy_(managed)
+    return Buffers(near, managed, row_alignment)
 
 
 def _page_locked(size: int) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,6 +156,10 @@ def test_rows_that_stay_in_host_memory_take_just_their_size_and_give_it_back(mon
     del some
     gc.collect()
     assert not cuda.locked
+    near: Any = SimpleNamespace(is_cuda=True)
+    again = copy.deepcopy(buffers.Buffers(near, torch.arange(5, dtype=torch.uint8), 16))
+    assert again.managed is not None and again.managed.tolist() == [0, 1, 2, 3, 4] and again.row_alignment == 16
+    assert cuda.locked == {again.managed.data_ptr(): 5}, "a copy is page-locked too"
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cuda(code=2))
     with pytest.raises(UnavailableError, match=r"refuses to page-lock 1064 bytes .*\(error 2\).*quant_uvm"):
         buffers._managed(1000, GPU)
