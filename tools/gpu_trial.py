@@ -1,9 +1,12 @@
 """Runs the GPU tests and the lookup benchmarks on one machine and writes the results to one JSON file.
 
-From a checkout: ``python tools/gpu_trial.py --out gpu_trial.json``. The kernel's part needs torch (a CUDA build), Triton, numpy and
-pytest: neither FBGEMM nor a network. Tests of what is not installed there are left out, and the file says which; FBGEMM's kernel is
-timed too where it is installed, and the served Predict where serving's packages are. On a machine without a
+From a built checkout: ``python tools/gpu_trial.py --out gpu_trial.json``. The kernel's part needs torch (a CUDA build), Triton, a C
+compiler for it, numpy and pytest: neither FBGEMM nor a network. Tests of what is not installed there are left out, and the file says
+which; FBGEMM's kernel is timed too where it is installed, and the served Predict where serving's packages are. On a machine without a
 GPU ``TRITON_INTERPRET=1 python tools/gpu_trial.py --device cpu --tiny`` runs all of it except the CUDA graphs; its times mean nothing.
+
+Each part is a process of its own and writes each result to the file at once: one that fails, crashes or takes too long costs no
+other's results, and ``--parts`` adds to the file of an earlier run.
 """
 
 from __future__ import annotations
@@ -14,19 +17,23 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+if not any((ROOT / "recinfer").rglob("*.so")):  # a bare checkout; Triton needs a C compiler and Python's headers too
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, check=True)
 
 import torch  # noqa: E402
+import triton  # noqa: E402
 
 from recinfer.distributed.layout.rect import Rect  # noqa: E402
 from recinfer.modules.embedding_configs import DataType, PoolingType  # noqa: E402
@@ -37,13 +44,17 @@ from recinfer.quant.triton_lookup import Launch, Read, TritonTables  # noqa: E40
 
 ALIGNMENTS = (4, 16, 32)
 LAUNCHES = (Launch(1024, 2), Launch(2048, 4), Launch(4096, 4), Launch(4096, 8))
+# Every launch at the default alignment, and every alignment with the default launch.
+VARIANTS = [(16, launch) for launch in LAUNCHES] + [
+    (alignment, Launch()) for alignment in ALIGNMENTS if alignment != 16
+]
 MODELS = {"criteo_26x64": (26, 64, 1), "tables_200x128": (200, 128, 20)}  # tables, dim, ids per bag
 
 
-def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Median seconds of ``repeats`` calls of ``run``, after two for warm-up."""
+def timed(run: Callable[[], Any], device: torch.device, repeats: int, *, warm_up: int = 2) -> float:
+    """Median seconds of ``repeats`` calls of ``run``, after ``warm_up`` others."""
     seconds = []
-    for number in range(repeats + 2):
+    for number in range(repeats + warm_up):
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -55,7 +66,7 @@ def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
             at = time.perf_counter()
             run()
             took = time.perf_counter() - at
-        if number >= 2:
+        if number >= warm_up:
             seconds.append(took)
     return statistics.median(seconds)
 
@@ -88,31 +99,24 @@ def graph_of(run: Callable[[], Any]) -> Any:
     return graph
 
 
-def lookups(device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool) -> list[dict[str, Any]]:
-    """One result per model, precision, alignment, launch and batch."""
-    found = []
+def lookups(device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool) -> Iterator[dict[str, Any]]:
+    """One result per model, precision, alignment and launch, and batch."""
     for name, count, dim, length in models(tiny):
         for kind in (DataType.INT8, DataType.INT4):
-            for alignment in ALIGNMENTS:
+            for alignment, launch in VARIANTS:
                 buffers, placed = tables_of(count, dim, rows, kind, device, alignment)
-                reads = [Read(table, key) for key, table in enumerate(placed)]
-                for launch in LAUNCHES:
-                    lookup = TritonTables(reads, buffers, launch=launch)
-                    found += [
-                        {"model": name, "precision": kind.value, "alignment": alignment, "launch": list(launch), **line}
-                        for batch in batches
-                        for line in [one_lookup(lookup, batch, length, rows, device, repeats)]
-                    ]
-                del buffers, placed, reads, lookup
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-    return found
+                lookup = TritonTables([Read(table, key) for key, table in enumerate(placed)], buffers, launch=launch)
+                about = {"model": name, "precision": kind.value, "alignment": alignment, "launch": list(launch)}
+                for batch in batches:
+                    yield {**about, **one_lookup(lookup, batch, length, rows, device, repeats)}
+                del buffers, placed, lookup  # before the next ones take as much
 
 
 def one_lookup(
     lookup: TritonTables, batch: int, length: int, rows: int, device: torch.device, repeats: int
 ) -> dict[str, Any]:
-    """Seconds and bytes of a lookup; 32 samples and fewer also as a CUDA graph. Bytes: rows as stored, ids, offsets, outputs."""
+    """Seconds and bytes of a lookup; 32 samples and fewer also as a CUDA graph. Bytes: rows as stored, ids, offsets, outputs.
+    ``first_seconds`` of a kernel's first batch includes its compilation."""
     keys = len(lookup.reads)
     ids = torch.randint(0, rows, (keys * batch * length,), device=device)
     offsets = torch.arange(0, keys * batch * length + 1, length, device=device)
@@ -121,10 +125,12 @@ def one_lookup(
     def run() -> None:
         lookup(ids, offsets, batch=batch, bad=bad, out=out)
 
+    first = timed(run, device, 1, warm_up=0)
     seconds = timed(run, device, repeats)
     row_bytes = sum(r.placed.row_bytes(lookup.buffers.row_alignment) for r in lookup.reads) * batch * length
     moved = row_bytes + 8 * (ids.numel() + offsets.numel()) + out.numel() * out.element_size()
-    line = {"batch": batch, "seconds": seconds, "row_bytes": row_bytes, "bytes": moved, "rate": moved / seconds}
+    line = {"batch": batch, "first_seconds": first, "seconds": seconds, "row_bytes": row_bytes, "bytes": moved}
+    line["rate"] = moved / seconds
     if device.type == "cuda" and batch <= 32:
         graph = graph_of(run)
         line["graph_seconds"] = timed(graph.replay, device, repeats)
@@ -139,9 +145,8 @@ def models(tiny: bool) -> list[tuple[str, int, int, int]]:
     ]
 
 
-def requests_of_host(device: torch.device, rows: int, repeats: int, tiny: bool) -> list[dict[str, Any]]:
+def requests_of_host(device: torch.device, rows: int, repeats: int, tiny: bool) -> Iterator[dict[str, Any]]:
     """Time of a small request from ids on the host to vectors on the device, with CUDA graphs and without."""
-    found = []
     for name, count, dim, length in models(tiny):
         buffers, placed = tables_of(count, dim, rows, DataType.INT8, device, 16)
         for batch in (1, 3) if tiny else (1, 32, 256):
@@ -160,16 +165,17 @@ def requests_of_host(device: torch.device, rows: int, repeats: int, tiny: bool) 
                     if number >= 3:
                         seconds.append(time.perf_counter() - at)
                 made = len(lookup.graphs or ())
-                found.append({"model": name, "batch": batch, "graphs": made, "seconds": statistics.median(seconds)})
+                yield {"model": name, "batch": batch, "graphs": made, "seconds": statistics.median(seconds)}
+                del lookup
         del buffers, placed
-    return found
 
 
-def host_rows(device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool) -> list[dict[str, Any]]:
+def host_rows(
+    device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool
+) -> Iterator[dict[str, Any]]:
     """Lookups of rows on the device, in host memory, and in host memory with the cache of row_cache.py; log-uniform ids, of which
     few are most. ``hits``: share of the ids whose rows the cache has."""
     count, dim = (3 if tiny else 26), 64
-    found = []
     for memory in ("near", "managed", "cached"):
         wanted: list[Any] = [Placed(Rect(0, 0, rows, 0, dim, f"t{i}"), DataType.INT8, 0, memory) for i in range(count)]
         buffers, placed = allocate(wanted, device, 16)
@@ -187,21 +193,20 @@ def host_rows(device: torch.device, batches: list[int], rows: int, repeats: int,
             line: dict[str, Any] = {"memory": memory, "batch": batch, "seconds": timed(run, device, repeats)}
             if lookup.cache is not None:
                 line["hits"] = lookup.cache.hits(placed[0], inputs[-1][:batch]).float().mean().item()
-            found.append(line)
-    return found
+            yield line
 
 
 def fbgemm_lookups(
     device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool
-) -> list[dict[str, Any]] | str:
+) -> Iterator[dict[str, Any] | str]:
     """FBGEMM's kernel on the same tables and bags, where its build for the device is installed."""
     from recinfer import fbgemm
 
     if not (fbgemm.HAS_CUDA if device.type == "cuda" else fbgemm.INSTALLED):
-        return "not installed for this device"
+        yield "not installed for this device"
+        return
     from recinfer.quant.tbe import TableBatch
 
-    found = []
     for name, count, dim, length in models(tiny):
         for kind in (DataType.INT8, DataType.INT4):
             buffers, placed = tables_of(count, dim, rows, kind, device, 16 if device.type == "cuda" else 1)
@@ -210,29 +215,28 @@ def fbgemm_lookups(
                 ids = torch.randint(0, rows, (count * batch * length,), device=device)
                 offsets = torch.arange(0, ids.numel() + 1, length, device=device)
                 seconds = timed(partial(lookup, ids, offsets), device, repeats)
-                found.append({"model": name, "precision": kind.value, "batch": batch, "seconds": seconds})
+                yield {"model": name, "precision": kind.value, "batch": batch, "seconds": seconds}
             del buffers, placed, lookup
-    return found
 
 
-def served(device: torch.device, tiny: bool) -> list[dict[str, Any]] | str:
+def served(device: torch.device, tiny: bool) -> Iterator[dict[str, Any] | str]:
     """See tools/gpu_trial_served.py; says what is missing where servers cannot run."""
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     try:
         from gpu_trial_served import served_predictions
 
         if tiny:
-            return served_predictions(device, [1, 3], 100, 0.3, callers=(1,))
-        return served_predictions(device, [1, 256, 2048], 200_000, 5.0)
+            yield from served_predictions(device, [1, 3], 100, 0.3, callers=(1,))
+        else:
+            yield from served_predictions(device, [1, 256, 2048], 200_000, 5.0)
     except ImportError as error:
-        return f"not measured: {error}"
+        yield f"not measured: {error}"
 
 
 def bags_of_torch(
     device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """``torch.nn.functional.embedding_bag`` on FP16 rows, one call per table; FP32 when tested on the CPU."""
-    found = []
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     for name, count, dim, length in models(tiny):
         tables = [torch.zeros(rows, dim, dtype=dtype, device=device) for _ in range(count)]
@@ -243,88 +247,119 @@ def bags_of_torch(
                 for table, mine in zip(tables, ids):
                     torch.nn.functional.embedding_bag(mine, table, mode="sum")
 
-            found.append({"model": name, "batch": batch, "dtype": str(dtype), "seconds": timed(run, device, repeats)})
-    return found
+            yield {"model": name, "batch": batch, "dtype": str(dtype), "seconds": timed(run, device, repeats)}
 
 
-def gpu_tests(device: torch.device) -> dict[str, Any]:
-    """Run the kernel's tests, then those marked ``gpu``; returns the number that passed and the failures."""
-    environment = (
-        {**os.environ} if device.type == "cpu" else {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    )
-    found = {}
+def gpu_tests(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Run the kernel's tests, then those marked ``gpu``: the numbers that passed and failed, and the end of the output."""
+    # 0 also where tests/conftest.py would choose the interpreter, because it does not see the GPU's device file.
+    environment = {**os.environ} if device.type == "cpu" else {**os.environ, "TRITON_INTERPRET": "0"}
     trials = {
         "kernel": [f"tests/quant/test_{name}.py" for name in ("triton", "row_cache", "host_inputs")],
         "gpu": ["tests/gpu", "-m", "gpu"],
     }
+    # Most of the time goes to compiling a kernel for each case.
+    together = ["-n", "8"] if device.type == "cuda" and importlib.util.find_spec("xdist") else []
     for name, chosen in trials.items():
         # Tests of what is not installed fail to be collected: the summary has them as errors.
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "--continue-on-collection-errors",
-            *chosen,
-        ]
+        options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", *together]
+        command = [sys.executable, "-m", "pytest", *options, *chosen]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         summary = re.findall(r"^.*\d+ (?:passed|failed|skipped|error).* in .*$", done.stdout, re.M)
-        found[name] = {
-            "rc": done.returncode,
-            "summary": summary[-1:],
-            "tail": done.stdout[-3000:] + done.stderr[-1000:],
-        }
-    return found
+        tail = done.stdout[-6000:] + done.stderr[-1000:]
+        yield {"tests": name, "rc": done.returncode, "summary": summary[-1:], "tail": tail}
+
+
+def parts_of(device: torch.device, rows: int, tiny: bool) -> dict[str, Callable[[], Iterable[Any]]]:
+    """The parts by name, in the order in which they run; each gives its results one by one."""
+    batches = [1, 3] if tiny else [1, 32, 256, 2048, 16384, 65536]
+    sizes = (batches, rows, 1 if tiny else 20, tiny)
+    return {
+        "copy_rate": lambda: [copy_rate(device, 1 << 20 if tiny else 1 << 30)],
+        "tests": lambda: gpu_tests(device),
+        "lookups": lambda: lookups(device, *sizes),
+        "host_rows": lambda: host_rows(device, *sizes),
+        "requests": lambda: requests_of_host(device, *sizes[1:]),
+        "fbgemm_lookups": lambda: fbgemm_lookups(device, *sizes),
+        "embedding_bag": lambda: bags_of_torch(device, *sizes),
+        "served": lambda: served(device, tiny),
+    }
+
+
+def run_here(name: str, run: Callable[[], Iterable[Any]], out: Path) -> None:
+    """Run a part and write each of its results to ``out`` at once."""
+    report = json.loads(out.read_text())
+    found = report[name] = []
+    for result in run():
+        found.append(result)
+        out.write_text(json.dumps(report, indent=1))
+
+
+def run_apart(name: str, given: argparse.Namespace) -> str | None:
+    """Run a part in a process of its own, since an error of a GPU ends all work of a process on it; returns what went wrong."""
+    options = [*(["--tiny"] if given.tiny else []), *(["--rows", str(given.rows)] if given.rows else [])]
+    command = [sys.executable, __file__, "--only", name, "--out", str(given.out), "--device", given.device, *options]
+    # A group of its own, so that what it starts ends with it.
+    part = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        _, said = part.communicate(timeout=given.limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(part.pid, signal.SIGINT)  # it stops the servers that it started
+        try:
+            part.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(part.pid, signal.SIGKILL)
+            part.communicate()
+        return f"stopped after {given.limit:g} seconds"
+    return f"ended with {part.returncode}: {said[-2000:]}" if part.returncode else None
 
 
 def main() -> None:
+    names = list(parts_of(torch.device("cpu"), 0, True))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu_trial.json"), help="the JSON file to write")
+    parser.add_argument("--out", type=Path, default=Path("gpu_trial.json"), help="the JSON file to write or add to")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument(
         "--tiny", action="store_true", help="small sizes for Triton's interpreter; the times mean nothing"
     )
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, help="what to run; default: all")
     parser.add_argument("--no-tests", action="store_true", help="run only the benchmarks")
     parser.add_argument("--rows", type=int, help="rows of each table; default 1,000,000, or 100 with --tiny")
+    parser.add_argument("--limit", type=float, default=240, help="seconds after which a part is stopped")
+    parser.add_argument("--only", choices=names, help=argparse.SUPPRESS)  # the part that this process is
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error(
             "torch sees no CUDA device; on a machine without one: --device cpu --tiny, with TRITON_INTERPRET=1"
         )
     device, tiny = torch.device(given.device), given.tiny
-    if tiny:  # the interpreter takes minutes for all sizes
-        cuda_graphs._MOST_BATCH, cuda_graphs._MOST_IDS = 4, 512
     rows = given.rows or (100 if tiny else 1_000_000)
-    batches = [1, 3] if tiny else [1, 32, 256, 2048, 16384, 65536]
-    repeats = 1 if tiny else 20
-    report: dict[str, Any] = {
+    if given.only:
+        if tiny:  # the interpreter takes minutes for all sizes
+            cuda_graphs._MOST_BATCH, cuda_graphs._MOST_IDS = 4, 512
+        run_here(given.only, parts_of(device, rows, tiny)[given.only], given.out)
+        return
+    report: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    report |= {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu {platform.machine()}, interpreted",
         "torch": torch.__version__,
+        "triton": triton.__version__,
         "python": platform.python_version(),
         "fbgemm": importlib.util.find_spec("fbgemm_gpu") is not None,
         "rows": rows,
     }
-
-    def add(name: str, run: Callable[[], Any]) -> None:
-        """Run a part and write its result or error to the file at once, so that a failure does not lose other
-        results."""
+    given.out.write_text(json.dumps(report, indent=1))
+    for name in given.parts:
+        if name == "tests" and given.no_tests:
+            continue
         print(f"{name} ...", flush=True)
-        try:
-            report[name] = run()
-        except Exception as error:
-            report[name] = {"error": f"{type(error).__name__}: {error}"}
+        error = run_apart(name, given)
+        report = json.loads(given.out.read_text())
+        report.setdefault("errors", {}).pop(name, None)
+        if error is not None:
+            print(f"  {error}", flush=True)
+            report["errors"][name] = error
         given.out.write_text(json.dumps(report, indent=1))
-
-    if not given.no_tests:
-        add("tests", lambda: gpu_tests(device))
-    add("copy_rate", lambda: copy_rate(device, 1 << 20 if tiny else 1 << 30))
-    add("lookups", lambda: lookups(device, batches, rows, repeats, tiny))
-    add("host_rows", lambda: host_rows(device, batches, rows, repeats, tiny))
-    add("requests", lambda: requests_of_host(device, rows, repeats, tiny))
-    add("fbgemm_lookups", lambda: fbgemm_lookups(device, batches, rows, repeats, tiny))
-    add("embedding_bag", lambda: bags_of_torch(device, batches, rows, repeats, tiny))
-    add("served", lambda: served(device, tiny))
     print(f"wrote {given.out}")
 
 

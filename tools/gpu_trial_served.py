@@ -27,7 +27,7 @@ FEATURES, DENSE, DIM = 26, 13, 64
 
 def served_predictions(
     device: torch.device, batches: list[int], rows: int, seconds: float, callers: tuple[int, ...] = (1, 8)
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """A line per server, batch and number of callers: a DLRM of 26 tables in INT8, one id per feature.
 
     The servers, each a process of its own on loopback: the Triton kernel on ``device`` (the interpreter's in a trial on the CPU),
@@ -36,7 +36,6 @@ def served_predictions(
     from recinfer.cli.served import served
     from recinfer.serving.bench import measure_load
 
-    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="recinfer-gpu-trial-") as folder:
         archive = built_apart(Path(folder), rows)
         for name, kernel, kind in (("triton", "triton", device.type), ("cpu server", None, "cpu")):
@@ -46,8 +45,8 @@ def served_predictions(
                         results = measure_load(
                             target, call="predict", concurrency=callers, duration=seconds, batch=batch
                         )
-                        found += [
-                            {
+                        for result in results:
+                            yield {
                                 "server": name,
                                 "batch": batch,
                                 "callers": result.concurrency,
@@ -56,11 +55,8 @@ def served_predictions(
                                 "p99_seconds": result.percentile(99),
                                 "errors": result.errors,
                             }
-                            for result in results
-                        ]
             except RecinferError as error:
-                found.append({"server": name, "error": str(error)})
-    return found
+                yield {"server": name, "error": str(error)}
 
 
 @contextmanager

@@ -7,15 +7,18 @@ Shape suffixes: R rows, P packed bytes.
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from recinfer import fbgemm
 from recinfer.distributed.layout.rect import Rect
+from recinfer.errors import UnavailableError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from recinfer.quant.rows import row_bytes
 
@@ -25,6 +28,7 @@ _TABLE_ALIGNMENT = 128  # bytes; as FBGEMM lays tables out, so that no two share
 SLACK_BYTES = 64
 """Padding after the last table, in bytes: vectorised kernels may read past a row's end."""
 _COPY_BYTES = 64 << 20
+_FOR_ALL_GPUS = 1  # cudaHostRegisterPortable
 
 Memory = Literal["near", "managed", "cached"]
 """Memory of a table's rows: the device's, the host's, or the host's with a cache on the device."""
@@ -81,6 +85,10 @@ class Buffers:
     row_alignment: int = 1
     _writes: list[int] = field(default_factory=lambda: [0], init=False, repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles: a GPU cannot read a copy of host memory that is not page-locked too."""
+        return _copied, (self.near, self.managed, self.row_alignment)
+
     @property
     def writes(self) -> int:
         """Number of :meth:`write` calls so far, by which a cache knows that its rows may be stale."""
@@ -136,8 +144,34 @@ def allocate(
 
 
 def _managed(size: int, device: torch.device) -> Tensor:
-    """Zeroed host memory that the GPU can read: FBGEMM's managed memory, or pinned pages without its CUDA build."""
+    """Zeroed host memory that the GPU can read: FBGEMM's managed memory, or page-locked without its CUDA build."""
     if not fbgemm.HAS_CUDA:
-        return torch.zeros(size + SLACK_BYTES, dtype=torch.uint8, pin_memory=True)
+        return _page_locked(size + SLACK_BYTES)
     like = torch.zeros(1, dtype=torch.uint8, device=device)
     return torch.ops.fbgemm.new_unified_tensor(like, [size + SLACK_BYTES], False).zero_()
+
+
+def _copied(near: Tensor, managed: Tensor | None, row_alignment: int) -> Buffers:
+    """Buffers of copied tensors."""
+    if managed is not None and near.is_cuda and managed.device.type == "cpu":
+        managed = _page_locked(managed.numel()).copy_(managed)
+    return Buffers(near, managed, row_alignment)
+
+
+def _page_locked(size: int) -> Tensor:
+    """Zeroed page-locked memory of just this size: torch's allocator rounds up to a power of two, and keeps what is freed.
+
+    Raises:
+        UnavailableError: CUDA refuses it.
+    """
+    memory = mmap.mmap(-1, size)
+    rows, cuda = torch.frombuffer(memory, dtype=torch.uint8), torch.cuda.cudart()
+    code = int(cuda.cudaHostRegister(rows.data_ptr(), size, _FOR_ALL_GPUS))
+    if code:
+        raise UnavailableError(
+            f"CUDA refuses to page-lock {size} bytes of host memory for tables that stay there (error {code}); give the "
+            "process more memory, or plan fewer tables with quant_uvm and quant_uvm_caching"
+        )
+    # At the end of the process CUDA unlocks it itself.
+    weakref.finalize(memory, cuda.cudaHostUnregister, rows.data_ptr()).atexit = False
+    return rows

@@ -132,7 +132,7 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
                 f"table {name!r}: got packed rows of shape {tuple(packed.shape)}; "
                 f"expected ({view.shape[0]}, {need}) for {config.embedding_dim} {config.data_type.value} columns"
             )
-        view[:, :need].copy_(packed[:, :need])
+        self._storage.write(self._placed[name], packed)
 
     def dequantized_table(self, name: str) -> Tensor:
         """A table as float32 [rows, dim]; allocates the whole float table."""

@@ -206,7 +206,7 @@ class GraphedLookups:
     def _record(self, buckets: list[Bucket]) -> list[_Recorded]:
         """Graphs of all buckets, in their order; none where one of them failed."""
         found: list[_Recorded] = []
-        with _recording:
+        with _recording, torch.inference_mode(False):  # later lookups may write its memory outside of that mode
             if _failed:
                 return []
             for bucket in buckets:

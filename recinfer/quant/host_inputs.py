@@ -22,13 +22,13 @@ class InputSizes(NamedTuple):
 
     @property
     def ids_at(self) -> int:
-        """The 8-byte word at which ids begin; even, as the weights', since Triton compiles anew for another alignment."""
-        return self.offsets + self.offsets % 2
+        """The 8-byte word at which ids begin."""
+        return self.offsets
 
     @property
     def weights_at(self) -> int:
         """The same of the weights, two to a word."""
-        return self.ids_at + self.ids + self.ids % 2
+        return self.ids_at + self.ids
 
     @property
     def words(self) -> int:
@@ -43,8 +43,9 @@ class HostInputs:
     """
 
     def __init__(self, words: int, device: torch.device) -> None:
-        self.host_words = torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.device_words = torch.empty(words, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # later lookups may write it outside of that mode
+            self.host_words = torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self.device_words = torch.empty(words, dtype=torch.int64, device=device)
 
     def put(self, sizes: InputSizes, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
         """Write inputs on the host, no more than ``sizes``. The last copy to the device has to be over."""
@@ -76,7 +77,9 @@ class Staging:
         self._device = device
         self._inputs = HostInputs(0, device)
         on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        # torch gives out 32 streams of a priority in turn. Graphs are recorded on those of priority 0 while other threads copy, and a
+        # copy on the same stream would become a part of the graph.
+        self._stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._copied: torch.cuda.Event | None = torch.cuda.Event() if on_gpu else None
         self._read: torch.cuda.Event | None = torch.cuda.Event() if on_gpu else None
 

@@ -24,7 +24,7 @@ __all__ = ["CACHE_FIELDS", "FIRST_CACHE_FIELD", "LOAD_FACTOR", "RowCache", "cach
 LOAD_FACTOR = 0.2
 """Slots per row of a table, as of FBGEMM's cache; archives have no load factor."""
 CACHE_FIELDS = 3  # at the end of a program's description; see RowCache.fields
-FIRST_CACHE_FIELD = tl.constexpr(14)  # of these in the description
+FIRST_CACHE_FIELD = tl.constexpr(11)  # of these in the description
 _MOST_VOTES = tl.constexpr(15)  # so that a row which is no longer asked for loses its slot soon
 _TABLE_ALIGNMENT = 128
 _TILE, _COPY_BYTES, _MOST_PROGRAMS = 64, 128, 512  # ids and bytes of a row at a time; programs per table
@@ -53,7 +53,7 @@ def cached_offset(offset, tags_ptr, row, take, row_bytes, cache_start, first_tag
     return tl.where(hit, cache_start + slot * row_bytes, offset)
 
 
-@triton.jit(do_not_specialize=["batch", "turn"])
+@triton.jit(do_not_specialize=["batch", "turn"], do_not_specialize_on_alignment=["ids_ptr", "offsets_ptr"])
 def _fill(
     rows_ptr, ids_ptr, offsets_ptr, tags_ptr, votes_ptr, turns_ptr, chunks_ptr, batch, turn,
     ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr, BYTES: tl.constexpr,
@@ -67,20 +67,17 @@ def _fill(
     lookup runs meanwhile, its tag need not be invalid while the row is copied.
     """
     chunk_ptr = chunks_ptr + tl.program_id(1) * FIELDS
-    key = tl.load(chunk_ptr + 13)
+    key = tl.load(chunk_ptr + 10)
     start = tl.multiple_of(tl.load(chunk_ptr + 2), ALIGNMENT)
     row_bytes = tl.multiple_of(tl.load(chunk_ptr + 3), ALIGNMENT)
-    first_row, rows = tl.load(chunk_ptr + 4), tl.load(chunk_ptr + 5)
-    table_rows, default = tl.load(chunk_ptr + 6), tl.load(chunk_ptr + 7)
+    rows = tl.load(chunk_ptr + 4)
     cache_start, first_tag, slots = cache_of(chunk_ptr, ALIGNMENT)
     begin = tl.load(offsets_ptr + key * batch).to(tl.int64)
     end = tl.load(offsets_ptr + (key + 1) * batch).to(tl.int64)
     for at in range(begin + tl.program_id(0) * TILE, end, tl.num_programs(0) * TILE):
         lane = at + tl.arange(0, TILE)
-        given = tl.load(ids_ptr + lane, mask=lane < end, other=0).to(tl.int64)
-        chosen = tl.where((given >= 0) & (given < table_rows), given, default)
-        row = chosen - first_row
-        take = (lane < end) & (chosen >= 0) & (row >= 0) & (row < rows)
+        row = tl.load(ids_ptr + lane, mask=lane < end, other=0).to(tl.int64)
+        take = (lane < end) & (row >= 0) & (row < rows)
         slot = tl.where(take, _slot(row, slots), 0)
         place = first_tag + slot
         hit = tl.load(tags_ptr + place, mask=take, other=-1) == row

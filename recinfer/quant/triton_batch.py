@@ -87,7 +87,7 @@ class TritonBatch:
         def run(ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int, out: Tensor) -> None:
             lookup(ids, offsets, weights, batch=batch, bad=bad, out=out)
 
-        rows = min(read.rect.row_stop for read in self.reads)
+        rows = min(read.rect.rows for read in self.reads)
         return GraphedLookups(run, len(self.reads), self.total_dim, self.output_dtype, rows, self.weights.device)
 
     def __reduce__(self) -> tuple[Any, ...]:

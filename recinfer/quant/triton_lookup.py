@@ -32,7 +32,7 @@ try:
 except ImportError as error:
     raise UnavailableError(
         "Triton is not installed; install a CUDA build of torch, which includes it, or run pip install "
-        "'recinfer[triton]' ({error})"
+        f"'recinfer[triton]' ({error})"
     ) from error
 from recinfer.quant.row_cache import CACHE_FIELDS, FIRST_CACHE_FIELD, RowCache, cache_of, cached_offset
 
@@ -94,14 +94,13 @@ def _tile(
     """``TILE`` bags of one key, or single ids, and ``COLUMNS`` columns of one table."""
     start = tl.multiple_of(tl.load(chunk_ptr + 2), ALIGNMENT)
     row_bytes = tl.multiple_of(tl.load(chunk_ptr + 3), ALIGNMENT)
-    first_row, rows = tl.load(chunk_ptr + 4), tl.load(chunk_ptr + 5)
-    table_rows, default = tl.load(chunk_ptr + 6), tl.load(chunk_ptr + 7)
+    rows = tl.load(chunk_ptr + 4)
     # The compiler generates wide loads and stores only for provably aligned accesses, masks included.
-    first = tl.multiple_of(tl.load(chunk_ptr + 8), 16)
-    columns = tl.multiple_of(tl.load(chunk_ptr + 9), UNIT)
-    out_column = tl.multiple_of(tl.load(chunk_ptr + 10), UNIT)
-    out_stride = tl.multiple_of(tl.load(chunk_ptr + 12), UNIT)
-    key = tl.load(chunk_ptr + 13)
+    first = tl.multiple_of(tl.load(chunk_ptr + 5), 16)
+    columns = tl.multiple_of(tl.load(chunk_ptr + 6), UNIT)
+    out_column = tl.multiple_of(tl.load(chunk_ptr + 7), UNIT)
+    out_stride = tl.multiple_of(tl.load(chunk_ptr + 9), UNIT)
+    key = tl.load(chunk_ptr + 10)
     lane = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     if POOLED:
         there = lane < batch
@@ -121,12 +120,10 @@ def _tile(
     for step in range(0, most):
         at = begin + step
         inside = at < end
-        given = tl.load(ids_ptr + at, mask=inside, other=0).to(tl.int64)
-        valid = (given >= 0) & (given < table_rows)
+        row = tl.load(ids_ptr + at, mask=inside, other=0).to(tl.int64)
+        valid = (row >= 0) & (row < rows)
         bad += (inside & (valid == 0)).to(tl.int32)
-        chosen = tl.where(valid, given, default)  # a default of -1 is no row
-        row = chosen - first_row
-        take = inside & (chosen >= 0) & (row >= 0) & (row < rows)
+        take = inside & valid
         offset = start + tl.where(take, row, 0) * row_bytes
         if CACHED:
             offset = cached_offset(offset, tags_ptr, row, take, row_bytes, cache_start, first_tag, slots)
@@ -137,7 +134,7 @@ def _tile(
             values *= tl.load(weights_ptr + at, mask=inside, other=0.0).to(tl.float32)[:, None]
         total += values
     if POOLED:  # noqa: SIM102  the first is known when the kernel is compiled, the second when it runs
-        if tl.load(chunk_ptr + 11) != 0:  # MEAN
+        if tl.load(chunk_ptr + 8) != 0:  # MEAN
             total = total / tl.maximum(end - begin, 1).to(tl.float32)[:, None]
     column = first + tl.arange(0, COLUMNS)[None, :]
     place = out_start + lane[:, None] * out_stride + column
@@ -148,7 +145,8 @@ def _tile(
             tl.atomic_add(bad_ptr + tl.load(chunk_ptr), count)
 
 
-@triton.jit(do_not_specialize=["batch"])
+# Inputs may begin at any element: no access of them gets wider by their alignment, and each would be compiled anew.
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["ids_ptr", "offsets_ptr", "weights_ptr"])
 def _lookup(
     rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunks_ptr, tags_ptr, batch,
     TYPES: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -176,19 +174,14 @@ class Read(NamedTuple):
     """The table columns that one lookup of a key reads.
 
     Attributes:
-        placed: the rows. Ids count from the table's first row: those of other rows than ``placed.rect``'s give zeros, so
-            the sum over the row pieces of a table is the table's lookup.
+        placed: the rows. Ids count from its first row.
         key: number of the input's key whose ids it takes.
         pooling: SUM or MEAN; NONE for one row per id.
-        table_rows: rows of the whole table, beyond which ids are out of range; None: ``placed.rect.row_stop``.
-        default: the row used for an id out of range; None gives zeros, and the caller rejects the request.
     """
 
     placed: Placed
     key: int
     pooling: PoolingType = PoolingType.SUM
-    table_rows: int | None = None
-    default: int | None = None
 
 
 class Launch(NamedTuple):
@@ -252,7 +245,7 @@ class TritonTables:
         self._keys = torch.tensor([read.key for read in reads], dtype=torch.int64, device=device)
         self._widths = torch.tensor(widths, dtype=torch.int64, device=device)
         # One description of each cached read.
-        filled = [chunk for chunk in chunks if chunk[8] == 0 and chunk[-1]] if self.cache else []
+        filled = [chunk for chunk in chunks if chunk[5] == 0 and chunk[-1]] if self.cache else []
         self._filled = torch.tensor(filled, dtype=torch.int64, device=device)
         self._base = _without_storage(buffers.near)
 
@@ -265,17 +258,12 @@ class TritonTables:
             # The kernel takes one pointer: rows in the other buffer are at a distance from it. A GPU and its host share
             # one address space, so the distance reaches pinned host memory too.
             start += self.buffers.managed.data_ptr() - self.buffers.near.data_ptr()
-        table_rows = rect.row_stop if read.table_rows is None else read.table_rows
-        default = -1 if read.default is None else read.default
         fields = [
             number,
             _BITS[placed.data_type],
             start,
             placed.row_bytes(alignment),
-            rect.row_start,
             rect.rows,
-            table_rows,
-            default,
             first,
             rect.cols,
             self.starts[number],
@@ -308,13 +296,14 @@ class TritonTables:
             offsets: of bags, int32 or int64 ``[F x B + 1]``, key after key.
             weights: of ids, float ``[N]``; None: 1.
             batch: B.
-            bad: int32 ``[reads]``; each read's ids out of range are added to its count. Zeros for those that have no default
-                row; read it together with the result.
+            bad: int32 ``[reads]``; each read's ids out of range, which give zeros, are added to its count; read it together with
+                the result.
             out: where to write, contiguous.
 
         Returns:
             ``[B, total_dim]``.
         """
+        assert self.pooled, "unpooled tables are looked up by rows()"
         if out is None:
             out = torch.empty(batch, self.total_dim, dtype=self.output_dtype, device=ids.device)
         self._launch(ids, offsets, weights, batch, batch, bad, out, self._keys)
@@ -356,7 +345,8 @@ class TritonTables:
         _check_can_run(ids.device)
         if lanes == 0:
             return
-        tile = min(_power_of_two(lanes), max(1, self.launch.elements // self.columns))
+        # One tile for every batch: another would be compiled in the request that first needs it.
+        tile = max(1, self.launch.elements // self.columns)
         grid = (-(-lanes // tile), len(self._chunks))
         cache = self.cache
         with contextlib.nullcontext() if cache is None else cache.turn():

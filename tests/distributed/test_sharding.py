@@ -244,6 +244,30 @@ class TestBucketize:
         assert got.values().tolist() == [1, 7, 2]
         assert got.weights().tolist() == [1.0, 0.0, 2.0]
 
+    @pytest.mark.parametrize("uneven", [False, True])
+    @pytest.mark.parametrize("variable", [False, True])
+    def test_without_fbgemm_it_is_the_same(self, monkeypatch: pytest.MonkeyPatch, uneven: bool, variable: bool) -> None:
+        generator = torch.Generator().manual_seed(3)
+        strides = [[4, 1], [0, 2]] if variable else [[3], [3]]
+        lengths = torch.randint(0, 4, (sum(map(sum, strides)),), generator=generator)
+        values = torch.randint(0, 12, (int(lengths.sum()),), generator=generator)
+        weights = torch.rand(len(values), generator=generator)
+        given = KeyedJaggedTensor(
+            ["a", "b"], values, weights, lengths=lengths, stride_per_key_per_rank=strides if variable else None
+        )
+        edges = [torch.tensor([0, 2, 3, 12]), torch.tensor([0, 1, 10, 12])] if uneven else None
+        found = []
+        for installed in (True, False):
+            monkeypatch.setattr("recinfer.fbgemm.INSTALLED", installed)
+            for positions in (False, True):
+                got, permute = bucketize_kjt_before_all2all(
+                    given, 3, torch.tensor([4, 5]), True, positions, block_bucketize_row_pos=edges
+                )
+                found.append([got.values(), got.lengths(), got.weights(), permute])
+        for theirs, mine in zip(found[:2], found[2:]):
+            for one, other in zip(theirs, mine):
+                assert one is not None and other is not None and torch.equal(one, other.to(one.dtype))
+
     def test_one_block_size_a_feature(self) -> None:
         with pytest.raises(InputError, match="got 2 block sizes for 1 features"):
             bucketize_kjt_before_all2all(features(a=([1], [1])), 2, torch.tensor([1, 2]))

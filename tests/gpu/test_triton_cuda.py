@@ -11,12 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import cuda_graphs
+from recinfer.quant.buffers import Memory, Placed, allocate
 from recinfer.quant.cuda_graphs import buckets_for
+from recinfer.quant.reference import reference_lookup
 from recinfer.quant.triton_batch import TritonBatch
-from tests.quant.test_triton import ROWS, bags, placed_in_memory
+from tests.quant.test_triton import ROWS, bags, packed, placed_in_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,6 +66,24 @@ def test_threads_share_graphs_and_have_other_memory_of_their_own() -> None:
         assert all(pool.map(ask, range(200)))
 
 
+def test_lookups_of_other_threads_go_on_while_graphs_are_recorded() -> None:
+    """As while a delta is applied. These lookups are too large for a graph, so each copies its ids on a stream of its own."""
+    batch, given = made(graphs=True), bags(3, 300, 1)[:2]
+    want = batch.forward(*given).cpu()
+
+    def ask(turns: int) -> bool:
+        return all(torch.equal(batch.forward(*given).cpu(), want) for _ in range(turns))
+
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(ask, 300) for _ in range(3)]
+        for _ in range(3):
+            new = made(graphs=True)
+            new.forward(*bags(3, 1, 1)[:2])
+            assert new.graphs is not None and len(new.graphs)
+        assert all(each.result() for each in asked)
+    assert not cuda_graphs._failed
+
+
 def test_a_recording_that_the_device_refuses_leaves_launched_lookups(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,3 +123,31 @@ def test_a_lookup_of_ids_on_the_device_waits_for_nothing() -> None:
     torch.cuda.synchronize()
     with pytest.raises(InputError, match="an earlier lookup had ids out of range"):
         batch.forward(ids, offsets)
+
+
+@pytest.mark.parametrize("memory", ["managed", "cached"])
+def test_the_kernel_reads_rows_in_host_memory(memory: Memory) -> None:
+    wanted = [
+        Placed(Rect(0, 0, ROWS, 0, 64, name), DataType.INT8, memory=kind)
+        for name, kind in (("a", "near"), ("b", memory))
+    ]
+    buffers, placed = allocate(wanted, torch.device("cuda", 0))
+    for spot in placed:
+        buffers.write(spot, packed(DataType.INT8, 64, 1))
+    assert buffers.managed is not None and buffers.managed.is_pinned()
+    batch = TritonBatch(placed, PoolingType.SUM, buffers)
+    for size in (1, 40, 40, 700):
+        ids, offsets, _ = bags(1, size, size)
+        out = batch.forward(torch.cat([ids, ids]), torch.cat([offsets, offsets[1:] + len(ids)]))
+        assert torch.equal(out[:, :64], out[:, 64:]) and bool(out.any()) is (len(ids) > 0)
+
+
+def test_rows_beyond_four_gibibytes() -> None:
+    rows, dim = 40_000_000, 128  # of 144 bytes on a GPU
+    buffers, (table,) = allocate([Placed(Rect(0, 0, rows, 0, dim, "t"), DataType.INT8)], torch.device("cuda", 0))
+    ids, two = torch.tensor([20_000_000, rows - 1]), packed(DataType.INT8, dim, 7, 2)
+    for there, row in zip(ids.tolist(), two):
+        buffers.rows(table)[there, : len(row)].copy_(row)
+    out = TritonBatch([table], PoolingType.SUM, buffers).forward(ids.cuda(), torch.arange(3).cuda())
+    want = reference_lookup(two, dim, DataType.INT8, torch.tensor([0, 1]), torch.arange(3), PoolingType.NONE)
+    torch.testing.assert_close(out.cpu(), want, rtol=1e-6, atol=1e-6)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ import recinfer
 from recinfer.cli.main import app
 from recinfer.distributed.layout.rect import Rect, tile
 from recinfer.distributed.quant.place import on_one_device
+from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
+from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
+from recinfer.distributed.types import ShardingEnv
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Placed, allocate
@@ -28,10 +32,13 @@ from recinfer.quant.rows import slice_packed_columns
 from recinfer.quant.triton_batch import TritonBatch
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
-from tests.quant.cases import float_bags, random_features
+from tests.distributed.test_quant_sharded import plan_for
+from tests.quant.cases import MIXED, float_bags, quantized_sequences, random_features
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'recinfer[triton]'")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has this on a GPU")
+
+SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 
 
 @pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4])
@@ -105,6 +112,28 @@ def test_unpooled_tables_of_several_widths_are_one_launch(monkeypatch: pytest.Mo
     for one, other, key, (_, dim) in zip(mine(features), theirs(features), keys, kinds):
         assert one.shape == ((5, 9, 16)[key], dim)
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "unpooled"])
+def test_ranks_with_a_lookup_each_give_what_one_does(monkeypatch: pytest.MonkeyPatch, pooled: bool) -> None:
+    """The steps of several GPUs: tables cut by rows, by columns and by both, ids rebased to each piece's rows."""
+    module: Any
+    if pooled:
+        module = EmbeddingBagCollection.from_float(float_bags([SUM, MEAN, MEAN, SUM], True), per_table=MIXED)
+    else:
+        module = quantized_sequences(MIXED)
+    kind = ShardedQuantEmbeddingBagCollection if pooled else ShardedQuantEmbeddingCollection
+    features = random_features(
+        module.embedding_bag_configs() if pooled else module.embedding_configs(), 5, weighted=pooled
+    )
+    want = module(features)
+    monkeypatch.setenv("RECINFER_KERNEL", "triton")
+    sharded = kind(module, plan_for(module, "mixed", 2), ShardingEnv.from_local(2, 0), fused=False)
+    assert all(isinstance(group.batch, TritonBatch) for lookup in sharded._built().lookups for group in lookup.kernels)
+    got = sharded(features)
+    for name in want.keys():  # noqa: SIM118 - a KeyedTensor is no dict
+        mine, theirs = (found[name] if pooled else found[name].values() for found in (got, want))
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

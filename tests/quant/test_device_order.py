@@ -21,6 +21,7 @@ class Played:
     """Records its calls under the name of the stream or event."""
 
     done: list[str]
+    priorities: list[int]
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -34,7 +35,7 @@ class Played:
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The calls of streams and events; tensors are on the CPU."""
-    Played.done = []
+    Played.done, Played.priorities = [], []
     events = itertools.chain(("copied", "read"), itertools.repeat("of a bucket"))
     empty = torch.empty
 
@@ -61,7 +62,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(cuda_graphs, "_MOST_IDS", 64)
 
     for name, value in {
-        "Stream": lambda device: Played("side"),
+        "Stream": lambda device, priority=0: (Played.priorities.append(priority), Played("side"))[1],
         "Event": lambda: Played(next(events)),
         "CUDAGraph": lambda: Graph("graph"),
         "current_stream": lambda device: Played("current"),
@@ -125,6 +126,15 @@ def test_buckets_are_recorded_once_and_replayed_in_order(done: list[str], monkey
         assert done == steps
         done.clear()
     assert len(graphs) == 3
+
+
+def test_no_copy_is_on_a_stream_on_which_another_thread_records(done: list[str]) -> None:
+    """torch gives out 32 streams of a priority in turn, so only those of different priorities are never the same."""
+    Staging(GPU)
+    of_copies = Played.priorities.copy()
+    GraphedLookups(total, 1, 4, torch.float32, 10, GPU)(torch.tensor([7]), torch.arange(2), None, 1)
+    of_graphs = Played.priorities[len(of_copies) :]
+    assert of_copies and of_graphs and set(of_copies).isdisjoint(of_graphs)
 
 
 def test_after_a_failed_recording_nothing_more_is_recorded(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.ao import quantization
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingCollection as FloatEmbeddingCollection
+from recinfer.quant import buffers
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.quant.reference import reference_lookup
 from recinfer.quant.rows import PACKED_TYPES, unpack_rows
@@ -279,3 +281,28 @@ def test_a_qconfig_says_the_precision_of_each_table() -> None:
     source.qconfig = quantization.default_dynamic_qconfig
     with pytest.raises(ConfigError, match=r"the activation is torch\.quint8; expected one of"):
         EmbeddingBagCollection.from_float(source)
+
+
+class Copies(TorchDispatchMode):
+    """Notes how many bytes each copy writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].nbytes)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_copy_to_a_device_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between rows of two widths each takes memory of its size on a GPU, beside the table."""
+    monkeypatch.setattr(buffers, "_COPY_BYTES", 1000)
+    module = EmbeddingBagCollection.from_float(float_bags(), per_table=MIXED)
+    with Copies() as copies:
+        other = module.copy("cpu")
+    assert copies.sizes and max(copies.sizes) <= 1000
+    assert all(
+        torch.equal(other.packed_table(c.name), module.packed_table(c.name)) for c in module.embedding_bag_configs()
+    )

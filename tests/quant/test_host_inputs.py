@@ -104,6 +104,18 @@ def test_ids_from_the_host_give_what_ids_on_the_device_do(few: None, graphs: boo
     assert batch.out_of_range() == [0] * len(batch.reads)  # the trial's ids are in range
 
 
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "staging"])
+def test_a_first_lookup_in_inference_mode_leaves_later_ones_free(few: None, graphs: bool) -> None:
+    """Its memory stays, and torch refuses to write an inference tensor outside of the mode."""
+    batch = made()
+    if not graphs:
+        batch.graphs = None
+    ids, offsets, _ = bags(len(batch.reads), 3, 1)
+    with torch.inference_mode():
+        first = batch._of_host(ids, offsets, None, 3)
+    assert torch.equal(batch._of_host(ids, offsets, None, 3), first)
+
+
 def test_unpooled_ids_from_the_host_give_what_ids_on_the_device_do() -> None:
     batch = made(NONE, TABLES)
     assert batch.graphs is None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from recinfer.errors import UnavailableError
 from recinfer.inference import results
 from recinfer.quant import buffers
 from recinfer.quant.transfers import to_device, to_host
@@ -111,21 +115,6 @@ def test_results_of_all_modules_come_back_together(monkeypatch: pytest.MonkeyPat
     assert results.on_host(here) == here and calls == [5]
 
 
-def test_rows_in_host_memory_need_no_operators_that_fbgemm_for_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fbgemm-gpu-cpu beside a CUDA build of torch, the Triton kernel reads them from page-locked memory."""
-    zeros, given = torch.zeros, []
-
-    def on_cpu(size: int, dtype: torch.dtype, device: object = None, pin_memory: bool = False) -> torch.Tensor:
-        given.append((device, pin_memory))
-        return zeros(size, dtype=dtype)
-
-    monkeypatch.setattr("recinfer.fbgemm.INSTALLED", True)
-    monkeypatch.setattr("recinfer.fbgemm.HAS_CUDA", False)
-    monkeypatch.setattr(torch, "zeros", on_cpu)
-    assert buffers._managed(100, GPU).numel() == 100 + buffers.SLACK_BYTES
-    assert given == [(None, True)]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_there_and_back_on_a_gpu() -> None:
@@ -135,3 +124,42 @@ def test_there_and_back_on_a_gpu() -> None:
     back = to_host([*there, given[0]])
     assert all(torch.equal(mine, its) for mine, its in zip(back, [*given, given[0]]))
     assert back[0].is_pinned() and back[-1] is given[0]
+
+
+class Cuda:
+    """CUDA's calls that lock pages, noted."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.locked = code, dict[int, int]()
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        self.locked[pointer] = size
+        return self.code
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        del self.locked[pointer]
+        return 0
+
+
+def test_rows_that_stay_in_host_memory_take_just_their_size_and_give_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fbgemm-gpu-cpu beside a CUDA build of torch too, which has no operator for it."""
+    cuda = Cuda()
+    monkeypatch.setattr("recinfer.fbgemm.INSTALLED", True)
+    monkeypatch.setattr("recinfer.fbgemm.HAS_CUDA", False)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    rows = buffers._managed(1000, GPU)
+    assert cuda.locked == {rows.data_ptr(): 1000 + buffers.SLACK_BYTES} and not rows.any()
+    some = rows[10:20].fill_(3)
+    del rows
+    gc.collect()
+    assert cuda.locked and some.sum() == 30, "a view keeps it locked"
+    del some
+    gc.collect()
+    assert not cuda.locked
+    near: Any = SimpleNamespace(is_cuda=True)
+    again = copy.deepcopy(buffers.Buffers(near, torch.arange(5, dtype=torch.uint8), 16))
+    assert again.managed is not None and again.managed.tolist() == [0, 1, 2, 3, 4] and again.row_alignment == 16
+    assert cuda.locked == {again.managed.data_ptr(): 5}, "a copy is page-locked too"
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cuda(code=2))
+    with pytest.raises(UnavailableError, match=r"refuses to page-lock 1064 bytes .*\(error 2\).*quant_uvm"):
+        buffers._managed(1000, GPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from recinfer.quant.reference import reference_lookup, reference_pack
 from recinfer.quant.rows import PACKED_TYPES, slice_packed_columns
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'recinfer[triton]'")
+from recinfer.quant import triton_lookup
 from recinfer.quant.triton_lookup import Launch, Read, TritonTables
 
 SUM, MEAN, NONE = PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE
@@ -96,35 +98,34 @@ def test_every_precision_pooling_and_width(data_type: DataType, pooling: Pooling
 
 @pytest.mark.parametrize("data_type", PACKED_TYPES, ids=lambda t: t.value)
 @pytest.mark.parametrize("pooling", [SUM, MEAN], ids=lambda p: p.value)
-def test_pieces_of_rows_and_columns_add_up_to_the_table(data_type: DataType, pooling: PoolingType) -> None:
-    """Every rank takes all ids and its own rows; the sum of the ranks' outputs is the unsharded lookup."""
-    dim, cut, column = 24, 15, 8
-    rows = packed(data_type, dim, 1)
-    ids, offsets, weights = (x.to(DEVICE) for x in bags(1, 6, 3))
-    total = torch.zeros(6, dim, device=DEVICE)
-    for rank, (first, last) in enumerate([(0, cut), (cut, ROWS)]):
-        rects = [Rect(rank, first, last, *cols, "t") for cols in ((0, column), (column, dim))]
-        buffers, placed = allocate([Placed(rect, data_type) for rect in rects], DEVICE)
-        for spot, rect in zip(placed, rects):
-            buffers.write(spot, slice_packed_columns(rows[first:last], dim, data_type, rect.col_start, rect.col_stop))
-        lookup = TritonTables([Read(p, 0, pooling, table_rows=ROWS) for p in placed], buffers)
-        bad = lookup.new_counter()
-        total += lookup(ids, offsets, weights, batch=6, bad=bad)
-        assert not bad.any(), "rows of another rank are not out of range"
-    want = reference_lookup(rows, dim, data_type, ids.cpu(), offsets.cpu(), pooling, weights.cpu())
-    torch.testing.assert_close(total.cpu(), want, rtol=1e-6, atol=1e-6)
+def test_ids_count_from_the_first_row_of_a_piece(data_type: DataType, pooling: PoolingType) -> None:
+    """As FBGEMM's do: the rows that a rank has of a table, in two pieces of columns."""
+    dim, first, column = 24, 15, 8
+    rows = packed(data_type, dim, 1)[first:]
+    rects = [Rect(1, first, ROWS, *cols, "t") for cols in ((0, column), (column, dim))]
+    buffers, placed = allocate([Placed(rect, data_type) for rect in rects], DEVICE)
+    for spot, rect in zip(placed, rects):
+        buffers.write(spot, slice_packed_columns(rows, dim, data_type, rect.col_start, rect.col_stop))
+    ids, offsets, weights = bags(1, 6, 3)
+    ids %= len(rows)
+    lookup = TritonTables([Read(p, 0, pooling) for p in placed], buffers)
+    bad = lookup.new_counter()
+    out = lookup(*(x.to(DEVICE) for x in (ids, offsets, weights)), batch=6, bad=bad)
+    want = reference_lookup(rows, dim, data_type, ids, offsets, pooling, weights)
+    torch.testing.assert_close(out.cpu(), want, rtol=1e-6, atol=1e-6)
+    assert not bad.any()
 
 
-def test_ids_out_of_range_follow_the_policy_and_are_counted() -> None:
+def test_ids_out_of_range_give_zeros_and_are_counted() -> None:
     buffers, placed, rows = placed_in_memory([(DataType.INT8, 8), (DataType.INT4, 300)], 16)
-    lookup = TritonTables([Read(placed[0], 0), Read(placed[1], 1, default=2)], buffers)
+    lookup = TritonTables([Read(table, key) for key, table in enumerate(placed)], buffers)
     ids = torch.tensor([3, -1, ROWS, 5, 2**40, 1], device=DEVICE)
     offsets = torch.tensor([0, 2, 3, 5, 6], device=DEVICE)
     bad = lookup.new_counter()
     out = lookup(ids, offsets, batch=2, bad=bad).cpu()
     assert bad.tolist() == [2, 1]
     first = reference_lookup(rows[0], 8, DataType.INT8, torch.tensor([3]), torch.tensor([0, 1, 1]))
-    second = reference_lookup(rows[1], 300, DataType.INT4, torch.tensor([5, 2, 1]), torch.tensor([0, 2, 3]))
+    second = reference_lookup(rows[1], 300, DataType.INT4, torch.tensor([5, 1]), torch.tensor([0, 1, 2]))
     torch.testing.assert_close(out, torch.cat([first, second], dim=1), rtol=1e-6, atol=1e-6)
     lookup(ids, offsets, batch=2, bad=bad)
     assert bad.tolist() == [4, 2], "counts add up until the caller zeroes them"
@@ -165,6 +166,32 @@ def test_unpooled_tables_of_all_widths_are_one_launch_without_padding() -> None:
             mine = ids[edges[key] : edges[key + 1]]
             want = reference_lookup(rows[key], dim, kind, mine, torch.tensor([0, len(mine)]), NONE)
             torch.testing.assert_close(found[key].cpu(), want.view(-1, dim), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", [SUM, NONE], ids=lambda p: p.value)
+def test_lookups_of_all_sizes_are_one_compiled_kernel(monkeypatch: pytest.MonkeyPatch, pooling: PoolingType) -> None:
+    """Compiling takes a second, which no request shall wait."""
+    buffers, placed, _ = placed_in_memory([(DataType.INT8, 64), (DataType.INT4, 32)], 16)
+    lookup = TritonTables([Read(table, key, pooling) for key, table in enumerate(placed)], buffers)
+    kernel, compiled = triton_lookup._lookup, set()
+
+    class Noted:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def launch(*given: object, **fixed: object) -> None:
+                compiled.add(tuple(fixed.items()))
+                kernel[grid](*given, **fixed)
+
+            return launch
+
+    monkeypatch.setattr(triton_lookup, "_lookup", Noted())
+    for batch in (1, 2, 33, 300):
+        ids, offsets, _ = bags(2, batch, batch)
+        if pooling is SUM:
+            lookup(ids.to(DEVICE), offsets.to(DEVICE), batch=batch, bad=lookup.new_counter())
+        else:
+            edges = offsets[::batch].tolist()
+            lookup.rows(ids.to(DEVICE), offsets.to(DEVICE), batch=batch, bad=lookup.new_counter(), edges=edges)
+    assert len(compiled) == 1
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="maps a sparse file into host memory")
@@ -221,33 +248,40 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from recinfer.quant import triton_lookup
+from recinfer.quant import row_cache, triton_lookup
 
-kernel = triton_lookup._lookup
-names = kernel.arg_names
-pointers = {"rows_ptr": "u8", "ids_ptr": "i64", "offsets_ptr": "i64", "weights_ptr": "fp32", "out_ptr": "fp32",
-            "starts_ptr": "i64", "bad_ptr": "i32", "chunks_ptr": "i64", "tags_ptr": "i64"}
+TYPES = {"rows_ptr": "u8", "ids_ptr": "i64", "offsets_ptr": "i64", "weights_ptr": "fp32", "out_ptr": "fp32", "starts_ptr": "i64",
+         "bad_ptr": "i32", "chunks_ptr": "i64", "tags_ptr": "i64", "votes_ptr": "i32", "turns_ptr": "i32"}
+
+def ptx(kernel, fixed):
+    signature = {n: "constexpr" if n in fixed else "*" + TYPES[n] if n in TYPES else "i32" for n in kernel.arg_names}
+    aligned = {(p.num,): [["tt.divisibility", 16]] for p in kernel.params if p.name in TYPES and not p.do_not_specialize_on_alignment}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in fixed.items()}, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert len(made.asm["cubin"]) > 0
+    return made.asm["ptx"]
+
 for types, pooled, alignment, cached in ((8, True, 16, False), (4, True, 16, False), (16, True, 16, False), (62, False, 1, False),
                                          (8, True, 16, True), (4, True, 16, True)):
-    fixed = dict(TYPES=types, ALIGNMENT=alignment, POOLED=pooled, WEIGHTED=pooled, TILE=16, COLUMNS=128, UNIT=16,
-                 FIELDS=triton_lookup._FIELDS, CACHED=cached)
-    signature = {**{n: "*" + t for n, t in pointers.items()}, "batch": "i32", **dict.fromkeys(fixed, "constexpr")}
-    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()},
-                       {(names.index(n),): [["tt.divisibility", 16]] for n in pointers})
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    ptx = made.asm["ptx"]
-    print(types, alignment, len(made.asm["cubin"]) > 0, "ld.global.b8" in ptx or "ld.global.u8" in ptx, "st.global.v4" in ptx)
+    code = ptx(triton_lookup._lookup, dict(
+        TYPES=types, ALIGNMENT=alignment, POOLED=pooled, WEIGHTED=pooled, TILE=16, COLUMNS=128, UNIT=16,
+        FIELDS=triton_lookup._FIELDS, CACHED=cached))
+    print(types, alignment, "ld.global.b8" in code or "ld.global.u8" in code, "st.global.v4" in code)
+code = ptx(row_cache._fill, dict(ALIGNMENT=16, FIELDS=triton_lookup._FIELDS, TILE=row_cache._TILE, BYTES=row_cache._COPY_BYTES))
+print("fill", "ld.global.v4" in code, "st.global.v4" in code)
+print(*(p.name for p in triton_lookup._lookup.params if p.do_not_specialize_on_alignment))
 """
 
 
-def test_the_kernel_compiles_for_a_gpu_with_wide_loads_and_stores() -> None:
-    """Triton compiles without a GPU: for Hopper here. Aligned rows are read by words, not by bytes, and written by four."""
+def test_the_kernels_compile_for_a_gpu_with_wide_loads_and_stores() -> None:
+    """Triton compiles without a GPU: for Hopper here. Aligned rows are read by words, not by bytes, and written by four; where ids
+    begin in memory does not matter, so that no other place compiles the kernel anew."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    aligned = ["8 16 True False True", "4 16 True False True", "16 16 True False True"]
-    assert lines == [*aligned, "62 1 True True True", *aligned[:2]], "the last two read rows of a cache too"
+    aligned = ["8 16 False True", "4 16 False True", "16 16 False True"]
+    lines = [*aligned, "62 1 True True", *aligned[:2], "fill True True", "ids_ptr offsets_ptr weights_ptr"]
+    assert done.stdout.splitlines() == lines, "the last two read rows of a cache too"
 
 
 def test_without_the_interpreter_a_cpu_is_refused() -> None:

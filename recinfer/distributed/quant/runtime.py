@@ -74,13 +74,15 @@ class GroupLookup:
         self.batch = table_batch(
             reads, config.pooling if pooled else PoolingType.NONE, buffers, output_dtype=output_dtype
         )
-        self._cols = config.embedding_tables[0].local_cols  # unpooled tables of a group have one width
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
         """``[B, columns of all features]``, or ``[ids, columns]``."""
+        ids, offsets = features.values(), features.offsets()
+        if self.batch.pooling is PoolingType.NONE:
+            rows = self.batch.rows_per_read(ids, offsets, features.offset_per_key())
+            return rows[0] if len(rows) == 1 else torch.cat(rows)
         weights = features.weights_or_none() if self.is_weighted else None
-        out = self.batch(features.values(), features.offsets(), weights)
-        return out[:, : self._cols] if self.batch.pooling is PoolingType.NONE else self.batch.without_padding(out)
+        return self.batch.without_padding(self.batch(ids, offsets, weights))
 
 
 class PackedLookup(RankLookup[GroupLookup]):

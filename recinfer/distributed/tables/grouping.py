@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recinfer import fbgemm
 from recinfer.distributed.embedding_types import (
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
@@ -105,18 +106,31 @@ def bucketize_kjt_before_all2all(
     edges = block_bucketize_row_pos
     if edges is not None and edges and edges[0].dtype != values.dtype:
         edges = [e.to(values.dtype) for e in edges]
-    bucket_lengths, bucket_values, weights, positions, permute = torch.ops.fbgemm.block_bucketize_sparse_features(
-        lengths,
-        values,
-        bucketize_pos,
-        output_permute,
-        block_sizes.to(values.dtype),
-        num_buckets,
-        kjt.weights_or_none(),
-        torch.tensor(kjt.stride_per_key(), dtype=lengths.dtype, device=lengths.device) if variable else None,
-        max(kjt.stride_per_key(), default=0) if variable else -1,
-        edges,
-    )
+    sizes = torch.tensor(kjt.stride_per_key(), dtype=lengths.dtype, device=lengths.device) if variable else None
+    blocks, given = block_sizes.to(values.dtype), kjt.weights_or_none()
+    if fbgemm.INSTALLED:
+        bucket_lengths, bucket_values, weights, positions, permute = torch.ops.fbgemm.block_bucketize_sparse_features(
+            lengths,
+            values,
+            bucketize_pos,
+            output_permute,
+            blocks,
+            num_buckets,
+            given,
+            sizes,
+            max(kjt.stride_per_key(), default=0) if variable else -1,
+            edges,
+        )
+    else:
+        steps = torch.arange(num_buckets + 1, dtype=values.dtype, device=values.device)
+        edges_F = torch.stack(edges) if edges else blocks.unsqueeze(1) * steps
+        features = torch.arange(num_keys, device=values.device)
+        feature_of_bag = features.repeat_interleave(
+            kjt.stride() if sizes is None else sizes, output_size=lengths.numel()
+        )
+        bucket_lengths, bucket_values, positions, order = _bucketized(values, lengths, edges_F, feature_of_bag)
+        weights = None if given is None else given[order]
+        permute = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     strides = kjt.stride_per_key_per_rank()
     result = KeyedJaggedTensor.from_parts_unchecked(
         list(kjt.keys()) * num_buckets,
@@ -126,4 +140,23 @@ def bucketize_kjt_before_all2all(
         stride=kjt.stride(),
         stride_per_key_per_rank=strides * num_buckets if variable else None,
     )
-    return result, permute
+    return result, permute if output_permute else None
+
+
+def _bucketized(
+    values_N: Tensor, lengths: Tensor, edges_F: Tensor, feature_of_bag: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FBGEMM's operator in torch, for a GPU machine without FBGEMM. Returns the buckets' lengths and values, the values' positions in
+    their bags, and the order in which they were taken."""
+    num_bags, num_buckets = lengths.numel(), edges_F.shape[1] - 1
+    bag_of_id = torch.arange(num_bags, device=lengths.device).repeat_interleave(lengths, output_size=values_N.numel())
+    edges_N = edges_F[feature_of_bag[bag_of_id]]
+    bucket_of_id = (values_N.unsqueeze(1) >= edges_N[:, 1:-1]).sum(1)
+    place = bucket_of_id * num_bags + bag_of_id
+    order = place.argsort(stable=True)
+    bucket_lengths = lengths.new_zeros(num_buckets * num_bags).scatter_add_(
+        0, place, torch.ones_like(place).to(lengths.dtype)
+    )
+    positions = torch.arange(values_N.numel(), device=lengths.device) - (lengths.cumsum(0) - lengths)[bag_of_id]
+    relative = values_N - edges_N.gather(1, bucket_of_id.unsqueeze(1)).squeeze(1)
+    return bucket_lengths, relative[order], positions[order], order
