@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
@@ -165,17 +164,17 @@ def describe_delta(delta: Delta, num_bytes: int) -> dict[str, Any]:
 
 def _delta_tables(delta: Delta, num_bytes: int) -> list[Table]:
     info = delta.info
-    title = f"delta {info.sequence} of {escape(info.model)} {escape(info.version)}"
+    title = f"delta {info.sequence} of {info.model} {info.version}"
     about = Table(show_header=False, box=None, title=title, title_justify="left")
     about.add_row("created", info.created)
     about.add_row("archive", info.base)
     about.add_row("applies to", "the archive" if info.sequence == 1 else f"the archive after delta {info.previous}")
     about.add_row("size", f"{mebibytes(num_bytes)}, {delta.num_rows:,} rows of {len(info.tables)} tables")
-    about.add_row("other files", escape(", ".join(file.path for file in info.files)) or "none")
+    about.add_row("other files", ", ".join(file.path for file in info.files) or "none")
     tables = Table("table", "changed rows", "bytes")
     for t in info.tables:
         name = f"{t.module}.{t.table}" if t.module else t.table
-        tables.add_row(escape(name), f"{t.rows:,}", mebibytes(t.rows * t.row_bytes))
+        tables.add_row(name, f"{t.rows:,}", mebibytes(t.rows * t.row_bytes))
     for column in (1, 2):
         tables.columns[column].justify = "right"
     return [about, tables]
@@ -193,7 +192,7 @@ def _tables(manifest: Manifest) -> list[Table]:
     about.add_row("size", f"{mebibytes(manifest.bytes_total)} in {len(manifest.files)} files")
     if dense:
         outputs = ", ".join(o.name for o in dense.outputs)
-        about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {escape(dense.runs_on)}")
+        about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {dense.runs_on}")
     about.add_row("raw rows", "yes, the archive has a feature contract" if manifest.contract else "no feature contract")
     if manifest.missing_shards == "default_rows":
         about.add_row("missing shards", "default rows instead, flagged")

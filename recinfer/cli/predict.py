@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from recinfer.cli.client import ClientOptions, TargetOption, missing_text, open_client
-from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
 from recinfer.errors import ConfigError, InputError
 
@@ -127,7 +126,7 @@ def run(options: PredictOptions) -> None:
     output.show(_table(outputs, num_rows))
     if options.out:
         _write(options.out, outputs)
-        output.show(f"[green]wrote[/green] {options.out}  {num_rows} rows")
+        output.show(styled("green", "wrote", f" {options.out}  {num_rows} rows"))
     found = {name: values.tolist() for name, values in outputs.items()}
     output.finish({"rows": num_rows, "missing_ranks": missing, "outputs": found})
 
@@ -187,7 +186,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
         table.add_row(*cells)
     output.show(table)
     for error in errors:
-        output.show(escape(f"row {error['row']}: {error['error']}"))
+        output.show(f"row {error['row']}: {error['error']}")
     output.show(f"{done:,} rows, {failed:,} failed" + (f"; wrote {options.out}" if options.out else ""))
     output.finish(
         {"rows": done, "failed": failed, "missing_ranks": sorted(missing), "errors": errors, "out": options.out}
