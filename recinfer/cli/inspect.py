@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from recinfer.archive.manifest import Manifest
     from recinfer.distributed.planner.plan import Plan
 
-__all__ = ["EXAMPLE", "NAME", "describe_archive", "describe_delta", "describe_plan", "run"]
+__all__ = ["EXAMPLE", "NAME", "archive_tables", "describe_archive", "describe_delta", "describe_plan", "run"]
 
 NAME = "inspect"
 EXAMPLE = "Example: recinfer inspect movielens.rqa --json | tail -1"
@@ -48,7 +50,7 @@ def run(
         from recinfer.archive.reader import open_archive
 
         manifest = open_archive(path).manifest
-        output.show(*_tables(manifest))
+        output.show(*archive_tables(manifest))
         if kernel is not None:
             output.show(f"lookups on {device}: {kernel.name} ({kernel.reason})")
         described = {} if kernel is None else {"kernel": kernel.name, "kernel_reason": kernel.reason}
@@ -180,7 +182,7 @@ def _delta_tables(delta: Delta, num_bytes: int) -> list[Table]:
     return [about, tables]
 
 
-def _tables(manifest: Manifest) -> list[Table]:
+def archive_tables(manifest: Manifest) -> list[Table]:
     about = Table(show_header=False, box=None, title=f"{manifest.model} {manifest.version}", title_justify="left")
     dense = manifest.dense
     built = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
@@ -196,14 +198,17 @@ def _tables(manifest: Manifest) -> list[Table]:
     about.add_row("raw rows", "yes, the archive has a feature contract" if manifest.contract else "no feature contract")
     if manifest.missing_shards == "default_rows":
         about.add_row("missing shards", "default rows instead, flagged")
-    tables = Table("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max error")
+    tables = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)  # 80 columns are enough
+    for column in ("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max\nerror"):
+        justify = "right" if column in ("rows", "dim", "max\nerror") else "left"
+        tables.add_column(column, justify=justify, overflow="fold")
+    number = Counter(t.name for t in manifest.tables)
     for t in manifest.tables:
-        name, features = t.full_name, ", ".join(t.features)
+        name = t.name if number[t.name] == 1 else t.full_name
         error = f"{t.quantization.max_abs_error:.2g}"
         ranks = ", ".join(map(str, t.ranks))
+        features = ", ".join(t.features)
         tables.add_row(name, features, f"{t.rows:,}", str(t.dim), t.precision, t.pooling, t.sharding, ranks, error)
-    for column in (2, 3, 8):
-        tables.columns[column].justify = "right"
     return [about, tables, _policies(manifest)]
 
 
