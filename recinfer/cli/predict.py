@@ -112,6 +112,9 @@ def run(options: PredictOptions) -> None:
     output, source = Output(options.as_json), options.input
     if (source is None) == (options.rows is None):
         raise ConfigError("got both --input and --rows, or neither; give one of them")
+    rows = source or options.rows
+    if rows and options.out and options.out.exists() and rows.exists() and options.out.samefile(rows):
+        raise ConfigError(f"--out {options.out} is the file of the rows; give another file")
     if source is None:
         return _score_rows(options, output)
     kind = options.format or _format_of(source)
