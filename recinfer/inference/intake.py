@@ -99,7 +99,7 @@ class FeatureIntake:
         if self.needs_weights:
             if features.weights is None:
                 features = replace(features, weights=np.ones(features.values.size, np.float32))
-            _check_weights(features.weights)
+            _check_weights(features)
         if order.low is not None and features.values.size:
             features = self._replace(features, order)
         if order.absent:
@@ -161,14 +161,18 @@ class FeatureIntake:
             self.replaced.update(by_feature)
 
 
-def _check_weights(weights: NDArray[np.float32] | None) -> None:
+def _check_weights(features: Bags) -> None:
+    weights = features.weights
     assert weights is not None
     # One sum sees every NaN and infinity; finite weights whose sum overflows are looked at twice.
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.add.reduce(weights)
     if not np.isfinite(total) and not np.isfinite(weights).all():
-        position = int(np.argmin(np.isfinite(weights)))
-        raise InputError(f"features: weight {position} is {float(weights[position])}; expected finite weights")
+        at = int(np.argmin(np.isfinite(weights)))
+        bag = int(np.searchsorted(features.offsets, at, side="right")) - 1
+        key, sample = features.keys[bag // features.batch], bag % features.batch
+        place = f"feature {key!r}, sample {sample}: weight {at - int(features.offsets[bag])}"
+        raise InputError(f"{place} is {float(weights[at])}; expected finite weights")
 
 
 def _fill(features: Bags, defaults: Mapping[str, int]) -> Bags:
