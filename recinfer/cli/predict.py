@@ -150,7 +150,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
     columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
     with (
         open_client(options.target, options.client) as client,
-        (options.out or Path(os.devnull)).open("w", newline="") as file,
+        (options.out or Path(os.devnull)).open("w", encoding="utf-8", newline="") as file,
         progress.Progress(*columns, console=output.progress, transient=True) as shown,
     ):
         writer, task = csv.writer(file), shown.add_task("0 rows", total=None)
@@ -282,7 +282,7 @@ def _table(outputs: dict[str, NDArray[Any]], num_rows: int) -> Table:
 
 def _write(path: Path, outputs: dict[str, NDArray[Any]]) -> None:
     """Write a CSV with one column per output; several values of a row are separated by spaces."""
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(outputs)
         writer.writerows(zip(*(map(_exact_text, values) for values in outputs.values())))

@@ -159,6 +159,16 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name_and_odd_bytes_fail_their
     assert (first, last) == ({"user": [3]}, {"user": [4]}) and isinstance(wrong, InputError)
 
 
+def test_names_need_no_locale_that_has_them(target: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"näme": [1], "dense": [0.0, 0.0, 0.0]}))
+    command = [sys.executable, "-m", "recinfer", "predict", "--target", target, "--timeout", "60"]
+    command += ["--rows", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "scores.csv")]
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ascii_only, check=False)
+    assert (done.returncode, "n\\xe4me" in done.stdout, done.stderr) == (1, True, "\n"), done.stdout
+    assert "näme" in (tmp_path / "scores.csv").read_text(encoding="utf-8")
+
+
 def test_ctrl_c_stops_it_with_what_was_written_kept(target: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")  # a file that never ends: opening it for reading and writing keeps it open
     held = os.open(tmp_path / "rows.jsonl", os.O_RDWR)
