@@ -148,7 +148,8 @@ def labels(options: LabelsOptions) -> None:
     """Set the labels of a model's versions, such as stable and canary; a request may name a label instead of a
     version."""
     name = _model(options)
-    named = dict(parse_pair(text, "--label", "LABEL=VERSION, as in stable=7") for text in options.label or ())
+    expected = "LABEL=VERSION, as in stable=7"
+    named = dict(parse_pair(text, "--label", expected, at_first=True) for text in options.label or ())
     _change(options, lambda admin: admin.set_labels(name, named, reason=options.reason), f"labels of {name} set")
 
 

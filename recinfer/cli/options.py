@@ -54,9 +54,16 @@ class RequestKind(StrEnum):
     predict = "predict"
 
 
-def parse_pair(text: str, option: str, expected: str, *, allow_empty: bool = False) -> tuple[str, str]:
-    """``NAME=VALUE`` as a pair; raises ConfigError naming the option."""
-    name, equals, value = text.partition("=")
+def parse_pair(
+    text: str, option: str, expected: str, *, allow_empty: bool = False, at_first: bool = False
+) -> tuple[str, str]:
+    """``NAME=VALUE`` as a pair; raises ConfigError naming the option.
+
+    Args:
+        allow_empty: whether VALUE may be empty.
+        at_first: split at the first ``=``: VALUE may have more of them. Otherwise NAME may.
+    """
+    name, equals, value = text.partition("=") if at_first else text.rpartition("=")
     if not (name and equals and (value or allow_empty)):
         raise ConfigError(f"{option} {text!r}: expected {expected}")
     return name, value
