@@ -233,8 +233,13 @@ def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Input
             f"raw rows with; send ids as JSON (--format json)"
         )
     if kind is InputFormat.csv and not set(about.contract.columns).isdisjoint(_fields(first_line(path))):
-        return _Input(*about.contract.apply_arrays(read_csv(path)))
-    return _Input(*about.contract.apply_arrays(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)))
+        columns = read_csv(path)
+    else:
+        columns = read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)
+    parsed = _Input(*about.contract.apply_arrays(columns))
+    if not parsed.features.batch:
+        raise InputError(f"{path}: got no rows, expected at least one")
+    return parsed
 
 
 def _fields(line: str) -> list[str]:
