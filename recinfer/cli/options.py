@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
 from recinfer.errors import ConfigError
 
-__all__ = ["DataFormat", "Device", "MissingShards", "Precision", "RequestKind", "parse_pair"]
+__all__ = ["DataFormat", "Device", "MissingShards", "Precision", "RequestKind", "check_other_file", "parse_pair"]
 
 
 class DataFormat(StrEnum):
@@ -52,6 +53,12 @@ class RequestKind(StrEnum):
 
     lookup = "lookup"
     predict = "predict"
+
+
+def check_other_file(option: str, out: Path | None, rows: Path | None) -> None:
+    """Raises ConfigError if ``out``, the value of ``option``, is the file that rows are read from, which it would replace."""
+    if out is not None and rows is not None and out.exists() and rows.exists() and out.samefile(rows):
+        raise ConfigError(f"{option} {out} is the file of the rows; give another file")
 
 
 def parse_pair(

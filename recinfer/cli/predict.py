@@ -15,6 +15,7 @@ from rich.table import Table
 from recinfer.cli.client import ClientOptions, TargetOption, missing_text, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
+from recinfer.cli.options import check_other_file
 from recinfer.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -112,9 +113,7 @@ def run(options: PredictOptions) -> None:
     output, source = Output(options.as_json), options.input
     if (source is None) == (options.rows is None):
         raise ConfigError("got both --input and --rows, or neither; give one of them")
-    rows = source or options.rows
-    if rows and options.out and options.out.exists() and rows.exists() and options.out.samefile(rows):
-        raise ConfigError(f"--out {options.out} is the file of the rows; give another file")
+    check_other_file("--out", options.out, source or options.rows)
     if source is None:
         return _score_rows(options, output)
     kind = options.format or _format_of(source)
