@@ -200,8 +200,8 @@ def archive_tables(manifest: Manifest) -> list[Table]:
         about.add_row("missing shards", "default rows instead, flagged")
     tables = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)  # 80 columns are enough
     for column in ("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max\nerror"):
-        justify = "right" if column in ("rows", "dim", "max\nerror") else "left"
-        tables.add_column(column, justify=justify, overflow="fold")
+        is_number = column in ("rows", "dim", "max\nerror")
+        tables.add_column(column, justify="right" if is_number else "left", overflow="fold")
     number = Counter(t.name for t in manifest.tables)
     for t in manifest.tables:
         name = t.name if number[t.name] == 1 else t.full_name

@@ -38,7 +38,7 @@ from recinfer.distributed.planner.plan import TablePlan
 from recinfer.errors import ConfigError
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import dense_part, first_manifest, read_positions, table_keys, with_dense
-from recinfer.inference.progress import byte_bar
+from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import quantize_tables
 from recinfer.inference.reference import FloatRows, compare_with_float
 
@@ -109,7 +109,8 @@ def make_delta(
     checkpoint.align(model)
     keys = table_keys(leaves, checkpoint)
     num_dense = None if manifest.dense is None else manifest.dense.num_dense
-    cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
+    with spinner("exporting the dense part", progress):
+        cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
     fresh = with_dense(first_manifest(manifest.model, manifest.version, stored.plan, leaves, contract), cut, dense)
     _check_same(manifest, fresh)
     weights = read_positions(leaves, checkpoint)
