@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.markup import escape
-
-from recinfer.cli.console import Output
+from recinfer.cli.console import Output, styled
 from recinfer.serving.wire.address import join_address
 
 __all__ = ["show_addresses"]
@@ -26,17 +24,15 @@ def show_addresses(
     """Print what is served and where: one line per port with an address to copy, then the lines of ``engines``.
 
     Args:
-        what: the models, or ranks; names as they are, which may look like rich's markup.
+        what: the models, or ranks.
         tls: whether the ports speak TLS.
         engines: of each model, what runs its dense part.
     """
     secure = "s" if tls else ""
-    output.show(f"[green]serving[/green] {escape(f'{what} on {join_address(host, port)}')}  (Ctrl-C stops)")
+    output.show(styled("green", "serving", f" {what} on {join_address(host, port)}  (Ctrl-C stops)"))
     if http_port is not None:
-        output.show(
-            escape(f"REST (V1, Open Inference, /docs) over HTTP{secure.upper()} on {join_address(host, http_port)}")
-        )
+        output.show(f"REST (V1, Open Inference, /docs) over HTTP{secure.upper()} on {join_address(host, http_port)}")
     if metrics_port is not None:
-        output.show(escape(f"status page on http{secure}://{join_address(host, metrics_port)}/"))
+        output.show(f"status page on http{secure}://{join_address(host, metrics_port)}/")
     for engine in engines:
-        output.show(escape(engine))
+        output.show(engine)

@@ -8,11 +8,11 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from recinfer.cli.client import ServerOptions, TargetOption, client_arguments
-from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, verb
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled, verb
 from recinfer.cli.declared import takes
 from recinfer.cli.format import mebibytes
 from recinfer.cli.options import parse_pair
@@ -148,7 +148,8 @@ def labels(options: LabelsOptions) -> None:
     """Set the labels of a model's versions, such as stable and canary; a request may name a label instead of a
     version."""
     name = _model(options)
-    named = dict(parse_pair(text, "--label", "LABEL=VERSION, as in stable=7") for text in options.label or ())
+    expected = "LABEL=VERSION, as in stable=7"
+    named = dict(parse_pair(text, "--label", expected, at_first=True) for text in options.label or ())
     _change(options, lambda admin: admin.set_labels(name, named, reason=options.reason), f"labels of {name} set")
 
 
@@ -209,7 +210,7 @@ def status(options: ListOptions) -> None:
         except RecinferError as error:
             why = str(error)
     colour = "green" if health == "SERVING" else "red"
-    output.show(f"{escape(options.target)} is [{colour}]{health}[/{colour}]")
+    output.show(Text.assemble(f"{options.target} is ", (health, colour)))
     if found is not None:
         output.show(_table(found))
     elif why:
@@ -223,7 +224,7 @@ def _change(options: ChangeOptions, make: Callable[[AdminClient], Loaded], done:
     output = Output(options.as_json)
     with _open(options) as admin:
         found = make(admin)
-    output.show(f"[green]{escape(done)}[/green]", _table(found))
+    output.show(styled("green", done), _table(found))
     output.finish(_plain(options.target, found))
 
 
@@ -283,14 +284,14 @@ def _table(found: Loaded) -> Table:
     for number, (model, versions) in enumerate(found.items()):
         total = sum(one.weight for one in versions.values()) or 1
         for version, one in versions.items():
-            shown = f"{escape(model)} (default)" if number == 0 else escape(model)
-            state = "[green]serving[/green]" if one.weight else "by name only"
+            shown = f"{model} (default)" if number == 0 else model
+            state = styled("green", "serving") if one.weight else "by name only"
             table.add_row(
                 shown,
-                escape(version),
+                version,
                 state,
                 f"{100 * one.weight / total:.3g} %",
-                escape(", ".join(one.labels)),
+                ", ".join(one.labels),
                 _since(one.age_seconds).strftime("%Y-%m-%d %H:%M:%S"),
                 one.engine or "lookups only",
                 mebibytes(one.bytes),

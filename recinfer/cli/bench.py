@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from recinfer.cli import bench_capacity
 from recinfer.cli.client import ClientOptions, TargetOption, client_arguments, open_client
@@ -89,7 +88,7 @@ def serve(options: BenchServeOptions) -> None:
     output.show(_table("{call} of {batch} samples, {ids} ids per feature, {target}".format(**what), results))
     reasons = {name: reason for result in reversed(results) for name, reason in result.reasons.items()}
     for name, reason in sorted(reasons.items()):
-        output.show(escape(f"the first {name}: {reason}"))
+        output.show(f"the first {name}: {reason}")
     if options.plot is not None:
         from recinfer.cli.plot_latency import plot_latency
 

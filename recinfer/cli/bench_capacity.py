@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recinfer.cli.client import ClientOptions, client_arguments, open_client
-from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
 from recinfer.cli.options import RequestKind
 from recinfer.errors import ConfigError
@@ -234,17 +234,15 @@ def show_measured(output: Output, found: Measured) -> None:
             f"{_ms(point.spread_s[0])} to {_ms(point.spread_s[1])}",
             f"{point.within:.2%}",
             f"{_ms(point.late_s)} ms",
-            "[green]met[/green]" if point.kept else "[red]missed[/red]",
+            styled("green", "met") if point.kept else styled("red", "missed"),
         )
     output.show(table)
     if not found.knee_qps:
-        output.show(
-            f"[bold red]no rate meets the objective[/bold red]: a request on an idle server takes "
-            f"{_ms(found.alone_s[100])} ms (median)"
-        )
+        alone = f": a request on an idle server takes {_ms(found.alone_s[100])} ms (median)"
+        output.show(styled("bold red", "no rate meets the objective", alone))
         return
     least = "at least " if found.at_least else ""
-    output.show(f"[bold green]knee: {least}{found.knee_qps:,.0f} requests/s[/bold green]; plan for 70 % of it")
+    output.show(styled("bold green", f"knee: {least}{found.knee_qps:,.0f} requests/s", "; plan for 70 % of it"))
     if found.cpu_s:
         used = ", ".join(f"{name} {found.knee_qps * each:.2f}" for name, each in found.cpu_s.items())
         output.note(f"cores in use at the knee: {used} of {found.machine['cores']}")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.options import Device
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -52,7 +52,7 @@ def run(
             *(f"{(of_set[-1] - of_set[-2]) / (many - few):.1f}" for of_set in grid.bag_ns[middle]),
         )
     overheads = f"{profile.call_ms * 1e3:.1f} us per call, {profile.feature_ms * 1e3:.2f} us per feature"
-    output.show(table, overheads, f"[green]wrote[/green] {out}  {profile.name}, {profile.threads} threads")
+    output.show(table, overheads, styled("green", "wrote", f" {out}  {profile.name}, {profile.threads} threads"))
     output.finish({"hardware": str(out), **asdict(profile)})
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
+from rich.text import Text
 
+from recinfer.cli.console import styled
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ def open_client(target: str, options: ServerOptions) -> InferenceClient:
     return client
 
 
-def missing_text(ranks: Sequence[int]) -> str:
-    """The warning, in rich's markup, for a response that lacks the rows of ``ranks``."""
+def missing_text(ranks: Sequence[int]) -> Text:
+    """The warning for a response that lacks the rows of ``ranks``."""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"[yellow]{which} did not respond: their rows are replaced by zero vectors, as the archive allows[/yellow]"
+    return styled("yellow", f"{which} did not respond: their rows are replaced by zero vectors, as the archive allows")

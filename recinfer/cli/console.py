@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
-from rich.markup import escape, render
+from rich.text import Text
 
 import recinfer
 from recinfer import env
@@ -29,6 +29,7 @@ __all__ = [
     "JsonOption",
     "Output",
     "set_debug",
+    "styled",
     "verb",
     "where_rules_are",
 ]
@@ -66,6 +67,11 @@ _debug = False
 _log = logging.getLogger(__name__)
 
 
+def styled(style: str, first: str, rest: str = "") -> Text:
+    """``first`` in a style of rich, and ``rest`` in none."""
+    return Text.assemble((first, style), rest)
+
+
 def set_debug(on: bool) -> None:
     """Show tracebacks of expected errors too, for the rest of the process (``recinfer --debug``)."""
     global _debug
@@ -87,8 +93,8 @@ class Output:
     def show(self, *renderables: RenderableType) -> None:
         """Print tables, panels or text for people."""
         for renderable in renderables:
-            if self.logs and self.as_json and isinstance(renderable, str):
-                _log.info("%s", render(renderable).plain)
+            if self.logs and self.as_json and isinstance(renderable, str | Text):
+                _log.info("%s", renderable)
                 continue
             self.result.print(renderable)
 
@@ -97,7 +103,7 @@ class Output:
         if self.logs:
             _log.info("%s", text)
             return
-        self.progress.print(f"[dim]{escape(text)}[/dim]", highlight=False, soft_wrap=True)
+        self.progress.print(text, style="dim", highlight=False, soft_wrap=True)
 
     @contextmanager
     def bar(self, what: str, *, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
@@ -109,7 +115,8 @@ class Output:
         """
         from rich import progress
 
-        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
+        text = progress.TextColumn("{task.description}", markup=False)
+        columns = (text, progress.BarColumn(), progress.TimeElapsedColumn())
         with progress.Progress(*columns, console=self.progress, transient=True) as shown:
             task, last = shown.add_task(what, total=1), ""
 
@@ -145,7 +152,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             # CPython remembers one that left code made from text (dataclasses are, while torch loads) and would end
             # `python -m` by SIGINT in spite of the exit code; the next such code makes it forget.
             exec("")
-            _console(sys.stderr).print("[yellow]interrupted[/yellow]")
+            _console(sys.stderr).print("interrupted", style="yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except BrokenPipeError:
             raise  # `recinfer inspect ... | head`: typer ends quietly
@@ -168,9 +175,8 @@ def _fail(error: Exception, message: str, *, as_json: bool, log_json: bool) -> N
         log_as_json()  # it may have failed before its verb did so
         _log.error("%s", message)
     else:
-        _console(sys.stderr).print(
-            f"[bold red]error:[/bold red] [red]{escape(message)}[/red]", highlight=False, soft_wrap=True
-        )
+        text = Text.assemble(("error:", "bold red"), (f" {message}", "red"))
+        _console(sys.stderr).print(text, highlight=False, soft_wrap=True)
     if as_json:
         payload: dict[str, Any] = {"error": {"type": type(error).__name__, "message": message}}
         if isinstance(error, MismatchError):
@@ -212,4 +218,6 @@ def _finite(value: Any) -> Any:
 
 def _console(stream: Any) -> Console:
     plain = not stream.isatty()
-    return Console(file=stream, width=_PLAIN_WIDTH if plain else None, soft_wrap=False)
+    # Names of models, tables and files are printed as they are, also those that look like rich's markup or emoji codes.
+    width = _PLAIN_WIDTH if plain else None
+    return Console(file=stream, width=width, soft_wrap=False, markup=False, emoji=False)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.format import mebibytes
 from recinfer.cli.models import ModelOption, open_checkpoint
 
@@ -47,15 +47,12 @@ def run(
     reader, module = open_checkpoint(checkpoint, model)
     report = make_delta(archive, module, reader, out, after=after or [], overwrite=overwrite)
     seconds = time.perf_counter() - started
-    output.show(
-        f"[green]wrote[/green] {out}  sequence {report.sequence}, {report.rows:,} rows of {len(report.changed)} tables, "
-        f"{mebibytes(report.num_bytes)}  {seconds:.1f} s"
-    )
+    changed = f"sequence {report.sequence}, {report.rows:,} rows of {len(report.changed)} tables"
+    output.show(styled("green", "wrote", f" {out}  {changed}, {mebibytes(report.num_bytes)}  {seconds:.1f} s"))
     whole = open_archive(archive, ranks=()).manifest.bytes_total
     if report.num_bytes >= whole:
-        output.show(
-            f"[yellow]the delta is larger than the archive ({mebibytes(report.num_bytes)}, {mebibytes(whole)}): "
-            "export the checkpoint as a new version instead[/yellow]"
-        )
+        both = f"{mebibytes(report.num_bytes)}, {mebibytes(whole)}"
+        advice = "export the checkpoint as a new version instead"
+        output.show(styled("yellow", f"the delta is larger than the archive ({both}): {advice}"))
     sizes = {"archive_bytes": whole, "larger_than_archive": report.num_bytes >= whole}
     output.finish({"delta": str(out), **asdict(report), **sizes, "seconds": seconds})

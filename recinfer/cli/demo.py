@@ -14,7 +14,7 @@ import typer
 from rich.panel import Panel
 from rich.table import Table
 
-from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.format import mebibytes, milliseconds
 from recinfer.cli.measure import Latency, Quality, measure_latency, quality_of, served_logits
 from recinfer.cli.options import DataFormat
@@ -73,7 +73,7 @@ def run(
         report = _pipeline(output, folder, dataset, world_size, epochs or _EPOCHS[format], embedding_dim, seed)
     report["seconds"] = time.perf_counter() - started
     kept = f"checkpoint, plan and archive are in {out}" if out else "--out DIR keeps checkpoint, plan and archive"
-    output.show(f"[green]done[/green] in {report['seconds']:.1f} s; the server has stopped; {kept}")
+    output.show(styled("green", "done", f" in {report['seconds']:.1f} s; the server has stopped; {kept}"))
     output.finish(report)
 
 

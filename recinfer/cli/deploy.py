@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recinfer.cli.console import Output
+from recinfer.cli.console import Output, styled
 from recinfer.cli.declared import takes
 from recinfer.cli.deploy_options import Action, DeployOptions
 from recinfer.cli.deploy_ray import run_ray
@@ -72,7 +72,7 @@ def _render(options: DeployOptions, output: Output) -> None:
     for group in found.groups:
         output.show(f"shard {group.number}: ranks {group.listed}, {mebibytes(group.table_bytes)} of tables")
     output.show(f"pods read {found.model}/{found.version} from the claim {k8s.claim}")
-    output.show(f"[green]wrote[/green] {len(files)} files to {out}; next: kubectl apply -k {out}")
+    output.show(styled("green", "wrote", f" {len(files)} files to {out}; next: kubectl apply -k {out}"))
     output.finish(
         {
             "files": [str(path) for path in files],

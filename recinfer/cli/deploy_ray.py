@@ -6,8 +6,10 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from recinfer import env
-from recinfer.cli.console import Output
+from recinfer.cli.console import Output, styled
 from recinfer.cli.deploy_options import DeployOptions
 from recinfer.cli.format import mebibytes
 from recinfer.errors import ConfigError
@@ -38,8 +40,11 @@ def run_ray(options: DeployOptions, output: Output) -> None:
         elif action.down:
             left = client.down(name)
             output.show(
-                "[green]removed[/green]"
-                + (f"; the controller was gone, so these were removed by name: {', '.join(left)}" if left else "")
+                styled(
+                    "green",
+                    "removed",
+                    f"; the controller was gone, so these were removed by name: {', '.join(left)}" if left else "",
+                )
             )
             output.finish({"removed_by_name": left})
         elif action.scales:
@@ -49,7 +54,7 @@ def run_ray(options: DeployOptions, output: Output) -> None:
             if archive is not None:
                 _check_fits(archive, client.status(name))
             served = client.roll(name, version)
-            output.show(f"[green]serving[/green] version {served}")
+            output.show(styled("green", "serving", f" version {served}"))
             output.finish({"version": served})
         elif spec is not None:
             client.deploy(spec)
@@ -120,8 +125,9 @@ def _show_names(names: list[str], output: Output) -> None:
 
 def _show(found: dict[str, Any], output: Output) -> None:
     before = f", before that {found['previous']}" if found["previous"] else ""
-    state = "[green]ready[/green]" if found["ready"] else "[yellow]not ready[/yellow]"
-    output.show(f"{found['name']}: {found['model']} {found['version']}{before}; {state}", _table(found))
+    state = ("ready", "green") if found["ready"] else ("not ready", "yellow")
+    what = f"{found['name']}: {found['model']} {found['version']}{before}; "
+    output.show(Text.assemble(what, state), _table(found))
     for server in found["servers"]:
         if server["why"]:
             output.show(f"{server['name']}: {server['why']}")
@@ -139,11 +145,10 @@ def _table(found: dict[str, Any]) -> Table:
         table.add_column(title, no_wrap=title in ("address", "role", "state"))
     colors = {"serving": "green", "pending": "red", "starting": "yellow", "draining": "dim"}
     for server in found["servers"]:
-        color = colors[server["state"]]
         table.add_row(
             server["address"] or server["host"] or "-",
             " ".join([server["role"], ",".join(map(str, server["ranks"]))]).rstrip(),
-            f"[{color}]{server['state']}[/{color}]",
+            styled(colors[server["state"]], server["state"]),
             str(server["restarts"]),
             server["version"] or "-",
             f"{server['rate']:.1f}",

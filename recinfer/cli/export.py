@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
-from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.format import mebibytes
 from recinfer.cli.inspect import describe_archive
 from recinfer.cli.models import (
@@ -152,9 +152,9 @@ def run(
     error = f"largest error of a stored value {worst.quantization.max_abs_error:.2g}, in table {worst.full_name}"
     if manifest.dense is not None:
         colour = "green" if manifest.dense.engine == "onnx" else "yellow"
-        output.show(f"the dense part runs on [{colour}]{escape(manifest.dense.runs_on)}[/{colour}]")
+        output.show(Text.assemble("the dense part runs on ", (manifest.dense.runs_on, colour)))
     seconds = time.perf_counter() - started
-    output.show(f"[green]wrote[/green] {out}  {mebibytes(manifest.bytes_total)}, {error}  {seconds:.1f} s")
+    output.show(styled("green", "wrote", f" {out}  {mebibytes(manifest.bytes_total)}, {error}  {seconds:.1f} s"))
     output.finish(
         {**describe_archive(manifest), "archive": str(out), "report": reports[0].to_dict(), "seconds": seconds}
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from recinfer.archive.manifest import Manifest
     from recinfer.distributed.planner.plan import Plan
 
-__all__ = ["EXAMPLE", "NAME", "describe_archive", "describe_delta", "describe_plan", "run"]
+__all__ = ["EXAMPLE", "NAME", "archive_tables", "describe_archive", "describe_delta", "describe_plan", "run"]
 
 NAME = "inspect"
 EXAMPLE = "Example: recinfer inspect movielens.rqa --json | tail -1"
@@ -49,7 +50,7 @@ def run(
         from recinfer.archive.reader import open_archive
 
         manifest = open_archive(path).manifest
-        output.show(*_tables(manifest))
+        output.show(*archive_tables(manifest))
         if kernel is not None:
             output.show(f"lookups on {device}: {kernel.name} ({kernel.reason})")
         described = {} if kernel is None else {"kernel": kernel.name, "kernel_reason": kernel.reason}
@@ -165,23 +166,23 @@ def describe_delta(delta: Delta, num_bytes: int) -> dict[str, Any]:
 
 def _delta_tables(delta: Delta, num_bytes: int) -> list[Table]:
     info = delta.info
-    title = f"delta {info.sequence} of {escape(info.model)} {escape(info.version)}"
+    title = f"delta {info.sequence} of {info.model} {info.version}"
     about = Table(show_header=False, box=None, title=title, title_justify="left")
     about.add_row("created", info.created)
     about.add_row("archive", info.base)
     about.add_row("applies to", "the archive" if info.sequence == 1 else f"the archive after delta {info.previous}")
     about.add_row("size", f"{mebibytes(num_bytes)}, {delta.num_rows:,} rows of {len(info.tables)} tables")
-    about.add_row("other files", escape(", ".join(file.path for file in info.files)) or "none")
+    about.add_row("other files", ", ".join(file.path for file in info.files) or "none")
     tables = Table("table", "changed rows", "bytes")
     for t in info.tables:
         name = f"{t.module}.{t.table}" if t.module else t.table
-        tables.add_row(escape(name), f"{t.rows:,}", mebibytes(t.rows * t.row_bytes))
+        tables.add_row(name, f"{t.rows:,}", mebibytes(t.rows * t.row_bytes))
     for column in (1, 2):
         tables.columns[column].justify = "right"
     return [about, tables]
 
 
-def _tables(manifest: Manifest) -> list[Table]:
+def archive_tables(manifest: Manifest) -> list[Table]:
     about = Table(show_header=False, box=None, title=f"{manifest.model} {manifest.version}", title_justify="left")
     dense = manifest.dense
     built = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
@@ -193,18 +194,21 @@ def _tables(manifest: Manifest) -> list[Table]:
     about.add_row("size", f"{mebibytes(manifest.bytes_total)} in {len(manifest.files)} files")
     if dense:
         outputs = ", ".join(o.name for o in dense.outputs)
-        about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {escape(dense.runs_on)}")
+        about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {dense.runs_on}")
     about.add_row("raw rows", "yes, the archive has a feature contract" if manifest.contract else "no feature contract")
     if manifest.missing_shards == "default_rows":
         about.add_row("missing shards", "default rows instead, flagged")
-    tables = Table("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max error")
+    tables = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)  # 80 columns are enough
+    for column in ("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max\nerror"):
+        is_number = column in ("rows", "dim", "max\nerror")
+        tables.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    number = Counter(t.name for t in manifest.tables)
     for t in manifest.tables:
-        name, features = t.full_name, ", ".join(t.features)
+        name = t.name if number[t.name] == 1 else t.full_name
         error = f"{t.quantization.max_abs_error:.2g}"
         ranks = ", ".join(map(str, t.ranks))
+        features = ", ".join(t.features)
         tables.add_row(name, features, f"{t.rows:,}", str(t.dim), t.precision, t.pooling, t.sharding, ranks, error)
-    for column in (2, 3, 8):
-        tables.columns[column].justify = "right"
     return [about, tables, _policies(manifest)]
 
 

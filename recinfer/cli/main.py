@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import sys
 from typing import Annotated
 
@@ -91,6 +92,9 @@ def main() -> None:
     # The modules that a command imports, torch above all, live until the process ends. Full collections over them took
     # a seventh of the import time.
     gc.set_threshold(*gc.get_threshold()[:2], 100)
+    # A name that the locale cannot print must not end a command. stderr does this by itself.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with never_lost():
             app()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.console import JsonOption, Output, styled
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -67,5 +67,5 @@ def run(
         max_batch_delay_ms=max_batch_delay_ms,
         force=force,
     )
-    output.show(f"[green]wrote[/green] {written}")
+    output.show(styled("green", "wrote", f" {written}"))
     output.finish({"archive": str(archive), "mar": str(written), "archive_format": archive_format.value})

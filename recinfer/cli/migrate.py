@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 
 if TYPE_CHECKING:
     from recinfer.migrate import FileChange
@@ -53,7 +53,7 @@ def run(
         done = f"{len(changed)} of {len(changes)} files would change (--write does it)"
     absent = len({m.name for m in missing})
     here = f"names that are not in recinfer: {absent}" if absent else "recinfer has every name"
-    output.show(f"[{'red' if missing or unread else 'green'}]{done}; {here}[/]")
+    output.show(styled("red" if missing or unread else "green", f"{done}; {here}"))
     output.finish(
         {
             "written": write,
@@ -71,12 +71,12 @@ def run(
 
 def _show_diff(output: Output, change: FileChange) -> None:
     for line in change.diff().splitlines():
-        output.result.print(line, style=_STYLES.get(line[:1]), markup=False, highlight=False, soft_wrap=True)
+        output.result.print(line, style=_STYLES.get(line[:1]), highlight=False, soft_wrap=True)
 
 
 def _show_names(output: Output, changes: list[FileChange], unread: list[str]) -> None:
     def say(line: str) -> None:
-        output.result.print(line, markup=False, highlight=False, soft_wrap=True)
+        output.result.print(line, highlight=False, soft_wrap=True)
 
     for change in changes:
         for m in change.missing:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
 from recinfer.errors import ConfigError
 
-__all__ = ["DataFormat", "Device", "MissingShards", "Precision", "RequestKind", "parse_pair"]
+__all__ = ["DataFormat", "Device", "MissingShards", "Precision", "RequestKind", "check_other_file", "parse_pair"]
 
 
 class DataFormat(StrEnum):
@@ -54,9 +55,22 @@ class RequestKind(StrEnum):
     predict = "predict"
 
 
-def parse_pair(text: str, option: str, expected: str, *, allow_empty: bool = False) -> tuple[str, str]:
-    """``NAME=VALUE`` as a pair; raises ConfigError naming the option."""
-    name, equals, value = text.partition("=")
+def check_other_file(option: str, out: Path | None, rows: Path | None) -> None:
+    """Raises ConfigError if ``out``, the value of ``option``, is the file that rows are read from, which it would replace."""
+    if out is not None and rows is not None and out.exists() and rows.exists() and out.samefile(rows):
+        raise ConfigError(f"{option} {out} is the file of the rows; give another file")
+
+
+def parse_pair(
+    text: str, option: str, expected: str, *, allow_empty: bool = False, at_first: bool = False
+) -> tuple[str, str]:
+    """``NAME=VALUE`` as a pair; raises ConfigError naming the option.
+
+    Args:
+        allow_empty: whether VALUE may be empty.
+        at_first: split at the first ``=``: VALUE may have more of them. Otherwise NAME may.
+    """
+    name, equals, value = text.partition("=") if at_first else text.rpartition("=")
     if not (name and equals and (value or allow_empty)):
         raise ConfigError(f"{option} {text!r}: expected {expected}")
     return name, value

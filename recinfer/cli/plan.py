@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.models import (
     CheckpointOption,
     ModelOption,
@@ -80,7 +80,7 @@ def run(
         from recinfer.distributed.planner.plot import plot_plan
 
         plot_plan(plan, plot)
-    output.show(*format_plan(plan), f"[green]wrote[/green] {out}  {plan.hash[:12]}")
+    output.show(*format_plan(plan), styled("green", "wrote", f" {out}  {plan.hash[:12]}"))
     output.finish(
         {
             "plan": str(out),

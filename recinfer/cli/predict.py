@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from recinfer.cli.client import ClientOptions, TargetOption, missing_text, open_client
-from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
+from recinfer.cli.options import check_other_file
 from recinfer.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def run(options: PredictOptions) -> None:
     output, source = Output(options.as_json), options.input
     if (source is None) == (options.rows is None):
         raise ConfigError("got both --input and --rows, or neither; give one of them")
+    check_other_file("--out", options.out, source or options.rows)
     if source is None:
         return _score_rows(options, output)
     kind = options.format or _format_of(source)
@@ -127,7 +128,7 @@ def run(options: PredictOptions) -> None:
     output.show(_table(outputs, num_rows))
     if options.out:
         _write(options.out, outputs)
-        output.show(f"[green]wrote[/green] {options.out}  {num_rows} rows")
+        output.show(styled("green", "wrote", f" {options.out}  {num_rows} rows"))
     found = {name: values.tolist() for name, values in outputs.items()}
     output.finish({"rows": num_rows, "missing_ranks": missing, "outputs": found})
 
@@ -148,7 +149,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
     columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
     with (
         open_client(options.target, options.client) as client,
-        (options.out or Path(os.devnull)).open("w", newline="") as file,
+        (options.out or Path(os.devnull)).open("w", encoding="utf-8", newline="") as file,
         progress.Progress(*columns, console=output.progress, transient=True) as shown,
     ):
         writer, task = csv.writer(file), shown.add_task("0 rows", total=None)
@@ -187,7 +188,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
         table.add_row(*cells)
     output.show(table)
     for error in errors:
-        output.show(escape(f"row {error['row']}: {error['error']}"))
+        output.show(f"row {error['row']}: {error['error']}")
     output.show(f"{done:,} rows, {failed:,} failed" + (f"; wrote {options.out}" if options.out else ""))
     output.finish(
         {"rows": done, "failed": failed, "missing_ranks": sorted(missing), "errors": errors, "out": options.out}
@@ -231,8 +232,13 @@ def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Input
             f"raw rows with; send ids as JSON (--format json)"
         )
     if kind is InputFormat.csv and not set(about.contract.columns).isdisjoint(_fields(first_line(path))):
-        return _Input(*about.contract.apply_arrays(read_csv(path)))
-    return _Input(*about.contract.apply_arrays(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)))
+        columns = read_csv(path)
+    else:
+        columns = read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)
+    parsed = _Input(*about.contract.apply_arrays(columns))
+    if not parsed.features.batch:
+        raise InputError(f"{path}: got no rows, expected at least one")
+    return parsed
 
 
 def _fields(line: str) -> list[str]:
@@ -280,7 +286,7 @@ def _table(outputs: dict[str, NDArray[Any]], num_rows: int) -> Table:
 
 def _write(path: Path, outputs: dict[str, NDArray[Any]]) -> None:
     """Write a CSV with one column per output; several values of a row are separated by spaces."""
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(outputs)
         writer.writerows(zip(*(map(_exact_text, values) for values in outputs.values())))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.format import mebibytes
 from recinfer.cli.options import Device, MissingShards
 from recinfer.errors import ConfigError
@@ -78,10 +78,9 @@ def run(
         overwrite=overwrite,
     ).manifest
     seconds = time.perf_counter() - started
-    output.show(
-        f"[green]wrote[/green] {out}  {manifest.world_size} ranks, {mebibytes(manifest.bytes_total)}, "
-        f"{manifest.check.num_requests} golden requests replayed  {seconds:.1f} s"
-    )
+    size = f"{manifest.world_size} ranks, {mebibytes(manifest.bytes_total)}"
+    checked = f"{manifest.check.num_requests} golden requests replayed"
+    output.show(styled("green", "wrote", f" {out}  {size}, {checked}  {seconds:.1f} s"))
     output.finish(
         {
             "archive": str(out),

@@ -21,7 +21,8 @@ def read_rows(path: Path) -> Iterator[Any]:
 
     Raises:
         ConfigError: a suffix that names no format, or a parquet file where pyarrow is not installed.
-        OSError: the file is not there.
+        InputError: a CSV file without a header, or with a column twice.
+        OSError: the file cannot be opened.
     """
     readers: dict[str, Callable[[Path], Iterator[Any]]] = {
         ".csv": _csv,
@@ -44,8 +45,22 @@ def _opened(path: Path) -> TextIO:
 def _csv(path: Path) -> Iterator[Any]:
     """Read one column per feature, with ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and ``dense``,
     numbers."""
-    with _opened(path) as file:
-        reader = csv.DictReader(file, strict=True)
+    file = _opened(path)
+    reader = csv.DictReader(file, strict=True)
+    try:
+        names = list(reader.fieldnames or ())
+    except csv.Error as error:
+        raise InputError(f"--rows {path}: line 1: {error}") from None
+    if not names:
+        raise InputError(f"--rows {path}: the first line is empty, expected the names of the columns")
+    if len(set(names)) < len(names):
+        twice = max(names, key=names.count)
+        raise InputError(f"--rows {path}: got column {twice!r} more than once, expected each feature once")
+    return _csv_rows(file, reader)
+
+
+def _csv_rows(file: TextIO, reader: csv.DictReader[str]) -> Iterator[Any]:
+    with file:
         while True:
             try:
                 cells = next(reader, None)
@@ -73,7 +88,8 @@ def _cell(name: str, text: str) -> Any:
             return ids
         return ids, [float(weight) if colon else 1.0 for _, colon, weight in pairs]
     except ValueError:
-        raise ValueError(f"column {name!r}: got {text[:60]!r}, expected ids separated by spaces") from None
+        expected = "ids separated by spaces, as in 3 7, or with weights 3:0.5 7:2"
+        raise ValueError(f"column {name!r}: got {text[:60]!r}, expected {expected}") from None
 
 
 def _json_lines(path: Path) -> Iterator[Any]:

@@ -12,7 +12,7 @@ import typer
 
 from recinfer.cli.bench_capacity import LoadOptions, MeasuredServer, as_data, measure, show_measured
 from recinfer.cli.client import ClientOptions
-from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
 from recinfer.cli.options import RequestKind
 from recinfer.errors import ConfigError
@@ -235,14 +235,15 @@ def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Seq
     output.show(table)
     best = found[0]
     if not best.meets:
-        output.show("[bold red]no kind of host meets the objective[/bold red]; the last column gives the reason")
+        output.show(styled("bold red", "no kind of host meets the objective", "; the last column gives the reason"))
         return
     what = f"{best.replicas} {best.host.name} hosts, each with all tables"
     if best.rankers:
         what = f"{best.shards} shards x {best.replicas} replicas and {best.rankers} rankers on {best.host.name} hosts"
-    output.show(f"[bold green]{what}[/bold green]: {best.share:.0%} of the knee each, {best.cost:,.2f} per hour")
+    each_at = f": {best.share:.0%} of the knee each, {best.cost:,.2f} per hour"
+    output.show(styled("bold green", what, each_at))
     if best.share_one_lost > 1:
-        output.show("[yellow]when one host fails, the others are overloaded; raise --min-replicas[/yellow]")
+        output.show(styled("yellow", "when one host fails, the others are overloaded; raise --min-replicas"))
     for each in measured:
         where = each.machine
         output.note(

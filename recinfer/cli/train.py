@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recinfer import env
-from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.interrupts import cleaning_up_on_sigterm
-from recinfer.cli.options import DataFormat, Device, parse_pair
+from recinfer.cli.options import DataFormat, Device, check_other_file, parse_pair
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def run(
     """
     from recinfer.training.job import TrainJob, run_job
 
+    check_other_file("--metrics", metrics, data)
+    check_other_file("--plot", plot, data)
     given = env.torchrun_rank()
     if given is not None and world_size not in (None, given[1]):
         raise ConfigError(f"--world-size {world_size}, but torchrun started {given[1]} ranks; leave --world-size out")
@@ -135,8 +137,7 @@ def _show(output: Output, job: TrainJob, report: Any, seconds: float) -> None:
     output.show(table)
     for what, path in (("curve", job.metrics), ("plot", job.plot)):
         if path is not None:
-            output.show(f"[green]wrote[/green] {path} ({what})")
-    output.show(
-        f"[green]wrote[/green] {job.out}  AUC {report.auc:.4f}  log-loss {report.log_loss:.4f}  {seconds:.1f} s"
-    )
+            output.show(styled("green", "wrote", f" {path} ({what})"))
+    quality = f"AUC {report.auc:.4f}  log-loss {report.log_loss:.4f}"
+    output.show(styled("green", "wrote", f" {job.out}  {quality}  {seconds:.1f} s"))
     output.finish({"checkpoint": str(job.out), **dataclasses.asdict(report), "seconds": seconds})

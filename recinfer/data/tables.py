@@ -34,7 +34,7 @@ def read_csv(
         str objects ``[rows]`` by column name; a field with nothing in it is ``""``.
 
     Raises:
-        InputError: no header, a name twice, a row with another number of fields, no UTF-8; names path and line.
+        InputError: no header, a name twice, a row with another number of fields, no UTF-8; names path and row.
         OSError: the file cannot be opened.
     """
     if delimiter is None:
@@ -97,19 +97,18 @@ def _check_header(path: Path, header: list[str]) -> None:
 
 
 def _chunks(path: Path, rows: Any, num_fields: int, limit: int | None) -> Iterator[list[list[str]]]:
-    left = limit
+    left, done = limit, 0
     while left is None or left > 0:
         chunk = list(islice(rows, _CHUNK_ROWS if left is None else min(left, _CHUNK_ROWS)))
         if not chunk:
             return
         if set(map(len, chunk)) != {num_fields}:
             chunk = [row for row in chunk if row]  # blank lines
-            odd = next((row for row in chunk if len(row) != num_fields), None)
+            odd = next(((at, row) for at, row in enumerate(chunk, done) if len(row) != num_fields), None)
             if odd is not None:
-                raise InputError(
-                    f"{path}: a row near line {rows.line_num} has {len(odd)} fields, expected {num_fields}: "
-                    f"{','.join(odd):.80}"
-                )
+                at, row = odd
+                raise InputError(f"{path}: row {at} has {len(row)} fields, expected {num_fields}: {','.join(row):.80}")
+        done += len(chunk)
         if left is not None:
             left -= len(chunk)
         if chunk:

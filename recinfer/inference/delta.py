@@ -38,13 +38,14 @@ from recinfer.distributed.planner.plan import TablePlan
 from recinfer.errors import ConfigError
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import dense_part, first_manifest, read_positions, table_keys, with_dense
-from recinfer.inference.progress import byte_bar
+from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import quantize_tables
 from recinfer.inference.reference import FloatRows, compare_with_float
 
 __all__ = ["DeltaReport", "make_delta"]
 
 _BLOCK_BYTES = 1 << 20
+_NEW_VERSION = "a delta changes only numbers, so export this checkpoint as a new version"
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,14 @@ def make_delta(
     manifest = predictor.manifest
     contract = None if manifest.contract is None else FeatureContract.from_dict(manifest.contract)
     leaves = find_leaves(model)
-    stored.plan.check_model(model)
+    _check_contract(contract, checkpoint.contract)
+    if misfits := stored.plan.misfits(model):
+        raise ConfigError(f"{_NEW_VERSION}: the model's tables differ from the archive's plan: {misfits}")
     checkpoint.align(model)
     keys = table_keys(leaves, checkpoint)
     num_dense = None if manifest.dense is None else manifest.dense.num_dense
-    cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
+    with spinner("exporting the dense part", progress):
+        cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
     fresh = with_dense(first_manifest(manifest.model, manifest.version, stored.plan, leaves, contract), cut, dense)
     _check_same(manifest, fresh)
     weights = read_positions(leaves, checkpoint)
@@ -158,22 +162,34 @@ def _listed(files: dict[str, bytes]) -> tuple[FileInfo, ...]:
     return tuple(FileInfo(path, len(data), sha256(data).hexdigest()) for path, data in sorted(files.items()))
 
 
+def _check_contract(old: FeatureContract | None, new: FeatureContract | None) -> None:
+    """Raises ConfigError if the new checkpoint was trained on inputs that the archive's feature contract does not give.
+
+    Its weights would then be looked up by other ids and run on other dense numbers than in training, without an error.
+    What an id out of range does is the archive's policy.
+    """
+    if old is None or new is None:
+        return
+    sparse = {f.name: replace(f, out_of_range="reject") for f in old.sparse}
+    changed = [f.name for f in new.sparse if sparse.get(f.name) != replace(f, out_of_range="reject")]
+    changed += [f.name for f in new.dense if f not in old.dense]
+    if changed or old.feature_names != new.feature_names or old.dense != new.dense:
+        more = f" and {len(changed) - 10} more" if len(changed) > 10 else ""
+        which = f" of {', '.join(changed[:10])}{more}" if changed else ""
+        raise ConfigError(f"{_NEW_VERSION}: the checkpoint's feature contract{which} differs from the archive's")
+
+
 def _check_same(old: Manifest, new: Manifest) -> None:
     """Raises ConfigError unless the new checkpoint's model differs from the archive only in numbers; policies stay the
     archive's."""
     if old.modules != new.modules:
-        raise ConfigError(
-            "the model's modules differ from the archive's, and a delta changes only numbers; export the model as a "
-            "new version"
-        )
+        raise ConfigError(f"{_NEW_VERSION}: the model's modules differ from the archive's")
     for mine, theirs in zip(old.tables, new.tables):
         if replace(mine, quantization=theirs.quantization) != theirs:
-            raise ConfigError(f"table {mine.full_name!r} differs from the archive's; export the model as a new version")
+            raise ConfigError(f"{_NEW_VERSION}: table {mine.full_name!r} differs from the archive's")
     parts = [None if m.dense is None else (m.dense.num_dense, m.dense.inputs, m.dense.outputs) for m in (old, new)]
     if parts[0] != parts[1]:
-        raise ConfigError(
-            "the dense part's inputs or outputs differ from the archive's; export the model as a new version"
-        )
+        raise ConfigError(f"{_NEW_VERSION}: the dense part's inputs or outputs differ from the archive's")
 
 
 def _write_changes(

@@ -47,7 +47,7 @@ from recinfer.inference.prepare import (
     with_dense,
     with_policies,
 )
-from recinfer.inference.progress import byte_bar
+from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
 from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.reference import FloatRows, compare_with_float
@@ -132,7 +132,8 @@ def export_archive(
     with one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
         manifest = first_manifest(name, version, plan, leaves, contract, missing_shards)
         manifest = with_policies(manifest, missing, out_of_range)
-        cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
+        with spinner("exporting the dense part", progress):
+            cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
         manifest = with_dense(manifest, cut, dense)
         try:
             check_before_writing(manifest)

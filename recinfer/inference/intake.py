@@ -168,13 +168,11 @@ def _check_weights(features: Bags) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.add.reduce(weights)
     if not np.isfinite(total) and not np.isfinite(weights).all():
-        position = int(np.argmin(np.isfinite(weights)))
-        bag = int(np.searchsorted(features.offsets, position, side="right")) - 1
-        feature, sample = divmod(bag, features.batch)
-        raise InputError(
-            f"features: a weight of {features.keys[feature]!r}, sample {sample}, is {float(weights[position])}; expected finite "
-            f"weights"
-        )
+        at = int(np.argmin(np.isfinite(weights)))
+        bag = int(np.searchsorted(features.offsets, at, side="right")) - 1
+        key, sample = features.keys[bag // features.batch], bag % features.batch
+        place = f"feature {key!r}, sample {sample}: weight {at - int(features.offsets[bag])}"
+        raise InputError(f"{place} is {float(weights[at])}; expected finite weights")
 
 
 def _fill(features: Bags, defaults: Mapping[str, int]) -> Bags:

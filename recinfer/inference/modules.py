@@ -308,7 +308,11 @@ def _plan(
         ddr_cap=ddr_cap,
         local_world_size=world_size,
     )
-    precisions = {config.name: config.data_type for _, _, configs, _ in embedding_tables(model) for config in configs}
+    precisions = {
+        f"{path}.{config.name}" if path else config.name: config.data_type
+        for path, _, configs, _ in embedding_tables(model)
+        for config in configs
+    }
     return plan_inference(
         model,
         world_size=world_size,

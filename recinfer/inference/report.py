@@ -69,9 +69,13 @@ class ExportReport:
         return Group(*parts)
 
     def _table_of_tables(self) -> Table:
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
-        table = Table("table", "precision", "rows", "dim", "before", "after", "max error", "RMS", "relative")
+        table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)  # 80 columns are enough
+        table.add_column("table", overflow="fold")
+        for column in ("precision", "rows", "dim", "before", "after", "max\nerror", "RMS", "relative"):
+            table.add_column(column, justify="left" if column == "precision" else "right", no_wrap=True)
         short = Counter(_last(t.table) for t in self.tables)
         for t in self.tables:
             table.add_row(
@@ -84,8 +88,6 @@ class ExportReport:
                 _size(t.bytes_after),
                 *(f"{error:.2g}" for error in (t.max_abs_error, t.rms_error, t.relative_error)),
             )
-        for column in table.columns[2:]:
-            column.justify = "right"
         return table
 
 

@@ -97,20 +97,13 @@ def plan_archive(manifest: Manifest, *, world_size: int, compute_device: str = "
     """Plan an archive's tables for another number of ranks, with the planner of `recinfer plan`.
 
     Raises:
-        ConfigError: tables of one name in two modules have different precisions, which the planner takes by name.
         PlannerError: nothing fits.
     """
-    precisions = {table.name: table.data_type for table in manifest.tables}
-    for table in manifest.tables:
-        if precisions[table.name] != table.data_type:
-            raise ConfigError(
-                f"tables named {table.name!r} are stored in different precisions; give a plan instead of a world size"
-            )
     return plan_inference(
         embedding_model(manifest),
         world_size=world_size,
         compute_device=compute_device,
-        per_table_precision=precisions,
+        per_table_precision={table.full_name: table.data_type for table in manifest.tables},
     )
 
 

@@ -48,14 +48,15 @@ class VerifyReport:
 
     def __rich__(self) -> Table:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(title=f"{self.model} {self.version}", title_justify="left", show_header=False)
         table.add_row("files", f"{self.num_files}, {self.num_bytes:,} bytes, sizes and SHA-256 as listed")
         on = f" on {', '.join(self.engines)}" if self.engines else ""
         table.add_row("golden requests", f"{self.num_requests} replayed{on}")
         for problem in self.problems:
-            table.add_row("[red]problem[/red]", problem)
-        table.add_row("result", "[green]ok[/green]" if self.ok else "[red]failed[/red]")
+            table.add_row(Text("problem", "red"), problem)
+        table.add_row("result", Text("ok", "green") if self.ok else Text("failed", "red"))
         return table
 
 

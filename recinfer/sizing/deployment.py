@@ -90,7 +90,7 @@ def ranks_needed(manifest: Manifest, host: HostType) -> int:
         PlannerError: no number up to 1,024 is enough; the message is the planner's.
     """
     model = embedding_model(manifest)
-    stored = {table.name: DataType.parse(str(table.data_type)) for table in manifest.tables}
+    stored = {table.full_name: DataType.parse(str(table.data_type)) for table in manifest.tables}
     num_bytes = sum(
         table.rows * (table.dim * table.data_type.bits / 8 + (4 if table.data_type.bits < 16 else 0))
         for table in manifest.tables

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import typer
+from rich.table import Table
 
-from recinfer.cli.console import Output, verb
+from recinfer.cli.console import Output, styled, verb
 from recinfer.errors import ConfigError
 
 
@@ -26,6 +27,18 @@ def test_text_for_people_goes_to_stderr_with_json(capsys: pytest.CaptureFixture[
         assert ("a table" in err, "a table" in out) == (as_json, not as_json)
         assert "progress" in err
         assert out.splitlines()[-1:] == (['{"done": true}'] if as_json else ["a table"])
+
+
+@pytest.mark.parametrize("name", ["tags[/b]", "model[v2]", "lag:100:days"])
+def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    table = Table(f"column {name}", title=f"title {name}")
+    table.add_row(f"cell {name}")
+    output = Output(as_json=False)
+    output.show(table, f"text {name}", styled("green", "wrote", f" {name}.rqa"))
+    output.note(f"note {name}")
+    out, err = capsys.readouterr()
+    assert [found for found in ("column", "title", "cell", "text", "wrote") if f"{found} {name}" not in out] == []
+    assert err == f"note {name}\n"
 
 
 def test_an_error_is_one_line_even_if_its_message_is_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recinfer.cli.lookup import parse_features
+from recinfer.cli.options import parse_pair
 from recinfer.errors import ConfigError
 
 
@@ -28,6 +29,14 @@ def test_weights_follow_a_colon() -> None:
     found = parse_features(["C1=3:0.5,7:2"])
     assert found.values.tolist() == [3, 7]
     assert found.weights is not None and found.weights.tolist() == [0.5, 2.0]
+
+
+def test_names_may_have_an_equals_sign() -> None:
+    assert parse_features(["utm=source=3", "a=="]).keys == ("utm=source", "a=")
+    assert parse_pair("stable=date=2026-11-25", "--label", "LABEL=VERSION", at_first=True) == (
+        "stable",
+        "date=2026-11-25",
+    )
 
 
 @pytest.mark.parametrize(

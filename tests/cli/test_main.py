@@ -121,6 +121,15 @@ def test_an_unknown_option_is_a_usage_error() -> None:
     assert "No such option" in words(err)
 
 
+@pytest.mark.parametrize("option", ["--metrics", "--plot"])
+def test_train_does_not_write_over_its_rows(tmp_path: Path, option: str) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("label,I1,C1\n")
+    code, _, err = invoke("train", "--data", rows, "--format", "criteo", "--out", tmp_path / "c.ckpt", option, rows)
+    assert (code, rows.read_text()) == (2, "label,I1,C1\n")
+    assert "give another file" in err
+
+
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     curve, out = tmp_path / "curve.csv", tmp_path / "ckpt"
     options = ["--limit", "5000", "--epochs", "100000", "--metrics", str(curve), "--out", str(out)]

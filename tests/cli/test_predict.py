@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from recinfer.checkpoint import save_checkpoint
+from recinfer.data.contract import DenseFeature, FeatureContract, Hash, SparseFeature
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.server.server import Server
 from tests.cli.conftest import Exported
@@ -85,3 +87,14 @@ def test_the_file_of_scores_reads_back_as_the_same_float32(target: str, tmp_path
     for name, values in found.items():
         rows = [[float(text) for text in row[name].split()] for row in written]
         assert torch.equal(torch.tensor(rows).reshape(-1), torch.tensor(values).reshape(-1))
+
+
+def test_a_file_of_raw_rows_without_a_row_is_refused(tmp_path: Path) -> None:
+    sparse = tuple(SparseFeature(name, Hash(30)) for name in ("user", "item", "history", "shop"))
+    contract = FeatureContract(sparse, tuple(DenseFeature(f"d{i}") for i in range(NUM_DENSE)))
+    checkpoint = save_checkpoint(tmp_path / "tiny.ckpt", build_model(), contract=contract)
+    run_json("export", "--checkpoint", checkpoint, "--out", tmp_path / "tiny.rqa")
+    (tmp_path / "rows.csv").write_text(",".join(contract.columns) + "\n")
+    with Server({"tiny": load(tmp_path / "tiny.rqa")}) as server:
+        said = run_json("predict", "--target", server.target, "--input", tmp_path / "rows.csv", code=2)
+    assert "got no rows, expected at least one" in said["error"]["message"]

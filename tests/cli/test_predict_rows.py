@@ -114,13 +114,39 @@ def test_lines_that_cannot_be_read_are_rows_that_failed(tmp_path: Path) -> None:
     first, *wrong, last = read_rows(tmp_path / "a.csv")
     assert first == {"user": ([3, 7], [0.5, 1.0]), "dense": [1.0, 2.0]} and last == {"user": [4], "dense": []}
     assert [str(one) for one in wrong] == [
-        "line 3: column 'user': got 'x', expected ids separated by spaces",
+        "line 3: column 'user': got 'x', expected ids separated by spaces, as in 3 7, or with weights 3:0.5 7:2",
         "line 4: got another number of cells than the header has, 2",
     ]
     with pytest.raises(ConfigError, match=r"unknown suffix '.txt'"):
         read_rows(tmp_path / "a.txt")
     with pytest.raises(OSError):
         read_rows(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "the first line is empty"),
+        ("\nuser\n3\n", "the first line is empty"),
+        ("user,shop,user\n1,2,3\n", "got column 'user' more than once"),
+        ('"user"x,shop\n1,2\n', "line 1: "),
+    ],
+)
+def test_a_csv_file_needs_a_header_with_each_name_once(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(InputError, match=says):
+        read_rows(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("option", ["--rows", "--input"])
+def test_scores_do_not_replace_the_rows(target: str, tmp_path: Path, option: str) -> None:
+    path = tmp_path / "rows.csv"
+    write_csv(path)
+    before = path.read_bytes()
+    (tmp_path / "same.csv").symlink_to(path)
+    said = run_json("predict", "--target", target, option, path, "--out", tmp_path / "same.csv", code=2)
+    assert "give another file" in said["error"]["message"]
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
@@ -131,6 +157,16 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name_and_odd_bytes_fail_their
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + lines[name])
     first, wrong, last = read_rows(tmp_path / name)
     assert (first, last) == ({"user": [3]}, {"user": [4]}) and isinstance(wrong, InputError)
+
+
+def test_names_need_no_locale_that_has_them(target: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"näme": [1], "dense": [0.0, 0.0, 0.0]}))
+    command = [sys.executable, "-m", "recinfer", "predict", "--target", target, "--timeout", "60"]
+    command += ["--rows", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "scores.csv")]
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ascii_only, check=False)
+    assert (done.returncode, "n\\xe4me" in done.stdout, done.stderr) == (1, True, "\n"), done.stdout
+    assert "näme" in (tmp_path / "scores.csv").read_text(encoding="utf-8")
 
 
 def test_ctrl_c_stops_it_with_what_was_written_kept(target: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import nn
 import recinfer
 from recinfer.archive.delta import read_delta
 from recinfer.archive.reader import Archive
-from recinfer.checkpoint import CheckpointReader
+from recinfer.checkpoint import CheckpointReader, save_checkpoint
+from recinfer.data.contract import FeatureContract
 from recinfer.errors import ArchiveError, ConfigError, InputError
 from recinfer.inference.delta import make_delta
 from recinfer.inference.export import export_archive
@@ -32,6 +34,7 @@ from tests.archive.models import (
     make_archive,
     make_request,
 )
+from tests.inference.test_export import make_contract
 
 KINDS = ("table_wise", "row_wise", "column_wise", "grid_shard")
 
@@ -257,6 +260,33 @@ def test_another_model_needs_another_archive(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="modules differ from the archive's"):
         make_delta(archive.root, model, save(model, tmp_path / "n.pt"), tmp_path / "d.rqd", progress=False)
     assert not list(tmp_path.glob("*.rqd")) and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("what", ["f_item", "d0", "same"])
+def test_a_checkpoint_of_another_feature_contract_needs_another_archive(tmp_path: Path, what: str) -> None:
+    """Its weights would get other ids and other dense numbers than in training."""
+    contract = make_contract()
+    model, archive = make_archive(tmp_path / "a", contract=contract, out_of_range={"f_user": "default_row"})
+    sparse = [replace(f, missing=1) if f.name == what else f for f in contract.sparse]
+    dense = [replace(f, shift=1.5) if f.name == what else f for f in contract.dense]
+    checkpoint = save_checkpoint(tmp_path / "new", model, contract=FeatureContract(tuple(sparse), tuple(dense)))
+    out = tmp_path / "d.rqd"
+    if what == "same":
+        make_delta(archive.root, model, CheckpointReader(checkpoint), out, progress=False)
+        return
+    with pytest.raises(ConfigError, match=f"the checkpoint's feature contract of {what} differs"):
+        make_delta(archive.root, model, CheckpointReader(checkpoint), out, progress=False)
+    assert not out.exists()
+
+
+def test_a_model_with_other_shapes_needs_another_archive(tmp_path: Path) -> None:
+    _, archive = make_archive(tmp_path)
+    model = Ranker()
+    table = EmbeddingBagConfig(54, 12, "users", feature_names=["f_user"])
+    model.ebc = EmbeddingBagCollection(tables=[table, *model.ebc.embedding_bag_configs()[1:]])
+    with pytest.raises(ConfigError, match=r"as a new version: .* ebc.users is 54 x 12 in the model, 53 x 12") as caught:
+        make_delta(archive.root, model, save(model, tmp_path / "n.pt"), tmp_path / "d.rqd", progress=False)
+    assert "plan this model again" not in str(caught.value)
 
 
 def test_a_failed_delta_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,16 @@ from torch import nn
 import recinfer
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.rows import RowReader
+from recinfer.distributed.planner import plan_inference
 from recinfer.errors import ArchiveError, ConfigError
 from recinfer.inference.export import export_archive
 from recinfer.inference.reshard import plan_archive, reshard_archive
 from recinfer.inference.verify import verify
-from recinfer.modules.embedding_configs import DataType
+from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.packing import pack_rows
 from recinfer.quant.rows import join_packed_columns, slice_packed_columns
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import RANKER_ROWS, Everything, Ranker, make_archive, make_plan, make_request, save_weights
 
 KINDS = ("table_wise", "row_wise", "column_wise", "grid_shard")
@@ -50,6 +53,29 @@ def test_every_kind_of_module_moves_there_and_back(tmp_path: Path) -> None:
     back = reshard_archive(wide.root, archive.plan, tmp_path / "b.rqa", progress=False)
     for file in archive.manifest.files:
         assert (back.root / file.path).read_bytes() == (archive.root / file.path).read_bytes()
+
+
+class Twins(nn.Module):
+    """Two modules with a table of the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = EmbeddingBagCollection(tables=[EmbeddingBagConfig(40, 8, "t", feature_names=["user"])])
+        self.item = EmbeddingBagCollection(tables=[EmbeddingBagConfig(30, 8, "t", feature_names=["item"])])
+
+    def forward(self, users: KeyedJaggedTensor, items: KeyedJaggedTensor) -> torch.Tensor:
+        return self.user(users)["user"] * self.item(items)["item"]
+
+
+def test_tables_of_one_name_keep_their_precisions(tmp_path: Path) -> None:
+    model, precisions = Twins(), {"user.t": DataType.INT8, "item.t": DataType.INT4}
+    plan = plan_inference(model, world_size=1, per_table_precision=precisions)
+    archive = export_archive(
+        model, save_weights(model, tmp_path), plan, tmp_path / "a.rqa", name="m", version="1", progress=False
+    )
+    planned = plan_archive(archive.manifest, world_size=2)
+    assert {table.name: table.precision for table in planned.tables} == precisions
+    assert verify(reshard_archive(archive.root, planned, tmp_path / "b.rqa", progress=False).root).ok
 
 
 def test_lookups_are_the_same_bit_for_bit(small: tuple[nn.Module, Archive], tmp_path: Path) -> None:

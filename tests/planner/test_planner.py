@@ -276,6 +276,8 @@ def test_error_when_there_is_nothing_to_plan() -> None:
         plan_inference(torch.nn.Linear(2, 2), world_size=1)
     with pytest.raises(ConfigError, match=r"constraints name tables \['other'\]"):
         plan_inference(model([(10, 8)]), world_size=1, constraints={"other": ParameterConstraints()})
+    with pytest.raises(ConfigError, match=r"precisions are given for tables \['other'\]"):
+        plan_inference(model([(10, 8)]), world_size=1, per_table_precision={"other": DataType.INT4})
 
 
 # ----------------------------------------------------------------------------------------------- one plan for all

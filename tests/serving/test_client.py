@@ -162,6 +162,7 @@ def test_pyarrow_columns():
         ({"user": [True]}, "expected integer ids"),
         ({"user": [[[1]]]}, "expected integer ids"),
         ({"user": [2**63]}, "expected integer ids"),
+        ({"user": [[3], [10**30]]}, "got an integer of more than 64 bits"),
         ({"user": np.zeros((1, 1, 1), int)}, "shape"),
         ({"user": [1], "shop": [1, 2]}, "got 2 samples, expected 1"),
     ],

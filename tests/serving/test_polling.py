@@ -23,6 +23,7 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.engine.admin import AdminService
+from recinfer.serving.engine.model_config import parse_model_config, read_text
 from recinfer.serving.engine.poll import StorePoller
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.store import ModelStore, StoreManager
@@ -252,6 +253,11 @@ def test_a_version_that_is_no_part_of_the_store_is_left_alone(store: Path, kinds
     shutil.rmtree(store / "tiny" / "1")
     put(kinds[1], store, 2)
     assert followed.poll()[0] == ["10", "2"]
+
+
+def test_a_config_may_have_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text("[models.tiny]\n", encoding="utf-8-sig")
+    assert list(parse_model_config(read_text(tmp_path / "models.toml"), "models.toml")) == ["tiny"]
 
 
 def test_a_config_says_versions_labels_and_weights(store: Path, kinds: list[Path], caplog: pytest.LogCaptureFixture):

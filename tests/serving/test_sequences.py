@@ -50,7 +50,7 @@ def test_weights_count(server: Server, predictors: dict[str, Predictor]):
         ones = client.lookup(KeyedJaggedTensor(["tag"], ids, lengths=lengths, weights=torch.ones(3)))
         assert not torch.allclose(got["tag"], ones["tag"])
         assert torch.equal(client.lookup(KeyedJaggedTensor(["tag"], ids, lengths=lengths))["tag"], ones["tag"])
-        with pytest.raises(InputError, match="a weight of 'tag', sample 0, is nan"):
+        with pytest.raises(InputError, match=r"feature 'tag', sample 0: weight 1 is nan"):
             client.lookup(KeyedJaggedTensor(["tag"], ids, lengths=lengths, weights=torch.tensor([1, float("nan"), 1])))
 
 

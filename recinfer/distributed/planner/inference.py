@@ -50,7 +50,8 @@ def plan_inference(
     Args:
         world_size: ranks (GPUs, or parts of one CPU host).
         compute_device: ``"cpu"`` or ``"cuda"``.
-        precision, per_table_precision: element type of the stored rows, for all tables and by table name.
+        precision, per_table_precision: element type of the stored rows, for all tables and by table name, or by path and
+            name (``user.t``) where modules have tables of one name.
         hbm_gb, ddr_gb: GiB of device and host memory per rank (defaults of :class:`Topology`).
         batch_size: samples per request batch.
         constraints: by table name.

@@ -54,7 +54,7 @@ class ModelChoice:
 def read_text(path: Path) -> str:
     """The text of the file; raises ConfigError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 

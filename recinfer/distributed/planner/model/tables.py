@@ -147,9 +147,12 @@ def inference_tables(
         )
     full_names = {f"{t.module_path}.{t.name}" if t.module_path else t.name for t in tables}
     names = {t.name for t in tables}
-    unknown = sorted((set(chosen) - names - full_names) | (set(limits) - names))
-    if unknown:
-        raise ConfigError(f"constraints name tables {unknown}; the model has {sorted(full_names)[:20]}")
+    for what, unknown in (
+        ("precisions are given for", set(chosen) - names - full_names),
+        ("constraints name", set(limits) - names),
+    ):
+        if unknown:
+            raise ConfigError(f"{what} tables {sorted(unknown)}; the model has {sorted(full_names)[:20]}")
     return tables
 
 

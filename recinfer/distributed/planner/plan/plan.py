@@ -189,6 +189,11 @@ class Plan:
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigError unless the plan covers exactly the tables of ``model``, with their shapes."""
+        if misfits := self.misfits(model):
+            raise ConfigError(f"the plan does not fit the model: {misfits}; plan this model again")
+
+    def misfits(self, model: nn.Module) -> str:
+        """How the tables of ``model`` differ from the plan's; empty if they are the same with the same shapes."""
         have = {(p, c.name): (c.num_embeddings, c.embedding_dim) for p, _, cs, _ in embedding_tables(model) for c in cs}
         planned = {(t.module, t.table): (t.num_embeddings, t.embedding_dim) for t in self.tables}
         problems = [f"{_dotted(k)} of the model is not planned" for k in sorted(have.keys() - planned.keys())]
@@ -196,11 +201,8 @@ class Plan:
         for key in sorted(have.keys() & planned.keys()):
             if have[key] != planned[key]:
                 problems.append(f"{_dotted(key)} is {_by(have[key])} in the model, {_by(planned[key])} in the plan")
-        if problems:
-            more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-            raise ConfigError(
-                f"the plan does not fit the model: {'; '.join(problems[:10])}{more}; plan this model again"
-            )
+        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
+        return "; ".join(problems[:10]) + more
 
     def check_topology(self, topology: Topology) -> None:
         """Raise ConfigError unless the plan was made for ranks, device and capacities like ``topology``'s."""
