@@ -35,6 +35,7 @@ from recinfer.archive.rows import RowReader
 from recinfer.checkpoint import CheckpointReader
 from recinfer.data.contract import FeatureContract
 from recinfer.distributed.planner.plan import TablePlan
+from recinfer.distributed.planner.plan.plan import misfits
 from recinfer.errors import ConfigError
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import dense_part, first_manifest, read_positions, table_keys, with_dense
@@ -104,8 +105,8 @@ def make_delta(
     contract = None if manifest.contract is None else FeatureContract.from_dict(manifest.contract)
     leaves = find_leaves(model)
     _check_contract(contract, checkpoint.contract)
-    if misfits := stored.plan.misfits(model):
-        raise ConfigError(f"{_NEW_VERSION}: the model's tables differ from the archive's plan: {misfits}")
+    if found := misfits(stored.plan, model):
+        raise ConfigError(f"{_NEW_VERSION}: the model's tables differ from the archive's plan: {found}")
     checkpoint.align(model)
     keys = table_keys(leaves, checkpoint)
     num_dense = None if manifest.dense is None else manifest.dense.num_dense

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
 from recinfer.inference.comparison import compare_export
 from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
+from recinfer.inference.lookups import output_names
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
     check_precisions,
@@ -139,6 +141,7 @@ def export_archive(
             check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model cannot be stored in an archive: {error}") from None
+        _check_output_names(manifest)
         requests = make_requests(manifest)
         recorded = reference.batches(manifest) if reference else []
         wanted = [*requests, *(eval_data.requests if eval_data else ()), *(batch.request for batch in recorded)]
@@ -167,6 +170,17 @@ def export_archive(
         folder.write_manifest(manifest.to_json())
         Predictor(open_archive(folder.root)).check_request(0)
     return open_archive(out)
+
+
+def _check_output_names(manifest: Manifest) -> None:
+    """Raises ConfigError if two outputs of a lookup have one name, of which a lookup would return the last alone."""
+    count = Counter(name for names in output_names(manifest).values() for name in names)
+    name, number = count.most_common(1)[0]
+    if number > 1:
+        raise ConfigError(
+            f"feature {name!r} has the name of another output of lookups: a feature of several modules has the outputs "
+            f"FEATURE@MODULE; rename {name!r}"
+        )
 
 
 def _write_shards(

@@ -179,6 +179,31 @@ def test_names_that_no_manifest_holds_are_refused(tmp_path: Path, name: str) -> 
         make_archive(tmp_path, name=name)
 
 
+class Shared(nn.Module):
+    """Feature x in two modules, whose lookups give x@user and x@item, and a feature of another name."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self.other = other
+        self.user = EmbeddingBagCollection(tables=[EmbeddingBagConfig(40, 8, "t", feature_names=["x"])])
+        self.item = EmbeddingBagCollection(tables=[EmbeddingBagConfig(30, 8, "t", feature_names=["x", other])])
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        items = self.item(features)
+        return self.user(features)["x"] * items["x"] * items[self.other]
+
+
+@pytest.mark.parametrize("other", ["x@user", "x@shop"])
+def test_a_feature_with_the_name_of_another_output_is_refused(tmp_path: Path, other: str) -> None:
+    if other == "x@shop":
+        _, archive = make_archive(tmp_path, model=Shared(other))
+        found = recinfer.load(archive.root).lookup({"x": [1], other: [2]})
+        assert found.pooled is not None and found.pooled.keys() == ["x@user", "x@item", "x@shop"]
+        return
+    with pytest.raises(ConfigError, match="feature 'x@user' has the name of another output of lookups"):
+        make_archive(tmp_path, model=Shared(other))
+
+
 def test_a_contract_says_what_ids_out_of_range_become(tmp_path: Path) -> None:
     contract = make_contract()
     _, archive = make_archive(tmp_path, contract=contract)

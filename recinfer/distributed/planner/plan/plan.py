@@ -35,7 +35,7 @@ from recinfer.modules.embedding_configs import DataType
 if TYPE_CHECKING:
     from recinfer.distributed.planner.model.topology import Topology
 
-__all__ = ["MAX_RANKS", "Plan", "PlanChange"]
+__all__ = ["MAX_RANKS", "Plan", "PlanChange", "misfits"]
 
 PLAN_FORMAT = "recinfer.plan/1"
 MAX_RANKS = 1 << 16  # an archive has a file for each, so a wrong number would fill the disk and the memory
@@ -189,20 +189,8 @@ class Plan:
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigError unless the plan covers exactly the tables of ``model``, with their shapes."""
-        if misfits := self.misfits(model):
-            raise ConfigError(f"the plan does not fit the model: {misfits}; plan this model again")
-
-    def misfits(self, model: nn.Module) -> str:
-        """How the tables of ``model`` differ from the plan's; empty if they are the same with the same shapes."""
-        have = {(p, c.name): (c.num_embeddings, c.embedding_dim) for p, _, cs, _ in embedding_tables(model) for c in cs}
-        planned = {(t.module, t.table): (t.num_embeddings, t.embedding_dim) for t in self.tables}
-        problems = [f"{_dotted(k)} of the model is not planned" for k in sorted(have.keys() - planned.keys())]
-        problems += [f"{_dotted(k)} of the plan is not in the model" for k in sorted(planned.keys() - have.keys())]
-        for key in sorted(have.keys() & planned.keys()):
-            if have[key] != planned[key]:
-                problems.append(f"{_dotted(key)} is {_by(have[key])} in the model, {_by(planned[key])} in the plan")
-        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-        return "; ".join(problems[:10]) + more
+        if found := misfits(self, model):
+            raise ConfigError(f"the plan does not fit the model: {found}; plan this model again")
 
     def check_topology(self, topology: Topology) -> None:
         """Raise ConfigError unless the plan was made for ranks, device and capacities like ``topology``'s."""
@@ -282,6 +270,19 @@ class Plan:
                 chosen = precision.get(config.name) if isinstance(precision, dict) else precision
                 tables.append(table_plan(path, config, sharding, chosen or config.data_type, world_size))
         return cls(world_size, compute_device, tuple(tables), {}, local_world_size)
+
+
+def misfits(plan: Plan, model: nn.Module) -> str:
+    """How the tables of ``model`` differ from those of ``plan``; empty if they are the same with the same shapes."""
+    have = {(p, c.name): (c.num_embeddings, c.embedding_dim) for p, _, cs, _ in embedding_tables(model) for c in cs}
+    planned = {(t.module, t.table): (t.num_embeddings, t.embedding_dim) for t in plan.tables}
+    problems = [f"{_dotted(k)} of the model is not planned" for k in sorted(have.keys() - planned.keys())]
+    problems += [f"{_dotted(k)} of the plan is not in the model" for k in sorted(planned.keys() - have.keys())]
+    for key in sorted(have.keys() & planned.keys()):
+        if have[key] != planned[key]:
+            problems.append(f"{_dotted(key)} is {_by(have[key])} in the model, {_by(planned[key])} in the plan")
+    more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
+    return "; ".join(problems[:10]) + more
 
 
 def _dotted(key: tuple[str, str]) -> str:
