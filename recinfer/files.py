@@ -1,4 +1,4 @@
-"""Renames a written file or folder to its target atomically, so that the target is always complete."""
+"""Writes files and folders so that their target is always complete: the content gets its name by one rename."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["exchange", "put", "sync_folder"]
+__all__ = ["exchange", "named", "put", "sync_folder", "write_file"]
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -38,6 +40,41 @@ def put(partial: Path, target: Path, *, replace: bool) -> None:
         else:
             _replace_folder(partial, target)
     sync_folder(target.parent)
+
+
+def write_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data`` as the whole content of a file; an error, for example of a full disk, leaves the file as it was.
+
+    A link, a device or a pipe (``/dev/stdout``) is written in place.
+
+    Raises:
+        OSError: it cannot be written; names ``path``.
+    """
+    path = Path(path)
+    with named(path):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_bytes(data)
+            return
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_bytes(data)
+            if path.exists():
+                shutil.copymode(path, partial)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Have errors of the system in here name ``path``: those of a write name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def exchange(one: Path, other: Path) -> bool:

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "lazy": set(),
     "lru": set(),
     "streamable": {"errors"},
-    "migrate": {"errors"},
+    "migrate": {"errors", "files"},
     "sparse": BASE,
     "modules": BASE | {"sparse"},
     "data": BASE | {"sparse"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -17,6 +18,7 @@ from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
 from recinfer.cli.options import check_other_file
 from recinfer.errors import ConfigError, InputError
+from recinfer.files import write_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -286,10 +288,11 @@ def _table(outputs: dict[str, NDArray[Any]], num_rows: int) -> Table:
 
 def _write(path: Path, outputs: dict[str, NDArray[Any]]) -> None:
     """Write a CSV with one column per output; several values of a row are separated by spaces."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(outputs)
-        writer.writerows(zip(*(map(_exact_text, values) for values in outputs.values())))
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(outputs)
+    writer.writerows(zip(*(map(_exact_text, values) for values in outputs.values())))
+    write_file(path, text.getvalue().encode())
 
 
 def _exact_text(values: NDArray[Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recinfer.errors import InputError
+from recinfer.files import write_file
 
 __all__ = ["FileChange", "MissingName", "python_files", "read_text"]
 
@@ -65,8 +66,8 @@ class FileChange:
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     def write(self) -> None:
-        """Write ``after`` to the file in its encoding."""
-        self.path.write_bytes(self.after.encode(self.encoding))
+        """Write ``after`` to the file in its encoding; an error leaves the file as it was."""
+        write_file(self.path, self.after.encode(self.encoding))
 
 
 def python_files(path: str | os.PathLike[str]) -> list[Path]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from recinfer import __version__
 from recinfer.errors import ConfigError, NotFoundError, UnavailableError
+from recinfer.files import write_file
 from recinfer.sizing.arrivals import Trace
 from recinfer.sizing.load import Driver, Measurement
 
@@ -97,9 +98,9 @@ class Measured:
     driver_late: bool = False
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write it as JSON; an error leaves the file as it was."""
         data = {"format": FORMAT, "version": VERSION, "measured": asdict(self)}
-        path.write_text(json.dumps(_finite(data), indent=1) + "\n", encoding="utf-8")
+        write_file(path, (json.dumps(_finite(data), indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Measured:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recinfer.errors import ConfigError, NotFoundError
+from recinfer.files import write_file
 
 __all__ = ["FEATURES_PER_CALL", "SECTOR_BYTES", "Company", "HardwareProfile", "LookupGrid"]
 
@@ -303,8 +304,8 @@ class HardwareProfile:
             raise ConfigError(f"the hardware profile is incomplete: {error!r}; run recinfer calibrate again") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the JSON; an error leaves the file as it was."""
+        write_file(path, self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | Path) -> HardwareProfile:

@@ -30,6 +30,7 @@ from recinfer.distributed.types import (
     ShardingType,
 )
 from recinfer.errors import ConfigError, NotFoundError
+from recinfer.files import write_file
 from recinfer.modules.embedding_configs import DataType
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ class Plan:
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the JSON; an error leaves the file as it was."""
+        write_file(path, self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
