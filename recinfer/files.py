@@ -7,11 +7,9 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["exchange", "named", "put", "sync_folder", "write_file"]
+__all__ = ["exchange", "put", "sync_folder", "write_file"]
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -51,7 +49,7 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
         OSError: it cannot be written; names ``path``.
     """
     path = Path(path)
-    with named(path):
+    try:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             path.write_bytes(data)
             return
@@ -64,16 +62,7 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Have errors of the system in here name ``path``: those of a write name no file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
+    except OSError as error:  # of a write it names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
