@@ -18,7 +18,14 @@ from recinfer.ignored import IgnoredArgumentWarning, warn_ignored
 if TYPE_CHECKING:
     from recinfer.optim.row_updates import Hyper
 
-__all__ = ["FusedSettings", "WeightDecayMode", "check_packed_params", "names_optimizer", "output_dtype_of"]
+__all__ = [
+    "FusedSettings",
+    "WeightDecayMode",
+    "canonical_names",
+    "check_packed_params",
+    "names_optimizer",
+    "output_dtype_of",
+]
 
 
 class WeightDecayMode(Enum):
@@ -79,6 +86,8 @@ _CPU_KERNELS = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_AD
 _NOT_RUN = frozenset({OptimType.SHAMPOO, OptimType.LION})
 # Optimizers whose formula has no weight decay of its own, but takes one by a mode.
 _DECAY_BY_MODE = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
+# Optimizers whose formula shrinks w by lr * weight_decay * w, as AdamW.
+_DECOUPLED = frozenset({OptimType.ADAM, OptimType.PARTIAL_ROWWISE_ADAM})
 # Numbers of some optimizers' formulas only.
 _WITH_BETAS = frozenset(
     {OptimType.ADAM, OptimType.PARTIAL_ROWWISE_ADAM, OptimType.LAMB, OptimType.PARTIAL_ROWWISE_LAMB}
@@ -174,11 +183,7 @@ class FusedSettings:
         Raises:
             ConfigError: an unknown key or value; the message names it.
         """
-        given = dict(params or {})
-        if "lr" in given:
-            given["learning_rate"] = given.pop("lr")
-        if "betas" in given:
-            given["beta1"], given["beta2"] = given.pop("betas")
+        given = canonical_names(params)
         for key in _NEUTRAL & given.keys():
             if given.pop(key):
                 raise ConfigError(f"fused_params: no fused kernel has {key}; leave it out, or use a dense kernel")
@@ -208,6 +213,16 @@ class FusedSettings:
         return cls(**given, placement=placement)
 
 
+def canonical_names(params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``params`` with FBGEMM's names for the arguments of torch's optimizers: ``lr`` and ``betas``."""
+    given = dict(params or {})
+    if "lr" in given:
+        given["learning_rate"] = given.pop("lr")
+    if "betas" in given:
+        given["beta1"], given["beta2"] = given.pop("betas")
+    return given
+
+
 def _refuse_ignored(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for numbers that the optimizer's formula would ignore."""
     optimizer = given.get("optimizer", FusedSettings.optimizer)
@@ -224,6 +239,13 @@ def _refuse_ignored(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"fused_params: weight_decay={given['weight_decay']} does nothing for {optimizer.value} without a mode; "
             "give weight_decay_mode=L2 (added to the gradient), DECOUPLE (separate from the gradient) or NONE (off)"
+        )
+    mode = given.get("weight_decay_mode", WeightDecayMode.NONE)
+    own = {WeightDecayMode.NONE} | ({WeightDecayMode.DECOUPLE} if optimizer in _DECOUPLED else set())
+    if optimizer not in _DECAY_BY_MODE and given.get("weight_decay") and mode not in own:
+        raise ConfigError(
+            f"fused_params: the fused kernel of {optimizer.value} has its own weight decay and would ignore "
+            f"weight_decay_mode={mode.name}; leave the mode out, or use a dense kernel"
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from recinfer.distributed.embedding_types import OptimType
+from recinfer.distributed.fused_params import canonical_names
 from recinfer.distributed.types import ParameterSharding, ShardedModule
 from recinfer.errors import ConfigError
 
@@ -29,18 +30,22 @@ __all__ = [
 
 T = TypeVar("T")
 
-# By class name, which is the same in torch.optim, recinfer.optim and TorchRec.
+# By class name, which is the same in torch.optim, recinfer.optim and TorchRec. A class of this name elsewhere may have
+# another formula.
+_PACKAGES = frozenset({"torch", "recinfer", "torchrec"})
 _OPTIMIZERS = {
     "SGD": OptimType.SGD,
     "LarsSGD": OptimType.LARS_SGD,
     "LAMB": OptimType.LAMB,
     "PartialRowWiseLAMB": OptimType.PARTIAL_ROWWISE_LAMB,
     "Adam": OptimType.ADAM,
+    "AdamW": OptimType.ADAM,
     "PartialRowWiseAdam": OptimType.PARTIAL_ROWWISE_ADAM,
     "Adagrad": OptimType.ADAGRAD,
     "RowWiseAdagrad": OptimType.ROWWISE_ADAGRAD,
 }
-
+# Arguments of the classes that the formulas of fused kernels have.
+_NUMBERS = frozenset({"learning_rate", "eps", "beta1", "beta2", "weight_decay", "momentum", "eta"})
 # Their torch classes add weight_decay * w to the gradient; kernels do so in the mode L2 only.
 _L2 = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
 
@@ -62,9 +67,11 @@ def optimizer_type_to_emb_opt_type(optimizer_class: type) -> OptimType:
         ConfigError: there is none.
     """
     found = _OPTIMIZERS.get(optimizer_class.__name__)
-    if found is None:
+    if found is None or optimizer_class.__module__.partition(".")[0] not in _PACKAGES:
+        name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
         raise ConfigError(
-            f"optimizer {optimizer_class.__name__} has no fused kernel; expected one of {', '.join(_OPTIMIZERS)}"
+            f"optimizer {name} has no fused kernel; expected one of torch.optim or recinfer.optim: "
+            f"{', '.join(_OPTIMIZERS)}. Or plan the table with the kernel dense, and step its parameter yourself"
         )
     return found
 
@@ -74,23 +81,43 @@ def has_optimizer_in_backward(parameter: Any) -> bool:
     return bool(getattr(parameter, "_optimizer_classes", None))
 
 
-def optimizer_fused_params(parameter: Any) -> dict[str, Any]:
-    """The kernel settings of the optimizer that apply_optimizer_in_backward noted on ``parameter``; {} if it did not.
+def optimizer_fused_params(parameter: Any, fused_params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """``fused_params``, updated with the optimizer that apply_optimizer_in_backward noted on ``parameter``, if it did.
+
+    Numbers that neither gives are the defaults of the optimizer's class, where those of FBGEMM differ: the learning
+    rate of torch.optim.Adam is 0.001, that of ``{"optimizer": "ADAM"}`` 0.01.
 
     Raises:
-        ConfigError: several optimizers, or one without a fused kernel.
+        ConfigError: several optimizers, one without a fused kernel, or a weight decay with another formula than the
+            kernel's.
     """
     classes = getattr(parameter, "_optimizer_classes", None) or []
     if not classes:
-        return {}
+        return dict(fused_params or {})
     if len(classes) > 1:
         names = [c.__name__ for c in classes]
         raise ConfigError(f"a table has optimizers {names} in its backward; a fused kernel supports only one")
     kwargs = dict((getattr(parameter, "_optimizer_kwargs", None) or [{}])[0])
     optimizer = optimizer_type_to_emb_opt_type(classes[0])
+    # TorchRec's classes that only name a kernel keep no defaults.
+    defaults = canonical_names(getattr(classes[0]([nn.Parameter(torch.empty(1, 1))], **kwargs), "defaults", {}))
+    settings = {
+        **{name: value for name, value in defaults.items() if name in _NUMBERS},
+        **canonical_names(fused_params),
+        **canonical_names(kwargs),
+        "optimizer": optimizer,
+    }
+    if settings.pop("decoupled_weight_decay", defaults.get("decoupled_weight_decay")) is False and settings.get(
+        "weight_decay"
+    ):
+        raise ConfigError(
+            f"torch.optim.Adam adds weight_decay={settings['weight_decay']} * w to the gradient, and no fused kernel does: "
+            "use torch.optim.AdamW, which the kernel of ADAM computes (also in TorchRec, for Adam), leave weight_decay "
+            "out, or plan the table with the kernel dense"
+        )
     if kwargs.get("weight_decay") and optimizer in _L2:
-        kwargs.setdefault("weight_decay_mode", "L2")
-    return {**kwargs, "optimizer": optimizer}
+        settings["weight_decay_mode"] = kwargs.get("weight_decay_mode", "L2")
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in settings.items()}
 
 
 def add_params_from_parameter_sharding(

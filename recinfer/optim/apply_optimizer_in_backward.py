@@ -18,10 +18,13 @@ def apply_optimizer_in_backward(
     """Step ``optimizer_class(params, **optimizer_kwargs)`` for each parameter as soon as its gradient is computed.
 
     The gradient is freed then. A module that is sharded afterwards takes the optimizer of its tables from here and runs
-    it inside its lookup kernels. Called twice, both optimizers step, one after the other.
+    it inside its lookup kernels: those follow the class's formula and defaults on the rows that a batch looks up, and leave
+    the others, which a dense gradient of zeros would move by momentum and weight decay. An argument that no kernel has is
+    refused as the module is sharded. Called twice, both optimizers step, one after the other; a kernel takes one.
 
     Args:
-        optimizer_class: of torch.optim or :mod:`recinfer.optim`.
+        optimizer_class: of torch.optim or :mod:`recinfer.optim`. Kernels exist for torch's SGD, Adagrad, Adam (without
+            ``weight_decay``) and AdamW, and for all of recinfer's.
         params: the parameters.
         optimizer_kwargs: the optimizer's arguments (``{"lr": 0.1}``).
     """

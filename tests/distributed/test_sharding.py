@@ -340,8 +340,9 @@ class TestInfos:
 
     def test_by_type_with_names_and_settings(self) -> None:
         module = self.collection()
-        module.embedding_bags["y"].weight._optimizer_classes = [torch.optim.Adagrad]
-        module.embedding_bags["y"].weight._optimizer_kwargs = [{"lr": 0.25}]
+        for name in ("x", "y"):
+            module.embedding_bags[name].weight._optimizer_classes = [torch.optim.Adagrad]
+            module.embedding_bags[name].weight._optimizer_kwargs = [{"lr": 0.25}]
         one = plan("table_wise", [(0, 0, 4, 4, 0)])
         one.bounds_check_mode = BoundsCheckMode.FATAL
         one.cache_params = CacheParams(load_factor=0.5)
@@ -354,8 +355,10 @@ class TestInfos:
         assert list(infos) == ["table_wise", "data_parallel"]
         x, y = infos["table_wise"][0], infos["data_parallel"][0]
         assert x.names() == ["f@x", "x"]
-        assert x.fused_params == {"eps": 1.0, "bounds_check_mode": BoundsCheckMode.FATAL, "cache_load_factor": 0.5}
-        assert y.fused_params == {"eps": 1.0, "lr": 0.25, "optimizer": OptimType.ADAGRAD}
+        of_plan = {"bounds_check_mode": BoundsCheckMode.FATAL, "cache_load_factor": 0.5}
+        numbers = {"learning_rate": 0.25, "eps": 1.0, "weight_decay": 0}
+        assert x.fused_params == {**numbers, "optimizer": OptimType.ADAGRAD, **of_plan}
+        assert y.fused_params == {"eps": 1.0}  # dense: the caller's optimizer steps it
         assert y.param_sharding.compute_kernel == "dense"  # the plan's kernel counts, as in TorchRec
 
     def test_a_plan_must_name_the_tables(self) -> None:

@@ -14,7 +14,7 @@ from recinfer.distributed.fused_params import names_optimizer
 from recinfer.distributed.types import ParameterSharding
 from recinfer.distributed.utils import (
     add_params_from_parameter_sharding,
-    merge_fused_params,
+    has_optimizer_in_backward,
     optimizer_fused_params,
 )
 from recinfer.errors import ConfigError
@@ -58,9 +58,12 @@ def table_infos(
     infos, unused = [], []
     for config, outputs in zip(configs, get_embedding_names_by_table(configs)):
         sharding, parameter = table_name_to_parameter_sharding[config.name], parameters[config.name]
-        settings = merge_fused_params(dict(fused_params or {}), optimizer_fused_params(parameter))
-        if sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value and names_optimizer(settings):
-            unused.append(config.name)
+        if sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+            settings = dict(fused_params or {})
+            if names_optimizer(settings) or has_optimizer_in_backward(parameter):
+                unused.append(config.name)
+        else:
+            settings = optimizer_fused_params(parameter, fused_params)
         infos.append(
             EmbeddingShardingInfo(
                 embedding_config=_table_config(config, outputs, is_weighted),

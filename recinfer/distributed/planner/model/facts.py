@@ -218,7 +218,7 @@ def _optimizer(tensor: torch.Tensor | None, fused: Mapping[str, Any]) -> tuple[f
         return 0.0, 0.0
     name = str(getattr(chosen, "__name__", getattr(chosen, "name", getattr(chosen, "value", chosen))))
     name = name.lower().replace("_", "").removeprefix("exact")
-    if "sgd" in name:
+    if name == "sgd":  # LARS, another SGD, keeps a momentum
         return 0.0, 0.0
     if "rowwise" in name and "adagrad" in name:
         return 0.0, 4.0
