@@ -14,9 +14,9 @@ from rich.text import Text
 from recinfer.cli.client import ServerOptions, TargetOption, client_arguments
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled, verb
 from recinfer.cli.declared import takes
-from recinfer.cli.format import mebibytes
 from recinfer.cli.options import parse_pair
 from recinfer.errors import ConfigError
+from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
     from recinfer.serving.client.admin import AdminClient, Loaded
@@ -294,7 +294,7 @@ def _table(found: Loaded) -> Table:
                 ", ".join(one.labels),
                 _since(one.age_seconds).strftime("%Y-%m-%d %H:%M:%S"),
                 one.engine or "lookups only",
-                mebibytes(one.bytes),
+                size_text(one.bytes),
                 str(one.deltas),
             )
     return table

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.options import Device
+from recinfer.sizes import size_text
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -42,7 +43,7 @@ def run(
     profile.save(out)
     smallest = min(profile.grids.values(), key=lambda grid: grid.set_bytes[0])
     title = "ns per additional row in a long bag (row of median width), by working-set size"
-    table = Table("bits", "row", *(_size(s) for s in smallest.set_bytes), title=title, title_justify="left")
+    table = Table("bits", "row", *(size_text(s) for s in smallest.set_bytes), title=title, title_justify="left")
     for bits, grid in sorted(profile.grids.items()):
         few, many = (grid.ids_per_bag[i] for i in (-2, -1))
         middle = len(grid.row_bytes) // 2
@@ -54,7 +55,3 @@ def run(
     overheads = f"{profile.call_ms * 1e3:.1f} us per call, {profile.feature_ms * 1e3:.2f} us per feature"
     output.show(table, overheads, styled("green", "wrote", f" {out}  {profile.name}, {profile.threads} threads"))
     output.finish({"hardware": str(out), **asdict(profile)})
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:g} MiB"

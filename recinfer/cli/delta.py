@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.format import mebibytes
 from recinfer.cli.models import ModelOption, open_checkpoint
+from recinfer.sizes import size_text
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -48,10 +48,10 @@ def run(
     report = make_delta(archive, module, reader, out, after=after or [], overwrite=overwrite)
     seconds = time.perf_counter() - started
     changed = f"sequence {report.sequence}, {report.rows:,} rows of {len(report.changed)} tables"
-    output.show(styled("green", "wrote", f" {out}  {changed}, {mebibytes(report.num_bytes)}  {seconds:.1f} s"))
+    output.show(styled("green", "wrote", f" {out}  {changed}, {size_text(report.num_bytes)}  {seconds:.1f} s"))
     whole = open_archive(archive, ranks=()).manifest.bytes_total
     if report.num_bytes >= whole:
-        both = f"{mebibytes(report.num_bytes)}, {mebibytes(whole)}"
+        both = f"{size_text(report.num_bytes)}, {size_text(whole)}"
         advice = "export the checkpoint as a new version instead"
         output.show(styled("yellow", f"the delta is larger than the archive ({both}): {advice}"))
     sizes = {"archive_bytes": whole, "larger_than_archive": report.num_bytes >= whole}

@@ -15,11 +15,12 @@ from rich.panel import Panel
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.format import mebibytes, milliseconds
+from recinfer.cli.format import milliseconds
 from recinfer.cli.measure import Latency, Quality, measure_latency, quality_of, served_logits
 from recinfer.cli.options import DataFormat
 from recinfer.cli.served import served
 from recinfer.errors import ArchiveError
+from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
     from recinfer.archive.manifest import Manifest
@@ -170,7 +171,7 @@ def _show(
         found.add_row(name, f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}")
     space = Table("size", "bytes", "ratio")
     for label, name in (("fp32 checkpoint", "checkpoint"), ("INT8 archive", "archive")):
-        space.add_row(label, mebibytes(sizes[name]), f"{sizes[name] / sizes['checkpoint']:.2f}")
+        space.add_row(label, size_text(sizes[name]), f"{sizes[name] / sizes['checkpoint']:.2f}")
     times = Table("gRPC request", "rows", "p50", "p99")
     for latency in latencies:
         times.add_row(latency.call, str(latency.batch), milliseconds(latency.p50), milliseconds(latency.p99))

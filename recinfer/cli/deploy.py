@@ -6,8 +6,8 @@ from recinfer.cli.console import Output, styled
 from recinfer.cli.declared import takes
 from recinfer.cli.deploy_options import Action, DeployOptions
 from recinfer.cli.deploy_ray import run_ray
-from recinfer.cli.format import mebibytes
 from recinfer.errors import ConfigError
+from recinfer.sizes import size_text
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -70,7 +70,7 @@ def _render(options: DeployOptions, output: Output) -> None:
     )
     files = write_manifests(found, written, out)
     for group in found.groups:
-        output.show(f"shard {group.number}: ranks {group.listed}, {mebibytes(group.table_bytes)} of tables")
+        output.show(f"shard {group.number}: ranks {group.listed}, {size_text(group.table_bytes)} of tables")
     output.show(f"pods read {found.model}/{found.version} from the claim {k8s.claim}")
     output.show(styled("green", "wrote", f" {len(files)} files to {out}; next: kubectl apply -k {out}"))
     output.finish(

@@ -11,8 +11,8 @@ from rich.text import Text
 from recinfer import env
 from recinfer.cli.console import Output, styled
 from recinfer.cli.deploy_options import DeployOptions
-from recinfer.cli.format import mebibytes
 from recinfer.errors import ConfigError
+from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -154,6 +154,6 @@ def _table(found: dict[str, Any]) -> Table:
             f"{server['rate']:.1f}",
             f"{server['load']:.1f}",
             "-" if server["busy"] is None else f"{server['busy']:.0%}",
-            mebibytes(server["memory"]) if server["memory"] else "-",
+            size_text(server["memory"]) if server["memory"] else "-",
         )
     return table

@@ -10,7 +10,6 @@ import typer
 from rich.text import Text
 
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.format import mebibytes
 from recinfer.cli.inspect import describe_archive
 from recinfer.cli.models import (
     CheckpointOption,
@@ -22,6 +21,7 @@ from recinfer.cli.models import (
 )
 from recinfer.cli.options import DataFormat, MissingShards, Precision, parse_pair
 from recinfer.errors import ConfigError
+from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -154,7 +154,7 @@ def run(
         colour = "green" if manifest.dense.engine == "onnx" else "yellow"
         output.show(Text.assemble("the dense part runs on ", (manifest.dense.runs_on, colour)))
     seconds = time.perf_counter() - started
-    output.show(styled("green", "wrote", f" {out}  {mebibytes(manifest.bytes_total)}, {error}  {seconds:.1f} s"))
+    output.show(styled("green", "wrote", f" {out}  {size_text(manifest.bytes_total)}, {error}  {seconds:.1f} s"))
     output.finish(
         {**describe_archive(manifest), "archive": str(out), "report": reports[0].to_dict(), "seconds": seconds}
     )

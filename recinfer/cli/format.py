@@ -1,13 +1,8 @@
-"""Formats sizes and times for tables."""
+"""Formats times for tables."""
 
 from __future__ import annotations
 
-__all__ = ["mebibytes", "milliseconds"]
-
-
-def mebibytes(num_bytes: int) -> str:
-    """``1536000`` as ``"1.5 MiB"``; less than 1 MiB in KiB."""
-    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
+__all__ = ["milliseconds"]
 
 
 def milliseconds(seconds: float) -> str:

@@ -12,8 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
-from recinfer.cli.format import mebibytes
 from recinfer.errors import ConfigError, NotFoundError
+from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
     from recinfer.archive.delta import Delta
@@ -171,12 +171,12 @@ def _delta_tables(delta: Delta, num_bytes: int) -> list[Table]:
     about.add_row("created", info.created)
     about.add_row("archive", info.base)
     about.add_row("applies to", "the archive" if info.sequence == 1 else f"the archive after delta {info.previous}")
-    about.add_row("size", f"{mebibytes(num_bytes)}, {delta.num_rows:,} rows of {len(info.tables)} tables")
+    about.add_row("size", f"{size_text(num_bytes)}, {delta.num_rows:,} rows of {len(info.tables)} tables")
     about.add_row("other files", ", ".join(file.path for file in info.files) or "none")
     tables = Table("table", "changed rows", "bytes")
     for t in info.tables:
         name = f"{t.module}.{t.table}" if t.module else t.table
-        tables.add_row(name, f"{t.rows:,}", mebibytes(t.rows * t.row_bytes))
+        tables.add_row(name, f"{t.rows:,}", size_text(t.rows * t.row_bytes))
     for column in (1, 2):
         tables.columns[column].justify = "right"
     return [about, tables]
@@ -191,7 +191,7 @@ def archive_tables(manifest: Manifest) -> list[Table]:
     about.add_row("precision", manifest.precision)
     about.add_row("ranks", str(manifest.world_size))
     about.add_row("plan", manifest.plan_hash)
-    about.add_row("size", f"{mebibytes(manifest.bytes_total)} in {len(manifest.files)} files")
+    about.add_row("size", f"{size_text(manifest.bytes_total)} in {len(manifest.files)} files")
     if dense:
         outputs = ", ".join(o.name for o in dense.outputs)
         about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {dense.runs_on}")

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.format import mebibytes
 from recinfer.cli.options import Device, MissingShards
 from recinfer.errors import ConfigError
+from recinfer.sizes import size_text
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -78,7 +78,7 @@ def run(
         overwrite=overwrite,
     ).manifest
     seconds = time.perf_counter() - started
-    size = f"{manifest.world_size} ranks, {mebibytes(manifest.bytes_total)}"
+    size = f"{manifest.world_size} ranks, {size_text(manifest.bytes_total)}"
     checked = f"{manifest.check.num_requests} golden requests replayed"
     output.show(styled("green", "wrote", f" {out}  {size}, {checked}  {seconds:.1f} s"))
     output.finish(

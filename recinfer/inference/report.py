@@ -11,6 +11,7 @@ from recinfer.archive.manifest import Manifest
 from recinfer.inference.comparison import Comparison
 from recinfer.inference.evaluation import Evaluation
 from recinfer.quant.rows import row_bytes
+from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -22,7 +23,6 @@ _NOT_COMPARED = (
     "compared only with the float model of this checkpoint; --reference FILE also compares with outputs "
     "recorded in training"
 )
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class ExportReport:
                 t.precision,
                 f"{t.rows:,}",
                 str(t.dim),
-                _size(t.bytes_before),
-                _size(t.bytes_after),
+                size_text(t.bytes_before),
+                size_text(t.bytes_after),
                 *(f"{error:.2g}" for error in (t.max_abs_error, t.rms_error, t.relative_error)),
             )
         return table
@@ -93,11 +93,6 @@ class ExportReport:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _size(count: int) -> str:
-    unit = next((u for u in ("GiB", "MiB") if count >= _UNITS[u]), "KiB")
-    return f"{count / _UNITS[unit]:,.1f} {unit}"
 
 
 def _table_of_quality(found: Evaluation) -> Table:

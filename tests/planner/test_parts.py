@@ -289,6 +289,7 @@ def test_partitioner_keeps_dependent_options_together_and_says_what_does_not_fit
     assert placed[0].shards[0].rank == placed[1].shards[0].rank != placed[2].shards[0].rank
     with pytest.raises(PlannerError, match="fits on no rank") as error:
         GreedyPerfPartitioner().partition([option("a", "device", [5])], Topology(2, "cuda", hbm_cap=4))
+    assert "needs 5 bytes of hbm" in str(error.value) and "memory has 4 bytes and" in str(error.value)
     assert error.value.error_type is PlannerErrorType.PARTITION
 
 

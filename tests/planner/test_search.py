@@ -75,15 +75,15 @@ def test_a_plan_is_found_where_cutting_the_largest_and_packing_the_rest_fits(
 
 
 def advised_bytes(error: PlannerError) -> int:
-    found = re.search(r"What would help: [\d.]+ GiB \((\d+) bytes\) of ddr per rank", str(error))
+    found = re.search(r"What would help: [\d.]+ [MG]iB \((\d+) bytes\) of ddr per rank", str(error))
     assert found is not None, str(error)
     return int(found[1])
 
 
 def advised_gib(error: PlannerError) -> float:
-    found = re.search(r"What would help: ([\d.]+) GiB", str(error))
+    found = re.search(r"What would help: ([\d.]+) ([MG])iB", str(error))
     assert found is not None, str(error)
-    return float(found[1])
+    return float(found[1]) / {"G": 1, "M": 1024}[found[2]]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -52,7 +52,7 @@ def test_larger_pieces_cost_more() -> None:
 def test_the_advice_is_for_pieces_of_equal_ranks() -> None:
     limits = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
     topology = Topology(4, "cpu", ddr_cap=[90 << 20, 90 << 20, 16 << 20, 16 << 20])
-    with pytest.raises(PlannerError, match=r"What would help: 0\.06\d GiB \(\d+ bytes\) of ddr per rank"):
+    with pytest.raises(PlannerError, match=r"What would help: 6\d\.\d+ MiB \(\d+ bytes\) of ddr per rank"):
         plan_inference(model([(4_000_000, 64)]), world_size=4, topology=topology, constraints=limits)
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from recinfer.deploy.groups import MIB
 from recinfer.deploy.ray.spec import Need
 from recinfer.errors import UnavailableError
+from recinfer.sizes import size_text
 
 __all__ = ["Node", "choose_node", "taken"]
 
@@ -42,10 +42,11 @@ def choose_node(what: str, need: Need, nodes: Collection[Node], same: Iterable[s
     room = [node for node in nodes if node.memory >= need.memory and node.cpus >= need.cpus]
     if not room:
         free = "; ".join(
-            f"{node.host} {_gib(node.memory)} and {node.cpus:g} CPUs" for node in sorted(nodes, key=lambda n: n.host)
+            f"{node.host} {size_text(node.memory)} and {node.cpus:g} CPUs"
+            for node in sorted(nodes, key=lambda n: n.host)
         )
         raise UnavailableError(
-            f"no node has resources for {what}: it needs {_gib(need.memory)} of memory and {need.cpus:g} CPUs; free: "
+            f"no node has resources for {what}: it needs {size_text(need.memory)} of memory and {need.cpus:g} CPUs; free: "
             f"{free or 'no nodes'}"
         )
     held = list(same)
@@ -58,7 +59,3 @@ def taken(nodes: Iterable[Node], node: Node, need: Need) -> list[Node]:
         replace(each, memory=each.memory - need.memory, cpus=each.cpus - need.cpus) if each.id == node.id else each
         for each in nodes
     ]
-
-
-def _gib(count: float) -> str:
-    return f"{count / MIB / 1024:.1f} GiB"

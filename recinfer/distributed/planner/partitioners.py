@@ -14,7 +14,7 @@ from recinfer.distributed.planner.model.options import PartitionByType, Sharding
 from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology
 from recinfer.distributed.planner.solve.placing import Placement, Placer
 from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, HOST_FREE, MULTI_HOST, Problem, problem_of
-from recinfer.distributed.planner.utils import bytes_to_gb
+from recinfer.sizes import exact_size
 
 __all__ = ["GreedyPerfPartitioner", "MemoryBalancedPartitioner", "SortBy"]
 
@@ -135,9 +135,9 @@ class GreedyPerfPartitioner(Partitioner):
                 s = problem.shards_of(unit)
                 raise PlannerError(
                     f"table {option.fqn!r} ({option.sharding_type}/{option.compute_kernel}) fits on no rank: its "
-                    f"largest shard needs {bytes_to_gb(problem.hbm[s].max()):.3f} GiB hbm and "
-                    f"{bytes_to_gb(problem.ddr[s].max()):.3f} GiB ddr, the rank with the most free memory has "
-                    f"{bytes_to_gb(left_h):.3f} and {bytes_to_gb(left_d):.3f} left",
+                    f"largest shard needs {exact_size(problem.hbm[s].max())} of hbm and "
+                    f"{exact_size(problem.ddr[s].max())} of ddr, the rank with the most free memory has "
+                    f"{exact_size(left_h)} and {exact_size(left_d)} left",
                     PlannerErrorType.PARTITION,
                 )
             placer.put(at, unit, unit, ranks)

@@ -19,6 +19,7 @@ from recinfer.distributed.planner.plan.plan import Plan
 from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.planner.utils import bytes_to_gb, bytes_to_mb
 from recinfer.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from recinfer.sizes import size_text
 
 __all__ = ["EmbeddingStats", "NoopEmbeddingStats", "format_plan", "round_to_one_sigfig"]
 
@@ -174,7 +175,7 @@ def _reservation_lines(reservation: StorageReservation, topology: Topology, rank
     dense, kjt = getattr(reservation, "_dense_storage", None), getattr(reservation, "_kjt_storage", None)
     for what, storage in (("Dense Storage (per rank)", dense), ("KJT Storage (per rank)", kjt)):
         if storage is not None:
-            lines.append(f"{what}: HBM: {bytes_to_gb(storage.hbm):.3g} GB, DDR: {bytes_to_gb(storage.ddr):.3g} GB")
+            lines.append(f"{what}: HBM: {size_text(storage.hbm)}, DDR: {size_text(storage.ddr)}")
     if percentage is not None:
         lines.insert(0, f"Reserved: {percentage:.0%} of memory ({type(reservation).__name__})")
     last = reservation.last_reserved_topology
@@ -184,9 +185,7 @@ def _reservation_lines(reservation: StorageReservation, topology: Topology, rank
             if caps.max() > 0:
                 left = caps - getattr(ranks, memory)
                 rank = int(left.argmin())
-                lines.append(
-                    f"Headroom: least free {memory.upper()} is {bytes_to_gb(left[rank]):.3g} GB, on rank {rank}"
-                )
+                lines.append(f"Headroom: least free {memory.upper()} is {size_text(left[rank])}, on rank {rank}")
     return lines
 
 
@@ -229,7 +228,7 @@ def _table_lines(
                 ABBREVIATIONS[o.sharding_type],
                 o.compute_kernel,
                 f"{o.total_perf:.4g}",
-                f"({bytes_to_gb(storage.hbm):.3g} GB, {bytes_to_gb(storage.ddr):.3g} GB)",
+                f"({size_text(storage.hbm)}, {size_text(storage.ddr)})",
                 f"{sum(o.input_lengths):.4g}",
                 f"{sum(poolings):.4g}",
                 f"{sum(n * p * o.batch_size for n, p in zip(o.input_lengths, poolings)):.4g}",

@@ -14,9 +14,10 @@ from recinfer.distributed.planner.model.facts import kjt_bytes
 from recinfer.distributed.planner.model.tables import model_tables
 from recinfer.distributed.planner.model.topology import Storage, Topology
 from recinfer.distributed.planner.model.walk import sharded_modules
-from recinfer.distributed.planner.utils import gb_to_bytes, storage_repr_in_gb
+from recinfer.distributed.planner.utils import gb_to_bytes
 from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError
+from recinfer.sizes import exact_size
 
 __all__ = [
     "FixedAbsoluteStorageReservation",
@@ -51,10 +52,16 @@ def _less(topology: Topology, amounts: list[Storage], why: str) -> Topology:
     for device, amount in zip(reserved.devices, amounts):
         before = device.storage
         device.storage = before - amount
-        if device.storage.hbm < 0 or device.storage.ddr < 0:
+        short = [memory for memory in ("hbm", "ddr") if getattr(device.storage, memory) < 0]
+        if short:
+            sizes = " and ".join(
+                f"{exact_size(getattr(amount, m))} of {m}, of which rank {device.rank} has "
+                f"{exact_size(getattr(before, m))}"
+                for m in short
+            )
             raise PlannerError(
-                f"{why} need {storage_repr_in_gb(amount)} of rank {device.rank}, which has "
-                f"{storage_repr_in_gb(before)}; give it more memory, or lower the batch size or the percentage",
+                f"{why} need {sizes}; give it more memory (hbm_cap and ddr_cap of a "
+                "Topology are in bytes), or lower the batch size or the percentage",
                 PlannerErrorType.INSUFFICIENT_STORAGE,
             )
     return reserved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from recinfer.distributed.planner.solve.placing import Placer
 from recinfer.distributed.planner.solve.problem import Problem, make_problem
 from recinfer.distributed.planner.solve.search import search
 from recinfer.distributed.planner.solve.space import SearchSpace, build_space, option_label
+from recinfer.sizes import exact_size, round_up_to_printed
 
 __all__ = ["error_type", "explain"]
 
@@ -59,15 +59,6 @@ def explain(
     return f"No plan fits. {binds}\nWhat would help: {advice}."
 
 
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1024**3:.3f} GiB ({int(num_bytes)} bytes)"
-
-
-def _printed_up(num_bytes: float) -> float:
-    """``num_bytes`` rounded up to the printed precision, thousandths of a GiB."""
-    return math.ceil(math.ceil(num_bytes / 1024**3 * 1000) / 1000 * 1024**3)
-
-
 def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
     """A sentence about the limiting memory, and that memory (0 hbm, 1 ddr)."""
     p = problem
@@ -81,8 +72,8 @@ def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
         if short > 0:
             tables = ", ".join(_unit_name(space, p, int(u)) for u in np.argsort(-least, kind="stable")[:3])
             text = (
-                f"All tables together need at least {_size(least.sum())} of {_MEMORIES[memory]}; the {p.world_size} "
-                f"ranks have {_size(caps[memory].sum())} after the reservation: {int(short)} bytes short. Largest: "
+                f"All tables together need at least {exact_size(least.sum())} of {_MEMORIES[memory]}; the {p.world_size} "
+                f"ranks have {exact_size(caps[memory].sum())} after the reservation: {int(short)} bytes short. Largest: "
                 f"{tables}."
             )
             return text, memory
@@ -91,8 +82,8 @@ def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
     if both.sum() > have:
         tables = ", ".join(_unit_name(space, p, int(u)) for u in np.argsort(-both, kind="stable")[:3])
         text = (
-            f"All tables together need at least {_size(both.sum())} of hbm and ddr; the {p.world_size} ranks have "
-            f"{_size(have)} of both after the reservation: {int(both.sum() - have)} bytes short. Largest: {tables}."
+            f"All tables together need at least {exact_size(both.sum())} of hbm and ddr; the {p.world_size} ranks have "
+            f"{exact_size(have)} of both after the reservation: {int(both.sum() - have)} bytes short. Largest: {tables}."
         )
         return text, 0
     return _packing(space, p)
@@ -125,7 +116,7 @@ def _single_shard(space: SearchSpace, p: Problem, units: np.ndarray) -> tuple[st
     text = (
         f"{len(units)} table(s) have no option whose pieces fit an empty rank ({names}). The closest is a "
         f"{'/'.join(option_label(space, p.space_options(option)[0]))} piece of {_unit_name(space, p, unit)}, which "
-        f"needs {_size(used[s][shard])} of {_MEMORIES[memory]}; rank {rank} has {_size(cap[rank])} after the "
+        f"needs {exact_size(used[s][shard])} of {_MEMORIES[memory]}; rank {rank} has {exact_size(cap[rank])} after the "
         f"reservation: {int(excess)} bytes short."
     )
     return text, memory
@@ -150,7 +141,7 @@ def _packing(space: SearchSpace, p: Problem) -> tuple[str, int]:
     names = ", ".join(_unit_name(space, p, u) for u in here[:5])
     text = (
         f"All tables together would fit, but their pieces cannot be placed: {_MEMORIES[memory]} of rank {rank} "
-        f"({_size(cap[rank])}) overflows by {int(max(over[memory, rank], 0))} bytes in the best packing by size, "
+        f"({exact_size(cap[rank])}) overflows by {int(max(over[memory, rank], 0))} bytes in the best packing by size, "
         f"with {names}."
     )
     return text, memory
@@ -190,7 +181,7 @@ def _what_helps(
 ) -> list[str]:
     helps, topology = [], trial.topology
     if (cap := _capacity(trial, space, memory)) is not None:
-        helps.append(f"{_size(cap)} of {_MEMORIES[memory]} per rank after the reservation")
+        helps.append(f"{exact_size(cap)} of {_MEMORIES[memory]} per rank after the reservation")
     if space.shard_option.size > _MAX_SHARDS:
         return helps
     if (ranks := _ranks(trial, space)) is not None:
@@ -249,7 +240,8 @@ def _capacity(trial: _Trial, space: SearchSpace, memory: int) -> float | None:
     while high > low * 1.01:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return _printed_up(high) if high > 0.1 * 1024**3 and fits(_printed_up(high)) else float(int(high))
+    printed = round_up_to_printed(high)
+    return float(printed if fits(printed) else int(high))
 
 
 def _ranks(trial: _Trial, space: SearchSpace) -> int | None:
