@@ -71,23 +71,24 @@ static void step(float *weights, float *momentum, int64_t dim, const uint64_t *k
 }
 
 PyDoc_STRVAR(step_doc,
-             "step_table(weights, momentum, rows, dim, gradients, stride, columns, ids, offsets, wide, bags, pooling,\n"
-             "           scales, rate, eps)\n--\n\n"
+             "step_table(weights, momentum, rows, dim, gradients, stride, columns, ids, num_ids, offsets, wide, bags,\n"
+             "           pooling, scales, rate, eps)\n--\n\n"
              "Step the rows of one table, in place. Arguments but columns, rate and eps are integers; those of arrays are\n"
              "addresses: weights float32 [rows, dim], momentum float32 [rows], gradients float32 of stride numbers a bag\n"
-             "(an id with pooling 2); ids and offsets [features * bags + 1] int64 if wide, else int32; scales float32 of\n"
-             "all ids, or 0. columns: of each feature, its first column of gradients. pooling: 0 sums, 1 means, 2 none.\n"
-             "Raises IndexError for an id outside the table and for offsets that fall, before any row is changed.");
+             "(an id with pooling 2); ids [num_ids] and offsets [features * bags + 1] int64 if wide, else int32; scales\n"
+             "float32 of all ids, or 0. columns: of each feature, its first column of gradients. pooling: 0 sums, 1 means, 2 none.\n"
+             "Raises IndexError for an id outside the table, for offsets that fall and for offsets that end outside of the\n"
+             "ids, before any row is changed.");
 
 static PyObject *step_table(PyObject *module, PyObject *args) {
     (void)module;
     unsigned long long weights, momentum, gradients, ids, offsets, scales;
-    long long rows, dim, stride, bags;
+    long long rows, dim, stride, num_ids, bags;
     int wide, pooling;
     float rate, eps;
     PyObject *columns;
-    if (!PyArg_ParseTuple(args, "KKLLKLOKKiLiKff", &weights, &momentum, &rows, &dim, &gradients, &stride, &columns, &ids,
-                          &offsets, &wide, &bags, &pooling, &scales, &rate, &eps))
+    if (!PyArg_ParseTuple(args, "KKLLKLOKLKiLiKff", &weights, &momentum, &rows, &dim, &gradients, &stride, &columns, &ids,
+                          &num_ids, &offsets, &wide, &bags, &pooling, &scales, &rate, &eps))
         return NULL;
     const Py_ssize_t features = PyTuple_Size(columns);
     if (features < 0)
@@ -96,7 +97,10 @@ static PyObject *step_table(PyObject *module, PyObject *args) {
     for (int64_t bag = 0; bag < features * bags; bag++)
         if (AT(offsets, bag) > AT(offsets, bag + 1))
             return PyErr_Format(PyExc_IndexError, "offsets fall after bag %lld: a length is negative", (long long)bag);
-    const int64_t first = AT(offsets, 0), n = AT(offsets, features * bags) - first;
+    const int64_t first = AT(offsets, 0), last = AT(offsets, features * bags), n = last - first;
+    if (first < 0 || last > num_ids || n > UINT32_MAX) /* a sort key has 32 bits for the number of an id */
+        return PyErr_Format(PyExc_IndexError, "offsets from %lld to %lld are not within %lld ids", (long long)first,
+                            (long long)last, num_ids);
     char *memory = PyMem_Malloc((size_t)n * (2 * sizeof(uint64_t) + sizeof(Source)) + sizeof(float) * (size_t)dim + 1);
     if (memory == NULL)
         return PyErr_NoMemory();

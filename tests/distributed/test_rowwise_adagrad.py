@@ -9,6 +9,7 @@ from torch import Tensor
 from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.tables import rowwise_adagrad
 from recinfer.distributed.tables.cpu import TableGroup, TableShape
+from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import PoolingType
 
 SUM, MEAN, NONE = PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE
@@ -60,7 +61,7 @@ def test_as_fbgemm(
 def test_an_id_outside_its_table_changes_nothing(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rowwise_adagrad, "_THREADS", torch.get_num_threads())
     group = TableGroup([TableShape("a", 50, 8)], SUM, FusedSettings.from_params({"optimizer": "ROWWISE_ADAGRAD"}))
-    with pytest.raises(IndexError, match=f"id {wrong} at 1 is outside a table of 50 rows"):
+    with pytest.raises(InputError, match=f"table 'a': id {wrong} at 1 is outside a table of 50 rows"):
         group.update(torch.tensor([3, wrong]), torch.tensor([0, 2]), None, torch.ones(1, 8))
     assert not group.weights.any()
 
@@ -68,6 +69,22 @@ def test_an_id_outside_its_table_changes_nothing(wrong: int, monkeypatch: pytest
 def test_offsets_that_fall_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rowwise_adagrad, "_THREADS", torch.get_num_threads())
     group = TableGroup([TableShape("a", 50, 8)], SUM, FusedSettings.from_params({"optimizer": "ROWWISE_ADAGRAD"}))
-    with pytest.raises(IndexError, match="offsets fall after bag 0"):
+    with pytest.raises(InputError, match="offsets fall after bag 0"):
         group.update(torch.tensor([3, 4]), torch.tensor([2, 0, 2]), None, torch.ones(2, 8))
+    assert not group.weights.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("wrong", [[0, 1, 3], [0, 2, 1 << 30], [-1, 0, 2]])
+@pytest.mark.parametrize("pooling", [SUM, NONE])
+def test_offsets_that_leave_the_ids_change_nothing(
+    pooling: PoolingType, wrong: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rowwise_adagrad, "_THREADS", torch.get_num_threads())
+    group = TableGroup([TableShape("a", 50, 8)], pooling, FusedSettings.from_params({"optimizer": "ROWWISE_ADAGRAD"}))
+    ids, offsets = torch.tensor([3, 4], dtype=dtype), torch.tensor(wrong, dtype=dtype)
+    with pytest.raises(InputError, match=f"offsets from {wrong[0]} to {wrong[-1]} are not within 2 ids"):
+        group.update(ids, offsets, None, torch.ones(2, 8))
+    with pytest.raises(InputError, match="1 weights for 2 ids"):
+        group.update(ids, torch.tensor([0, 1, 2], dtype=dtype), torch.ones(1), torch.ones(2, 8))
     assert not group.weights.any()

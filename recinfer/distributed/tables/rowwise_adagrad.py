@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recinfer.distributed.tables.replicas import LookupGradient
 from recinfer.distributed.tables.spans import POOLING, TableShape
+from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim._adagrad import step_table
 
@@ -41,7 +42,15 @@ class RowwiseAdagrad:
         self._num_features = first[-1]
         self._fits = all(end - row <= _MOST_ROWS for row, end in pairwise(row_starts))
         self._tables = [
-            (start, row, end - row, shape.dim, feature, tuple(columns[feature : feature + shape.num_features]))
+            (
+                shape.name,
+                start,
+                row,
+                end - row,
+                shape.dim,
+                feature,
+                tuple(columns[feature : feature + shape.num_features]),
+            )
             for shape, start, row, end, feature in zip(shapes, starts, row_starts, row_starts[1:], first)
         ]
 
@@ -60,27 +69,36 @@ class RowwiseAdagrad:
             call: the lookup and the gradient of its output.
 
         Raises:
-            IndexError: an id outside its table, or offsets that fall.
+            InputError: an id outside its table, offsets that fall or end outside of the ids, or not one weight an id.
+                Rows of this table are unchanged.
         """
         ids, grad_output = call.indices.contiguous(), call.grad_output.contiguous()
         offsets = call.offsets.to(ids.dtype).contiguous()
         scales = None if call.per_sample_weights is None else call.per_sample_weights.float().contiguous()
+        if scales is not None and scales.numel() != ids.numel():
+            raise InputError(f"got {scales.numel()} weights for {ids.numel()} ids; expected one for each")
         bags = (offsets.numel() - 1) // self._num_features
-        for start, row, rows, dim, feature, columns in self._tables:
-            step_table(
-                weights.data_ptr() + weights.itemsize * start,
-                momentum.data_ptr() + momentum.itemsize * row,
-                rows,
-                dim,
-                grad_output.data_ptr(),
-                self._stride,
-                columns,
-                ids.data_ptr(),
-                offsets.data_ptr() + offsets.itemsize * feature * bags,
-                ids.dtype == torch.int64,
-                bags,
-                POOLING[self._pooling],
-                0 if scales is None else scales.data_ptr(),
-                rate,
-                eps,
-            )
+        for name, start, row, rows, dim, feature, columns in self._tables:
+            try:
+                step_table(
+                    weights.data_ptr() + weights.itemsize * start,
+                    momentum.data_ptr() + momentum.itemsize * row,
+                    rows,
+                    dim,
+                    grad_output.data_ptr(),
+                    self._stride,
+                    columns,
+                    ids.data_ptr(),
+                    ids.numel(),
+                    offsets.data_ptr() + offsets.itemsize * feature * bags,
+                    ids.dtype == torch.int64,
+                    bags,
+                    POOLING[self._pooling],
+                    0 if scales is None else scales.data_ptr(),
+                    rate,
+                    eps,
+                )
+            except IndexError as error:
+                raise InputError(
+                    f"table {name!r}: {error}; expected ids of its rows, and offsets that rise within the ids"
+                ) from None
