@@ -29,6 +29,7 @@ from recinfer.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
+    ShardingType,
 )
 from recinfer.distributed.utils import append_prefix
 from recinfer.modules.fp_embedding_modules import (
@@ -186,6 +187,13 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
     """
 
     _takes, _makes = FeatureProcessedEmbeddingBagCollection, ShardedFeatureProcessedEmbeddingBagCollection
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Those of tables without processors, and cuts by rows on every device, which plans have where constraints ask
+        for them."""
+        offered = super().sharding_types(compute_device_type)
+        by_rows = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+        return list(dict.fromkeys([*offered, *(kind.value for kind in by_rows)]))
 
     def shardable_parameters(self, module: FeatureProcessedEmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Tables by name; not the processors."""

@@ -15,13 +15,14 @@ from recinfer.distributed.planner.model.facts import TableFacts, per_feature, ta
 from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.model.walk import embedding_tables, sharded_modules
-from recinfer.distributed.types import ModuleSharder, ShardingType
+from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 __all__ = ["facts_of_option", "inference_tables", "model_tables"]
 
-_GUARDED_FOR_PROCESSORS = frozenset({"row_wise", "table_row_wise", "grid_shard"})
+_ASKED = frozenset({"grid_shard"})
+_ASKED_FOR_PROCESSORS = frozenset({"row_wise", "table_row_wise", "grid_shard"})
 _INFERENCE_TYPES = ("table_wise", "row_wise", "column_wise")
 _INFERENCE_KERNELS = {"cpu": ("quant",), "mtia": ("quant",), "cuda": ("quant", "quant_uvm", "quant_uvm_caching")}
 _PRECISIONS = (DataType.FP32, DataType.FP16, DataType.INT8, DataType.INT4, DataType.INT2)
@@ -177,10 +178,9 @@ def _offers(
     for kind in sharder.sharding_types(device):
         if asked_types is not None and kind not in asked_types:
             continue
-        # A grid has many shards; it is offered only if the constraints ask for it, as in TorchRec.
-        if asked_types is None and kind == ShardingType.GRID_SHARD.value:
-            continue
-        if processed and kind in _GUARDED_FOR_PROCESSORS:
+        # As in TorchRec, these are offered only if the constraints ask for them: a grid, which has many shards, and cuts by
+        # rows behind feature processors.
+        if asked_types is None and kind in (_ASKED_FOR_PROCESSORS if processed else _ASKED):
             continue
         for kernel in sharder.compute_kernels(kind, device):
             if asked_kernels is not None and kernel not in asked_kernels:
