@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from recinfer.errors import ConfigError
+
 __all__ = ["keep_outputs"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -22,9 +24,12 @@ def keep_outputs(max_bytes: int = _MOST) -> bool:
 
     Returns:
         whether the C library accepted the settings; False if it is not glibc.
+
+    Raises:
+        ConfigError: ``max_bytes`` is not one that malloc takes.
     """
     if not 0 < max_bytes <= _MOST:
-        raise ValueError(f"max_bytes is {max_bytes}; expected 1 to {_MOST}")
+        raise ConfigError(f"max_bytes is {max_bytes}; expected 1 to {_MOST}")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -34,7 +34,7 @@ try:
     from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 except ImportError as error:
     raise UnavailableError(
-        "FBGEMM is not installed; run pip install 'recinfer[cpu]', or 'recinfer[cuda]' on a GPU machine ({error})"
+        f"FBGEMM is not installed; run pip install 'recinfer[cpu]', or 'recinfer[cuda]' on a GPU machine ({error})"
     ) from error
 
 __all__ = [

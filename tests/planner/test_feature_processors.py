@@ -30,7 +30,7 @@ def model(rows: int = 64) -> nn.Sequential:
     bags = EmbeddingBagCollection([config], is_weighted=True)
     processors = PositionWeightedModuleCollection({"f": 4})
     with torch.no_grad():
-        bags.embedding_bags["t"].weight.copy_(torch.arange(float(rows)).unsqueeze(1).expand(rows, 256))
+        next(bags.parameters()).copy_(torch.arange(float(rows)).unsqueeze(1).expand(rows, 256))
         for weights in processors.parameters():
             weights.copy_(torch.arange(1.0, 5.0))
     return nn.Sequential(FeatureProcessedEmbeddingBagCollection(bags, processors))

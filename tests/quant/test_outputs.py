@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from recinfer.errors import ConfigError
 from recinfer.quant.outputs import keep_outputs
 
 FAULTS = """
@@ -55,5 +56,5 @@ def test_a_large_output_is_mapped_once() -> None:
 
 def test_sizes_that_malloc_cannot_take_are_refused() -> None:
     for size in (0, 1 << 31):
-        with pytest.raises(ValueError, match="max_bytes"):
+        with pytest.raises(ConfigError, match=f"max_bytes is {size}; expected 1 to 2147483647"):
             keep_outputs(size)
