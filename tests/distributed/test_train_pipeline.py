@@ -215,6 +215,44 @@ def test_in_eval_mode_nothing_is_updated() -> None:
     assert run_ranks(2, evaluates) == [True, True]
 
 
+def switches(rank: int, world_size: int, kind: str) -> Any:
+    """Losses of five batches without a switch, and with attempts to evaluate in their middle; what was refused."""
+    found, refused = [], []
+    for tries in (False, True):
+        dmp = sharded(rank, world_size)
+        pipeline = PIPELINES[kind](dmp, optimizer_of(dmp), CPU)
+        stream, losses = iter(batches_of(rank, world_size)), []
+        losses += [float(pipeline.progress(stream)[0]) for _ in range(2)]
+        if tries:
+            dmp.eval()
+            with pytest.raises(ConfigError) as error:
+                pipeline.progress(iter(batches_of(rank, world_size, 1)))
+            refused.append(str(error.value))
+            dmp.train()
+        losses += drain(pipeline, list(stream))
+        trained = full_state(dmp.state_dict())
+        dmp.eval()  # nothing is in the pipeline now
+        with torch.no_grad():
+            evaluated = drain(pipeline, batches_of(rank, world_size, 3))
+            pipeline.progress(iter(batches_of(rank, world_size, 3)))
+        if tries:
+            dmp.train()
+            with pytest.raises(ConfigError) as error:
+                pipeline.progress(iter(batches_of(rank, world_size, 1)))
+            refused.append(str(error.value))
+        after = full_state(dmp.state_dict())
+        assert rank != 0 or all(torch.equal(trained[name], after[name]) for name in trained)
+        found.append((losses, evaluated))
+    return found, refused
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_a_switch_of_the_mode_waits_until_the_pipeline_is_empty(kind: str) -> None:
+    for found, refused in run_ranks(2, switches, kind):
+        assert found[0] == found[1] and [len(part) for part in found[1]] == [5, 3]
+        assert "from train to eval mode with" in refused[0] and "from eval to train mode with" in refused[1]
+
+
 class Two(nn.Module):
     """Two sharded collections: one reads the batch, the other what the model makes of it."""
 

@@ -55,6 +55,7 @@ class _Steps(TrainPipeline[In, Out]):
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"
         self._memcpy_stream = self._stream()
+        self._taken_to_train = False  # the batches that are in the pipeline
 
     def _stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.Stream(device=self._device, priority=-1) if self._on_gpu else None
@@ -88,6 +89,19 @@ class _Steps(TrainPipeline[In, Out]):
     def _trains(self) -> bool:
         return self._model.training
 
+    def _in_one_mode(self, num_held: int) -> bool:
+        """Whether to train; raises if ``num_held`` batches were taken from an iterator in the other mode."""
+        training = self._trains()
+        if num_held and training is not self._taken_to_train:
+            was, now = ("train", "eval") if self._taken_to_train else ("eval", "train")
+            raise ConfigError(
+                f"the model went from {was} to {now} mode with {num_held} batches in the pipeline, which were taken in "
+                f"{was} mode and would now be run in {now} mode. Call progress() until StopIteration before the switch "
+                "(itertools.islice ends a loader early), or drop them: detach(), or a new pipeline"
+            )
+        self._taken_to_train = training
+        return training
+
     def _update(self, losses: torch.Tensor) -> None:
         torch.sum(losses, dim=0).backward()
         self._optimizer.step()
@@ -108,13 +122,13 @@ class TrainPipelineBase(_Steps[In, Out]):
         self._started = False
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Train (or, in eval mode, run) one batch."""
+        """Train (or, in eval mode, run) one batch; see :class:`TrainPipelineSparseDist` for a switch of the mode."""
+        training = self._in_one_mode(int(self._next is not None))
         if not self._started or self._next is None:  # after the end of an iterator a new one may follow
             self._next, self._started = self._take(dataloader_iter), True
         batch = self._next
         if batch is None:
             raise StopIteration
-        training = self._trains()
         if training:
             self._optimizer.zero_grad()
         self._arrive(batch, self._memcpy_stream)
@@ -257,12 +271,17 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
             self._enqueue(dataloader_iter)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Train (or, in eval mode, run) one batch."""
+        """Train (or, in eval mode, run) one batch.
+
+        Raises:
+            StopIteration: the iterator and the pipeline are empty.
+            ConfigError: the model went to eval mode, or back, while the pipeline holds batches; it can be set back.
+        """
+        training = self._in_one_mode(len(self._batches))
         self._fill(dataloader_iter)
         if not self._batches or (self._exhausted and not self._execute_all_batches):
             self._forget()
             raise StopIteration
-        training = self._trains()
         if training:
             self._optimizer.zero_grad()
         self._arrive(self._batches[0], self._memcpy_stream)
