@@ -27,6 +27,7 @@ BASE = {
     "lru",
     "sizes",
     "streamable",
+    "threads",
 }
 MODEL_CODE = BASE | {"sparse", "modules"}
 RECT = {"distributed.layout.rect"}  # plain numbers, for all code that uses positions in tables
@@ -50,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "lru": set(),
     "sizes": set(),
     "streamable": {"errors"},
+    "threads": set(),
     "migrate": {"errors", "files"},
     "sparse": BASE,
     "modules": BASE | {"sparse"},

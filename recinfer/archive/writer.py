@@ -19,11 +19,11 @@ from torch import Tensor
 from recinfer.archive.manifest import FileInfo
 from recinfer.archive.paths import check_path, file_sha256
 from recinfer.archive.rank_files import StoredRect, rank_file, rects_by_rank
-from recinfer.archive.threads import Threads
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.files import put
 from recinfer.quant.rows import slice_packed_columns
+from recinfer.threads import Threads
 
 __all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "exists", "partial_folder", "put_at", "remove_stale"]
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from recinfer.archive.manifest import QuantizationInfo
 from recinfer.archive.rows import row_chunks
-from recinfer.archive.threads import Call, Threads
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.packing import RowError, RowPacker
 from recinfer.quant.rows import row_bytes
+from recinfer.threads import Call, Threads
 
 __all__ = ["one_thread_an_operator", "quantize_tables"]
 

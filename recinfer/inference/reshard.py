@@ -17,7 +17,6 @@ from torch import nn
 from recinfer.archive.manifest import Manifest, MissingShards, TableInfo
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.rows import RowReader, row_chunks
-from recinfer.archive.threads import Threads
 from recinfer.archive.writer import ShardWriter, archive_folder
 from recinfer.distributed.planner.inference import plan_inference
 from recinfer.distributed.planner.plan import Plan, TablePlan
@@ -27,6 +26,7 @@ from recinfer.inference.progress import byte_bar
 from recinfer.modules.embedding_configs import DataType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.quant.rows import row_bytes
+from recinfer.threads import Threads
 
 __all__ = ["embedding_model", "plan_archive", "reshard_archive"]
 

@@ -9,17 +9,18 @@ Shape suffixes: F features, B batch, N ids, D output columns.
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from recinfer.errors import ConfigError
+from recinfer.threads import Threads
 
 __all__ = ["SplitLookup", "Trial"]
 
@@ -43,9 +44,9 @@ class Trial:
         """Whether to split a lookup of this ``size``."""
         calls = self._calls.get(size, 0)
         self._calls[size] = calls + 1
-        if calls < 2 * _TRIALS:
+        one, split = self._seconds.get(size, (0.0, 0.0))
+        if calls < 2 * _TRIALS or not one or not split:  # not timed: a lookup that failed, or has not ended yet
             return calls % 2 == 1
-        one, split = self._seconds[size]
         return (split < _CLEARLY * one) is (calls % _AGAIN != 0)
 
     def record(self, size: object, split: bool, seconds: float) -> None:
@@ -60,9 +61,28 @@ class Trial:
         return {size: split < _CLEARLY * one for size, (one, split) in self._seconds.items() if one and split}
 
 
-@lru_cache(maxsize=1)
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="recinfer-lookup")
+_pools: dict[int, Threads] = {}  # by their number of threads
+
+
+def _pool(threads: int) -> Threads:
+    """The process's threads for lookups."""
+    pool = _pools.get(threads)
+    if pool is None:
+        made = Threads(threads)
+        pool = _pools.setdefault(threads, made)
+        if pool is not made:  # another thread was faster
+            made.close()
+    return pool
+
+
+@atexit.register
+def _close() -> None:
+    """Let the parts end that Ctrl-C has left: they run code of libraries that are about to be unloaded."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+os.register_at_fork(after_in_child=_pools.clear)  # threads do not survive a fork
 
 
 class SplitLookup:
@@ -92,6 +112,7 @@ class SplitLookup:
         if threads < 2:
             raise ConfigError(f"threads: got {threads}; a split lookup needs 2 or more")
         self.threads = min(threads, len(widths))
+        self._others = threads - 1  # one pool for all lookups of a process, however many features they have
         self.trial = trial or Trial()
         self._columns = [0]
         for width in widths:
@@ -120,7 +141,11 @@ class SplitLookup:
         return out_BD
 
     def split(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
-        """Run split over all threads, without considering measured times."""
+        """Run split over all threads, without considering measured times.
+
+        An error is raised once no thread works on this lookup any more. Ctrl-C is raised at once: the parts that still run
+        write to a result that nobody gets.
+        """
         cuts = self._cuts(offsets, batch)
         out_BD = torch.empty((batch, self._columns[-1]), dtype=self._dtype)
         inference = torch.is_inference_mode_enabled()  # each thread has its own
@@ -131,13 +156,16 @@ class SplitLookup:
                 found = self._part(first, last)(indices, bags, weights)
                 out_BD[:, self._columns[first] : self._columns[last]].copy_(found)
 
-        pool = _pool(os.getpid(), self.threads - 1)  # threads do not survive a fork
         runs = list(pairwise(cuts))
+        pool = _pool(self._others)
         others = [pool.submit(run, first, last) for first, last in runs[1:]]
-        try:
-            run(*runs[0])
-        finally:
-            errors = [error for error in (other.exception() for other in others) if error is not None]
+        ends: list[Callable[[], None]] = [partial(run, *runs[0]), *(other.result for other in others)]
+        errors = []
+        for end in ends:
+            try:
+                end()
+            except Exception as error:
+                errors.append(error)
         if errors:
             raise errors[0]
         return out_BD

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.threads import SplitLookup, Trial
 from tests.quant.cases import MIXED, float_bags, random_features
+from tests.warm import Program
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -58,6 +61,112 @@ def test_the_faster_way_is_kept_and_the_other_gets_another_chance() -> None:
         split = slower.choose("size")
         slower.record("size", split, 0.95 if split else 1.0)  # not by enough
     assert slower.kept() == {"size": False}
+
+
+def test_lookups_that_fail_or_have_not_ended_are_not_timed() -> None:
+    trial = Trial()
+    ways = [trial.choose("size") for _ in range(20)]  # none is recorded
+    assert sum(ways) == 10 and trial.kept() == {}
+    for _ in range(4):
+        trial.record("size", False, 1.0)
+    assert sum(trial.choose("size") for _ in range(20)) == 10  # the split ones failed
+    trial.record("size", True, 0.1)
+    assert sum(trial.choose("size") for _ in range(20)) == 20
+
+
+SPLITS = """
+import os, signal, sys, threading, torch
+from recinfer.quant.threads import SplitLookup
+
+def part(first, last):
+    return lambda ids, offsets, weights: torch.full((4, last - first), float(first))
+
+lookup = SplitLookup(3, [1, 1, 1], part, torch.float32)
+ids, offsets = torch.zeros(12, dtype=torch.int64), torch.arange(13)
+
+def split():
+    return lookup.split(ids, offsets, None, 4).sum().item()
+
+number = int(sys.argv[1])
+"""
+
+INTERRUPTED = """
+enter, entered = threading.Condition.__enter__, 0
+
+def interrupted(self):  # as Ctrl-C does that comes when the lock is taken and the block has not begun
+    global entered
+    found = enter(self)
+    if threading.current_thread() is threading.main_thread():
+        entered += 1
+        if entered == number:
+            raise KeyboardInterrupt
+    return found
+
+threading.Condition.__enter__ = interrupted
+for _ in range(50):
+    try:
+        split()
+    except KeyboardInterrupt:
+        pass
+print(split(), flush=True)
+"""
+
+AT_ANY_MOMENT = """
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+for turn in range(number):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + turn % 199))
+        while True:
+            split()
+    except KeyboardInterrupt:
+        pass
+print(split(), flush=True)
+"""
+
+FORKED = """
+os.getpid = lambda: 7  # as in a new namespace of processes, or after all numbers have been used
+split()
+for _ in range(number):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends this process if it waits for threads that it does not have
+        os._exit(0 if split() == split() == 12.0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+print(split(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "numbers"),
+    [(INTERRUPTED, (1, 2, 5, 20)), (AT_ANY_MOMENT, (600,)), (FORKED, (3,))],
+    ids=["lock", "any", "fork"],
+)
+def test_ctrl_c_and_a_fork_leave_lookups_that_work(how: str, numbers: tuple[int, ...]) -> None:
+    for number in numbers:
+        with Program(SPLITS + how, number) as program:
+            out, err = program.communicate(timeout=60)
+        assert out == "12.0\n" and program.returncode == 0, err
+
+
+def test_an_error_of_one_part_is_raised_when_all_have_ended() -> None:
+    ended = []
+
+    def part(first: int, last: int) -> Any:
+        def run(ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+            ended.append(first)
+            if first < 2:
+                raise InputError(f"part {first}")
+            return torch.zeros(4, last - first)
+
+        return run
+
+    lookup = SplitLookup(3, [1, 1, 1], part, torch.float32)
+    with pytest.raises(InputError, match="part 0"):
+        lookup.split(torch.zeros(12, dtype=torch.int64), torch.arange(13), None, 4)
+    assert sorted(ended) == [0, 1, 2]
 
 
 def test_large_lookups_stay_right_and_refuse_bad_ids() -> None:
