@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -18,8 +19,11 @@ from recinfer.inference.together import PredictInputs
 from recinfer.inference.verify import verify
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recinfer.serving.server.server import Server
+from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import make_archive
+from tests.serving.remote.fleet import remote
 
 KEYS = ["user", "word"]
 
@@ -84,6 +88,20 @@ def test_no_samples_through_a_recurrent_layer(tmp_path: Path, kind: type[nn.RNNB
     arrays = [np.zeros((0, 2), np.float32), *[np.zeros((0, 4), np.float32)] * 2, np.zeros(0, np.int64)]
     assert [(a.shape, a.dtype) for a in predictor.run_engine_arrays(arrays)] == [((0,), "f4"), ((0, 2, 5), "f4")]
     assert predictor.lookup(none)["user"].shape == (0, 4)  # type: ignore[union-attr]
+
+
+def test_no_samples_through_a_ranker(tmp_path: Path) -> None:
+    """Its shards are asked for no rows; over the wire a server refuses such a request by name, as without shards."""
+    _, archive = make_archive(tmp_path, model=Recurrent(nn.GRU), num_dense=2, ranks=2)
+    with remote(archive.root, [[0], [1]], tmp_path) as predictor:
+        found = predictor.predict(torch.zeros(0, 2), bags(KEYS, [[], []]))
+        assert {name: tuple(t.shape) for name, t in found.items()} == {"score": (0,), "states": (0, 2, 5)}
+        with Server({"small": predictor}) as server:
+            none = pb.PredictRequest(model="small", features=pb.JaggedFeatures(keys=KEYS, batch_size=0))
+            with grpc.insecure_channel(server.target) as channel, pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary("/recinfer.v1.Inference/Predict")(none.SerializeToString(), timeout=60)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+            assert "batch_size: got 0" in caught.value.details()  # type: ignore[attr-defined]
 
 
 def test_padding_to_the_longest_of_no_samples(tmp_path: Path) -> None:
