@@ -159,7 +159,9 @@ def errors() -> str:
         "within the caller's timeout.\n\n"
         "## Exit codes\n\n| code | meaning |\n|---|---|\n| 0 | The command succeeded. |\n"
         "| 1 | A check failed: `verify`, `compare`, `migrate`, `export --reference`, `export --max-auc-drop`, `size`, `bench capacity`. |\n"
-        '| 2 | The command failed; with `--json` the object is `{"error": ...}`. |\n| 130 | Ctrl-C |\n\n'
+        '| 2 | The command failed; with `--json` the object is `{"error": ...}`. |\n'
+        "| 3 | `compare`: the rows agree, but the tolerance of the archive's precision is too wide to prove anything. |\n"
+        "| 130 | Ctrl-C |\n\n"
         "`recinfer --debug VERB` or `RECINFER_DEBUG=1` shows tracebacks.\n"
     )
     return "\n".join(lines)

@@ -32,6 +32,8 @@ ANSWERS = "check/answers.safetensors"
 RELATIVE_TOLERANCE = 1e-5
 ABSOLUTE_TOLERANCE = 1e-6
 _BATCHES = (2, 1, 16)
+# Samples and ids of each bag: sizes at which programs fail, and which random bags seldom have.
+_UNIFORM = ((2, 0), (1, 1))
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def golden_requests(
     longest: Mapping[str, int],
     seed: int = 0,
 ) -> list[Request]:
-    """Deterministic requests: the first and last id of every feature, random ids, bags of 0 to 3 ids.
+    """Deterministic requests: the first and last id of every feature, random ids, bags of 0 to 3 ids; then one without any
+    id, and one of one sample with one id a feature.
 
     Args:
         rows: ids of each feature are below this.
@@ -67,8 +70,11 @@ def golden_requests(
     """
     generator = torch.Generator().manual_seed(seed)
     requests = []
-    for index, batch in enumerate(_BATCHES):
-        lengths = torch.randint(0, 4, (len(features), batch), generator=generator)
+    for index, (batch, size) in enumerate([*((batch, None) for batch in _BATCHES), *_UNIFORM]):
+        if size is None:
+            lengths = torch.randint(0, 4, (len(features), batch), generator=generator)
+        else:
+            lengths = torch.full((len(features), batch), size)
         if index == 0:
             lengths[:, 0] = 2
         limits = torch.tensor([longest.get(name, 3) for name in features]).unsqueeze(1)

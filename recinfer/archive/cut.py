@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -203,9 +204,10 @@ def _run(body: nn.Module, slots: Slots, path: str, width: int | None, batch: int
     except (UsedAsTensor, _Found, ConfigError):
         raise
     except Refused as refused:
-        raise ConfigError(f"the dense part cannot be cut out: {refused}") from None
+        raise ConfigError(f"the dense part cannot be cut out: {refused}{_left_out(body)}") from None
     except Exception as error:
-        why = f"; {path!r} was taken for the dense input, because forward uses {use}" if use else ""
+        why = _any_length(slots, str(error)) + _left_out(body)
+        why += f"; {path!r} was taken for the dense input, because forward uses {use}" if use else ""
         if path and width is None:
             raise ConfigError(
                 f"cannot tell the width of the dense input {path!r} ({type(error).__name__}: {error}); give num_dense{why}"
@@ -214,6 +216,32 @@ def _run(body: nn.Module, slots: Slots, path: str, width: int | None, batch: int
         raise ConfigError(
             f"forward failed on the tables' outputs and {came}: {type(error).__name__}: {error}{why}"
         ) from error
+
+
+def _left_out(body: nn.Module) -> str:
+    """Says which arguments of forward have the default None, which is what they are in an export; "" without any."""
+    names = [repr(name) for name, p in inspect.signature(body.forward).parameters.items() if p.default is None]
+    if not names:
+        return ""
+    return (
+        f"; an export runs forward with the defaults of its arguments: {', '.join(names)} {'is' if len(names) == 1 else 'are'} "
+        f"None; remove the default of each one that the model needs"
+    )
+
+
+def _any_length(slots: Slots, sizes: str) -> str:
+    """Explains a size that is the number of ids of an unpooled feature, where the number of samples was expected; ""
+    if ``sizes`` names none."""
+    for leaf, parts in zip(slots.leaves, slots.values):
+        if leaf.pooled:
+            continue
+        for name, values, lengths in zip(leaf.outputs, parts[::2], parts[1::2]):
+            if re.search(rf"\b{len(values)}\b", sizes) and len(values) != len(lengths):
+                return (
+                    f"; {name!r} has any number of ids a sample, here {len(values)} in {len(lengths)} samples, and its values() are "
+                    f"[ids, dim]: where each sample has one id, take .to_padded_dense(1).squeeze(1), which is [samples, dim]"
+                )
+    return ""
 
 
 def _check_features(slots: Slots) -> None:
@@ -267,7 +295,7 @@ def _check_outputs(body: nn.Module, slots: Slots, dense_path: str, width: int) -
                 raise ConfigError(
                     f"output {name!r} of forward has shape {tuple(value.shape)} for a batch of {batch}; "
                     "expected the batch as first dimension (remove the loss and other summaries from an inference "
-                    "model)"
+                    f"model){_any_length(slots, str(value.shape[:1]))}"
                 )
             shapes[name] = tuple(value.shape[1:])
     slots.fill([])

@@ -26,11 +26,17 @@ from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
-__all__ = ["DenseEngine", "ExportedDense", "OnnxEngine", "TorchEngine", "export_dense", "open_dense"]
+__all__ = ["NEEDS_IDS", "DenseEngine", "ExportedDense", "OnnxEngine", "TorchEngine", "export_dense", "open_dense"]
 
 _OPSET = 18
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TRIAL_BATCHES = (1, 3, 64)
+
+NEEDS_IDS = (
+    ". A request may have no ids at all, and forward has to answer it: to_padded_dense(N) gives N places, "
+    "to_padded_dense() none"
+)
+"""For messages: what to do about a dense part that fails where unpooled features have no ids."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ def export_dense(cut: Cut) -> ExportedDense:
     """Export a dense part to torch and ONNX and compare the two on random inputs.
 
     Raises:
-        ConfigError: torch.export cannot trace the dense part with a free batch size.
+        ConfigError: torch.export cannot trace the dense part with a free batch size, or what it gives cannot run without ids.
     """
     axes = {name: Dim(name) for name in dict.fromkeys(cut.batch_axes)}
     shapes = (tuple({0: axes[axis]} for axis in cut.batch_axes),)
@@ -117,11 +123,26 @@ def _printable(reason: str | None) -> str:
 
 
 def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:
-    """The largest difference on random inputs, relative to outputs that are larger than 1."""
+    """The largest difference on random inputs, relative to outputs that are larger than 1.
+
+    Raises:
+        ConfigError: the torch program fails on inputs that a request may have.
+        ArchiveError: onnxruntime fails, or gives other shapes.
+    """
     worst = 0.0
-    for batch in _TRIAL_BATCHES:
-        tensors = cut.example(batch, 100 + batch)
-        for a, b in zip(onnx(tensors), torch_engine(tensors), strict=True):
+    examples = [cut.example(batch, 100 + batch) for batch in _TRIAL_BATCHES]
+    for tensors in (*examples, _without_ids(cut, examples[-1])):
+        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in zip(cut.inputs, tensors))
+        try:
+            expected = torch_engine(tensors)
+        except Exception as error:
+            todo = "" if all(len(tensor) for tensor in tensors) else NEEDS_IDS
+            raise ConfigError(f"the dense part cannot run on {sizes}: {_raised(error)}{todo}") from error
+        try:
+            found = onnx(tensors)
+        except Exception as error:  # its exception types are not public
+            raise ArchiveError(f"{_raised(error)}, for {sizes}") from error
+        for a, b in zip(found, expected, strict=True):
             if a.shape != b.shape:
                 raise ArchiveError(f"an output has shape {tuple(a.shape)}, torch gives {tuple(b.shape)}")
             finite = torch.isfinite(b)  # a logarithm of random inputs may be NaN, in both
@@ -131,6 +152,19 @@ def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:
             if b.numel():
                 worst = max(worst, float((a - b).abs().max()) / max(1.0, float(b.abs().max())))
     return worst
+
+
+def _without_ids(cut: Cut, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same samples, whose unpooled features have no ids."""
+    names = zip(cut.inputs, tensors)
+    return [
+        t[:0] if name.endswith("_values") else torch.zeros_like(t) if name.endswith("_lengths") else t
+        for name, t in names
+    ]
+
+
+def _raised(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 @contextmanager

@@ -46,7 +46,8 @@ MissingShards = Literal["reject", "default_rows"]
 class QuantizationInfo:
     """The quantization error of a table: largest absolute error and root mean square error over all rows.
 
-    ``max_step`` is the largest scale step (0 for FP16 and FP32); half of it bounds the error of an element.
+    ``max_step`` is the largest scale step (0 for FP16 and FP32). FBGEMM gives a row of one value the scale 1,
+    though it is stored exactly, so a table with such a row has at least 1 here.
     ``relative_error`` is ``rms_error`` over the root mean square of the float values.
     """
 

@@ -111,6 +111,25 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return result
 
 
+class _WithoutIndices(JaggedTensor):
+    """A sequence of a collection with ``need_indices=True``, which puts the ids into the weights; the dense part of an
+    archive gets vectors and lengths."""
+
+    @classmethod
+    def of(cls, sequence: JaggedTensor, what: str) -> JaggedTensor:
+        self = cls.__new__(cls)
+        vars(self).update(vars(sequence), _what=what)
+        return self
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise Refused(
+            f"forward reads the ids that {self._what} puts into the weights of its outputs (need_indices=True); "  # type: ignore[attr-defined]
+            "the dense part of an archive gets vectors and lengths, no ids: remove what needs them from an inference model"
+        )
+
+    weights = weights_or_none = to_dense_weights = to_padded_dense_weights = _refuse
+
+
 class Slots:
     """The outputs that the stand-ins of the embedding modules return, and the inputs that they received."""
 
@@ -129,6 +148,8 @@ class Slots:
     def answer(self, index: int, argument: Any) -> Any:
         leaf = self.leaves[index]
         what = f"the embedding module {leaf.module_path or type(leaf.module).__name__!r}"
+        if argument is None:
+            raise Refused(f"the input of {what} is None; it must be an input of forward, or an attribute of one")
         if not isinstance(argument, Argument):
             came = (
                 "a tensor input of forward that is also used elsewhere" if isinstance(argument, Tensor) else "a value"
@@ -144,10 +165,14 @@ class Slots:
         parts = self.values[index]
         if leaf.pooled:
             return KeyedTensor(keys=leaf.outputs, length_per_key=leaf.dims, values=parts[0])
-        return {
+        need_indices = getattr(leaf.module, "need_indices", None)
+        sequences = {
             name: JaggedTensor.from_parts_unchecked(parts[2 * j], None, parts[2 * j + 1])
             for j, name in enumerate(leaf.outputs)
         }
+        if callable(need_indices) and need_indices():
+            return {name: _WithoutIndices.of(sequence, what) for name, sequence in sequences.items()}
+        return sequences
 
 
 class Stub(nn.Module):

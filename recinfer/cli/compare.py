@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+from recinfer.cli.console import EXIT_FAILED_CHECK, EXIT_PROVES_LITTLE, JsonOption, Output
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -29,7 +29,8 @@ def run(
     """Run recorded inputs through an archive and compare its outputs with the recorded ones.
 
     The tolerance follows from the archive's precision. Exit code 0: all rows agree. 1: some rows differ. 2: the archive
-    or the reference file cannot be read.
+    or the reference file cannot be read. 3: all rows agree, but the tolerance is wider than the recorded outputs are apart, so
+    that an archive of other weights would agree too.
     """
     from recinfer.inference.comparison import compare_archive
     from recinfer.inference.recorded import RecordedReference
@@ -41,4 +42,4 @@ def run(
         output.show(Text(found.message(), style="red"))
     output.finish({"archive": str(archive), **found.to_dict()})
     if not found.ok:
-        raise typer.Exit(EXIT_FAILED_CHECK)
+        raise typer.Exit(EXIT_FAILED_CHECK if found.num_wrong else EXIT_PROVES_LITTLE)

@@ -26,6 +26,7 @@ __all__ = [
     "EXIT_ERROR",
     "EXIT_FAILED_CHECK",
     "EXIT_INTERRUPTED",
+    "EXIT_PROVES_LITTLE",
     "JsonOption",
     "Output",
     "set_debug",
@@ -36,6 +37,7 @@ __all__ = [
 
 EXIT_FAILED_CHECK = 1  # the command ran, and what it checked is not right
 EXIT_ERROR = 2  # the command could not do what was asked
+EXIT_PROVES_LITTLE = 3  # the command ran, and its check could not have failed
 EXIT_INTERRUPTED = 130  # Ctrl-C, as shells report it
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]

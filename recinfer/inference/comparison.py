@@ -3,15 +3,17 @@
 There are two comparisons:
 
 * At export, the checkpoint's float rows are available. Float rows through the exported dense program must give the
-  recorded outputs up
-  to the rounding of float32 sums; each embedding of the archive must be as near to the float one as its precision allows.
+  recorded outputs up to the rounding of float32 sums; each embedding of the archive must be as near to the float one as
+  its precision allows.
 * An archive has only quantized rows. Each element of a row is within half a step of its float value, so the dense
-  program
-  is run on rows moved up or down by that, at random: the root mean square change of an output, times ``_DEVIATIONS``,
-  bounds the difference from the float model's output. Rounding errors are uniform over the step, so the bound is 7 of
-  their standard deviations, for any dense program, shared tables and repeated ids. On a flat part of the program (a
-  saturated sigmoid) small moves change nothing: rows are therefore also moved by ``_DEVIATIONS`` times as much, and the
-  larger result is used.
+  program is run on rows moved up or down by that, at random: the root mean square change of an output, times
+  ``_DEVIATIONS``, bounds the difference from the float model's output. Rounding errors are uniform over the step, so the
+  bound is 7 of their standard deviations, for any dense program, shared tables and repeated ids. On a flat part of the
+  program (a saturated sigmoid) small moves change nothing: rows are therefore also moved by ``_DEVIATIONS`` times as
+  much, and the larger result is used.
+
+TorchRec pools a table of FP16 or BF16 rows in that type: it rounds weights, sums and means. In both comparisons, vectors
+that were pooled from rows which a 16-bit type holds are moved as well, by what it rounds off.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from recinfer.archive.check import Request
 from recinfer.archive.manifest import Manifest, TableInfo
 from recinfer.archive.positions import read_position_tensors
 from recinfer.archive.reader import Archive, open_archive
@@ -32,7 +35,7 @@ from recinfer.archive.rows import RowReader
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.recorded import RecordedBatch, RecordedReference
 from recinfer.inference.reference import FloatRows, compare_with_float, float_embeddings, rounding_bound
-from recinfer.quant.rows import quantization_step, unpack_rows
+from recinfer.quant.rows import unpack_rows
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -45,6 +48,7 @@ _DRAWS = 16
 _DEVIATIONS = 4.0
 _SHOWN = 10
 _GAP = 64  # rows of a table that are read rather than skipped
+_SMALL = 0.01  # of the largest recorded value: other blocks, other weights or dropout give larger differences
 
 PositionWeights = Mapping[str, Mapping[str, Tensor]]
 
@@ -74,8 +78,9 @@ class Comparison:
         archive_difference: largest difference of the archive from the record; with ``"float"`` this is the effect of
             the precision.
         wrong: rows over their bound, the furthest over it first, at most 10.
-        blunt: outputs for which the precision allows more than the standard deviation of the recorded values, so that a
-            wrong model may pass.
+        blunt: outputs for which the precision allows more than the standard deviation of the recorded values (of one
+            recorded row: than the values), so that a wrong model may pass.
+        largest_recorded: largest absolute recorded value of any output.
     """
 
     reference: str
@@ -87,29 +92,44 @@ class Comparison:
     archive_difference: float
     wrong: tuple[RowDifference, ...]
     blunt: tuple[str, ...]
+    largest_recorded: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether every recorded output is within its bound."""
-        return not self.num_wrong
+        """Whether every recorded output is within its bound, and the bounds are narrow enough to prove something."""
+        return not self.num_wrong and not self.blunt
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as plain data."""
         return {"ok": self.ok, **asdict(self)}
 
     def message(self) -> str:
-        """A message with the worst difference and its usual causes."""
+        """What is not ok: the worst difference and its usual causes, or bounds that prove little."""
+        if not self.wrong:
+            return (
+                f"this comparison proves little for {', '.join(self.blunt)}: the precision's bound (at most {self.max_bound:.3g}) "
+                f"exceeds the standard deviation of the recorded values, so that other weights would pass too. Compare at "
+                f"export, where the float rows are available (recinfer export --reference), or give the tables a wider precision"
+            )
         worst = self.wrong[0]
         explains = "float32 arithmetic" if self.model == "float" else "the archive's precision"
+        if worst.difference <= _SMALL * self.largest_recorded:
+            causes = (
+                f"So small a difference (the largest recorded value is {self.largest_recorded:.3g}) is usually one of arithmetic: "
+                "outputs recorded under autocast or with TF32, or with a checkpoint of another step"
+            )
+        else:
+            causes = (
+                "The usual cause: forward concatenates pooled.values(). TorchRec's "
+                "DistributedModelParallel gives its blocks in the order of the sharding, recinfer in the order of the module's "
+                "features; take them by name, torch.cat([pooled[name] for name in NAMES], dim=1), with NAMES as "
+                "pooled.keys() printed them in training. Other causes: outputs recorded in training mode (dropout, batch norm), "
+                "under autocast, or with other weights than the checkpoint's"
+            )
         return (
             f"{self.num_wrong} of {self.rows} rows of {self.reference} have other outputs than this model: row {worst.row}, "
             f"output {worst.output!r}: recorded {worst.recorded:.6g}, got {worst.found:.6g}, a difference of "
-            f"{worst.difference:.3g} where {explains} allows {worst.bound:.3g}. The usual cause: forward "
-            f"concatenates pooled.values(). TorchRec's "
-            "DistributedModelParallel gives its blocks in the order of the sharding, recinfer in the order of the module's "
-            "features; take them by name, torch.cat([pooled[name] for name in NAMES], dim=1), with NAMES as "
-            "pooled.keys() printed them in training. Other causes: outputs recorded in training mode (dropout, batch norm), "
-            "under autocast, or with other weights than the checkpoint's"
+            f"{worst.difference:.3g} where {explains} allows {worst.bound:.3g}. {causes}"
         )
 
     def __rich__(self) -> Group:
@@ -133,14 +153,6 @@ class Comparison:
             for column in (0, 2, 3, 4, 5):
                 table.columns[column].justify = "right"
             parts.append(table)
-        if self.blunt:
-            names = ", ".join(self.blunt)
-            text = (
-                f"this comparison proves little for {names}: the precision's bound exceeds the standard deviation of "
-                f"the "
-                f"recorded values; compare at export, where the float rows are available"
-            )
-            parts.append(Text(text))
         return Group(*parts)
 
 
@@ -149,25 +161,18 @@ def compare_archive(path: str | os.PathLike[str], reference: RecordedReference) 
 
     Raises:
         ArchiveError: the archive breaks a rule of FORMAT.md.
-        ConfigError, InputError: the reference does not fit the model.
+        ConfigError, InputError: the reference does not fit the model, or the dense part cannot run on its rows.
     """
     archive = open_archive(path)
     manifest = archive.manifest
     batches = reference.batches(manifest)
     predictor = Predictor(archive)
     stored, bounds = _stored_rows(archive, FloatRows(manifest, [batch.request for batch in batches]))
-    positions = read_position_tensors(archive)
-    generator = torch.Generator().manual_seed(0)
-    near, far = (
-        [stored.with_rows(_moved(manifest, stored, bounds, generator, scale)) for _ in range(_DRAWS)]
-        for scale in (1.0, _DEVIATIONS)
-    )
+    draws = _Draws(manifest, stored, bounds, read_position_tensors(archive))
     tally = _Tally(reference, manifest, batches, "archive")
     for batch in batches:
         found = predictor.replay(batch.request).outputs
-        little = _root_mean_squares(predictor, near, batch, positions, found)
-        much = _root_mean_squares(predictor, far, batch, positions, found)
-        tally.add(batch, found, found, [torch.maximum(_DEVIATIONS * a, b) for a, b in zip(little, much)])
+        tally.add(batch, found, found, draws.allowed(predictor, batch.request, found))
     return tally.comparison()
 
 
@@ -187,15 +192,20 @@ def compare_export(
 
     Raises:
         ArchiveError: an embedding of the archive differs by more than its precision allows.
+        ConfigError: the dense part cannot run on recorded rows.
     """
     manifest = predictor.manifest
+    exact = {
+        (table.module, table.name): torch.zeros_like(rows.rows(table, rows.ids(table))) for table in manifest.tables
+    }
+    draws = _Draws(manifest, rows, exact, position_weights)
     tally = _Tally(reference, manifest, batches, "float")
     for batch in batches:
         answer = predictor.replay(batch.request)
         compare_with_float(predictor, rows, [batch.request], [answer], position_weights)
         vectors, lengths = float_embeddings(manifest, rows, batch.request, position_weights)
         found = predictor.run_dense_on(batch.request.dense, vectors, lengths)
-        tally.add(batch, found, answer.outputs, [torch.zeros_like(output) for output in found])
+        tally.add(batch, found, answer.outputs, draws.allowed(predictor, batch.request, found))
     return tally.comparison()
 
 
@@ -214,7 +224,8 @@ class _Tally:
         self._outputs = [output.name for output in manifest.dense.outputs]
         recorded = [torch.cat([batch.outputs[i] for batch in batches]) for i in range(len(self._outputs))]
         self._tight = [_RELATIVE * float(r.abs().max()) + _ABSOLUTE if r.numel() else _ABSOLUTE for r in recorded]
-        self._spread = [float(r.std(0).max()) if len(r) > 1 and r.numel() else float("inf") for r in recorded]
+        self._spread = [_spread(r) for r in recorded]
+        self._largest = max(_largest(r.abs()) for r in recorded)
         self._rows = sum(len(batch.outputs[0]) for batch in batches)
         self._num_wrong = 0
         self._differences, self._bounds, self._archive = [0.0], [0.0], [0.0]
@@ -266,6 +277,7 @@ class _Tally:
             archive_difference=_largest(torch.tensor(self._archive)),
             wrong=tuple(row for _, row in self._wrong),
             blunt=blunt,
+            largest_recorded=self._largest,
         )
 
 
@@ -274,21 +286,100 @@ def _largest(values: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _root_mean_squares(
-    predictor: Predictor,
-    draws: Sequence[FloatRows],
-    batch: RecordedBatch,
-    position_weights: PositionWeights,
-    outputs: Sequence[Tensor],
-) -> list[Tensor]:
-    """The root mean square change of each output element over the random draws of rows."""
-    squares = [torch.zeros_like(output) for output in outputs]
-    for rows in draws:
-        vectors, lengths = float_embeddings(predictor.manifest, rows, batch.request, position_weights)
-        moved = predictor.run_dense_on(batch.request.dense, vectors, lengths)
-        for total, there, here in zip(squares, moved, outputs):
-            total += (there - here).square()
-    return [(total / len(draws)).sqrt() for total in squares]
+def _spread(recorded: Tensor) -> float:
+    """How far recorded values [B, ...] are apart: what a comparison must see to prove something."""
+    return _largest(recorded.std(0) if len(recorded) > 1 else recorded.abs())
+
+
+class _Draws:
+    """The rows of the recorded ids, moved at random by what they are uncertain by; and so the allowed differences.
+
+    Args:
+        stored: the rows as they are.
+        bounds: (module path, table) -> by how much each element may be off, [ids, dim].
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        stored: FloatRows,
+        bounds: Mapping[tuple[str, str], Tensor],
+        position_weights: PositionWeights,
+    ) -> None:
+        self._manifest, self._position_weights = manifest, position_weights
+        half = {(t.module, t.name): _half_precision(stored.rows(t, stored.ids(t))) for t in manifest.tables}
+        self._pooling = _pooling_errors(manifest, half)
+        bounds = dict(bounds)
+        for module in manifest.modules:
+            for table in manifest.module_tables(module.path):
+                key = table.module, table.name
+                if module.is_weighted and half[key]:  # weights were rounded to the rows' type
+                    bounds[key] = bounds[key] + half[key] * stored.rows(table, stored.ids(table)).abs()
+        exact = not any(half.values()) and not any(bool(bound.any()) for bound in bounds.values())
+        self._generator = torch.Generator().manual_seed(0)
+        self._rows = [
+            []
+            if exact
+            else [stored.with_rows(_moved(manifest, stored, bounds, self._generator, scale)) for _ in range(_DRAWS)]
+            for scale in (1.0, _DEVIATIONS)
+        ]
+
+    def allowed(self, predictor: Predictor, request: Request, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """How far each element of the outputs may be from the recorded one, apart from the rounding of float32 sums."""
+        near, far = self._rows
+        if not near:
+            return [torch.zeros_like(output) for output in outputs]
+        little = self._root_mean_squares(predictor, request, near, 1.0, outputs)
+        much = self._root_mean_squares(predictor, request, far, _DEVIATIONS, outputs)
+        return [torch.maximum(_DEVIATIONS * a, b) for a, b in zip(little, much)]
+
+    def _root_mean_squares(
+        self,
+        predictor: Predictor,
+        request: Request,
+        draws: Sequence[FloatRows],
+        scale: float,
+        outputs: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """The root mean square change of each output element over the draws of rows."""
+        squares = [torch.zeros_like(output) for output in outputs]
+        for rows in draws:
+            vectors, lengths = float_embeddings(self._manifest, rows, request, self._position_weights)
+            for place, error in self._pooling:
+                vectors[place] = vectors[place] * (1 + scale * error * _signs(vectors[place], self._generator))
+            moved = predictor.run_dense_on(request.dense, vectors, lengths)
+            for total, there, here in zip(squares, moved, outputs):
+                total += (there - here).square()
+        return [(total / len(draws)).sqrt() for total in squares]
+
+
+def _half_precision(rows: Tensor) -> float:
+    """The largest relative rounding error of a 16-bit type that holds all of these rows exactly; 0 if none does."""
+    if not rows.numel():
+        return 0.0
+    fitting = [dtype for dtype in (torch.bfloat16, torch.float16) if torch.equal(rows.to(dtype).float(), rows)]
+    return torch.finfo(fitting[0]).eps / 2 if fitting else 0.0
+
+
+def _pooling_errors(manifest: Manifest, half: Mapping[tuple[str, str], float]) -> list[tuple[int, Tensor]]:
+    """(place in ``float_embeddings``, relative error of each column [D]) of pooled vectors that training may have
+    rounded: a sum once, a mean twice."""
+    errors = []
+    place = 0
+    for module in manifest.modules:
+        tables = manifest.module_tables(module.path)
+        if module.kind == "sequence":
+            place += sum(len(table.features) for table in tables)
+            continue
+        columns = [(2 * half[t.module, t.name], t.dim * len(t.features)) for t in tables]
+        if any(error for error, _ in columns):
+            errors.append((place, torch.cat([torch.full((width,), error) for error, width in columns])))
+        place += 1
+    return errors
+
+
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 2, like.shape, generator=generator) * 2 - 1
 
 
 def _stored_rows(archive: Archive, rows: FloatRows) -> tuple[FloatRows, dict[tuple[str, str], Tensor]]:
@@ -298,13 +389,11 @@ def _stored_rows(archive: Archive, rows: FloatRows) -> tuple[FloatRows, dict[tup
         for table in archive.manifest.tables:
             planned = archive.plan.table(table.module, table.name)
             ids = rows.ids(table)
-            steps = torch.zeros(len(ids))
             for first, last in _runs(ids):
                 start, stop = int(ids[first]), int(ids[last - 1]) + 1
                 packed = reader.read(planned, start, stop)
                 rows.collect(table.module, table.name, start, unpack_rows(packed, table.dim, table.data_type))
-                steps[first:last] = quantization_step(packed, table.dim, table.data_type)[ids[first:last] - start]
-            bounds[table.module, table.name] = rounding_bound(table, rows.rows(table, ids), steps.unsqueeze(1))
+            bounds[table.module, table.name] = rounding_bound(table, rows.rows(table, ids))
     return rows, bounds
 
 
@@ -326,7 +415,6 @@ def _moved(
 
     def moved(table: TableInfo) -> Tensor:
         bound = bounds[table.module, table.name]
-        signs = torch.randint(0, 2, bound.shape, generator=generator) * 2 - 1
-        return stored.rows(table, stored.ids(table)) + scale * signs * bound
+        return stored.rows(table, stored.ids(table)) + scale * _signs(bound, generator) * bound
 
     return {(table.module, table.name): moved(table) for table in manifest.tables}

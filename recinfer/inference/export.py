@@ -227,7 +227,7 @@ def _answer(
     manifest."""
     rank_files = tuple(rank_file(rects, rank, plan.hash) for rank, rects in enumerate(rects_by_rank(plan)))
     predictor = Predictor(Archive(folder.root, manifest, plan, rank_files))
-    answers = [predictor.replay(request) for request in requests]
+    answers = [_replayed(predictor, index, request) for index, request in enumerate(requests)]
     _refuse_odd_outputs(manifest, answers, program)
     errors = compare_with_float(predictor, rows, requests, answers, position_weights)
     folder.add(ANSWERS, pack_answers(answers))
@@ -239,6 +239,13 @@ def _answer(
         bytes_total=sum(file.bytes for file in files),
     )
     return manifest, predictor
+
+
+def _replayed(predictor: Predictor, index: int, request: Request) -> Answer:
+    try:
+        return predictor.replay(request)
+    except ConfigError as error:
+        raise ConfigError(f"golden request {index}, which export made of random inputs, fails: {error}") from error
 
 
 def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: nn.Module | None) -> None:
@@ -259,7 +266,7 @@ def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: 
                 else (
                     "the weights are finite, so forward computes it from the golden request's random inputs (dense "
                     "values are "
-                    "normal, also negative; bags may be empty): find the logarithm, root, division or overflow in "
+                    "normal, also negative; bags may be empty, all of them too): find the logarithm, root, division or overflow in "
                     "forward and "
                     "clamp its input"
                 )

@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recinfer.archive.dense import DenseEngine, open_dense
+from recinfer.archive.dense import NEEDS_IDS, DenseEngine, open_dense
 from recinfer.archive.manifest import Manifest
 from recinfer.archive.mapping import MappedShards
 from recinfer.archive.reader import Archive
 from recinfer.distributed.planner.plan import Plan
-from recinfer.errors import InputError
+from recinfer.errors import ConfigError, InputError
 from recinfer.inference.bags import Bags
 from recinfer.inference.direct import DirectTables
 from recinfer.inference.intake import FeatureIntake
@@ -76,9 +77,9 @@ class LoadedModel(States):
         self.mergeable = True
         self.features = tuple(feature_specs(manifest, output_names(manifest)))
         self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
-        self.output_names: list[str] = []
-        if manifest.dense is not None:
-            self.output_names = [output.name for output in manifest.dense.outputs]
+        outputs = () if manifest.dense is None else manifest.dense.outputs
+        self.output_names = [output.name for output in outputs]
+        self._no_outputs = [(0, *output.shape) for output in outputs]  # the shapes of the outputs of no samples
         super().__init__(archive)
 
     def _assemble(self, archive: Archive, edit: Callable[[MappedShards], None] | None = None) -> None:
@@ -162,13 +163,36 @@ class LoadedModel(States):
     def run_dense_on(
         self, dense: Tensor | None, embeddings: Sequence[Tensor], lengths: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Run the dense part on embeddings as :meth:`replay` returns them; sequences come with their lengths."""
+        """Run the dense part on embeddings as :meth:`replay` returns them; sequences come with their lengths.
+
+        Raises:
+            ConfigError: the dense part cannot run on them.
+        """
         if self._engine is None:
             return []
         tensors = [dense] if dense is not None else []
         for vectors, length in zip(embeddings, lengths):
             tensors += [vectors] if length is None else [vectors, length]
-        return to_host(self._engine([self.to_device(t) for t in tensors]))
+        return self.run_checked(tensors)
+
+    def run_checked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """As :meth:`run_engine`, for this state, where an answer is checked: the engine's own exception becomes a
+        ConfigError that tells the batch."""
+        try:
+            return self.run_engine(tensors)
+        except Exception as error:  # what runs is the archive's own program: each engine raises its own types
+            assert self.manifest.dense is not None
+            inputs = zip(self.manifest.dense.inputs, tensors)
+            ids = {
+                i.feature: len(tensor) for i, tensor in inputs if i.kind == "values"
+            }  # the others are vectors by now
+            told = "".join(f", {count} ids of {name}" for name, count in ids.items())
+            todo = NEEDS_IDS if 0 in ids.values() else ""
+            reason = " ".join(str(error).split())[:500]
+            raise ConfigError(
+                f"the dense part cannot run on a batch of {len(tensors[-1])} samples{told}: "
+                f"{type(error).__name__}: {reason}{todo}"
+            ) from error
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """``tensor`` where the dense part runs; the caller does not wait for a copy to a GPU."""
@@ -176,8 +200,14 @@ class LoadedModel(States):
 
     @at_one_state
     def run_engine(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the dense part on its inputs, in the manifest's order. Only its outputs come back to the host, together."""
+        """Run the dense part on its inputs, in the manifest's order. Only its outputs come back to the host, together.
+
+        Without samples nothing is run: torch and onnxruntime differ in what they make of an empty batch, and
+        onnxruntime's recurrent layers end the process.
+        """
         assert self._engine is not None
+        if not len(tensors[-1]):  # the last input has the batch in front, whatever it is
+            return [torch.empty(shape) for shape in self._no_outputs]
         start = time.perf_counter()
         outputs = to_host(self._engine([self.to_device(tensor) for tensor in tensors]))
         self.stages.add("dense", time.perf_counter() - start)
@@ -187,6 +217,8 @@ class LoadedModel(States):
         """As :meth:`run_engine`, for this state, on the CPU and with numpy arrays; ``counted`` adds its time to the
         stages."""
         assert self._engine is not None
+        if not len(arrays[-1]):
+            return [np.empty(shape, np.float32) for shape in self._no_outputs]
         start = time.perf_counter()
         outputs = self._engine.arrays(arrays)
         if counted:

@@ -100,7 +100,11 @@ class Predictor(LoadedModel):
 
     @at_one_state
     def replay(self, request: Request) -> Answer:
-        """Run a golden request; returns every embedding, module by module, and the outputs."""
+        """Run a golden request; returns every embedding, module by module, and the outputs.
+
+        Raises:
+            ConfigError: the dense part cannot run on it.
+        """
         taken = self.intake.take(bags_of(request.features), need_all=True).features
         found = run_now(self.find([taken]))
         if found.missing:
@@ -108,7 +112,7 @@ class Predictor(LoadedModel):
         outputs: list[Tensor] = []
         if self._engine is not None:
             dense = [request.dense] if request.dense is not None and self.num_dense else []
-            outputs = self.run_engine(dense + [t for f in found.parts for t in tensors_of(f, dense_input=True)])
+            outputs = self.run_checked(dense + [t for f in found.parts for t in tensors_of(f, dense_input=True)])
         return Answer(to_host([t for given in found.parts for t in tensors_of(given)]), outputs)
 
     @at_one_state
@@ -119,8 +123,8 @@ class Predictor(LoadedModel):
         try:
             given = self.replay(request)
         except RecinferError as error:
-            raise ArchiveError(f"golden request {index} fails: {error}", rule="C2") from None
-        except Exception as error:  # what runs is the archive's own program: each engine raises its own types
+            raise ArchiveError(f"golden request {index} fails: {error}", rule="C2") from error
+        except Exception as error:  # of a lookup: on a GPU there are exceptions of many types
             reason = " ".join(str(error).split())[:500]
             raise ArchiveError(f"golden request {index} fails: {type(error).__name__}: {reason}", rule="C2") from error
         compare_answers(index, given, answer)

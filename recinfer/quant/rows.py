@@ -206,7 +206,8 @@ def join_packed_columns(
 
 def quantization_step(packed_RP: Tensor, dim: int, data_type: DataType) -> Tensor:
     """The scale of every row, float32 [R]: half of it bounds an element's rounding error (rounding scale and bias to
-    fp16 adds up to ``2**-11`` of the row's largest magnitude). Zeros for FP16 and FP32."""
+    fp16 adds up to ``2**-11`` of the row's largest magnitude). Zeros for FP16 and FP32; 1 for a row of one value, which
+    is stored exactly."""
     if data_type in FLOAT_TYPES:
         return torch.zeros(packed_RP.shape[0])
     return _qparams(packed_RP)[:, 0].float()

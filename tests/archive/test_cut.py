@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -286,6 +287,66 @@ class TwoCollections(nn.Module):
         super().__init__()
         self.one, self.two = tables("t"), tables("u", ("c",))
         self.linear = nn.Linear(8 + 4 + 3, 2)
+
+
+@pytest.mark.parametrize("arguments", ["sparse=None", "dense=None, sparse=None", "sparse, dense=None"])
+def test_an_argument_whose_default_is_none_is_named(arguments: str) -> None:
+    """An export leaves it out; the error spoke of a NoneType computed inside forward."""
+    scope: dict[str, Any] = {}
+    exec(
+        f"def forward(self, {arguments}): return self.linear(dense) + self.ebc(sparse).values() + self.other(sparse)",
+        scope,
+    )
+    names = re.findall(r"(\w+)=None", arguments)
+    told = ", ".join(map(repr, names)) + (" is" if len(names) == 1 else " are") + " None; remove the default"
+    scope["dense"] = torch.zeros(4, 11)
+    with pytest.raises(ConfigError, match=told):
+        cut(Model(scope["forward"]))
+
+
+class Ids(nn.Module):
+    """An unpooled collection with indices; its forward is given."""
+
+    def __init__(self, forward: Callable[[JaggedTensor], Tensor], need_indices: bool = True) -> None:
+        super().__init__()
+        tables = [EmbeddingConfig(9, 4, "item", feature_names=["item"])]
+        self.ec = EmbeddingCollection(tables=tables, need_indices=need_indices)
+        self._forward = forward
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self._forward(self.ec(features)["item"])
+
+
+READS_IDS: list[Callable[[JaggedTensor], Any]] = [
+    lambda item: item.weights(),
+    lambda item: item.to_padded_dense_weights(2),
+    lambda item: item.to_padded_dense(2).sum((1, 2)) + (0 if item.weights_or_none() is None else 1),
+    lambda item: torch.stack([w.sum() for w in item.to_dense_weights() or []]),
+]
+
+
+@pytest.mark.parametrize("forward", READS_IDS)
+def test_ids_that_an_archive_does_not_have_are_refused_by_name(forward: Callable[[JaggedTensor], Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"forward reads the ids that the embedding module 'ec' puts .*need_indices=True"
+    ):
+        cut(Ids(forward))
+
+
+def test_a_collection_with_ids_that_forward_does_not_read() -> None:
+    found = cut(Ids(lambda item: item.to_padded_dense(2).sum((1, 2))))
+    assert found.outputs == {"output": ()}
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda item: item.values() * torch.ones(4, 4), lambda item: item.values().sum(1)],
+    ids=["inside", "output"],
+)
+def test_values_of_a_sequence_are_not_one_a_sample(forward: Callable[[JaggedTensor], Tensor]) -> None:
+    message = r"'item' has any number of ids a sample, here 6 in \d samples.*\.to_padded_dense\(1\)\.squeeze\(1\)"
+    with pytest.raises(ConfigError, match=message):
+        cut(Ids(forward))
 
 
 def test_a_split_of_the_sparse_input_goes_to_two_modules() -> None:

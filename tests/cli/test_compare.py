@@ -70,6 +70,28 @@ def test_compare_says_which_rows(files: Path, exported: Exported) -> None:
     assert "torch.cat([pooled[name] for name in NAMES], dim=1)" in " ".join(out.split())
 
 
+def test_compare_that_proves_little_has_its_own_exit_code(files: Path, tmp_path: Path) -> None:
+    """INT2 explains more than the outputs are apart."""
+    run_json(
+        "plan",
+        "--checkpoint",
+        files / "tiny.ckpt",
+        "--world-size",
+        1,
+        "--precision",
+        "int2",
+        "--out",
+        tmp_path / "plan.json",
+    )
+    run_json(*export(files, tmp_path / "narrow.rqa", "--plan", tmp_path / "plan.json"))
+    found = run_json("compare", tmp_path / "narrow.rqa", "--reference", files / "right.npz", code=3)
+    assert (found["ok"], found["num_wrong"], found["blunt"]) == (False, 0, ["output"])
+    code, out, _ = run("compare", tmp_path / "narrow.rqa", "--reference", files / "right.npz")
+    assert (code, "proves little for output" in " ".join(out.split())) == (3, True)
+    _, told, _ = run("compare", "--help")
+    assert "3: all rows agree, but the tolerance is wider" in " ".join(told.replace("│", " ").split())
+
+
 def test_without_a_reference_export_says_so(files: Path, tmp_path: Path) -> None:
     code, out, _ = run(*export(files, tmp_path / "c.rqa"))
     assert code == 0

@@ -9,13 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recinfer.archive.check import Request
 from recinfer.archive.reader import Archive
-from recinfer.errors import ConfigError, InputError, MismatchError
+from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
 from recinfer.inference.comparison import compare_archive
+from recinfer.inference.predictor import Predictor
 from recinfer.inference.recorded import RecordedReference
+from recinfer.inference.reference import FloatRows, compare_with_float
 from recinfer.inference.report import ExportReport
-from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
+from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from recinfer.modules.feature_processor_ import PositionWeightedModule
+from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import (
     EVERYTHING_ROWS,
@@ -174,11 +179,143 @@ def test_weights_and_more_rows_than_one_batch(tmp_path: Path) -> None:
     assert [w.row for w in compare_archive(archive.root, RecordedReference.read(tmp_path / "x.npz")).wrong] == [1400]
 
 
-def test_int2_says_that_it_proves_little(tmp_path: Path) -> None:
+def test_int2_proves_little_which_is_not_ok(tmp_path: Path) -> None:
     model = make_model()
     reference = record(tmp_path / "right.npz", model)
     _, archive = make_archive(tmp_path, model=model, precision=DataType.INT2, reference=reference)
-    assert compare_archive(archive.root, reference).blunt == ("output",)
+    found = compare_archive(archive.root, reference)
+    assert (found.blunt, found.num_wrong, found.ok, found.to_dict()["ok"]) == (("output",), 0, False, False)
+    assert "proves little for output" in found.message()
+
+
+def test_one_recorded_row_proves_little_if_the_bound_exceeds_it(tmp_path: Path) -> None:
+    model = make_model()
+    reference = record(tmp_path / "one.npz", model, rows=1)
+    _, archive = make_archive(tmp_path, model=model, precision=DataType.INT2)
+    assert not compare_archive(archive.root, reference).ok
+
+
+class Wide(nn.Module):
+    """The wide part of a Wide & Deep: a number for each id, summed."""
+
+    def __init__(self, dims: tuple[int, ...] = (1, 1), scale: float = 0.1) -> None:
+        super().__init__()
+        self.names = [f"f_{i}" for i in range(len(dims))]
+        self.ebc = EmbeddingBagCollection(
+            tables=[EmbeddingBagConfig(50, dim, f"t_{i}", feature_names=[f"f_{i}"]) for i, dim in enumerate(dims)]
+        )
+        with torch.no_grad():
+            for parameter in self.ebc.parameters():
+                parameter.normal_(0.3 * scale, scale)
+
+    def forward(self, kjt: KeyedJaggedTensor) -> Tensor:
+        return self.ebc(kjt).values().sum(1)
+
+
+def record_bags(path: Path, model: nn.Module, names: list[str], lowest: int, highest: int) -> RecordedReference:
+    """40 rows with bags of so many ids."""
+    random = torch.Generator().manual_seed(5)
+    lengths = torch.randint(lowest, highest, (len(names), 40), generator=random)
+    ids = [torch.randint(0, 50, (n,), generator=random) for n in lengths.sum(1).tolist()]
+    kjt = KeyedJaggedTensor(names, torch.cat(ids), lengths=lengths.flatten())
+    with torch.no_grad():
+        np.savez(path, **arrays_of(kjt), output=model(kjt).numpy())
+    return RecordedReference.read(path)
+
+
+@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.INT2], ids=lambda p: p.value)
+def test_rows_of_one_value_are_exact(tmp_path: Path, precision: DataType) -> None:
+    """FBGEMM stores the scale 1 for them; half of it was allowed as their error, so that any weights passed."""
+    torch.manual_seed(1)
+    model = Wide()
+    right, other = (record_bags(tmp_path / f"{i}.npz", m, model.names, 1, 4) for i, m in enumerate((model, Wide())))
+    _, archive = make_archive(tmp_path, model=model, precision=precision, reference=right)
+    found = compare_archive(archive.root, right)
+    assert found.ok, found
+    assert found.max_difference < found.max_bound < 0.01
+    assert compare_archive(archive.root, other).num_wrong > 30
+
+
+def test_an_export_checks_rows_beside_a_row_of_one_value(tmp_path: Path) -> None:
+    """Its scale of 1 is not the step of the other rows of the table."""
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.ebc.parameters():
+            parameter[0] = 0.5
+    _, archive = make_archive(tmp_path, model=model)
+    predictor = Predictor(archive)
+    bags = KeyedJaggedTensor(FEATURES, torch.arange(64) % 50, lengths=torch.full((32,), 2))
+    request = Request(torch.randn(8, NUM_DENSE), bags)
+    rows = FloatRows(archive.manifest, [request])
+    for table in archive.manifest.tables:
+        rows.collect("ebc", table.name, 0, model.ebc.embedding_bags[table.name].weight.detach())
+    answer = predictor.replay(request)
+    compare_with_float(predictor, rows, [request], [answer], {})
+    answer.embeddings[0][3, 5] += 0.2
+    with pytest.raises(ArchiveError, match=r"embeddings differ from the float model's by 0\.2"):
+        compare_with_float(predictor, rows, [request], [answer], {})
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.INT2], ids=lambda p: p.value)
+def test_rows_whose_scale_is_small_for_fp16(tmp_path: Path, precision: DataType, scale: float) -> None:
+    """An export of such tables was refused, for an error that the format has."""
+    torch.manual_seed(2)
+    model = Wide((16, 12, 1), scale)
+    reference = record_bags(tmp_path / "r.npz", model, model.names, 0, 4)
+    _, archive = make_archive(tmp_path, model=model, precision=precision, reference=reference)
+    assert not compare_archive(archive.root, reference).num_wrong
+
+
+class Half(nn.Module):
+    """Tables trained in 16 bits, which TorchRec pools in that type; a weighted one and a mean are among them."""
+
+    def __init__(self, data_type: DataType) -> None:
+        super().__init__()
+        sums, means, weighted = (
+            EmbeddingBagConfig(50, 16, f"t_{i}", feature_names=[f"f_{i}"], data_type=data_type, pooling=pooling)
+            for i, pooling in enumerate((PoolingType.SUM, PoolingType.MEAN, PoolingType.SUM))
+        )
+        self.ebc = EmbeddingBagCollection(tables=[sums, means])
+        self.recent = FeatureProcessedEmbeddingBagCollection(
+            EmbeddingBagCollection(tables=[weighted], is_weighted=True), {"f_2": PositionWeightedModule(60)}
+        )
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.rand_like(parameter.float()) + 0.5)
+        self.top = nn.Linear(48, 1)
+
+    def forward(self, kjt: KeyedJaggedTensor) -> Tensor:
+        return self.top(torch.cat([self.ebc(kjt).values(), self.recent(kjt).values()], dim=1)).squeeze(1)
+
+
+@pytest.mark.parametrize("archived", [DataType.FP16, DataType.FP32, DataType.INT8], ids=lambda p: p.value)
+@pytest.mark.parametrize("trained", [DataType.FP16, DataType.BF16], ids=lambda p: p.value)
+def test_long_bags_pooled_in_16_bits(tmp_path: Path, trained: DataType, archived: DataType) -> None:
+    torch.manual_seed(3)
+    model = Half(trained)
+    names = ["f_0", "f_1", "f_2"]
+    reference = record_bags(tmp_path / "half.npz", model, names, 40, 60)
+    reports: list[ExportReport] = []
+    _, archive = make_archive(tmp_path, model=model, precision=archived, reference=reference, on_report=reports.append)
+    float_comparison = reports[0].reference
+    assert float_comparison is not None
+    assert float_comparison.max_difference > 1e-4 * float_comparison.largest_recorded, "more than float32 explains"
+    found = compare_archive(archive.root, reference)
+    assert found.ok, found
+    if archived is not DataType.INT8:
+        torch.manual_seed(4)
+        other = record_bags(tmp_path / "other.npz", Half(trained), names, 40, 60)
+        assert compare_archive(archive.root, other).num_wrong > 30
+
+
+def test_small_differences_are_not_blamed_on_the_order_of_features(tmp_path: Path) -> None:
+    model = make_model()
+    output = record(tmp_path / "right.npz", model).tensors["output"].numpy()
+    reference = record(tmp_path / "off.npz", model, output=output * np.float32(1.003))
+    with pytest.raises(MismatchError, match="So small a difference") as caught:
+        make_archive(tmp_path, model=model, reference=reference)
+    assert "pooled.values()" not in str(caught.value)
 
 
 REFUSED = {

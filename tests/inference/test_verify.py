@@ -31,11 +31,11 @@ def test_a_sound_archive(copied: Path) -> None:
     report = verify(copied)
     assert report.ok
     assert report.engines == ("torch", "onnx")
-    assert report.num_requests == 3
+    assert report.num_requests == 5
     assert report.num_files == len([p for p in copied.rglob("*") if p.is_file()]) - 1
     console = Console(record=True, width=100)
     console.print(report)
-    assert "3 replayed on torch, onnx" in console.export_text()
+    assert "5 replayed on torch, onnx" in console.export_text()
 
 
 def test_every_kind_of_module(everything: tuple[nn.Module, Archive]) -> None:
@@ -93,7 +93,7 @@ def test_a_damaged_manifest(copied: Path) -> None:
 def test_a_dense_program_that_fails_in_its_run(copied: Path) -> None:
     fail_in_onnx(copied)
     report = verify(copied)
-    assert len(report.problems) == 3
+    assert len(report.problems) == 5
     for index, problem in enumerate(report.problems):
         assert problem.startswith(f"[C2] golden request {index} fails: ")
         assert problem.endswith(" on onnx") and "out of data bounds" in problem and "\n" not in problem
