@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,9 +149,18 @@ def version_in(store: Path | None, archive: Path) -> str:
 
 
 def set_serving_when_there(
-    predictors: list[Predictor], fan_out: FanOut, output: Output, set_serving: Any, stopped: threading.Event
+    predictors: list[Predictor],
+    fan_out: FanOut,
+    output: Output,
+    set_serving: Any,
+    stopped: threading.Event,
+    look: Callable[[threading.Event], None] = lambda _: None,
 ) -> None:
-    """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING."""
+    """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING.
+
+    Args:
+        look: loads the other versions of the store that are to be served; its argument ends it.
+    """
     from recinfer.errors import RecinferError
 
     def check() -> None:
@@ -171,6 +180,7 @@ def set_serving_when_there(
             for index in range(predictor.manifest.check.num_requests if predictor.num_deltas else 1):
                 predictor.check_request(index)
             predictor.check_merging()
+        look(stopped)
         set_serving(True)
         output.note("all shards are there: serving")
 

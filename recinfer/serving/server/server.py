@@ -211,7 +211,7 @@ class Server:
         )
         server.add_generic_rpc_handlers(self._handlers())
         names = [SERVICE_NAME, OPEN_INFERENCE, *([_ADMIN_NAME] if self._shows_admin else [])]
-        self._health = add_standard_services(server, names, _FILES, self._reaches_shards)
+        self._health = add_standard_services(server, names, _FILES, self._can_answer)
         await self._health.show(self._shown(), False)  # before the first connection
         if not self._share_port:
             check_address(self.host, self._port)
@@ -231,11 +231,14 @@ class Server:
             run_on_loop(self._show_health())
 
     def is_ready(self) -> bool:
-        """Whether it can answer now: it has started, and reaches every rank that an answer needs. Call on the serving loop."""
+        """Whether it can answer now: it has started, reaches every rank that an answer needs, and knows of no fault of a
+        version. Call on the serving loop."""
         return self._health is not None and self._health.is_ready()
 
-    def _reaches_shards(self) -> bool:
+    def _can_answer(self) -> bool:
         registry = self.service.registry
+        if registry.faulty():
+            return False
         models = (model for name in registry.names() for model in registry.versions(name).values())
         return all(model.predictor.state.lookups.can_answer() for model in models)
 
@@ -246,6 +249,7 @@ class Server:
     async def _show_health(self) -> None:
         assert self._health is not None
         await self._health.show(self._shown(), self._serving)
+        await self._health.show(self.service.registry.faulty(), False)
 
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None
@@ -336,7 +340,8 @@ class Server:
         ]
         if self._shows_admin:
             through = self._admin_through
-            calls = self.admin_calls
+            offered = admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods_by_name
+            calls = {name: call for name, call in self.admin_calls.items() if name in offered}
             if through is not None:
                 calls = {call: functools.partial(through, call) for call in calls}
             found.append(handlers(_ADMIN_NAME, signed(calls, self._security)))
@@ -349,12 +354,13 @@ class Server:
     def _announced(self, change: Answer) -> Answer:
         async def answer(data: bytes) -> bytes:
             """A change of the models, and then health as it is after it."""
-            before = set(self.service.registry.names())
+            registry = self.service.registry
+            before, faulty_before = set(registry.names()), registry.faulty()
             response = await change(data)
             assert self._health is not None
-            after = set(self.service.registry.names())
-            for name in before ^ after:
-                status = "SERVING" if name in after else "SERVICE_UNKNOWN"
+            after, faulty = set(registry.names()), registry.faulty()
+            for name in (before ^ after) | (faulty_before ^ faulty):
+                status = "SERVICE_UNKNOWN" if name not in after else "NOT_SERVING" if name in faulty else "SERVING"
                 await self._health.set(name, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
             return response
 
