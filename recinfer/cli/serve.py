@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from recinfer import env
 from recinfer.cli.console import Output
 from recinfer.cli.declared import takes
+from recinfer.cli.interrupts import end_at_hangup
 from recinfer.cli.options import Device
 from recinfer.cli.remote import parse_ranks, serve_ranks
 from recinfer.cli.serve_models import limits_of, serve_models
@@ -35,6 +36,8 @@ def run(options: ServeOptions) -> None:
     env.keep_grpc_quiet()
     env.share_heaps()
     options = worker_options(options)
+    if options.roles.shards is None and options.models.poll is None and options.models.model_config is None:
+        end_at_hangup()
     ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
     _check_ports(options.address)
     _check_roles(options)
