@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recinfer import env
@@ -14,6 +15,7 @@ from recinfer.cli.serve_models import limits_of, serve_models
 from recinfer.cli.serve_options import AddressOptions, SecurityOptions, ServeOptions
 from recinfer.cli.workers import supervise, worker_options
 from recinfer.errors import ConfigError
+from recinfer.serving.wire.address import plain_host
 
 if TYPE_CHECKING:
     from recinfer.serving.server.security import Security
@@ -38,6 +40,7 @@ def run(options: ServeOptions) -> None:
     options = worker_options(options)
     if options.roles.shards is None and options.models.poll is None and options.models.model_config is None:
         end_at_hangup()
+    options = replace(options, address=replace(options.address, host=plain_host(options.address.host)))
     ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
     _check_ports(options.address)
     _check_roles(options)

@@ -40,7 +40,7 @@ from recinfer.serving.server.security import Security
 from recinfer.serving.server.signed import signed
 from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
 from recinfer.serving.server.telemetry.observe import Observer
-from recinfer.serving.wire.address import check_address, join_address
+from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
@@ -67,7 +67,7 @@ class Server:
     Args:
         predictors: name -> predictor, or models as they are to be served; the first is the default model. A
             ModelRegistry is used as it is.
-        host: address to listen on. The default is reachable from this machine only.
+        host: address to listen on, see recinfer.serving.wire.address. The default is reachable from this machine only.
         port: TCP port; 0 takes a free one.
         limits: bounds on requests.
         threads: threads for large requests; None: one a core, at most 4.
@@ -120,7 +120,7 @@ class Server:
         self.service = InferenceService(registry, limits)
         self.stats = self.service.stats
         self.observer = Observer(self.stats)
-        self.host = host
+        self.host = plain_host(host)
         self._port = port
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._server: CoreServer | None = None
@@ -215,7 +215,7 @@ class Server:
         await self._health.show(self._shown(), False)  # before the first connection
         if not self._share_port:
             check_address(self.host, self._port)
-        self._port = bind(server, self._security, self.target)
+        self._port = bind(server, self._security, self.host, self._port)
         await server.start()
         if self.http_port is not None:
             await self._start_http(self.http_port)

@@ -31,7 +31,7 @@ from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.shards.transport import ShardListener
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.address import check_address, join_address
+from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import shards_pb2 as pb
@@ -78,7 +78,7 @@ class ShardServer:
                 raise InputError(f"{name}: got {number}, expected 0 to 65535")
         self._security = security or Security()
         self._security.check_host(host)
-        self.tables, self.host, self.port, self.socket_port = tables, host, port, socket_port
+        self.tables, self.host, self.port, self.socket_port = tables, plain_host(host), port, socket_port
         self._limits = limits or Limits()
         self.metrics_port = metrics_port
         self._threads = threads or min(4, os.cpu_count() or 1)
@@ -168,7 +168,7 @@ class ShardServer:
         await self._health.show(_SHOWN, False)  # before anybody can connect
         server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
         check_address(self.host, self.port)
-        self.port = bind(server, self._security, self.target)
+        self.port = bind(server, self._security, self.host, self.port)
         self._listener = ShardListener(
             self.host,
             self.socket_port,
