@@ -57,11 +57,13 @@ def serve_ranks(
     socket_port: int = 0,
 ) -> None:
     """Run a shard server until a signal stops it."""
+    from recinfer.archive.mapping import name_files_at_sigbus
     from recinfer.serving.engine.store import ModelStore
     from recinfer.serving.server.run import serve
     from recinfer.serving.server.shard_server import ShardServer
     from recinfer.serving.shards.tables import ShardTables
 
+    name_files_at_sigbus()
     if not archives and store is None:
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
     tables = ShardTables(ranks, store, preload=preload, lock=lock)

@@ -35,8 +35,11 @@ def run(options: ServeOptions) -> None:
 
     On Ctrl-C or SIGTERM the server finishes the requests in flight and exits.
     """
+    from recinfer.serving.server.tuning import raise_open_files
+
     env.keep_grpc_quiet()
     env.share_heaps()
+    raise_open_files()
     options = worker_options(options)
     if options.roles.shards is None and options.models.poll is None and options.models.model_config is None:
         end_at_hangup()

@@ -34,12 +34,14 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     Raises:
         ConfigError: nothing to serve, or deltas of several archives.
     """
+    from recinfer.archive.mapping import name_files_at_sigbus
     from recinfer.serving.engine.registry import ModelRegistry
     from recinfer.serving.engine.store import StoreManager
     from recinfer.serving.server.run import serve
     from recinfer.serving.server.server import Server
     from recinfer.serving.workers.worker import WorkerLink
 
+    name_files_at_sigbus()
     address = options.address
     link = WorkerLink() if options.worker else None
     state = None if link is None else link.restore

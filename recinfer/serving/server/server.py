@@ -40,6 +40,7 @@ from recinfer.serving.server.security import Security
 from recinfer.serving.server.signed import signed
 from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
 from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.server.tuning import most_connections, tell_open_files
 from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import run_on_loop
@@ -206,6 +207,7 @@ class Server:
                 ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
                 ("grpc.so_reuseport", int(self._share_port)),  # else a second server on a taken port must fail
                 ("grpc.max_concurrent_streams", limits.max_concurrent),
+                ("grpc.max_allowed_incoming_connections", most_connections()),
                 *connection_options(),
             ],
         )
@@ -222,6 +224,7 @@ class Server:
         if self.metrics_port is not None:
             await self._start_metrics(self.metrics_port)
         self._server = server
+        self._tells_files = asyncio.create_task(tell_open_files())
         await self._show_health()
 
     def set_serving(self, serving: bool) -> None:
@@ -255,6 +258,7 @@ class Server:
         server, self._server = self._server, None
         if server is None or self._health is None or self._dispatcher is None:
             return
+        self._tells_files.cancel()
         await self._health.end()
         await asyncio.gather(server.stop(grace), *([self._http.stop()] if self._http is not None else []))
         if self._metrics is not None:
