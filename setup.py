@@ -88,6 +88,7 @@ setup(
     long_description_content_type="text/markdown",
     cmdclass={"build_ext": BuildExt},
     ext_modules=[
+        extension("archive/_mapped"),
         extension("optim/_adagrad"),
         extension("quant/_rows", "recinfer/quant/_half.h"),
         extension("quant/_tables", *ROWS),

@@ -1,13 +1,18 @@
-"""Runs the command line with ``python -m recinfer``."""
+"""Runs the command line: the ``recinfer`` script, and ``python -m recinfer``."""
 
 from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":
-    try:
-        from recinfer.cli.interrupts import never_lost
+__all__ = ["main"]
 
+
+def main() -> None:
+    """Run it, with handlers of signals that are there before the commands are imported."""
+    try:
+        from recinfer.cli.interrupts import never_lost, set_first_handlers
+
+        set_first_handlers(sys.argv[1:])
         with never_lost():
             from recinfer.cli.main import main
 
@@ -16,3 +21,7 @@ if __name__ == "__main__":
         exec("")  # see recinfer.cli.console.verb
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

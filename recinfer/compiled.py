@@ -7,7 +7,14 @@ import os
 
 __all__ = ["COMPILED", "check_compiled"]
 
-COMPILED = ("optim/_adagrad", "quant/_rows", "quant/_tables", "serving/shards/_ranks", "serving/wire/_wire")
+COMPILED = (
+    "archive/_mapped",
+    "optim/_adagrad",
+    "quant/_rows",
+    "quant/_tables",
+    "serving/shards/_ranks",
+    "serving/wire/_wire",
+)
 """Paths inside the package, without suffix, of the sources and the modules built from them."""
 
 

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recinfer.archive._mapped import add, drop, install
 from recinfer.archive.paths import open_inside
 from recinfer.archive.rank_files import RankFile, StoredRect
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.buffers import SLACK_BYTES, Placed
 
-__all__ = ["MappedShards", "map_shards"]
+__all__ = ["MappedShards", "map_shards", "name_files_at_sigbus"]
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
@@ -102,6 +104,11 @@ def map_shards(
     if lock:
         _lock(buffer)
     return result
+
+
+def name_files_at_sigbus() -> None:
+    """From now on a line on stderr names the file, and why, when a page of a mapped file cannot be read, which ends the process."""
+    install()
 
 
 def _place(files: Sequence[RankFile]) -> tuple[list[_InFile], int]:
@@ -222,6 +229,7 @@ def _map(
     page = mmap.PAGESIZE
     shared: dict[int, list[_InFile]] = {}  # pages that cannot be a file's page alone
     libc = _libc()
+    runs_of: dict[str, list[tuple[int, int, int]]] = {}
     if private:  # without a reservation of swap: few pages will be written
         flags, prot = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
     else:
@@ -237,6 +245,10 @@ def _map(
                 if got == _MAP_FAILED:
                     _cannot(ctypes.get_errno())
                     return None
+                runs_of.setdefault(path, []).append((base + offset, count, file_offset))
+    for path, runs in runs_of.items():
+        noted = add(os.fsencode(os.path.abspath(root / path)), np.array(runs, np.int64).tobytes())
+        weakref.finalize(reservation, drop, noted).atexit = False
     copied = 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     for offset, owners in shared.items():

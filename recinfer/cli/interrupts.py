@@ -1,4 +1,4 @@
-"""Signal handling of commands: a Ctrl-C that Python would drop, and cleaning up on SIGTERM."""
+"""Signal handling of commands: what a process sets first, a Ctrl-C that Python would drop, and cleaning up on SIGTERM."""
 
 from __future__ import annotations
 
@@ -6,13 +6,45 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["cleaning_up_on_sigterm", "never_lost"]
+__all__ = ["cleaning_up_on_sigterm", "end_at_hangup", "never_lost", "set_first_handlers"]
 
 _AGAIN_S = 0.01
+
+
+def set_first_handlers(arguments: Sequence[str]) -> None:
+    """Call this before anything is imported or loaded, which takes from a second to many minutes.
+
+    - SIGTERM ends a process that is process 1, of a container: for it the system discards signals without a handler.
+    - SIGHUP does not end a server that may have yet to load: those that reload at SIGHUP read all files once they serve, and
+      the others call :func:`end_at_hangup`.
+
+    Args:
+        arguments: of the command line.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
+    if "serve" in arguments and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _pass)
+
+
+def end_at_hangup() -> None:
+    """Let SIGHUP end this process again, unless it was started without that (nohup)."""
+    if signal.getsignal(signal.SIGHUP) is _pass:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)  # as shells report a process that a signal ended
+
+
+def _pass(number: int, frame: FrameType | None) -> None:
+    """No SIG_IGN, which workers would inherit."""
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from recinfer.cli import (
     verify,
 )
 from recinfer.cli.console import EXIT_INTERRUPTED, set_debug, verb
-from recinfer.cli.interrupts import never_lost
+from recinfer.cli.interrupts import never_lost, set_first_handlers
 
 __all__ = ["app", "main"]
 
@@ -88,7 +88,8 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; the ``recinfer`` script."""
+    """Run the command line; ``recinfer.__main__`` does it for the ``recinfer`` script."""
+    set_first_handlers(sys.argv[1:])
     # The modules that a command imports, torch above all, live until the process ends. Full collections over them took
     # a seventh of the import time.
     gc.set_threshold(*gc.get_threshold()[:2], 100)

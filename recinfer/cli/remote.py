@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +57,13 @@ def serve_ranks(
     socket_port: int = 0,
 ) -> None:
     """Run a shard server until a signal stops it."""
+    from recinfer.archive.mapping import name_files_at_sigbus
     from recinfer.serving.engine.store import ModelStore
     from recinfer.serving.server.run import serve
     from recinfer.serving.server.shard_server import ShardServer
     from recinfer.serving.shards.tables import ShardTables
 
+    name_files_at_sigbus()
     if not archives and store is None:
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
     tables = ShardTables(ranks, store, preload=preload, lock=lock)
@@ -149,9 +151,18 @@ def version_in(store: Path | None, archive: Path) -> str:
 
 
 def set_serving_when_there(
-    predictors: list[Predictor], fan_out: FanOut, output: Output, set_serving: Any, stopped: threading.Event
+    predictors: list[Predictor],
+    fan_out: FanOut,
+    output: Output,
+    set_serving: Any,
+    stopped: threading.Event,
+    look: Callable[[threading.Event], None] = lambda _: None,
 ) -> None:
-    """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING."""
+    """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING.
+
+    Args:
+        look: loads the other versions of the store that are to be served; its argument ends it.
+    """
     from recinfer.errors import RecinferError
 
     def check() -> None:
@@ -171,6 +182,7 @@ def set_serving_when_there(
             for index in range(predictor.manifest.check.num_requests if predictor.num_deltas else 1):
                 predictor.check_request(index)
             predictor.check_merging()
+        look(stopped)
         set_serving(True)
         output.note("all shards are there: serving")
 

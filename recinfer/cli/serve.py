@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recinfer import env
 from recinfer.cli.console import Output
 from recinfer.cli.declared import takes
+from recinfer.cli.interrupts import end_at_hangup
 from recinfer.cli.options import Device
 from recinfer.cli.remote import parse_ranks, serve_ranks
 from recinfer.cli.serve_models import limits_of, serve_models
 from recinfer.cli.serve_options import AddressOptions, SecurityOptions, ServeOptions
 from recinfer.cli.workers import supervise, worker_options
 from recinfer.errors import ConfigError
+from recinfer.serving.wire.address import plain_host
 
 if TYPE_CHECKING:
     from recinfer.serving.server.security import Security
@@ -32,9 +35,15 @@ def run(options: ServeOptions) -> None:
 
     On Ctrl-C or SIGTERM the server finishes the requests in flight and exits.
     """
+    from recinfer.serving.server.tuning import raise_open_files
+
     env.keep_grpc_quiet()
     env.share_heaps()
+    raise_open_files()
     options = worker_options(options)
+    if options.roles.shards is None and options.models.poll is None and options.models.model_config is None:
+        end_at_hangup()
+    options = replace(options, address=replace(options.address, host=plain_host(options.address.host)))
     ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
     _check_ports(options.address)
     _check_roles(options)

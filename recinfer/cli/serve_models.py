@@ -15,7 +15,7 @@ from recinfer.errors import ArchiveError, ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
-    from recinfer.serving.engine.registry import ServedModel
+    from recinfer.serving.engine.registry import ModelRegistry, ServedModel
     from recinfer.serving.engine.scheduler import BatchConfig
     from recinfer.serving.engine.store import ModelStore, StoreManager
     from recinfer.serving.server.security import Security
@@ -34,12 +34,14 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     Raises:
         ConfigError: nothing to serve, or deltas of several archives.
     """
+    from recinfer.archive.mapping import name_files_at_sigbus
     from recinfer.serving.engine.registry import ModelRegistry
     from recinfer.serving.engine.store import StoreManager
     from recinfer.serving.server.run import serve
     from recinfer.serving.server.server import Server
     from recinfer.serving.workers.worker import WorkerLink
 
+    name_files_at_sigbus()
     address = options.address
     link = WorkerLink() if options.worker else None
     state = None if link is None else link.restore
@@ -48,6 +50,8 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     following = _Following(options)
     models = _models(options, fan_out, store, state, following)
     registry = ModelRegistry(models)
+    if state is None:
+        following.begin(registry)
     manager = None if store is None else StoreManager(registry, store, state)
     following.manager = manager
     server = Server(
@@ -122,6 +126,16 @@ class _Following:
     def choose(self, model: str, versions: list[str]) -> list[str]:
         """Which versions of a model may be served first."""
         return versions if self._poller is None else self._poller.choice(model).of(versions)
+
+    def begin(self, registry: ModelRegistry) -> None:
+        """See StorePoller.begin."""
+        if self._poller is not None:
+            self._poller.begin(registry)
+
+    def look(self, stopped: threading.Event) -> None:
+        """Poll the store now, once it is being polled, and wait for that."""
+        if self._loop is not None:
+            self._loop.look(stopped)
 
     def start(self, server: Server) -> None:
         """Start to poll the store."""
@@ -263,7 +277,8 @@ def _named(options: ServeOptions, fan_out: FanOut | None, *, restarted: bool) ->
 
 
 def _newest(store: ModelStore, named: list[ServedModel], following: _Following) -> list[ServedModel]:
-    """The newest version of each model in the store, except models that are ``named`` on the command line."""
+    """The newest version of each model in the store, except versions that are ``named`` on the command line; all versions that the
+    configuration chooses, where the store is followed: nothing is ready before it has what callers may ask for."""
     from recinfer.serving.engine.registry import ServedModel
 
     here = {(model.name, model.version) for model in named}
@@ -271,9 +286,8 @@ def _newest(store: ModelStore, named: list[ServedModel], following: _Following) 
     def opened(name: str, version: str) -> ServedModel | None:
         return None if (name, version) in here else ServedModel.of(name, store.open(name, version), version)
 
-    return [
-        model for model in store.newest_of_all(opened, needed=not named, choose=following.choose) if model is not None
-    ]
+    found = store.newest_of_all(opened, needed=not named, every=following.wanted, choose=following.choose)
+    return [model for model in found if model is not None]
 
 
 def _newest_of_shards(
@@ -328,7 +342,9 @@ class _Life:
         address, output, port = self._options.address, self._output, self._server.port
         if self._fan_out is not None:
             predictors: list[Predictor] = [model.predictor for model in self._models]
-            set_serving_when_there(predictors, self._fan_out, output, self._server.set_serving, self._stopped)
+            set_serving_when_there(
+                predictors, self._fan_out, output, self._server.set_serving, self._stopped, self._following.look
+            )
         served = [f"{m.name} {m.version}" for m in self._models]
         engines = [_engine_of(m) for m in self._models]
         http_port, shown = self._server.http_port, self._server.metrics_port

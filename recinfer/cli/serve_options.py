@@ -30,7 +30,13 @@ class AddressOptions:
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port for gRPC; 0 picks a free port and prints it.")
     ] = 8500
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address that all ports listen on: 0.0.0.0 is all of IPv4, :: all of IPv4 and IPv6, a name its first IPv4 "
+            "address, else its first IPv6 address."
+        ),
+    ] = "127.0.0.1"
     http_port: Annotated[
         int | None,
         typer.Option(

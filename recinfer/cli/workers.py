@@ -101,7 +101,15 @@ def supervise(
     loop = None
     if store is not None and (poll is not None or model_config is not None):
         loop = PollLoop(StorePoller(store, change, lambda: changes.state, model_config, is_ranker=is_ranker), poll)
-        signal.signal(signal.SIGHUP, lambda *_: loop.reload())
+    if loop is not None or is_ranker:
+
+        def reload() -> None:
+            if loop is not None:
+                loop.reload()
+            if is_ranker:
+                supervisor.hang_up()
+
+        signal.signal(signal.SIGHUP, lambda *_: reload())
     shown = _Shown(supervisor.status, host, metrics_port, security)
 
     def ready(answer: dict[str, Any]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -45,3 +48,61 @@ def test_what_is_said_of_the_ports_can_be_copied(exported: Exported, tmp_path: P
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate()
     assert out == "" and err.count("serving") == 0 and err.count("stopped") == 1, (out, err)
+
+
+_REACHED = """
+import fcntl, json, signal, socket, struct, subprocess, sys
+
+with socket.socket() as lo:
+    fcntl.ioctl(lo, 0x8914, struct.pack("16sH14s", b"lo", 0x41, b""))  # SIOCSIFFLAGS: up, and running
+
+def reaches(host, port):
+    try:
+        socket.create_connection((host, port), timeout=30).close()
+    except OSError:
+        return False
+    return True
+
+commands = [[sys.executable, "-m", "recinfer", *arguments] for arguments in json.load(sys.stdin)]
+servers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+for server, command in zip(servers, commands):
+    said = json.loads(server.stdout.readline())
+    ports = [said.get(name) for name in ("port", "http_port", "metrics_port")]
+    ports += command[command.index("--socket-port") + 1 :][:1] if "--ranks" in command else []
+    print(json.dumps([[reaches(host, port) for host in ("127.0.0.1", "::1")] for port in ports if port]), flush=True)
+for server in servers:
+    server.send_signal(signal.SIGTERM)
+    server.wait()
+"""
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
+def test_all_ports_of_all_servers_listen_on_the_same_families(exported: Exported):
+    """In a network namespace of its own, where nobody else can connect and no port is taken."""
+    for user in ([], ["--user", "--map-root-user"]):
+        unshare = ["unshare", *user, "--net"]
+        if shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:
+            break
+    else:
+        pytest.skip("no network namespaces here")
+    one = [exported.archive, "--http-port", "0"]
+    two, shard = [*one, "--workers", "2"], [exported.archive, "--ranks", "0", "--socket-port"]
+    both, ipv4, ipv6 = [True, True], [True, False], [False, True]
+    wanted = [
+        (one, "::", [both] * 3),
+        ([*shard, "8503"], "[::]", [both] * 3),
+        (two, "0.0.0.0", [ipv4] * 3),
+        (one, "0.0.0.0", [ipv4] * 3),
+        ([*shard, "8504"], "0.0.0.0", [ipv4] * 3),
+        (one, "[::1]", [ipv6] * 3),
+        (one, "localhost", [ipv4] * 3),
+    ]
+    more = ["--insecure", "--port", "0", "--metrics-port", "0", "--json"]
+    program = subprocess.run(
+        [*unshare, sys.executable, "-c", _REACHED],
+        input=json.dumps([["serve", *map(str, kind), "--host", host, *more] for kind, host, _ in wanted]),
+        capture_output=True,
+        text=True,
+    )
+    found = [json.loads(line) for line in program.stdout.splitlines()]
+    assert found == [families for _, _, families in wanted], program.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,11 @@ from recinfer.serving.engine.store import StoreManager
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.proto import admin_pb2 as pb
 
-__all__ = ["SERVICE_NAME", "AdminService"]
+__all__ = ["SERVICE_NAME", "SET_FAULT", "AdminService"]
+
+SET_FAULT = "SetFault"
+"""A call of the process itself, which callers do not have: JSON with ``model``, ``version`` and ``why``, see
+ModelRegistry.set_fault."""
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -30,7 +35,7 @@ class AdminService:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recinfer-admin")
 
     def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
-        """Method name -> serialized request to serialized answer; raises errors of ours."""
+        """Method name, and SET_FAULT -> serialized request to serialized answer; raises errors of ours."""
         work = {
             "Load": self._load,
             "Unload": self._unload,
@@ -41,6 +46,7 @@ class AdminService:
             "Rollback": self._rollback,
             "ApplyDelta": self._apply_delta,
             "UndoDelta": self._undo_delta,
+            SET_FAULT: self._set_fault,
         }
         return {name: self._beside(name, call) for name, call in work.items()}
 
@@ -96,6 +102,10 @@ class AdminService:
     def _undo_delta(self, data: bytes) -> None:
         request = codec.parse(pb.UndoDeltaRequest, data)
         self.manager.undo_delta(request.model, request.version)
+
+    def _set_fault(self, data: bytes) -> None:
+        fault = json.loads(data)
+        self.manager.registry.set_fault(fault["model"], fault["version"], fault["why"])
 
     def _models(self) -> pb.ModelList:
         registry = self.manager.registry

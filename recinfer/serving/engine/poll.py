@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ConfigError, RecinferError
+from recinfer.serving.engine.admin import SET_FAULT
 from recinfer.serving.engine.change_log import BY_POLLING
 from recinfer.serving.engine.model_config import ModelChoice, parse_model_config, read_text
+from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.store_folder import FoundVersions, StoreFolder
+from recinfer.serving.engine.version_files import Fingerprint, changed_in_place, fingerprint
 from recinfer.serving.engine.version_order import natural
 from recinfer.serving.wire.proto import admin_pb2 as pb
 
-__all__ = ["PollLoop", "StorePoller", "versions_on_disk"]
+__all__ = ["PollLoop", "StorePoller"]
 
 _log = logging.getLogger(__name__)
+_STOPPED_S = 0.1  # between two checks whether to stop
 _SERVE_ALL = ModelChoice()
 _SERVE_NONE = ModelChoice(latest=0)
-Fingerprint = tuple[tuple[str, int, int], ...]
-
-
-def versions_on_disk(folder: Path) -> dict[str, Path]:
-    """Versions of a model, the newest first: folders with a manifest whose name begins with no dot. Raises OSError."""
-    found = [path for path in folder.iterdir() if path.name[0] != "." and (path / "manifest.json").is_file()]
-    return {path.name: path for path in sorted(found, key=lambda path: natural(path.name), reverse=True)}
+_NOTHING: Fingerprint = {}  # no archive is without files
 
 
 class StorePoller:
@@ -37,6 +36,9 @@ class StorePoller:
     shards have files of their own, and may get them later. A version becomes the default
     one when it is loaded and is newer than all that are served, unless the configuration has weights: what an operator
     does meanwhile (rollback, weights, unload) stays. Versions that did not come from the store are left alone.
+
+    A version is unloaded when its folder is gone, not when it cannot be read; nor when the store, or the folder of its model,
+    is empty, as where a disk was mounted that is lost. One whose mapped files are changed in place gets a fault.
 
     Args:
         folder: the store.
@@ -60,7 +62,10 @@ class StorePoller:
     ) -> None:
         self.folder, self.config, self._is_ranker = folder, config, is_ranker
         self._change, self._state = change, state
+        self._store = StoreFolder(folder)
         self._tried: dict[tuple[str, str], Fingerprint] = {}  # what each version was when it was loaded or refused
+        self._loaded: dict[tuple[str, str], Fingerprint] = {}  # what each served version was at the first look at it
+        self._in_place: dict[tuple[str, str], list[str]] = {}  # files of served versions that were changed in place
         # Labels and weights of the configuration that were set, by model.
         self._set: dict[str, tuple[Mapping[str, str], Mapping[str, int]]] = {}
         self._logged: dict[str, str] = {}  # what was logged, by what it is about
@@ -74,6 +79,16 @@ class StorePoller:
         """What is to be served of a model."""
         return _SERVE_ALL if self._choices is None else self._choices.get(model, _SERVE_NONE)
 
+    def begin(self, registry: ModelRegistry) -> None:
+        """Give models of the configuration their labels and weights before they are served, where all named versions are here."""
+        for model in registry.names():
+            choice = self.choice(model)
+            if {*choice.labels.values(), *choice.weights} <= set(registry.versions(model)):
+                if choice.labels:
+                    registry.set_labels(model, choice.labels)
+                if choice.weights:
+                    registry.set_weights(model, choice.weights)
+
     def poll(self, reason: str = "poll") -> None:
         """Look once, and make all changes; what fails is logged once.
 
@@ -84,21 +99,40 @@ class StorePoller:
         state = self._state()
         if state is None:
             return
+        known = {model for model, _ in self._tried}
         try:
-            names = [path.name for path in sorted(self.folder.iterdir()) if path.is_dir() and path.name[0] != "."]
+            looks = {model: self._look(model) for model in dict.fromkeys([*self._store.models(), *sorted(known)])}
         except OSError as error:  # a disk may be unavailable for a moment: nothing is unloaded then
             self._log_once("", f"model store: {self.folder} cannot be read, nothing is changed: {error.strerror}")
             return
+        if known and not any(look is None or look.readable or look.unreadable for look in looks.values()):
+            self._log_once(
+                "",
+                f"model store: {self.folder} has no version of any model, as where a disk is not mounted: nothing is changed",
+            )
+            return
         self._logged.pop("", None)
-        for model in dict.fromkeys([*names, *(model for model, _ in self._tried)]):
-            try:
-                found = versions_on_disk(self.folder / model)
-            except FileNotFoundError:
-                found = {}
-            except OSError as error:
-                self._log_once(model, f"model store: {self.folder / model} cannot be read: {error.strerror}")
+        for model, look in looks.items():
+            if look is None:
                 continue
-            self._follow(model, found, reason)
+            if look.is_empty and model in known:
+                self._log_once(
+                    model,
+                    f"model store: {self.folder / model} is empty, as where a disk is not mounted: its versions are served on; "
+                    "remove the folder to unload the model",
+                )
+                continue
+            self._follow(model, look, reason)
+
+    def _look(self, model: str) -> FoundVersions | None:
+        """What there is of a model; None where nobody can say, which is logged once."""
+        try:
+            return self._store.versions(model)
+        except FileNotFoundError:
+            return FoundVersions({})
+        except OSError as error:
+            self._log_once(model, f"model store: {self.folder / model} cannot be read: {error.strerror}")
+            return None
 
     def _read_config(self) -> None:
         """Take over the file where it has changed and is good; else the last good one stays."""
@@ -118,10 +152,7 @@ class StorePoller:
         assert self.config is not None
         choices = parse_model_config(text, self.config.name)
         for model, choice in choices.items():
-            try:
-                found = versions_on_disk(self.folder / model)
-            except OSError:
-                found = {}
+            found = self._store.readable(model)
             if not found:
                 raise ConfigError(f"{self.config.name}: models.{model}: the store {self.folder} has no version of it")
             try:
@@ -130,30 +161,67 @@ class StorePoller:
                 raise ConfigError(f"{self.config.name}: {error}") from None
         return choices
 
-    def _follow(self, model: str, found: Mapping[str, Path], reason: str) -> None:
+    def _follow(self, model: str, found: FoundVersions, reason: str) -> None:
         choice = self.choice(model)
-        wanted = choice.of(list(found))
+        known = {version for name, version in self._tried if name == model}
+        # One that was here and cannot be read now is not gone.
+        here = sorted([*found.readable, *(found.unreadable & known)], key=natural, reverse=True)
+        wanted = choice.of(here)
         for version in wanted:
-            self._try(model, version, found[version], choice, reason)
+            if version in found.readable:
+                self._try(model, version, found.readable[version], choice, reason)
         if self._choices is not None and model in self._choices:
             self._name_and_weigh(model, choice, reason)
         known = {version for name, version in self._tried if name == model}
         self._unload(model, known - set(wanted), reason)
 
     def _try(self, model: str, version: str, path: Path, choice: ModelChoice, reason: str) -> None:
-        seen = _fingerprint(path)
+        seen = fingerprint(path)
         key = (model, version)
         if seen is None or self._tried.get(key) == seen:
             return
         served = self._served(model)
         first = key not in self._tried
         self._tried[key] = seen
-        if first and version in served:  # since the server began
+        if version not in served:
+            self._loaded[key] = seen
+            self._in_place.pop(key, None)
+        elif first:  # since the server began
+            self._loaded[key] = seen
+            return
+        elif not self._is_ranker and self._notice_fault(model, version, path, seen):  # a ranker maps no tables
             return
         newest = not choice.weights and all(natural(version) > natural(other) for other in served)
         request = pb.LoadRequest(model=model, version=version, activate=newest)
         if not self._made("Load", request, f"{model} {version}", reason) and self._is_ranker:
-            self._tried[key] = ()  # no archive is without files
+            self._tried[key] = _NOTHING
+
+    def _notice_fault(self, model: str, version: str, path: Path, seen: Fingerprint) -> bool:
+        """Whether files of a served version are changed under it; what changed about that is in the log, and in its health."""
+        key, before = (model, version), self._in_place.get((model, version), [])
+        content = next((c for name, v, _, _, c in self._versions() if (name, v) == key), ("",))
+        found = changed_in_place(path, content[0], self._loaded.get(key, {}), seen, before)
+        if found != before:
+            why = f"{path / found[0]} was changed in place while it is served" if found else ""
+            fault = {"model": model, "version": version, "why": why}
+            try:
+                self._change(SET_FAULT, json.dumps(fault).encode())
+            except RecinferError as error:
+                self._tried[key] = _NOTHING  # at the next look again
+                self._log_once(
+                    f"{model} {version}", f"model store: {why or 'a fault that is mended'}; not noted: {error}"
+                )
+                return True
+            self._in_place[key] = found
+            if found:
+                _log.error(
+                    "model store: %s: lookups of %s %s read another content, so its health is bad from now on; put the old "
+                    "content back, or bring up a version under another name and unload this one",
+                    *(why, model, version),
+                )
+            else:
+                _log.warning("model store: the files of %s %s are as they were loaded again", model, version)
+        return bool(found)
 
     def _name_and_weigh(self, model: str, choice: ModelChoice, reason: str) -> None:
         """Labels and weights of the configuration, once they change and all of their versions are served."""
@@ -192,7 +260,8 @@ class StorePoller:
         # What has a weight comes last: where nothing is left, it goes with the model.
         for version in sorted(ending, key=lambda version: version in weights):
             if self._made("Unload", pb.UnloadRequest(model=model, version=version), f"{model} {version}", reason):
-                self._tried.pop((model, version), None)
+                for known in (self._tried, self._loaded, self._in_place):
+                    known.pop((model, version), None)
                 self._logged.pop(f"{model} {version}", None)
                 self._set.pop(model, None)
 
@@ -214,9 +283,11 @@ class StorePoller:
             self._logged[about] = text
             _log.error("%s", text)
 
+    def _versions(self) -> Sequence[Any]:
+        return (self._state() or {"versions": ()})["versions"]  # type: ignore[no-any-return]
+
     def _served(self, model: str) -> list[str]:
-        state = self._state() or {"versions": ()}
-        return [version for name, version, *_ in state["versions"] if name == model]
+        return [version for name, version, *_ in self._versions() if name == model]
 
     def _weights(self, model: str) -> dict[str, int]:
         state = self._state() or {"weights": {}}
@@ -224,8 +295,7 @@ class StorePoller:
 
     def _is_default(self, model: str) -> bool:
         """Whether requests without a model go to it; they would go to another if it were unloaded."""
-        state = self._state() or {"versions": ()}
-        return next((name == model for name, *_ in state["versions"]), False)
+        return next((name == model for name, *_ in self._versions()), False)
 
 
 class PollLoop:
@@ -237,6 +307,7 @@ class PollLoop:
     def __init__(self, poller: StorePoller, seconds: float | None) -> None:
         self._poller, self._seconds = poller, seconds
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # for a look that begins from now on
         self._thread = threading.Thread(target=self._run, name="recinfer-poll", daemon=True)
 
     def start(self) -> None:
@@ -247,6 +318,14 @@ class PollLoop:
         """Read the configuration and the store again."""
         self._requests.put("config")
 
+    def look(self, stopped: threading.Event) -> None:
+        """Look now, and wait until that is done, or ``stopped`` is set."""
+        done = threading.Event()
+        self._waiting.put(done)
+        self.reload()
+        while not (done.wait(_STOPPED_S) or stopped.is_set()):
+            pass
+
     def stop(self) -> None:
         """Stop polling; running changes finish."""
         self._requests.put(None)
@@ -254,28 +333,17 @@ class PollLoop:
     def _run(self) -> None:
         reason: str | None = "config" if self._seconds is None else "poll"
         while reason is not None:
+            waiting = [self._waiting.get() for _ in range(self._waiting.qsize())]
             try:
                 self._poller.poll(reason)
             except Exception:  # a bug of ours must not end polling
                 _log.exception("model store: a look at %s failed", self._poller.folder)
+            for done in waiting:
+                done.set()
             try:
                 reason = self._requests.get(timeout=self._seconds)
             except queue.Empty:
                 reason = "poll"
-
-
-def _fingerprint(folder: Path) -> Fingerprint | None:
-    """Name, size and time of change of all files; None where one disappears meanwhile."""
-    found = []
-    try:
-        for parent, _, names in os.walk(folder):
-            for name in names:
-                path = os.path.join(parent, name)
-                stat = os.stat(path)
-                found.append((path, stat.st_size, stat.st_mtime_ns))
-    except OSError:
-        return None
-    return tuple(sorted(found))
 
 
 def _weighing(model: str, weights: Mapping[str, int]) -> pb.SetWeightsRequest:

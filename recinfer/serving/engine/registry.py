@@ -68,13 +68,14 @@ class ServedModel:
 class _Versions:
     """The versions of one model; ``weights`` sum to more than 0, and ``before`` are those that they replaced.
 
-    ``labels`` are other names of some of the versions.
+    ``labels`` are other names of some of the versions, and ``faults`` say of some why they may answer wrongly.
     """
 
     by_name: Mapping[str, ServedModel]
     weights: Mapping[str, int]
     before: Mapping[str, int] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=dict)
 
     def choose(self) -> ServedModel:
         """A version, as often as its weight says."""
@@ -193,7 +194,8 @@ class ModelRegistry:
             if left:
                 before = versions.before if versions.before and version not in versions.before else None
                 labels = {label: of for label, of in versions.labels.items() if of != version}
-                models[name] = _Versions(left, versions.weights, before, labels)
+                faults = {of: why for of, why in versions.faults.items() if of != version}
+                models[name] = _Versions(left, versions.weights, before, labels, faults)
             self._models = models
 
     def set_weights(self, name: str, weights: Mapping[str, int]) -> None:
@@ -230,6 +232,18 @@ class ModelRegistry:
                 self._check_version(name, versions, version)
             new = replace(versions, labels=dict(labels))
             self._models = {**self._models, name or next(iter(self._models)): new}
+
+    def set_fault(self, name: str, version: str, why: str) -> None:
+        """Note that a version may answer wrongly, and why; an empty ``why``: that it does not any more. Raises NotFoundError."""
+        with self._lock:
+            versions = self._of(name)
+            self._check_version(name, versions, version)
+            faults = {of: said for of, said in {**versions.faults, version: why}.items() if said}
+            self._models = {**self._models, name or next(iter(self._models)): replace(versions, faults=faults)}
+
+    def faulty(self) -> set[str]:
+        """The models that have a version with a fault."""
+        return {name for name, versions in self._models.items() if versions.faults}
 
     def rollback(self, name: str) -> None:
         """Bring back the weights that the last ``set_weights`` replaced; raises NotFoundError, InputError."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.engine.version_order import natural
+from recinfer.serving.engine.store_folder import StoreFolder
 
 __all__ = ["ModelStore", "StoreManager", "restore", "served_state"]
 
@@ -38,36 +38,23 @@ class ModelStore:
         if not folder.is_dir():
             raise ConfigError(f"model store {folder} is not a folder")
         self.folder, self._load_options = folder, load_options
-        self._unread: set[Path] = set()  # folders that were logged as unreadable
+        self._listed = StoreFolder(folder)
 
     def models(self) -> list[str]:
-        """Names of the models that have a version; a folder that cannot be read, such as a disk's lost+found, has none."""
-        return [path.name for path in sorted(self.folder.iterdir()) if path.is_dir() and self.versions(path.name)]
+        """Names of the models that have a version; a folder that cannot be read, such as a disk's lost+found, has none.
+
+        Raises:
+            UnavailableError: the store itself cannot be read.
+        """
+        try:
+            return [name for name in self._listed.models() if self.versions(name)]
+        except OSError as error:
+            raise UnavailableError(f"model store {self.folder} cannot be read: {error.strerror}") from None
 
     def versions(self, model: str) -> list[str]:
-        """Versions of a model, the newest (the highest number) first."""
-        found = [path.name for path in self._folders(self._inside(self.folder, model))]
-        return sorted(found, key=natural, reverse=True)
-
-    def _folders(self, folder: Path) -> list[Path]:
-        """The archives in ``folder`` that this user may read."""
-        try:
-            return [path for path in folder.iterdir() if self._holds_archive(path)] if folder.is_dir() else []
-        except PermissionError as error:
-            self._tell_unread(folder, error)
-            return []
-
-    def _holds_archive(self, path: Path) -> bool:
-        try:
-            return path.name[0] != "." and (path / "manifest.json").is_file()
-        except PermissionError as error:
-            self._tell_unread(path, error)
-            return False
-
-    def _tell_unread(self, path: Path, error: PermissionError) -> None:
-        if path not in self._unread:
-            self._unread.add(path)
-            _log.warning("model store: %s cannot be read, so it holds no model: %s", path, error.strerror)
+        """Versions of a model that can be read, the newest (the highest number) first."""
+        self._inside(self.folder, model)
+        return list(self._listed.readable(model))
 
     def open(self, model: str, version: str) -> Predictor:
         """Map, check and warm a version: every golden request is replayed.
@@ -107,14 +94,18 @@ class ModelStore:
         broken: type[RecinferError] = RecinferError,
         *,
         needed: bool = True,
+        every: bool = False,
         choose: Callable[[str, list[str]], list[str]] = lambda _, versions: versions,
     ) -> list[T]:
         """What ``opens`` makes of the newest sound version of each model; one that it raises for is logged and passed over.
+
+        Versions of a model come in a row, the newest first.
 
         Args:
             broken: which of recinfer's own errors say that a version is unsound; others are raised. Any exception that is
                 none of recinfer's says so too.
             needed: raise where no model has a sound version, instead of returning nothing.
+            every: all versions that ``choose`` gives, and not the newest alone.
             choose: which of a model's versions may be tried, of those that are given to it.
 
         Raises:
@@ -122,11 +113,13 @@ class ModelStore:
         """
         found, unsound = [], []
         for model in self.models():
-            reasons = []
+            reasons, sound = [], 0
             for version in choose(model, self.versions(model)):
                 try:
                     found.append(opens(model, version))
-                    break
+                    sound += 1
+                    if not every:
+                        break
                 except Exception as error:
                     own = isinstance(error, RecinferError)
                     if own and not isinstance(error, broken):
@@ -134,9 +127,8 @@ class ModelStore:
                     reason = str(error) if own or isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                     _log.error("model store: %s %s is not served: %s", model, version, reason)
                     reasons.append(f"{version}: {reason}")
-            else:
-                if reasons:
-                    unsound.append(f"model store: model {model[:80]!r} has no version to serve: {'; '.join(reasons)}")
+            if reasons and not sound:
+                unsound.append(f"model store: model {model[:80]!r} has no version to serve: {'; '.join(reasons)}")
         if unsound and needed and not found:
             raise ConfigError("; ".join(unsound))
         return found

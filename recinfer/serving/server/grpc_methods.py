@@ -26,6 +26,7 @@ from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.wire.address import grpc_address
 
 __all__ = [
     "Answer",
@@ -76,13 +77,21 @@ def connection_options() -> list[tuple[str, int]]:
     ]
 
 
-def bind(server: CoreServer, security: Security, target: str) -> int:
-    """The port that ``server`` listens on from its start; raises UnavailableError, ConfigError."""
+def bind(server: CoreServer, security: Security, host: str, port: int) -> int:
+    """The port that ``server`` listens on from its start, at what ``host`` means (see recinfer.serving.wire.address).
+
+    Raises:
+        UnavailableError, ConfigError: it cannot listen there; a file of the credentials is bad.
+    """
     credentials = security.credentials()
+    target, taken = grpc_address(host, port)
     try:
         return server.add_insecure_port(target) if credentials is None else server.add_secure_port(target, credentials)
     except RuntimeError as error:  # taken since the address was checked
         raise UnavailableError(f"cannot listen on {target}: {error}") from None
+    finally:
+        if taken is not None:
+            taken.close()
 
 
 def generic_handler(service: str, calls: Mapping[str, Answer], observer: Observer) -> grpc.GenericRpcHandler:

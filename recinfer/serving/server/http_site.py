@@ -11,6 +11,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from recinfer.errors import UnavailableError
+from recinfer.serving.wire.address import listening_socket
+
 __all__ = ["HttpSite"]
 
 _log = logging.getLogger(__name__)
@@ -63,7 +66,7 @@ class HttpSite:
         self._listener: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Bind and accept requests; raises OSError when the address cannot be bound."""
+        """Bind and accept requests; raises UnavailableError when the address cannot be bound."""
         self._app.middlewares.append(self._watch)
         # No access log: its line is written by the server's own log, with the request's id.
         runner = web.AppRunner(
@@ -88,14 +91,12 @@ class HttpSite:
         try:
             self._listener = await loop.create_server(
                 connected,
-                self.host,
-                self.port,
+                sock=listening_socket(self.host, self.port, share_port=self._reuse_port),
                 ssl=self._tls,
                 ssl_handshake_timeout=self._header_s if self._tls is not None else None,
                 backlog=_BACKLOG,
-                reuse_port=self._reuse_port or None,
             )
-        except OSError:
+        except (UnavailableError, OSError):
             await self.stop()
             raise
         self.port = self._listener.sockets[0].getsockname()[1]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from recinfer.archive.mapping import name_files_at_sigbus
 from recinfer.serving.server.tuning import tune_process
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def serve(
         on_hangup: called at each SIGHUP, which ends the process when this is None.
         stop: set by someone else to end serving, as a signal does.
     """
+    name_files_at_sigbus()
     tune_process()
     # The handler runs in this thread, between any two steps of it: were it to set an Event that this thread is about to
     # wait for, it could find the Event's lock taken by its own thread, for ever. Appending takes no lock.

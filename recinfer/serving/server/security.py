@@ -16,6 +16,7 @@ import grpc.aio
 from recinfer.errors import ConfigError
 from recinfer.serving.server.ending import Ending
 from recinfer.serving.server.grpc_call import CoreCall
+from recinfer.serving.wire.address import plain_host
 from recinfer.serving.wire.tls import File, fits_a_header, load_pem, read_file
 
 __all__ = ["NO_TOKEN", "Security"]
@@ -113,6 +114,7 @@ class Security:
 
 
 def _is_loopback(host: str) -> bool:
+    host = plain_host(host)
     if host == "localhost":
         return True
     try:

@@ -40,7 +40,8 @@ from recinfer.serving.server.security import Security
 from recinfer.serving.server.signed import signed
 from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
 from recinfer.serving.server.telemetry.observe import Observer
-from recinfer.serving.wire.address import check_address, join_address
+from recinfer.serving.server.tuning import most_connections, tell_open_files
+from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
@@ -67,7 +68,7 @@ class Server:
     Args:
         predictors: name -> predictor, or models as they are to be served; the first is the default model. A
             ModelRegistry is used as it is.
-        host: address to listen on. The default is reachable from this machine only.
+        host: address to listen on, see recinfer.serving.wire.address. The default is reachable from this machine only.
         port: TCP port; 0 takes a free one.
         limits: bounds on requests.
         threads: threads for large requests; None: one a core, at most 4.
@@ -120,7 +121,7 @@ class Server:
         self.service = InferenceService(registry, limits)
         self.stats = self.service.stats
         self.observer = Observer(self.stats)
-        self.host = host
+        self.host = plain_host(host)
         self._port = port
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._server: CoreServer | None = None
@@ -206,22 +207,24 @@ class Server:
                 ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
                 ("grpc.so_reuseport", int(self._share_port)),  # else a second server on a taken port must fail
                 ("grpc.max_concurrent_streams", limits.max_concurrent),
+                ("grpc.max_allowed_incoming_connections", most_connections()),
                 *connection_options(),
             ],
         )
         server.add_generic_rpc_handlers(self._handlers())
         names = [SERVICE_NAME, OPEN_INFERENCE, *([_ADMIN_NAME] if self._shows_admin else [])]
-        self._health = add_standard_services(server, names, _FILES, self._reaches_shards)
+        self._health = add_standard_services(server, names, _FILES, self._can_answer)
         await self._health.show(self._shown(), False)  # before the first connection
         if not self._share_port:
             check_address(self.host, self._port)
-        self._port = bind(server, self._security, self.target)
+        self._port = bind(server, self._security, self.host, self._port)
         await server.start()
         if self.http_port is not None:
             await self._start_http(self.http_port)
         if self.metrics_port is not None:
             await self._start_metrics(self.metrics_port)
         self._server = server
+        self._tells_files = asyncio.create_task(tell_open_files())
         await self._show_health()
 
     def set_serving(self, serving: bool) -> None:
@@ -231,11 +234,14 @@ class Server:
             run_on_loop(self._show_health())
 
     def is_ready(self) -> bool:
-        """Whether it can answer now: it has started, and reaches every rank that an answer needs. Call on the serving loop."""
+        """Whether it can answer now: it has started, reaches every rank that an answer needs, and knows of no fault of a
+        version. Call on the serving loop."""
         return self._health is not None and self._health.is_ready()
 
-    def _reaches_shards(self) -> bool:
+    def _can_answer(self) -> bool:
         registry = self.service.registry
+        if registry.faulty():
+            return False
         models = (model for name in registry.names() for model in registry.versions(name).values())
         return all(model.predictor.state.lookups.can_answer() for model in models)
 
@@ -246,11 +252,13 @@ class Server:
     async def _show_health(self) -> None:
         assert self._health is not None
         await self._health.show(self._shown(), self._serving)
+        await self._health.show(self.service.registry.faulty(), False)
 
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None
         if server is None or self._health is None or self._dispatcher is None:
             return
+        self._tells_files.cancel()
         await self._health.end()
         await asyncio.gather(server.stop(grace), *([self._http.stop()] if self._http is not None else []))
         if self._metrics is not None:
@@ -336,7 +344,8 @@ class Server:
         ]
         if self._shows_admin:
             through = self._admin_through
-            calls = self.admin_calls
+            offered = admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods_by_name
+            calls = {name: call for name, call in self.admin_calls.items() if name in offered}
             if through is not None:
                 calls = {call: functools.partial(through, call) for call in calls}
             found.append(handlers(_ADMIN_NAME, signed(calls, self._security)))
@@ -349,12 +358,13 @@ class Server:
     def _announced(self, change: Answer) -> Answer:
         async def answer(data: bytes) -> bytes:
             """A change of the models, and then health as it is after it."""
-            before = set(self.service.registry.names())
+            registry = self.service.registry
+            before, faulty_before = set(registry.names()), registry.faulty()
             response = await change(data)
             assert self._health is not None
-            after = set(self.service.registry.names())
-            for name in before ^ after:
-                status = "SERVING" if name in after else "SERVICE_UNKNOWN"
+            after, faulty = set(registry.names()), registry.faulty()
+            for name in (before ^ after) | (faulty_before ^ faulty):
+                status = "SERVICE_UNKNOWN" if name not in after else "NOT_SERVING" if name in faulty else "SERVING"
                 await self._health.set(name, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
             return response
 

@@ -26,12 +26,13 @@ from recinfer.serving.server.grpc_methods import (
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.metrics import Status, request_figures
 from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.server.tuning import most_connections, tell_open_files
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
 from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.shards.transport import ShardListener
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.address import check_address, join_address
+from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import shards_pb2 as pb
@@ -78,7 +79,7 @@ class ShardServer:
                 raise InputError(f"{name}: got {number}, expected 0 to 65535")
         self._security = security or Security()
         self._security.check_host(host)
-        self.tables, self.host, self.port, self.socket_port = tables, host, port, socket_port
+        self.tables, self.host, self.port, self.socket_port = tables, plain_host(host), port, socket_port
         self._limits = limits or Limits()
         self.metrics_port = metrics_port
         self._threads = threads or min(4, os.cpu_count() or 1)
@@ -156,6 +157,7 @@ class ShardServer:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_concurrent_streams", self._limits.max_concurrent),
+                ("grpc.max_allowed_incoming_connections", most_connections()),
                 *connection_options(),
                 # Rankers look often whether this host is still there: see recinfer.serving.shards.replica.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
@@ -168,7 +170,7 @@ class ShardServer:
         await self._health.show(_SHOWN, False)  # before anybody can connect
         server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
         check_address(self.host, self.port)
-        self.port = bind(server, self._security, self.target)
+        self.port = bind(server, self._security, self.host, self.port)
         self._listener = ShardListener(
             self.host,
             self.socket_port,
@@ -190,12 +192,14 @@ class ShardServer:
         if self.metrics_port is not None:
             await self._start_metrics(self.metrics_port)
         self._server = server
+        self._tells_files = asyncio.create_task(tell_open_files())
         await self._health.show(_SHOWN, True)
 
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None
         if server is None:
             return
+        self._tells_files.cancel()
         await self._health.end()
         # A ranker that is notified now may have sent a request before; gRPC's own grace would be for all calls, State's too.
         end = time.monotonic() + grace

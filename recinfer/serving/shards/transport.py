@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from recinfer.errors import OverloadedError, UnavailableError
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
 from recinfer.serving.shards.frames import MOST_BYTES, FrameProtocol, ShardsThread, keep_alive
-from recinfer.serving.wire.address import join_address
+from recinfer.serving.wire.address import join_address, listening_socket
 from recinfer.serving.wire.limits import Limits
 
 __all__ = ["Answer", "ResponseCallback", "ShardAddress", "ShardConnection", "ShardListener", "rankers_thread"]
@@ -84,11 +84,9 @@ class ShardListener:
         self.answer, self.refuse, self.token, self.max_request_bytes = answer, refuse, token, max_request_bytes
         self.server_id = secrets.token_bytes(_ID_BYTES)
         try:
-            listening = _listening(host, port)
-        except OSError as error:
-            raise UnavailableError(
-                f"cannot listen on {host}:{port} for rankers' lookups: {error.strerror or error}"
-            ) from None
+            listening = listening_socket(host, port)
+        except UnavailableError as error:
+            raise UnavailableError(f"for rankers' lookups: {error}") from None
         keep_alive(listening)
         self.port = int(listening.getsockname()[1])
         # One that sends nothing has its place until others need it.
@@ -337,10 +335,3 @@ class ShardConnection(FrameProtocol):
         pending, self._pending = self._pending, {}
         for each in pending.values():
             each.done(None, "UNAVAILABLE", self.why)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    if host in ("::", "[::]"):
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family)

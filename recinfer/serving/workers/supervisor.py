@@ -86,8 +86,8 @@ class Supervisor:
         self._command, self._host, self._grace, self._report = command, host, grace, report
         self._timeout, self._interval = timeout, min(_MAX_INTERVAL_S, timeout / _BEATS)
         self._one_first, self._environment = one_first, env.supervised_environment(environment)
-        # Set by signal handlers too, so it is no Event: see recinfer.serving.server.run.serve.
-        self._stopping = False
+        # Set by signal handlers too, so they are no Events: see recinfer.serving.server.run.serve.
+        self._stopping = self._hung_up = False
         self._lock = threading.Lock()  # of the next three
         self._workers: dict[int, WorkerProcess] = {}
         self._started_slots: set[int] = set()  # whose workers run, or are about to be started
@@ -139,6 +139,10 @@ class Supervisor:
         """Have ``run`` drain and end all workers; takes no lock, so a signal handler may call it."""
         self._stopping = True
 
+    def hang_up(self) -> None:
+        """Send SIGHUP to the workers that serve, soon; those that are yet to serve read their files later. Takes no lock."""
+        self._hung_up = True
+
     def status(self) -> Status:
         """The sum of all workers' counts, also of ended ones (see recinfer.serving.server.telemetry.metrics).
 
@@ -158,6 +162,9 @@ class Supervisor:
         looked = time.monotonic()
         while not self._stopping and (until is None or not all(event.is_set() for event in until)):
             time.sleep(min(_POLL_S, self._interval))
+            if self._hung_up:
+                self._hung_up = False
+                self._send(signal.SIGHUP, self._ready_workers())
             passed = time.monotonic() - looked
             if passed < self._interval:
                 continue
@@ -176,7 +183,10 @@ class Supervisor:
         return [worker for worker in self._running() if worker.ready]
 
     def _send_all(self, number: signal.Signals) -> None:
-        for worker in self._running():
+        self._send(number, self._running())
+
+    def _send(self, number: signal.Signals, workers: Sequence[WorkerProcess]) -> None:
+        for worker in workers:
             if worker.process.poll() is None:
                 worker.process.send_signal(number)
 

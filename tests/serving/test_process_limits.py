@@ -1,0 +1,96 @@
+"""What ends a serving process or keeps callers out says so: a mapped file that was cut short, and too many open files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from recinfer.errors import RecinferError
+from recinfer.inference.predictor import load
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.shards.lookups import MakeLookups
+from tests.serving.conftest import make_request
+from tests.serving.remote.fleet import asking, write_shards
+from tests.waiting import until
+from tests.warm import RECINFER, Program, run_program
+
+_LIMIT = 256
+_LIMITED = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({_LIMIT // 2}, {_LIMIT}))\n{RECINFER}"
+_SIGBUS = """
+import sys
+from pathlib import Path
+from recinfer.archive import mapping
+from recinfer.archive.reader import open_archive
+mapping.name_files_at_sigbus()
+held = [open_archive(Path(folder)).map_shards(copy=False) for folder in sys.argv[1:3]]
+held.pop(0)  # forgotten; the other stays known
+shard = max((Path(sys.argv[2]) / "shards").iterdir())
+with shard.open("r+b") as file:
+    file.truncate(10)
+for each in held:
+    print(int(each.buffer.sum()))
+"""
+
+
+def test_sigbus_names_the_file_that_was_cut_short(archive: Path, tmp_path: Path):
+    for name in ("one", "two"):
+        shutil.copytree(archive, tmp_path / name)
+    code, _, err = run_program(_SIGBUS, tmp_path / "one", tmp_path / "two")
+    shard = max((tmp_path / "two" / "shards").iterdir())
+    assert code == -signal.SIGBUS
+    (line,) = [line for line in err.splitlines() if "SIGBUS" in line and "Fatal" not in line]
+    assert f" of {shard} was needed, and the file has 10 bytes now: it was cut short or overwritten" in line
+
+
+@pytest.mark.parametrize("role", [[], ["--ranks", "0,1"]])
+def test_a_server_says_which_file_ended_it(archive: Path, tmp_path: Path, role: list[str]):
+    shutil.copytree(archive, tmp_path / "a.rqa")
+    with Program(RECINFER, "serve", tmp_path / "a.rqa", *role, "--port", 0, "--json") as process:
+        port = json.loads(process.stdout.readline())["port"]
+        for shard in (tmp_path / "a.rqa" / "shards").iterdir():
+            os.truncate(shard, 0)
+        if role:
+            with (
+                asking(
+                    write_shards(tmp_path / "shards.json", {0: [f"127.0.0.1:{port}"], 1: [f"127.0.0.1:{port}"]})
+                ) as fan_out,
+                pytest.raises(RecinferError),
+            ):
+                load(archive, lookups=MakeLookups(fan_out)).lookup(make_request(0, 3)[1])
+        else:
+            with InferenceClient(f"127.0.0.1:{port}", timeout=60) as client, pytest.raises(RecinferError):
+                client.lookup(make_request(0, 3)[1])
+        _, err = process.communicate()
+        assert process.returncode == -signal.SIGBUS
+    assert "SIGBUS: byte " in err and str(tmp_path / "a.rqa" / "shards") in err and "the file has 0 bytes now" in err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("role", [[], ["--ranks", "0,1"]])
+def test_connections_beyond_the_limit_of_open_files_are_told_of_and_keep_no_probe_out(archive: Path, role: list[str]):
+    arguments = ["serve", archive, *role, "--port", 0, "--metrics-port", 0, "--json"]
+    with Program(_LIMITED, *arguments) as process, ExitStack() as stack:
+        said = json.loads(process.stdout.readline())
+        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        assert [line.split()[3:5] for line in limits.splitlines() if "open files" in line] == [
+            [str(_LIMIT), str(_LIMIT)]
+        ]
+        for _ in range(_LIMIT + 20):
+            stack.enter_context(socket.create_connection(("127.0.0.1", said["port"])))
+        for _ in range(3):
+            with urllib.request.urlopen(f"http://127.0.0.1:{said['metrics_port']}/live", timeout=60) as live:
+                assert live.status == 200
+        log = Path(process._stderr.name)
+        until(lambda: f"this process may open {_LIMIT}" in log.read_text())
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        assert process.returncode == 0
