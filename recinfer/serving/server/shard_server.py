@@ -157,10 +157,6 @@ class ShardServer:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_concurrent_streams", self._limits.max_concurrent),
                 *connection_options(),
-                # Rankers look often whether this host is still there: see recinfer.serving.shards.replica.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-                ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
         calls = {"Prepare": self._prepare, "State": self._state}
