@@ -11,6 +11,7 @@ CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
 STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0.15
 RECINFER_KERNEL           fbgemm or triton: what looks packed rows up; else FBGEMM where it is installed
 RECINFER_CUDA_GRAPHS      0: small lookups on a GPU are launched; else they are recorded and replayed as CUDA graphs
+grpc_proxy, https_proxy, http_proxy  of gRPC: a client's error names the one that is set; rankers call shards without
 
 recinfer sets three variables, if they are unset:
 ORT_DISABLE_TELEMETRY     1: turns off the telemetry of onnxruntime's Linux wheels, which uses a thread
@@ -33,6 +34,7 @@ __all__ = [
     "cross_node_bandwidth",
     "cuda_graphs",
     "debug",
+    "grpc_proxy",
     "intra_node_bandwidth",
     "keep_grpc_quiet",
     "keep_onnxruntime_quiet",
@@ -57,6 +59,11 @@ _OFF = frozenset({"", "0", "false", "no", "off"})
 def debug() -> bool:
     """Whether ``RECINFER_DEBUG`` enables tracebacks."""
     return os.environ.get("RECINFER_DEBUG", "").strip().lower() not in _OFF
+
+
+def grpc_proxy() -> str:
+    """The name of the variable that makes gRPC call through a proxy; "" when none is set."""
+    return next((name for name in ("grpc_proxy", "https_proxy", "http_proxy") if os.environ.get(name)), "")
 
 
 def token() -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from recinfer.env import grpc_proxy
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.client.retry import LONGEST_S, is_full, pushback
 from recinfer.serving.wire.retry import has_said
@@ -26,6 +27,11 @@ def security_of(
         ("grpc.max_receive_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
+        # A connection that is dead and says nothing is found while a call is open: by a ping after five seconds, and by the
+        # end of any ping after three, which else holds the next one back for a minute.
+        ("grpc.keepalive_time_ms", 5_000),
+        ("grpc.keepalive_timeout_ms", 3_000),
+        ("grpc.http2.ping_timeout_ms", 3_000),
     ]
     if not name:
         return credentials, options
@@ -67,8 +73,12 @@ def translated(error: Any, target: str, seconds: float, start_with: str) -> Reci
     if has_said(error.trailing_metadata()):  # it answered: the missing server is one that it calls
         return error_of(code.name, f"{target}: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
+        proxy = grpc_proxy()
+        through = (
+            f" through the proxy of {proxy}, which the environment sets (no_proxy excludes hosts)" if proxy else ""
+        )
         return UnavailableError(
-            f"no answer from {target} ({details}); is the server running? Start one with: {start_with}"
+            f"no answer from {target}{through} ({details}); is the server running? Start one with: {start_with}"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"{target} did not answer within {seconds:g} s; send less or wait longer")

@@ -20,7 +20,9 @@ class MemoryBudget:
     """Counts the bytes that calls hold, and refuses what does not fit. Any thread may call it; it never waits.
 
     An eighth of the budget is for small calls alone (up to ``SMALL_BYTES`` each), so that large ones do not keep others from
-    their answers. A call that finds no other large one may exceed the budget, since it could never be answered otherwise.
+    their answers. A call that finds no other large one may exceed the budget, since it could never be answered otherwise. One
+    large call may wait for room (:meth:`Ticket.waits_for_room`); meanwhile no other large one gets any, since of several that
+    each hold a part of what they need none would be answered.
 
     Args:
         budget_bytes: for all calls together.
@@ -30,11 +32,12 @@ class MemoryBudget:
         refused: how often bytes did not fit.
     """
 
-    __slots__ = ("_held_by_large", "_lock", "_reserve", "budget_bytes", "held", "refused")
+    __slots__ = ("_held_by_large", "_lock", "_reserve", "_waiting", "budget_bytes", "held", "refused")
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes, self._reserve = budget_bytes, budget_bytes // _RESERVE
         self.held = self._held_by_large = self.refused = 0
+        self._waiting: Ticket | None = None  # for room
         self._lock = threading.Lock()
 
     def admit(self, num_bytes: int) -> Ticket:
@@ -43,12 +46,14 @@ class MemoryBudget:
         ticket.resize(num_bytes)
         return ticket
 
-    def _move(self, had: int, wanted: int) -> None:
-        """One call, large before or after it, holds ``wanted`` bytes in place of ``had``. With the lock."""
+    def _move(self, ticket: Ticket, wanted: int) -> None:
+        """``ticket``, of a call that is large before or after it, holds ``wanted`` bytes. With the lock."""
+        had = ticket.held
         others, others_large = self.held - had, self._held_by_large
         if had > SMALL_BYTES:
             others_large -= had
-        if wanted > had and not self._fits(others, others_large, wanted):
+        is_behind = wanted > SMALL_BYTES and self._waiting not in (None, ticket)
+        if wanted > had and (is_behind or not self._fits(others, others_large, wanted)):
             self.refused += 1
             raise OverloadedError(
                 f"the server's requests and answers hold {self.held} bytes, and {wanted - had} more do not fit into its "
@@ -57,6 +62,8 @@ class MemoryBudget:
             )
         self.held = others + wanted
         self._held_by_large = others_large + wanted if wanted > SMALL_BYTES else others_large
+        if wanted > had and self._waiting is ticket:
+            self._waiting = None
 
     def _fits(self, others: int, others_large: int, wanted: int) -> bool:
         if wanted <= SMALL_BYTES:
@@ -103,19 +110,29 @@ class Ticket:
             if had <= SMALL_BYTES and num_bytes <= SMALL_BYTES and held <= budget.budget_bytes:
                 budget.held = held  # most calls are small: this is what they cost
             else:
-                budget._move(had, num_bytes)
+                budget._move(self, num_bytes)
             self.held = num_bytes
 
     def release(self) -> None:
         """Free all bytes; a second call does nothing."""
         budget = self._budget
         with budget._lock:
-            had = self.held
-            self.held, self._is_released = 0, True
-            if had <= SMALL_BYTES:
-                budget.held -= had
+            if budget._waiting is self:
+                budget._waiting = None
+            if self.held <= SMALL_BYTES:
+                budget.held -= self.held
             else:
-                budget._move(had, 0)
+                budget._move(self, 0)
+            self.held, self._is_released = 0, True
+
+    def waits_for_room(self) -> bool:
+        """Whether the next room for a large call is this one's, until it grows or is released; False: another call waits."""
+        budget = self._budget
+        with budget._lock:
+            if self._is_released or budget._waiting not in (None, self):
+                return False
+            budget._waiting = self
+            return True
 
 
 class _Uncounted(Ticket):

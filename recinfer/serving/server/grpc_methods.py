@@ -64,6 +64,11 @@ def connection_options() -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _HANDSHAKE_MS),
+        # Clients may ping as often as they like, also without calls: rankers do every two seconds, others to keep a connection
+        # through a load balancer.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
         # Calls that are opened and never sent. They take no place of others', since there is no bound on all
         # connections' calls together but the queue's; this ends them. Other callers move on unnoticed.
         ("grpc.max_connection_age_ms", _AGE_MS),

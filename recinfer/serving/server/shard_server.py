@@ -159,10 +159,6 @@ class ShardServer:
                 ("grpc.max_concurrent_streams", self._limits.max_concurrent),
                 ("grpc.max_allowed_incoming_connections", most_connections()),
                 *connection_options(),
-                # Rankers look often whether this host is still there: see recinfer.serving.shards.replica.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-                ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
         calls = {"Prepare": self._prepare, "State": self._state}

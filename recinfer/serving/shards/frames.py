@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<IQ")
 _READ_BYTES = 256 << 10  # at a time: most messages come whole
 _STALLED_S = 30.0
+# Of a message that has begun, at least so much comes in so many seconds, or the connection ends: it holds memory.
+_PROGRESS_BYTES, _PROGRESS_S, _GRACE_S = 64 << 10, 10.0, 0.5
 _STOP_S, _FLUSH_S, _LOOK_S = 5.0, 1.0, 0.01
 # A host that fails silently is detected in three seconds, as by gRPC's keepalive.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1), ("TCP_USER_TIMEOUT", 3_000))
@@ -121,6 +123,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
     Attributes:
         most: may be changed.
         why: the connection has ended, or will, and why; empty: neither.
+        received: bytes that have come.
     """
 
     def __init__(self, thread: ShardsThread, most: int) -> None:
@@ -131,6 +134,10 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._head = b""  # the beginning of a head
         self._message: bytearray | None = None  # one that has not come whole, its number, and how much of it has
         self._number = self._got = 0
+        self._skipping = 0  # bytes to come of a message that there is no room for
+        self.received = 0
+        self._progress: asyncio.TimerHandle | None = None
+        self._since, self._since_bytes = 0.0, 0  # when progress was last looked at, and what had come then
 
     # -- of subclasses
 
@@ -140,6 +147,13 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def took(self, number: int, message: bytes | bytearray) -> None:
         """A message came. What this raises ends the connection."""
         raise NotImplementedError
+
+    def begins(self, size: int) -> bool:
+        """A message of ``size`` bytes has begun, and room for it is made; False: there is none, and its bytes are skipped."""
+        return True
+
+    def skipped(self, number: int) -> None:
+        """A message that there was no room for has come to its end."""
 
     def lost(self) -> None:
         """The connection has ended; ``why`` says so."""
@@ -175,6 +189,24 @@ class FrameProtocol(asyncio.BufferedProtocol):
                 return
             self._stalls = self.thread.loop.call_later(_STALLED_S, self._look_if_stalled, self._sent - waiting)
 
+    def _look_at_progress(self, has_waited: bool = False) -> None:
+        """End a connection whose message stands still. ``has_waited``: it did at the last look, a moment ago; this process may
+        have been stopped in between."""
+        self._progress = None
+        if self._message is None and not self._skipping:
+            return
+        now, wait = self.thread.loop.time(), _PROGRESS_S
+        if now - self._since < _PROGRESS_S:  # another message than at the last look
+            wait, has_waited = self._since + _PROGRESS_S - now, False
+        elif self.received - self._since_bytes >= _PROGRESS_BYTES:
+            self._since, self._since_bytes, has_waited = now, self.received, False
+        elif not has_waited:
+            wait, has_waited = _GRACE_S, True
+        else:
+            self.end(f"less than {_PROGRESS_BYTES >> 10} KiB of a message came within {_PROGRESS_S:g} s")
+            return
+        self._progress = self.thread.loop.call_later(wait, self._look_at_progress, has_waited)
+
     # -- asyncio's
 
     def connection_made(self, transport: Any) -> None:
@@ -190,8 +222,9 @@ class FrameProtocol(asyncio.BufferedProtocol):
         """See asyncio.BaseProtocol."""
         self.why = self.why or (str(error) if error else "the other end closed it")
         self.thread.connections.discard(self)
-        if self._stalls is not None:
-            self._stalls.cancel()
+        for timer in (self._stalls, self._progress):
+            if timer is not None:
+                timer.cancel()
         self._message = None
         self.lost()
 
@@ -201,6 +234,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """See asyncio.BufferedProtocol."""
+        self.received += nbytes
         try:
             self._read(nbytes)
         except Exception:
@@ -215,6 +249,12 @@ class FrameProtocol(asyncio.BufferedProtocol):
                 self.took(self._number, message)
             return
         data, at = self.thread.scratch[:count], 0
+        if self._skipping:
+            at = min(self._skipping, len(data))
+            self._skipping -= at
+            if self._skipping:
+                return
+            self.skipped(self._number)
         if self._head:
             data, self._head = memoryview(self._head + data), b""
         while len(data) - at >= _HEAD.size and not self.why:
@@ -224,9 +264,20 @@ class FrameProtocol(asyncio.BufferedProtocol):
                 return
             at += _HEAD.size
             if len(data) - at < size:
-                self._message, self._number, self._got = bytearray(size), number, len(data) - at
-                self._message[: self._got] = data[at:]
+                self._begin(number, size, data[at:])
                 return
             self.took(number, bytes(data[at : at + size]))
             at += size
         self._head = bytes(data[at:])
+
+    def _begin(self, number: int, size: int, data: memoryview) -> None:
+        """A message has come in part, ``data``."""
+        self._number = number
+        if self.begins(size):
+            self._message, self._got = bytearray(size), len(data)
+            self._message[: self._got] = data
+        else:
+            self._skipping = size - len(data)
+        self._since, self._since_bytes = self.thread.loop.time(), self.received
+        if self._progress is None:
+            self._progress = self.thread.loop.call_later(_PROGRESS_S, self._look_at_progress)

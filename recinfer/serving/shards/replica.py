@@ -44,6 +44,10 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # Else a ping that measures bandwidth holds keepalive's back for a minute on a connection that is dead.
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    # A proxy of the environment is for the internet.
+    ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -206,6 +210,7 @@ class Replica:
 
     def _lost(self, connection: ShardConnection) -> None:
         if connection is self._connection:
+            _log.warning("shard %s: its connection for lookups has ended: %s", self.target, connection.why)
             self.failed(f"its connection for lookups has ended: {connection.why}")
 
     # -- versions ----------------------------------------------------------------------------------------------------

@@ -249,13 +249,11 @@ class ShardTables:
         return path
 
     def _get(self, key: str) -> _Version | None:
-        versions = self._versions
-        version = versions.get(key)
-        if version is not None and next(reversed(versions)) != key:
-            with self._lock:
-                if key in versions:
-                    versions[key] = versions.pop(key)
-        return version
+        with self._lock:  # other threads add and remove versions
+            version = self._versions.pop(key, None)
+            if version is not None:
+                self._versions[key] = version
+            return version
 
     def _add(self, base: Archive, deltas: Sequence[Delta]) -> _Version:
         archive = base

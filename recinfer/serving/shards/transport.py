@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import logging
 import secrets
 import socket
 import ssl
@@ -41,6 +42,12 @@ _UNANSWERED = 1024  # requests of one connection
 _UNREAD_BYTES = 4 << 20  # of responses, above which a connection's next requests are not read
 _HANDSHAKE_S, _CONNECT_S = 10.0, 3.0
 _EXPIRE_S = 0.05  # between two checks for requests past their deadline
+# A connection that a proxy keeps open and moves nothing on is found by its silence, since TCP's keepalive sees the proxy: a
+# ping after two seconds without a byte, then two more, and the end.
+_LOOK_S, _SILENT_LOOKS = 2.0, 3
+_PING = 0
+"""The number of pings: empty messages that the other end answers. Servers of before answer them as requests that they refuse."""
+_log = logging.getLogger(__name__)
 
 
 def _proof(token: str | None, of: bytes) -> bytes:
@@ -113,6 +120,7 @@ class _RankerConnection(FrameProtocol):
         self._unanswered = self._unanswered_bytes = 0
         self._is_unread = False  # more was sent than the other end reads
         self._unread: list[Ticket] = []  # of responses that were sent since
+        self._coming: Ticket | None = None  # of a request that has come in part
 
     def opened(self) -> None:
         """See FrameProtocol."""
@@ -138,22 +146,42 @@ class _RankerConnection(FrameProtocol):
             else:
                 self.end("it has not proved that it has the token")
             return
+        if number == _PING and not message:
+            self.send(_PING, b"")
+            return
         request = bytes(message)
-        held = self._unanswered_bytes + len(request)
-        if self._unanswered >= _UNANSWERED or (self._unanswered and held > listener.max_request_bytes):
+        ticket, self._coming = self._coming, None
+        ticket = ticket or self._admitted(len(request))
+        if ticket is None:
             self.send(number, listener.refuse(request))
             return
-        try:
-            ticket = listener.budget.admit(len(request))
-        except OverloadedError:
-            self.send(number, listener.refuse(request))
-            return
-        self._unanswered, self._unanswered_bytes = self._unanswered + 1, held
+        self._unanswered, self._unanswered_bytes = self._unanswered + 1, self._unanswered_bytes + len(request)
         try:
             listener.answer(request, partial(self.thread.call, self._reply, number, request, ticket))
         except BaseException:
             ticket.release()
             raise
+
+    def _admitted(self, size: int) -> Ticket | None:
+        """Room for a request of ``size`` bytes; None: there is none."""
+        held = self._unanswered_bytes + size
+        if self._unanswered >= _UNANSWERED or (self._unanswered and held > self._listener.max_request_bytes):
+            return None
+        try:
+            return self._listener.budget.admit(size)
+        except OverloadedError:
+            return None
+
+    def begins(self, size: int) -> bool:
+        """See FrameProtocol. A request counts in the memory budget from its first byte, however slowly it comes."""
+        if self._proof is not None:
+            return True  # a few bytes
+        self._coming = self._admitted(size)
+        return self._coming is not None
+
+    def skipped(self, number: int) -> None:
+        """See FrameProtocol."""
+        self.send(number, self._listener.refuse(b""))
 
     def _reply(self, number: int, request: bytes, ticket: Ticket, response: bytes) -> None:
         self._unanswered -= 1
@@ -171,6 +199,9 @@ class _RankerConnection(FrameProtocol):
     def lost(self) -> None:
         """See FrameProtocol."""
         self._listener.unproved.pop(self, None)
+        if self._coming is not None:
+            self._coming.release()
+            self._coming = None
         self._give_back()
 
     def _give_back(self) -> None:
@@ -246,6 +277,7 @@ class ShardConnection(FrameProtocol):
         self._pending: dict[int, _Pending] = {}
         self._numbers = itertools.count(1)
         self._expires: asyncio.TimerHandle | None = None
+        self._alive: asyncio.TimerHandle | None = None
 
     async def connect(self, tls: ssl.SSLContext | None, tls_name: str) -> None:
         """Returns once it is open; on any event loop.
@@ -303,7 +335,7 @@ class ShardConnection(FrameProtocol):
         now = time.monotonic()
         for number, pending in tuple(self._pending.items()):
             if now >= pending.deadline and self._pending.pop(number, None) is not None:
-                pending.done(None, "DEADLINE_EXCEEDED", "no answer came in time")
+                _end(pending, None, "DEADLINE_EXCEEDED", "no answer came in time")
         if self._pending:
             self._expires = self.thread.loop.call_later(_EXPIRE_S, self._expire)
 
@@ -317,21 +349,45 @@ class ShardConnection(FrameProtocol):
             self.send(0, _HELLO + _proof(self._token, bytes(message[len(_HELLO) :])))
             self.is_open = True
             self._greeted.set_result(None)
+            self._alive = self.thread.loop.call_later(_LOOK_S, self._look_if_alive, self.received, 0)
             return
         pending = self._pending.pop(number, None)
-        if pending is not None:  # else its caller has given up
-            pending.done(message, "OK", "")
+        if pending is not None:  # else its caller has given up, or this answers a ping
+            _end(pending, message, "OK", "")
+
+    def _look_if_alive(self, received: int, silent: int) -> None:
+        """End the connection after several looks in a row at which nothing had come, though pings were sent.
+
+        A request that was cancelled, or another replica's answer, is no sign of life of this one: bytes from it are.
+        """
+        silent = 0 if self.received != received else silent + 1
+        if silent > _SILENT_LOOKS:
+            self.end(f"it has sent nothing for {_SILENT_LOOKS * _LOOK_S:g} s, not even answers to pings")
+            return
+        if silent:
+            self.send(_PING, b"")
+        self._alive = self.thread.loop.call_later(_LOOK_S, self._look_if_alive, self.received, silent)
 
     def lost(self) -> None:
         """See FrameProtocol."""
         if not self._greeted.done():
             self._greeted.set_exception(ConnectionError(self.why))
             self._greeted.exception()  # its caller may no longer wait for it
-        if self._expires is not None:
-            self._expires.cancel()
+        for timer in (self._expires, self._alive):
+            if timer is not None:
+                timer.cancel()
         was_open, self.is_open = self.is_open, False
         if was_open:
             self._on_lost(self)
-        pending, self._pending = self._pending, {}
-        for each in pending.values():
-            each.done(None, "UNAVAILABLE", self.why)
+        # The end of a request may cancel others of this connection, so none is taken from a copy.
+        while self._pending:
+            _, pending = self._pending.popitem()
+            _end(pending, None, "UNAVAILABLE", self.why)
+
+
+def _end(pending: _Pending, message: bytes | bytearray | None, code: str, details: str) -> None:
+    """Call ``done`` of a request; a failure there is no reason for others to wait."""
+    try:
+        pending.done(message, code, details)
+    except Exception:
+        _log.exception("the end of a request was lost")

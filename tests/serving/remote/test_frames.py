@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 from recinfer.errors import UnavailableError
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.server.security import Security
+from recinfer.serving.shards import frames
 from recinfer.serving.shards import transport as module
 from recinfer.serving.shards.frames import ShardsThread
 from recinfer.serving.shards.transport import ShardAddress, ShardConnection, ShardListener, rankers_thread
@@ -480,3 +481,121 @@ def test_a_server_whose_port_for_lookups_cannot_be_reached_is_not_up_and_says_wh
             assert not replica.up
             server._listener.port = reached
             until(lambda: replica.up)
+
+
+# -- connections that are lost, silent or slow ----------------------------------------------------------------------------
+
+
+def test_a_lost_connection_ends_every_request_though_their_ends_cancel_each_other_and_fail():
+    """The end of a hedged request forgets others of the same connection."""
+    with listening() as (answers, listener):
+        asker = Asker(listener).open()
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        forgets: dict[int, Callable[[], object]] = {}
+
+        def ask() -> None:
+            for number in range(40):
+
+                def done(*end: Any, number: int = number) -> None:
+                    ended.put(number)
+                    forgets[number - number % 2 + (1 - number % 2)]()  # its pair
+                    if number % 5 == 0:
+                        raise RuntimeError("a bug of the caller")
+
+                forgets[number] = asker.connection.call(b"later", time.monotonic() + LONG, done)
+
+        rankers_thread().call(ask)
+        for _ in range(40):
+            answers.asked.get(timeout=LONG)
+        rankers_thread().call(asker.connection.end, "the host is gone")
+        pairs = {ended.get(timeout=LONG) // 2 for _ in range(20)}
+        assert pairs == set(range(20)) and ended.empty()
+        assert not asker.connection._pending
+
+
+class Proxy:
+    """Passes bytes between a ranker and a listener; :meth:`fall_silent` moves nothing more on what is open, and closes nothing."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._moves, self._sockets = port, threading.Event(), [socket.create_server(("127.0.0.1", 0))]
+        self._moves.set()
+        self.port = self._sockets[0].getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._sockets[0].accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._port))
+            self._sockets += [near, far]
+            for here, there in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(here, there), daemon=True).start()
+
+    def _pump(self, here: socket.socket, there: socket.socket) -> None:
+        try:
+            while data := here.recv(1 << 16):
+                if not self._moves.is_set():
+                    return
+                there.sendall(data)
+        except OSError:
+            pass
+
+    def fall_silent(self) -> None:
+        self._moves.clear()
+
+    def close(self) -> None:
+        for each in self._sockets:
+            each.close()
+
+
+def test_a_silent_connection_is_found_by_pings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_LOOK_S", 0.05)
+    with listening() as (answers, listener):
+        proxy = Proxy(listener.port)
+        asker = Asker(listener, port=proxy.port).open()
+        assert asker.ask(b"x") == (b"xx", "OK", "")
+        before = asker.connection.received
+        until(lambda: asker.connection.received >= before + 5 * HEAD_BYTES)  # answers to pings alone keep it
+        assert (
+            asker.ask(b"x") == (b"xx", "OK", "") and [answers.asked.get(timeout=LONG) for _ in range(2)] == [b"x"] * 2
+        )
+        assert answers.asked.empty()  # pings are no requests
+        waits, _ = asker.begin(b"later")
+        proxy.fall_silent()
+        assert waits.get(timeout=LONG)[:2] == (None, "UNAVAILABLE")
+        assert "not even answers to pings" in asker.lost.get(timeout=LONG)
+        proxy.close()
+
+
+def test_a_message_counts_in_the_budget_from_its_first_byte():
+    budget = MemoryBudget(10 * MOST)
+    with listening(budget=budget) as (_, listener):
+        with talking(listener) as slow, talking(listener) as other:
+            slow.sendall(frame(1, bytes(MOST))[:-1])
+            until(lambda: budget.held == MOST)
+            assert slow.send(b"\0") == 1
+            assert exactly(slow, HEAD_BYTES + 2 * MOST) == frame(1, bytes(2 * MOST))
+            until(lambda: budget.held == 0)
+            full = budget.admit(10 * MOST - 10)
+            other.sendall(frame(2, bytes(100))[:50])
+            until(lambda: budget.refused == 1)
+            other.sendall(frame(2, bytes(100))[50:] + frame(3, b"x"))
+            assert exactly(other, HEAD_BYTES + len(REFUSED)) == frame(2, REFUSED)
+            assert exactly(other, HEAD_BYTES + 2) == frame(3, b"xx")
+            full.release()
+            slow.sendall(frame(4, bytes(MOST))[:-1])
+            until(lambda: budget.held == MOST)
+        until(lambda: budget.held == 0)  # the connections have ended
+
+
+def test_a_message_without_progress_ends_its_connection(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(frames, "_PROGRESS_S", 0.05)
+    monkeypatch.setattr(frames, "_GRACE_S", 0.05)
+    with listening() as (_, listener), talking(listener) as slow, talking(listener) as idle:
+        slow.sendall(frame(1, bytes(MOST))[:-1])
+        with suppress(ConnectionError):
+            assert slow.recv(1) == b""
+        idle.sendall(frame(1, b"x"))  # a connection without a message under way stays
+        assert exactly(idle, HEAD_BYTES + 2) == frame(1, b"xx")
