@@ -28,6 +28,7 @@ from recinfer.distributed.types import (
 from recinfer.modules.embedding_configs import EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingCollection, EmbeddingCollectionInterface
 from recinfer.sparse.checks import MissingKeyError, check_distinct_keys
+from recinfer.sparse.full_batch import bags_of, inverse_of
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
@@ -159,6 +160,7 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
         features = self._ctx.input_features[0]
         reverse = self._reverse(features)
         by_name = features.to_dict()
+        expands = features.variable_stride_per_key() and features.inverse_indices_or_none() is not None
         result = {}
         for name, feature, (sharding, count) in zip(self._names, self._features, self._pieces):
             columns = [next(parts[sharding]) for _ in range(count)]
@@ -167,7 +169,8 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
                 rows = rows.index_select(0, reverse[feature])
             asked = by_name[feature]
             ids = asked.values() if self._need_indices else None
-            result[name] = JaggedTensor.from_parts_unchecked(rows, ids, asked.lengths(), asked.offsets())
+            found = JaggedTensor.from_parts_unchecked(rows, ids, asked.lengths(), asked.offsets())
+            result[name] = bags_of(found, inverse_of(features, feature)) if expands else found
         return result
 
     def _reverse(self, features: KeyedJaggedTensor) -> dict[str, Tensor] | None:

@@ -19,7 +19,7 @@ from recinfer.distributed.embedding_types import (
     ListOfKJTList,
     ShardedEmbeddingTable,
 )
-from recinfer.distributed.exchange.kjt import KJTSplitsAllToAllMeta, SplitsAllToAllAwaitable
+from recinfer.distributed.exchange.kjt import KJTSplitsAllToAllMeta, SplitsAllToAllAwaitable, check_forms, form_of
 from recinfer.distributed.exchange.tensors import KJTAllToAllTensorsAwaitable
 from recinfer.distributed.tables.grouping import bucketize_kjt_before_all2all, group_tables
 from recinfer.distributed.types import Awaitable, Multistreamable, ParameterSharding, QuantizedCommCodecs
@@ -314,7 +314,8 @@ def _begin(member: Any, sizes: Any) -> Awaitable[KeyedJaggedTensor]:
         started: Awaitable[KeyedJaggedTensor] = member.wait()
         return started
     output_splits = [next(sizes) for _ in member.labels]
-    has_stride = len(member.splits_tensors) > len(member.labels)
+    batch_sizes, forms = next(sizes), next(sizes)
+    check_forms(form_of(member.labels, member.input_tensors), forms, member.pg)
     return KJTAllToAllTensorsAwaitable(
         pg=member.pg,
         input=member._input,
@@ -326,7 +327,7 @@ def _begin(member: Any, sizes: Any) -> Awaitable[KeyedJaggedTensor]:
         keys=member.keys,
         device=member.device,
         stagger=member.stagger,
-        stride_per_rank=next(sizes) if has_stride else None,
+        stride_per_rank=None if member._input.variable_stride_per_key() else batch_sizes,
     )
 
 

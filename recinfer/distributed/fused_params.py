@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FusedSettings",
     "WeightDecayMode",
+    "bounds_check_mode",
     "canonical_names",
     "check_packed_params",
     "names_optimizer",
@@ -113,7 +114,7 @@ class FusedSettings:
         max_norm: rows longer than this are scaled down to it after a row-wise Adagrad step; 0 means never.
         gradient_clipping, max_gradient: clamp every element of the output's gradient to ``±max_gradient``.
         stochastic_rounding: round float16 rows at random where the kernel can (CUDA); to the nearest on CPU.
-        bounds_check_mode: what happens to ids outside a table.
+        bounds_check_mode: what happens to ids outside a table: FATAL is an error; WARNING and IGNORE read and train row 0.
         output_dtype: element type of the looked-up vectors.
         placement: settings of FBGEMM's CUDA caches: ``cache_algorithm`` a CacheAlgorithm, ``cache_precision`` a torch.dtype,
             others as FBGEMM takes them.
@@ -132,7 +133,7 @@ class FusedSettings:
     gradient_clipping: bool = False
     max_gradient: float = 1.0
     stochastic_rounding: bool = True
-    bounds_check_mode: BoundsCheckMode = BoundsCheckMode.WARNING
+    bounds_check_mode: BoundsCheckMode = BoundsCheckMode.FATAL
     output_dtype: torch.dtype = torch.float32
     placement: Mapping[str, Any] = field(default_factory=dict)
 
@@ -284,6 +285,13 @@ def _member(kind: Any, value: Any) -> Any:
 def names_optimizer(params: Mapping[str, Any] | None) -> bool:
     """Whether ``fused_params`` name an optimizer, or the learning rate of the default one, SGD."""
     return bool(params) and not {"optimizer", "learning_rate", "lr"}.isdisjoint(params or {})
+
+
+def bounds_check_mode(params: Mapping[str, Any] | None) -> BoundsCheckMode:
+    """What happens to ids outside a table by a ``fused_params`` dictionary; an error by default."""
+    given = (params or {}).get("bounds_check_mode")
+    mode: BoundsCheckMode = FusedSettings.bounds_check_mode if given is None else _member(BoundsCheckMode, given)
+    return mode
 
 
 def output_dtype_of(params: Mapping[str, Any] | None) -> torch.dtype:

@@ -129,7 +129,8 @@ class BaseEmbeddingConfig:
         embedding_dim: columns.
         name: the table's name, unique in its collection.
         data_type: element type of the float table.
-        feature_names: the features that look rows up in this table (several share it).
+        feature_names: the features that look rows up in this table (several share it). A collection that is built with
+            none reads the feature of the table's own name.
         weight_init_max, weight_init_min: bounds of the uniform initial values; default ``±1/sqrt(num_embeddings)``.
         num_embeddings_post_pruning: no effect (:mod:`recinfer.ignored`): tables are not pruned.
         init_fn: fills the weight in place instead of the uniform values.

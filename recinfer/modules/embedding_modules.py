@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,12 @@ from recinfer.modules.embedding_configs import (
     PoolingType,
     check_table_name,
 )
-from recinfer.sparse.checks import MissingKeyError, is_plain
+from recinfer.sparse.checks import MissingKeyError, check_id_dtype, is_plain
+from recinfer.sparse.full_batch import full_batch
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from recinfer.sparse.opaque import Opaque
+
+C = TypeVar("C", bound=BaseEmbeddingConfig)
 
 __all__ = [
     "EmbeddingBagCollection",
@@ -84,6 +88,14 @@ def _check_tables(what: str, tables: Sequence[BaseEmbeddingConfig]) -> None:
             )
 
 
+def _with_features(tables: list[C]) -> list[C]:
+    """``tables``, where a table without ``feature_names`` reads the feature of its own name, as in TorchRec."""
+    for table in tables:
+        if not table.feature_names:
+            table.feature_names = [table.name]
+    return tables
+
+
 def _new_weight(table: BaseEmbeddingConfig, device: torch.device | None) -> Tensor:
     return torch.empty(table.num_embeddings, table.embedding_dim, dtype=_FLOAT_DTYPES[table.data_type], device=device)
 
@@ -134,7 +146,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
         super().__init__()
         _check_tables("EmbeddingBagCollection", tables)
         self._is_weighted = is_weighted
-        self._embedding_bag_configs = tables
+        self._embedding_bag_configs = _with_features(tables)
         self.embedding_bags = nn.ModuleDict()
         for table in tables:
             if table.pooling not in (PoolingType.SUM, PoolingType.MEAN):
@@ -169,9 +181,10 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
         Raises:
             MissingKeyError: a feature is not in ``features``.
-            InputError: no weights though the collection is weighted; a variable batch without inverse indices; an id
-                that is not in the table (on the CPU).
+            InputError: no weights though the collection is weighted; a variable batch without inverse indices; ids that
+                are not int32 or int64; an id that is not in the table (on the CPU).
         """
+        check_id_dtype(features.values())
         by_name = features.to_dict()
         pooled = [
             _pool(self.embedding_bags[table.name], name, _feature(by_name, name), self._is_weighted)  # type: ignore[arg-type]
@@ -304,7 +317,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
     ) -> None:
         super().__init__()
         _check_tables("EmbeddingCollection", tables)
-        self._embedding_configs = tables
+        self._embedding_configs = _with_features(tables)
         self._need_indices = need_indices
         self._use_gather_select = use_gather_select
         self._use_gather_select_per_sharding = use_gather_select_per_sharding
@@ -335,12 +348,18 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
             features: at least the features of the tables, in any order.
 
         Returns:
-            dict[str, JaggedTensor]: values float32 ``[N, D]`` and the lengths of the input, tables in order.
+            dict[str, JaggedTensor]: values float32 ``[N, D]`` and the lengths of the input, tables in order. A
+            variable batch with inverse indices is expanded to the full batch, as the sharded module does (TorchRec's unsharded
+            one returns the rows of the distinct bags).
 
         Raises:
             MissingKeyError: a feature is not in ``features``.
-            InputError: an id that is not in the table (on the CPU).
+            InputError: ids that are not int32 or int64; an id that is not in the table (on the CPU).
         """
+        check_id_dtype(features.values())
+        if features.variable_stride_per_key() and features.inverse_indices_or_none() is not None:
+            names = dict.fromkeys(feature for table in self._embedding_configs for feature in table.feature_names)
+            features = full_batch(features, list(names))
         by_name = features.to_dict()
         result = {}
         for table, names in zip(self._embedding_configs, self._embedding_names_by_table):

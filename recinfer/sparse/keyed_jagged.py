@@ -208,6 +208,7 @@ class KeyedJaggedTensor(KeyedParts):
             weights=self._weights,
             stride=self.stride(),
             stride_per_key_per_rank=self._stride_per_key_per_rank,
+            inverse_indices=self._inverse_indices,
         )
         flat._length_per_key = self.length_per_key()
         return flat

@@ -68,6 +68,7 @@ def cut(kjt: Keyed, start: int, stop: int) -> Keyed:
         weights=None if kjt._weights is None else kjt._weights[at[start] : at[stop]],
         stride=kjt.stride(),
         stride_per_key_per_rank=kjt.stride_per_key_per_rank()[start:stop] if variable else None,
+        inverse_indices=_inverse_of(kjt, kjt._keys[start:stop]),
     )
     part._length_per_key = kjt.length_per_key()[start:stop]
     return part
@@ -114,9 +115,22 @@ def permute(kjt: Keyed, indices: list[int], indices_tensor: Tensor | None) -> Ke
         weights=None if kjt._weights is None else gather_segments(kjt._weights, sizes, indices),
         stride=kjt.stride(),
         stride_per_key_per_rank=[strides[i] for i in indices] if variable else None,
+        inverse_indices=_inverse_of(kjt, [kjt._keys[i] for i in indices]),
     )
     result._length_per_key = [sizes[i] for i in indices]
     return result
+
+
+def _inverse_of(kjt: KeyedParts, keys: Sequence[str]) -> InverseIndices | None:
+    """The inverse indices of ``keys``, each key once; None if ``kjt`` has none."""
+    if kjt._inverse_indices is None:
+        return None
+    known, indices = kjt._inverse_indices
+    kept = [key for key in dict.fromkeys(keys) if key in known]
+    if kept == known:
+        return kjt._inverse_indices
+    order = torch.tensor([known.index(key) for key in kept], dtype=torch.int64, device=indices.device)
+    return kept, indices.index_select(0, order)
 
 
 def _concat_inverse(parts: Sequence[InverseIndices | None]) -> InverseIndices | None:

@@ -42,8 +42,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], Any]] = {  # settings with which the f
     "max_norm": ({"optimizer": "ROWWISE_ADAGRAD"}, 0.01),
     "gradient_clipping": ({"max_gradient": 0.01}, True),
     "max_gradient": (CLIPPED, 0.01),
-    "bounds_check_mode": ({}, BoundsCheckMode.FATAL),
-    "output_dtype": ({}, torch.float16),
+    "bounds_check_mode": ({}, BoundsCheckMode.WARNING),
+    "output_dtype": ({"bounds_check_mode": "WARNING"}, torch.float16),
 }
 # Rounding of float16 rows and caches: of the CUDA kernels. On CPU rows are rounded to the nearest and there is no cache.
 OF_CUDA = {"stochastic_rounding", "placement"}

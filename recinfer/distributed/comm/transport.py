@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recinfer.distributed.types import NoOpQuantizedCommCodec, QuantizedCommCodec
+from recinfer.errors import UnavailableError
 from recinfer.group_device import has_nccl
 
 __all__ = ["Pending", "start_all_gather", "start_all_to_all", "start_reduce_scatter"]
@@ -40,8 +41,19 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """The received data. On CUDA the current stream waits, not the host."""
-        self._work.wait()
+        """The received data. On CUDA the current stream waits, not the host.
+
+        Raises:
+            UnavailableError: other ranks did not take part in time, or have ended.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise UnavailableError(
+                f"an exchange between ranks failed on rank {dist.get_rank()}: {str(error).strip().splitlines()[0]}. If no "
+                "other rank shows an error, ranks ran unequal numbers of batches: give each rank the same number (drop the "
+                "last ones, or pad), or end the loop on all ranks together"
+            ) from error
         buffer, sent = self._buffer, self._sent
         if buffer.is_cuda and sent is not None:
             # Both may have been allocated on another stream, which would reuse their memory too early.

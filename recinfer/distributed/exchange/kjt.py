@@ -9,6 +9,7 @@ Shapes: ``W`` ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -22,12 +23,45 @@ from recinfer.distributed.types import Awaitable
 from recinfer.errors import InputError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
+_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST_LABELS = 4  # lengths, values, strides, weights
+
 __all__ = [
     "KJTAllToAll",
     "KJTAllToAllSplitsAwaitable",
     "KJTSplitsAllToAllMeta",
     "SplitsAllToAllAwaitable",
+    "check_forms",
+    "form_of",
 ]
+
+
+def form_of(labels: Sequence[str], tensors: Sequence[Tensor]) -> int:
+    """What a rank sends, as one number: the dtype of its lengths, values and weights, and whether the batch is variable."""
+    known = {label: 1 + _DTYPES.index(t.dtype) if t.dtype in _DTYPES else 0 for label, t in zip(labels, tensors)}
+    form = int("strides" in known)
+    for label in ("lengths", "values", "weights"):
+        form = form * 16 + known.get(label, 15)
+    return form
+
+
+def check_forms(mine: int, of_ranks: Sequence[int], pg: dist.ProcessGroup) -> None:
+    """Raise InputError on every rank if a rank sends another form of batch than this one, before anything of it is read."""
+    for rank, form in enumerate(of_ranks):
+        if form != mine:
+            raise InputError(
+                f"rank {rank} sends {_form_text(form)}, this rank ({pg.rank()}) {_form_text(mine)}; expected one form on all "
+                "ranks: give stride_per_key_per_rank on all or on none, and the same dtypes"
+            )
+
+
+def _form_text(form: int) -> str:
+    parts: list[str] = []
+    for label in ("weights", "values", "lengths"):
+        form, number = divmod(form, 16)
+        name = "no" if number == 15 else str(_DTYPES[number - 1]).removeprefix("torch.") if number else "unknown"
+        parts.insert(0, f"{name} {label}")
+    return f"a {'variable' if form else 'fixed'} batch with {', '.join(parts)}"
 
 
 class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
@@ -70,7 +104,8 @@ class KJTSplitsAllToAllMeta:
         pg: the ranks.
         _input: the features.
         splits: keys for each rank.
-        splits_tensors: the sizes to exchange, one tensor per label (and the batch size, for a fixed batch).
+        splits_tensors: the sizes to exchange, one tensor per label; then the batch size (0 for a variable batch) and the
+            form of the batch, which ranks compare.
         input_splits: entries for each rank, of each tensor.
         input_tensors: the tensors to send.
         labels: names of the tensors.
@@ -127,9 +162,10 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
         self._one_batch_size = not input.variable_stride_per_key()
         if pg.size() == 1:
             return
-        numbers = list(tensor_splits)
-        if self._one_batch_size:
-            numbers.append([input.stride()] * pg.size())
+        self._form = form_of(labels, input_tensors)
+        numbers = [[self._form] * pg.size(), [input.stride()] * pg.size(), *tensor_splits]
+        # As many numbers for every form of batch, so that ranks which differ can say so.
+        numbers += [[0] * pg.size()] * (_MOST_LABELS - len(tensor_splits))
         self._splits_awaitable = SplitsAllToAllAwaitable.of_lists(numbers, pg, device)
         self._packed = pack(input_tensors, tensor_splits)  # overlaps with the exchange of sizes
 
@@ -138,8 +174,10 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
             output_splits = self._input_splits
             strides: list[int] | None = [self._input.stride()] if self._one_batch_size else None
         else:
-            output_splits = self._splits_awaitable.wait()
-            strides = output_splits.pop() if self._one_batch_size else None
+            forms, batch_sizes, *output_splits = self._splits_awaitable.wait()
+            check_forms(self._form, forms, self._pg)
+            output_splits = output_splits[: len(self._labels)]
+            strides = batch_sizes if self._one_batch_size else None
         return KJTAllToAllTensorsAwaitable(
             pg=self._pg,
             input=self._input,
@@ -209,9 +247,9 @@ class KJTAllToAll(nn.Module):
     ) -> KJTSplitsAllToAllMeta:
         """The exchange of ``input``, not started: the sizes of several exchanges can be sent together."""
         tensor_splits = input.dist_splits(splits)
-        numbers = list(tensor_splits)
-        if not input.variable_stride_per_key():
-            numbers.append([input.stride()] * pg.size())
+        labels, tensors = input.dist_labels(), input.dist_tensors()
+        stride = 0 if input.variable_stride_per_key() else input.stride()
+        numbers = [*tensor_splits, [stride] * pg.size(), [form_of(labels, tensors)] * pg.size()]
         ends = list(accumulate(splits, initial=0))
         return KJTSplitsAllToAllMeta(
             pg=pg,
@@ -219,8 +257,8 @@ class KJTAllToAll(nn.Module):
             splits=splits,
             splits_tensors=[torch.tensor(row, device=input.device()) for row in numbers],
             input_splits=tensor_splits,
-            input_tensors=input.dist_tensors(),
-            labels=input.dist_labels(),
+            input_tensors=tensors,
+            labels=labels,
             keys=input.keys()[ends[pg.rank()] : ends[pg.rank() + 1]],
             device=input.device(),
             stagger=stagger,

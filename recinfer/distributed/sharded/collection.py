@@ -27,6 +27,7 @@ from recinfer.distributed.embedding_types import (
 from recinfer.distributed.exchange.combine import JoinShardings
 from recinfer.distributed.exchange.inside_hosts import summed_inside_hosts
 from recinfer.distributed.layout.rect import Rect
+from recinfer.distributed.sharded.id_check import IdCheck
 from recinfer.distributed.sharded.infos import by_sharding_type
 from recinfer.distributed.sharded.sharding import HOST_TYPES, ROW_TYPES, TableSharding
 from recinfer.distributed.sharded.state import TableState
@@ -81,6 +82,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         self._env = env
         self._device = torch.device(device) if device is not None else torch.device("cpu")
         self._infos = [_placed_on(info, self._device, env) for info in infos]
+        self._check_ids = IdCheck(self._infos)
         self._shardings = [
             self.sharding_class(members, env, self._device, qcomm_codecs_registry) for members in self._deal()
         ]
@@ -207,6 +209,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
             sharding.fill(lookup.module if isinstance(lookup, DistributedDataParallel) else lookup)
 
     def _begin(self, ctx: Context, features: KeyedJaggedTensor) -> KJTListSplitsAwaitable[Any]:
+        features = self._check_ids(features)
         awaitables = []
         for sharding, input_dist in zip(self._shardings, self._input_dists):
             context = sharding.create_context(features)

@@ -181,7 +181,7 @@ class TableGroup(nn.Module):
         try:
             out = self._differentiable(indices, offsets, per_sample_weights)
         except RuntimeError as error:
-            # The operators check ids themselves, so valid batches need no separate check.
+            # The operators check ids themselves, but for -1, which sharded modules refuse before they send ids.
             if _OUTSIDE not in str(error):
                 raise
             indices = self._within_bounds(error, indices, offsets)
