@@ -14,7 +14,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
 
 # A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
-BASE = {"arrow", "columns", "errors", "env", "fbgemm", "files", "group_device", "ignored", "lazy", "lru", "streamable"}
+BASE = {
+    "arrow",
+    "columns",
+    "errors",
+    "env",
+    "fbgemm",
+    "files",
+    "group_device",
+    "ignored",
+    "lazy",
+    "lru",
+    "module_tree",
+    "streamable",
+}
 MODEL_CODE = BASE | {"sparse", "modules"}
 RECT = {"distributed.layout.rect"}  # plain numbers, for all code that uses positions in tables
 LAYOUT = RECT | {"distributed.layout", "distributed.types"}
@@ -35,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "ignored": set(),
     "lazy": set(),
     "lru": set(),
+    "module_tree": set(),
     "streamable": {"errors"},
     "migrate": {"errors", "files"},
     "sparse": BASE,

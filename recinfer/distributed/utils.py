@@ -14,6 +14,7 @@ from torch import nn
 from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.types import ParameterSharding, ShardedModule
 from recinfer.errors import ConfigError
+from recinfer.module_tree import named_children
 
 __all__ = [
     "add_params_from_parameter_sharding",
@@ -130,7 +131,7 @@ def get_unsharded_module_names(model: nn.Module) -> list[str]:
         return any(isinstance(m, ShardedModule) for m in module.modules())
 
     def names(module: nn.Module, prefix: str) -> Iterator[str]:
-        for name, child in module.named_children():
+        for name, child in named_children(module):
             if not holds_sharded(child):
                 yield prefix + name
             elif not isinstance(child, ShardedModule):

@@ -26,6 +26,7 @@ from recinfer.distributed.train_pipeline.forwards import BaseForward, KJTAllToAl
 from recinfer.distributed.train_pipeline.tracing import build_args, find_sharded_calls
 from recinfer.distributed.types import ShardedModule
 from recinfer.errors import ConfigError
+from recinfer.module_tree import named_children
 from recinfer.streamable import move_to
 
 __all__ = ["TrainPipeline", "TrainPipelineBase", "TrainPipelineSparseDist"]
@@ -320,7 +321,7 @@ def _fuse_splits(context: TrainPipelineContext) -> None:
 
 def _script(module: nn.Module) -> None:
     """torch.jit.script every child that holds no sharded module."""
-    for name, child in module.named_children():
+    for name, child in list(named_children(module)):
         if any(isinstance(m, ShardedModule) for m in child.modules()):
             if not isinstance(child, ShardedModule):
                 _script(child)

@@ -9,6 +9,8 @@ from torch import nn
 
 from recinfer.distributed.planner.model.sharders import sharder_name
 from recinfer.distributed.types import ModuleSharder
+from recinfer.errors import ConfigError
+from recinfer.module_tree import outermost_modules
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 
 __all__ = ["embedding_tables", "sharded_modules"]
@@ -18,35 +20,58 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
     """Embedding collections of ``model``, outermost first: (module path, module, table configs, pooled).
 
     A collection is any module with ``embedding_bag_configs()`` (pooled) or ``embedding_configs()``; its children are
-    not searched. The path of the model itself is ``""``.
+    not searched. The path of the model itself is ``""``. A module with several names comes once, with the first.
+
+    Raises:
+        ConfigError: a module of managed collisions.
     """
-    stack: list[tuple[str, nn.Module]] = [("", model)]
-    while stack:
-        path, module = stack.pop()
-        for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
-            configs = getattr(module, method, None)
-            if callable(configs):
-                yield path, module, list(configs()), pooled
-                break
-        else:
-            prefix = f"{path}." if path else ""
-            stack.extend(reversed([(prefix + name, child) for name, child in module.named_children()]))
+    for path, module in outermost_modules(model, lambda m: _configs(m) is not None or _manages_collisions(m)):
+        _refuse_managed_collisions(path, module)
+        configs = _configs(module)
+        assert configs is not None
+        yield path, module, *configs
+
+
+def _configs(module: nn.Module) -> tuple[list[BaseEmbeddingConfig], bool] | None:
+    """The tables of a collection, and whether it pools; None for other modules."""
+    for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
+        configs = getattr(module, method, None)
+        if callable(configs):
+            return list(configs()), pooled
+    return None
+
+
+def _manages_collisions(module: nn.Module) -> bool:
+    """Whether ``module`` is one of TorchRec's classes that remap ids (``torchrec.modules.mc_modules``), by name."""
+    return any("ManagedCollision" in kind.__name__ for kind in type(module).__mro__)
+
+
+def _refuse_managed_collisions(path: str, module: nn.Module) -> None:
+    if _manages_collisions(module):
+        raise ConfigError(
+            f"module {path!r} is a {type(module).__name__}; recinfer has no managed collisions yet. Use its "
+            "EmbeddingBagCollection or EmbeddingCollection alone, and hash ids below num_embeddings before the lookup"
+        )
 
 
 def sharded_modules(
     module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
     """(path, module, sharder) of every module that a sharder supports, outermost first; modules inside it are
-    skipped."""
+    skipped. A module with several names comes once, with the first.
+
+    Raises:
+        ConfigError: a module of managed collisions that no sharder supports.
+    """
     exact = {sharder_name(s.module_type): s for s in sharders}
-    stack: list[tuple[str, nn.Module]] = [("", module)]
-    while stack:
-        path, child = stack.pop()
+
+    def sharder_of(child: nn.Module) -> ModuleSharder[Any] | None:
         sharder = exact.get(sharder_name(type(child)))
+        return sharder or next((s for s in sharders if isinstance(child, s.module_type)), None)
+
+    for path, child in outermost_modules(module, lambda m: sharder_of(m) is not None or _manages_collisions(m)):
+        sharder = sharder_of(child)
         if sharder is None:
-            sharder = next((s for s in sharders if isinstance(child, s.module_type)), None)
-        if sharder is not None:
+            _refuse_managed_collisions(path, child)
+        else:
             yield path, child, sharder
-            continue
-        prefix = f"{path}." if path else ""
-        stack.extend(reversed([(prefix + name, inner) for name, inner in child.named_children()]))
