@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from recinfer.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
+from recinfer.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from recinfer.distributed.types import ShardingPlan, ShardingType
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -71,10 +75,12 @@ def collection(pooled: bool) -> nn.Module:
     return EmbeddingCollection([EmbeddingConfig(ROWS, DIM, "t", feature_names=["f"], init_fn=nn.init.ones_)])
 
 
-def sharded(model: nn.Module, path: str, kind: str, world_size: int) -> DistributedModelParallel:
+def sharded(
+    model: nn.Module, path: str, kind: str, world_size: int, fused: Mapping[str, Any] = FUSED
+) -> DistributedModelParallel:
     module = model.get_submodule(path)
     pooled = isinstance(module, EmbeddingBagCollection)
-    sharder: Any = (BagSharder if pooled else RowSharder)(FUSED)
+    sharder: Any = (BagSharder if pooled else RowSharder)(dict(fused))
     per_table = {"t": of_type(kind, world_size)}
     plan = construct_module_sharding_plan(
         module, per_table, sharder, local_size=world_size, world_size=world_size, device_type="cpu"
@@ -139,3 +145,88 @@ def after_casts(rank: int, world_size: int, kind: str, pooled: bool) -> None:
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise", "replicas", "dense replicas"])
 def test_a_cast_leaves_rows_and_state_together(kind: str, pooled: bool) -> None:
     run_ranks(2, after_casts, kind, pooled)
+
+
+class Tower(nn.Module):
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.ebc = ebc
+        self.over = self.again = nn.Linear(DIM, 1)
+
+    def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+        return self.again(self.over(vectors(self.ebc(ids))) * torch.ones(DIM))
+
+
+class TwoParents(nn.Module):
+    """Each tower looks other ids up in one collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        ebc = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", feature_names=["f"])])
+        self.a, self.b = Tower(ebc), Tower(ebc)
+
+    def forward(self, batch: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.a(batch.left) + 2 * self.b(batch.right)
+        return out.sum(), out.detach()
+
+
+@dataclass
+class Pair:
+    left: KeyedJaggedTensor
+    right: KeyedJaggedTensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Pair:
+        return Pair(self.left.to(device), self.right.to(device))
+
+    def record_stream(self, stream: Any) -> None:
+        raise AssertionError("there is no stream on CPU")
+
+
+def trained(pipeline_of: Any, path: str) -> list[torch.Tensor]:
+    dmp = sharded(TwoParents(), path, "table_wise", 1)
+    dense = [p for name, p in dmp.named_parameters() if "ebc" not in name]
+    pipeline = pipeline_of(dmp, torch.optim.SGD(dense, 0.1), torch.device("cpu"))
+    batches = iter([Pair(ids_of(1, 2), ids_of(3, 4)), Pair(ids_of(2, 2), ids_of(5, 0)), Pair(ids_of(4), ids_of(5))])
+    outs = [pipeline.progress(batches) for _ in range(3)]
+    for tower in (dmp.module.a, dmp.module.b):
+        assert tower.over is tower.again
+    return outs
+
+
+def pipelines(rank: int, world_size: int, path: str) -> None:
+    expected = trained(TrainPipelineBase, path)
+    for found in (
+        trained(TrainPipelineSparseDist, path),
+        trained(partial(TrainPipelineSparseDist, apply_jit=True), path),
+    ):
+        for out, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(out, right)
+
+
+@pytest.mark.parametrize("path", ["a.ebc", "b.ebc"])
+def test_a_pipeline_trains_two_towers_with_one_collection(path: str) -> None:
+    run_ranks(1, pipelines, path)
+
+
+def optimizer_after_casts(rank: int, world_size: int) -> None:
+    """A cast model and one that was never cast train alike, optimizer state too, which loads into a third."""
+    plain, cast, loaded = (
+        sharded(nn.Sequential(collection(True)), "0", "column_wise", world_size, {"optimizer": OptimType.ADAM})
+        for _ in range(3)
+    )
+    for dmp in (plain, cast):
+        vectors(dmp(ids_of(1, 2))).square().sum().backward()
+    cast.half().float().to(torch.bfloat16)
+    loaded.double()
+    for dmp in (plain, cast):
+        vectors(dmp(ids_of(1, 3))).square().sum().backward()
+    loaded.load_state_dict(cast.state_dict())
+    loaded.fused_optimizer.load_state_dict(cast.fused_optimizer.state_dict())
+    for dmp in (plain, loaded):
+        vectors(dmp(ids_of(1, 3))).square().sum().backward()
+    torch.testing.assert_close(vectors(loaded(ids_of(0, 1, 2, 3))), vectors(plain(ids_of(0, 1, 2, 3))), rtol=0, atol=0)
+
+
+def test_optimizer_state_follows_the_rows_after_a_cast() -> None:
+    run_ranks(2, optimizer_after_casts)
