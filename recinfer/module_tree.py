@@ -6,11 +6,11 @@ replaced, planned or listed under names that they do not give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 from torch import nn
 
-__all__ = ["module_names", "named_children", "outermost_modules"]
+__all__ = ["missing_keys", "module_names", "named_children", "outermost_modules"]
 
 
 def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -24,6 +24,22 @@ def module_names(model: nn.Module) -> dict[int, list[str]]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
     return names
+
+
+def missing_keys(model: nn.Module, keys: Iterable[str], state: Container[str]) -> list[str]:
+    """The ``keys`` of ``model`` that ``state`` holds under no name of their module."""
+    several = [paths for paths in module_names(model).values() if len(paths) > 1]
+
+    def held(key: str) -> bool:
+        return key in state or any(
+            other + key.removeprefix(path) in state
+            for paths in several
+            for path in paths
+            if key.startswith(f"{path}.")
+            for other in paths
+        )
+
+    return [key for key in keys if not held(key)]
 
 
 def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:

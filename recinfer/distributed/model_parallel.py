@@ -28,7 +28,7 @@ from recinfer.distributed.sharding_plan import get_default_sharders
 from recinfer.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.group_device import group_device
-from recinfer.module_tree import module_names, named_children
+from recinfer.module_tree import missing_keys, module_names, named_children
 from recinfer.optim.fused import FusedOptimizerModule
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
@@ -224,6 +224,10 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
             CheckpointError: with ``strict``, missing or unexpected keys.
         """
         missing, unexpected = _load_state_dict(get_module(self), state_dict, prefix)
+        if missing:  # TorchRec loads a module by one of its names
+            own = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+            names = missing_keys(get_module(self), [key.removeprefix(prefix) for key in missing], own)
+            missing = [prefix + name for name in names]
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"the state does not fit the model: {len(missing)} keys are missing ({some_of(missing)}), "

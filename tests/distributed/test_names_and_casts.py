@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from recinfer.checkpoint.restore import load_checkpoint
 from recinfer.distributed.embedding import EmbeddingCollectionSharder
 from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -24,7 +26,7 @@ from recinfer.distributed.sharding_plan import (
 )
 from recinfer.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from recinfer.distributed.types import ShardingPlan, ShardingType
-from recinfer.errors import ConfigError
+from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -112,6 +114,16 @@ def two_names(rank: int, world_size: int, path: str) -> None:
     state = dmp.state_dict()
     assert sorted(state) == [f"{name}.embedding_bags.t.weight" for name in ("left", "list.0", "right")]
     assert dmp.load_state_dict(state) == ([], [])
+    for name in ("left", "list.0", "right"):  # one name is enough, as in TorchRec
+        key = f"{name}.embedding_bags.t.weight"
+        assert dmp.load_state_dict({key: torch.full((ROWS, DIM), 7.0)}) == ([], [])
+        assert bool((vectors(inner.right(ids_of(0, 5))) == 7).all())
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save({key: torch.full((ROWS, DIM), 5.0)}, f"{folder}/one.pt")
+            assert load_checkpoint(f"{folder}/one.pt", dmp).missing == ()
+        assert bool((vectors(inner.left(ids_of(0, 5))) == 5).all())
+    with pytest.raises(CheckpointError, match="3 keys are missing"):
+        dmp.load_state_dict({})
     assert len(list(dmp.named_parameters())) == 1
 
 
