@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recinfer.archive.leaves import find_leaves
 from recinfer.checkpoint import CheckpointReader
+from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recinfer.distributed.planner import EmbeddingShardingPlanner, Topology
 from recinfer.distributed.planner.inference import plan_inference
 from recinfer.errors import ConfigError
 from recinfer.inference.export import export_archive
@@ -119,9 +122,30 @@ class ManagedCollisionCollection(nn.Module):
         return self._configs
 
 
-def test_managed_collisions_are_refused_by_name() -> None:
-    model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(Towers("meta").c))
-    with pytest.raises(
-        ConfigError, match=r"module '0' is a ManagedCollisionEmbeddingBagCollection.*no managed collisions"
-    ):
+class ITEPEmbeddingBagCollection(nn.Module):
+    """TorchRec's, by its name and its collection."""
+
+    def __init__(self, ebc: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self._embedding_bag_collection = ebc
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (ManagedCollisionEmbeddingBagCollection, "managed collisions"),
+        (ManagedCollisionCollection, "managed collisions"),
+        (ITEPEmbeddingBagCollection, "in-table pruning"),
+    ],
+)
+def test_modules_that_remap_ids_are_refused_by_name(kind: type[Any], what: str) -> None:
+    model = nn.Sequential(kind(Towers("meta").c))
+    message = rf"module '0' is a {kind.__name__}; recinfer has no {what}"
+    with pytest.raises(ConfigError, match=message):
         plan_inference(model, world_size=1)
+    with pytest.raises(ConfigError, match=message):
+        find_leaves(model)  # of an export
+    with pytest.raises(ConfigError, match=message):
+        EmbeddingShardingPlanner(topology=Topology(world_size=1, compute_device="cpu")).plan(
+            model, [EmbeddingBagCollectionSharder()]
+        )

@@ -23,10 +23,10 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
     not searched. The path of the model itself is ``""``. A module with several names comes once, with the first.
 
     Raises:
-        ConfigError: a module of managed collisions.
+        ConfigError: a module of managed collisions or in-table pruning.
     """
-    for path, module in outermost_modules(model, lambda m: _configs(m) is not None or _manages_collisions(m)):
-        _refuse_managed_collisions(path, module)
+    for path, module in outermost_modules(model, lambda m: _configs(m) is not None or _remapping(m) is not None):
+        _refuse_remapping(path, module)
         configs = _configs(module)
         assert configs is not None
         yield path, module, *configs
@@ -41,15 +41,21 @@ def _configs(module: nn.Module) -> tuple[list[BaseEmbeddingConfig], bool] | None
     return None
 
 
-def _manages_collisions(module: nn.Module) -> bool:
-    """Whether ``module`` is one of TorchRec's classes that remap ids (``torchrec.modules.mc_modules``), by name."""
-    return any("ManagedCollision" in kind.__name__ for kind in type(module).__mro__)
+# How the names of TorchRec's modules that change ids by a state of their own begin -> what they do.
+_REMAPPING = {"ManagedCollision": "managed collisions", "ITEP": "in-table pruning"}
 
 
-def _refuse_managed_collisions(path: str, module: nn.Module) -> None:
-    if _manages_collisions(module):
+def _remapping(module: nn.Module) -> str | None:
+    """What ``module`` does to ids before the lookup if it is one of TorchRec's classes that remap them, by name."""
+    names = [kind.__name__ for kind in type(module).__mro__]
+    return next((what for part, what in _REMAPPING.items() if any(n.startswith(part) for n in names)), None)
+
+
+def _refuse_remapping(path: str, module: nn.Module) -> None:
+    what = _remapping(module)
+    if what is not None:
         raise ConfigError(
-            f"module {path!r} is a {type(module).__name__}; recinfer has no managed collisions yet. Use its "
+            f"module {path!r} is a {type(module).__name__}; recinfer has no {what} yet. Train its "
             "EmbeddingBagCollection or EmbeddingCollection alone, and hash ids below num_embeddings before the lookup"
         )
 
@@ -61,7 +67,7 @@ def sharded_modules(
     skipped. A module with several names comes once, with the first.
 
     Raises:
-        ConfigError: a module of managed collisions that no sharder supports.
+        ConfigError: a module of managed collisions or in-table pruning that no sharder supports.
     """
     exact = {sharder_name(s.module_type): s for s in sharders}
 
@@ -69,9 +75,9 @@ def sharded_modules(
         sharder = exact.get(sharder_name(type(child)))
         return sharder or next((s for s in sharders if isinstance(child, s.module_type)), None)
 
-    for path, child in outermost_modules(module, lambda m: sharder_of(m) is not None or _manages_collisions(m)):
+    for path, child in outermost_modules(module, lambda m: sharder_of(m) is not None or _remapping(m) is not None):
         sharder = sharder_of(child)
         if sharder is None:
-            _refuse_managed_collisions(path, child)
+            _refuse_remapping(path, child)
         else:
             yield path, child, sharder
