@@ -60,14 +60,14 @@ def find_leaves(model: nn.Module) -> list[Leaf]:
     Raises:
         ConfigError: none there, or a feature processor other than position weights.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     leaves = []
     for path, module, configs, pooled in embedding_tables(model):
         parent_path = path.rpartition(".")[0]
         parent = modules.get(parent_path) if path else None
         weights = None
         outer, outer_path = module, path
-        if isinstance(parent, FeatureProcessedEmbeddingBagCollection):
+        if parent is not None and _processes_features(parent):
             outer, outer_path = parent, parent_path
             weights = _position_weights(parent, parent_path)
         is_weighted: Any = getattr(module, "is_weighted", None)
@@ -81,10 +81,15 @@ def find_leaves(model: nn.Module) -> list[Leaf]:
     return leaves
 
 
-def _position_weights(module: FeatureProcessedEmbeddingBagCollection, path: str) -> dict[str, tuple[str, int]]:
+def _processes_features(module: nn.Module) -> bool:
+    """Whether ``module`` is a FeatureProcessedEmbeddingBagCollection, recinfer's or TorchRec's."""
+    return any(kind.__name__ == FeatureProcessedEmbeddingBagCollection.__name__ for kind in type(module).__mro__)
+
+
+def _position_weights(module: nn.Module, path: str) -> dict[str, tuple[str, int]]:
     prefix = f"{path}." if path else ""
     found = {}
-    for name, parameter in module._feature_processors.named_parameters():
+    for name, parameter in module.get_submodule("_feature_processors").named_parameters():
         parts = name.split(".")
         if parts[-1] == "position_weight":
             feature = ".".join(parts[:-1])

@@ -22,7 +22,9 @@ from recinfer.checkpoint.loading import LoadReport
 from recinfer.checkpoint.reader import CheckpointReader
 from recinfer.checkpoint.shard_state import state_of_all_ranks
 from recinfer.distributed.embedding_types import ShardedEmbeddingModule
+from recinfer.distributed.model_parallel import get_module
 from recinfer.errors import CheckpointError
+from recinfer.module_tree import missing_keys
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from recinfer.optim.local_tensors import local_pieces
 
@@ -66,6 +68,8 @@ def load_checkpoint(
     reader = CheckpointReader(folder)
     state = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor | ShardedTensor)}
     reader.align(state)
+    missing = missing_keys(get_module(model), [key for key in state if key not in reader], set(reader.keys()))
+    state = {key: value for key, value in state.items() if key in reader or key in missing}
     report = _match(reader, state, strict)
     plans = []
     if optimizer is not None:

@@ -28,6 +28,7 @@ from recinfer.distributed.sharding_plan import get_default_sharders
 from recinfer.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.group_device import group_device
+from recinfer.module_tree import missing_keys, module_names, named_children
 from recinfer.optim.fused import FusedOptimizerModule
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
@@ -92,7 +93,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
         self._plan = plan if plan is not None else self._make_plan(module)
         self._check_plan(module)
-        self._dmp_wrapped_module: nn.Module = self._shard_modules(module, "", {})
+        self._dmp_wrapped_module: nn.Module = self._shard_modules(module, module_names(module), {})
         if init_parameters:
             materialise(self._dmp_wrapped_module, self.device)
         self._ddp_done = False
@@ -132,20 +133,21 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
                     f"that class; sharders given are for: {kinds}"
                 )
 
-    def _shard_modules(self, module: nn.Module, path: str, done: dict[int, nn.Module]) -> nn.Module:
-        """``module`` with every planned module in it replaced; a module that occurs twice is sharded once."""
+    def _shard_modules(self, module: nn.Module, names: dict[int, list[str]], done: dict[int, nn.Module]) -> nn.Module:
+        """``module`` with every planned module in it replaced under all its names; each module is sharded once."""
         if id(module) in done:
             return done[id(module)]
-        plan = self._plan.get_plan_for_module(path)
-        if plan is not None and not isinstance(module, ShardedModule):
+        paths = names.get(id(module), [])
+        path = next((p for p in paths if self._plan.get_plan_for_module(p) is not None), None)
+        if path is not None and not isinstance(module, ShardedModule):
             sharder = self._sharder_map[type(module)]
-            params = cast("EmbeddingModuleShardingPlan", plan)
+            params = cast("EmbeddingModuleShardingPlan", self._plan.get_plan_for_module(path))
             sharded = sharder.shard(module, params, self._env, self.device, path)
             done[id(module)] = sharded
             return sharded
         done[id(module)] = module
-        for name, child in module.named_children():
-            replaced = self._shard_modules(child, f"{path}.{name}" if path else name, done)
+        for name, child in list(named_children(module)):
+            replaced = self._shard_modules(child, names, done)
             if replaced is not child:
                 module.register_module(name, replaced)
         return module
@@ -222,6 +224,10 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
             CheckpointError: with ``strict``, missing or unexpected keys.
         """
         missing, unexpected = _load_state_dict(get_module(self), state_dict, prefix)
+        if missing:  # TorchRec loads a module by one of its names
+            own = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+            names = missing_keys(get_module(self), [key.removeprefix(prefix) for key in missing], own)
+            missing = [prefix + name for name in names]
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"the state does not fit the model: {len(missing)} keys are missing ({some_of(missing)}), "
@@ -313,7 +319,7 @@ def _state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, kee
         module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return
     module._save_to_state_dict(destination, prefix, keep_vars)
-    for name, child in module.named_children():
+    for name, child in named_children(module):
         _state_dict(child, destination, join(prefix, name), keep_vars)
 
 
@@ -330,7 +336,7 @@ def _load_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str)
     module._load_from_state_dict(state_dict, prefix, {}, True, missing, unexpected, errors)
     if errors:
         raise CheckpointError("the state does not fit the model: " + "; ".join(errors))
-    for name, child in module.named_children():
+    for name, child in named_children(module):
         more = _load_state_dict(child, state_dict, join(prefix, name))
         missing += more[0]
         unexpected += more[1]
@@ -346,7 +352,7 @@ def _named_parameters(
         return
     yield from module.named_parameters(prefix, recurse=False)
     if recurse:
-        for name, child in module.named_children():
+        for name, child in named_children(module):
             yield from _named_parameters(child, f"{prefix}.{name}" if prefix else name, recurse, strip)
 
 
@@ -357,7 +363,7 @@ def _named_buffers(module: nn.Module, prefix: str, recurse: bool) -> Iterator[tu
         return
     yield from module.named_buffers(prefix, recurse=False)
     if recurse:
-        for name, child in module.named_children():
+        for name, child in named_children(module):
             yield from _named_buffers(child, f"{prefix}.{name}" if prefix else name, recurse)
 
 
@@ -370,5 +376,5 @@ def _sparse_grad_names(module: nn.Module, destination: list[str], prefix: str) -
         return
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
         destination.append(f"{prefix}.weight" if prefix else "weight")
-    for name, child in module.named_children():
+    for name, child in named_children(module):
         _sparse_grad_names(child, destination, f"{prefix}.{name}" if prefix else name)

@@ -15,6 +15,7 @@ from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.fused_params import canonical_names
 from recinfer.distributed.types import ParameterSharding, ShardedModule
 from recinfer.errors import ConfigError
+from recinfer.module_tree import named_children
 
 __all__ = [
     "add_params_from_parameter_sharding",
@@ -157,7 +158,7 @@ def get_unsharded_module_names(model: nn.Module) -> list[str]:
         return any(isinstance(m, ShardedModule) for m in module.modules())
 
     def names(module: nn.Module, prefix: str) -> Iterator[str]:
-        for name, child in module.named_children():
+        for name, child in named_children(module):
             if not holds_sharded(child):
                 yield prefix + name
             elif not isinstance(child, ShardedModule):

@@ -23,6 +23,7 @@ from recinfer.distributed.planner.types import ParameterConstraints
 from recinfer.distributed.quant.sharded import QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
 from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingPlan
 from recinfer.errors import ConfigError
+from recinfer.module_tree import module_names, named_children, outermost_modules
 from recinfer.modules import embedding_modules as float_modules
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, QuantConfig, dtype_to_data_type
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -39,13 +40,16 @@ def replace_modules(model: nn.Module, replacement: Callable[[str, nn.Module], nn
     """A model in which each module is replaced by ``replacement(path, module)``, unless that is None.
 
     Modules on the way to a replaced one are copied shallowly; everything else, parameters too, is shared with
-    ``model``, which stays as it is.
+    ``model``, which stays as it is. A module with several names is replaced once, by its first path, under all of them.
     """
+    done: dict[int, nn.Module] = {}
 
     def rebuilt(path: str, module: nn.Module) -> nn.Module:
-        new = replacement(path, module)
-        if new is not None:
-            return new
+        if id(module) not in done:
+            done[id(module)] = replacement(path, module) or with_rebuilt_children(path, module)
+        return done[id(module)]
+
+    def with_rebuilt_children(path: str, module: nn.Module) -> nn.Module:
         prefix = f"{path}." if path else ""
         children = {
             name: child if child is None else rebuilt(prefix + name, child) for name, child in module._modules.items()
@@ -179,16 +183,7 @@ def quantize_embeddings(
         weight=partial(SimpleNamespace, dtype=dtype),
         per_table_weight_dtype=per_table_weight_dtype,
     )
-    found: list[nn.Module] = []
-
-    def find(child: nn.Module) -> None:
-        if type(child) in kinds:
-            found.append(child)
-            return
-        for below in child.children():
-            find(below)
-
-    find(module)
+    found = [child for _, child in outermost_modules(module, lambda m: type(m) in kinds)]
     if not found:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ConfigError(f"{type(module).__name__} holds no {names}; nothing to quantize")
@@ -204,7 +199,7 @@ def quantize_embeddings(
     if not inplace:
         return copy.deepcopy(module, dict(swapped))
     for parent in list(module.modules()):
-        for name, child in parent.named_children():
+        for name, child in list(named_children(parent)):
             if id(child) in swapped:
                 setattr(parent, name, swapped[id(child)])
     return module
@@ -273,12 +268,14 @@ def shard_quant_model(
     plan = sharding_plan or _plan(model, world_size, compute_device, device_memory_size, constraints, ddr_cap)
     env = ShardingEnv.from_local(world_size, 0)
     met: set[str] = set()
+    names = module_names(model)
 
     def sharded(path: str, module: nn.Module) -> nn.Module | None:
-        module_plan = plan.get_plan_for_module(path)
+        planned = [name for name in names.get(id(module), [path]) if name in plan.plan]
+        met.update(planned)
+        module_plan = plan.get_plan_for_module(planned[0]) if planned else None
         if not isinstance(module_plan, EmbeddingModuleShardingPlan):
             return None
-        met.add(path)
         for sharder in chosen:
             if isinstance(module, sharder.module_type):
                 return sharder.shard(module, module_plan, env, None)  # type: ignore[call-arg]

@@ -9,6 +9,7 @@ from torch import nn
 
 from recinfer.distributed.types import ShardedModule
 from recinfer.errors import ConfigError
+from recinfer.module_tree import named_children
 from recinfer.optim.fused import FusedOptimizerModule
 from recinfer.optim.keyed import KeyedOptimizer
 
@@ -25,7 +26,7 @@ def sharded_parameter_names(module: nn.Module, prefix: str = "") -> Iterator[str
     if isinstance(module, ShardedModule):
         yield from module.sharded_parameter_names(prefix.removesuffix("."))
         return
-    for name, child in module.named_children():
+    for name, child in named_children(module):
         yield from sharded_parameter_names(child, join(prefix, name))
 
 
@@ -63,7 +64,7 @@ def fused_optimizers(
     if isinstance(module, FusedOptimizerModule):
         return [(path, module.fused_optimizer)]
     found = []
-    for name, child in module.named_children():
+    for name, child in named_children(module):
         found += fused_optimizers(child, f"{path}.{name}" if path else name, done)
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.tables.global_tensors import global_tensor
 from recinfer.distributed.tables.slots import Tiling
+from recinfer.errors import ConfigError
 from recinfer.optim.local_tensors import local_pieces
 
 __all__ = ["TableState"]
@@ -55,6 +56,21 @@ class TableState(nn.Module):
     def shards(self) -> list[tuple[Rect, Tensor]]:
         """Each local rectangle with its rows, without autograd."""
         return [(rect, parameter.detach()) for rect, parameter in zip(self._rects, self.parameters())]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableState:
+        """Leave the rows as they are: kernels read them in place, in the dtype that they were built for.
+
+        Raises:
+            ConfigError: ``fn`` moves tensors to another device.
+        """
+        for parameter in self.parameters():
+            moved = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).device
+            if moved != parameter.device:
+                raise ConfigError(
+                    f"a sharded table on {parameter.device} cannot be moved to {moved}: its kernel is for its device; use "
+                    "DistributedModelParallel.copy(device), or sharded_model_copy"
+                )
+        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._tiling.metadata is None or self._pg is None:

@@ -26,6 +26,7 @@ from recinfer.distributed.train_pipeline.forwards import BaseForward, KJTAllToAl
 from recinfer.distributed.train_pipeline.tracing import build_args, find_sharded_calls
 from recinfer.distributed.types import ShardedModule
 from recinfer.errors import ConfigError
+from recinfer.module_tree import named_children
 from recinfer.streamable import move_to
 
 __all__ = ["TrainPipeline", "TrainPipelineBase", "TrainPipelineSparseDist"]
@@ -337,15 +338,18 @@ def _fuse_splits(context: TrainPipelineContext) -> None:
         context.fused_splits_awaitables.append((names, fused))
 
 
-def _script(module: nn.Module) -> None:
-    """torch.jit.script every child that holds no sharded module."""
-    for name, child in module.named_children():
+def _script(module: nn.Module, done: dict[nn.Module, nn.Module] | None = None) -> None:
+    """torch.jit.script every child that holds no sharded module, once under all its names."""
+    done = {} if done is None else done
+    for name, child in list(named_children(module)):
         if any(isinstance(m, ShardedModule) for m in child.modules()):
             if not isinstance(child, ShardedModule):
-                _script(child)
+                _script(child, done)
             continue
         try:
-            setattr(module, name, torch.jit.script(child))
+            if child not in done:
+                done[child] = torch.jit.script(child)
+            setattr(module, name, done[child])
         except Exception as error:
             raise ConfigError(
                 f"apply_jit=True: torch.jit.script fails for {name!r}, a {type(child).__name__}: {error}"

@@ -121,9 +121,10 @@ def find_sharded_calls(model: nn.Module) -> dict[str, list[ArgInfo]]:
 def _without_sharded(model: nn.Module) -> list[str]:
     """Modules without sharded modules in them. They are leaves: their outputs are computed, so they cannot be inputs
     that are read from the batch."""
-    found = [path for path, module in model.named_modules() if isinstance(module, ShardedModule)]
+    names = list(model.named_modules(remove_duplicate=False))  # a sharded module may have a second parent
+    found = [path for path, module in names if isinstance(module, ShardedModule)]
     holders = {path[:at] for path in found for at, letter in enumerate(path) if letter == "."} | set(found)
-    return [path for path, _ in model.named_modules() if path and path not in holders]
+    return [path for path, _ in names if path and path not in holders]
 
 
 def _way(arg: Any, batch: fx.Node | None, name: str | None) -> ArgInfo | None:

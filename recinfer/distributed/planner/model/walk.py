@@ -9,6 +9,8 @@ from torch import nn
 
 from recinfer.distributed.planner.model.sharders import sharder_name
 from recinfer.distributed.types import ModuleSharder
+from recinfer.errors import ConfigError
+from recinfer.module_tree import outermost_modules
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 
 __all__ = ["embedding_tables", "sharded_modules"]
@@ -18,35 +20,64 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
     """Embedding collections of ``model``, outermost first: (module path, module, table configs, pooled).
 
     A collection is any module with ``embedding_bag_configs()`` (pooled) or ``embedding_configs()``; its children are
-    not searched. The path of the model itself is ``""``.
+    not searched. The path of the model itself is ``""``. A module with several names comes once, with the first.
+
+    Raises:
+        ConfigError: a module of managed collisions or in-table pruning.
     """
-    stack: list[tuple[str, nn.Module]] = [("", model)]
-    while stack:
-        path, module = stack.pop()
-        for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
-            configs = getattr(module, method, None)
-            if callable(configs):
-                yield path, module, list(configs()), pooled
-                break
-        else:
-            prefix = f"{path}." if path else ""
-            stack.extend(reversed([(prefix + name, child) for name, child in module.named_children()]))
+    for path, module in outermost_modules(model, lambda m: _configs(m) is not None or _remapping(m) is not None):
+        _refuse_remapping(path, module)
+        configs = _configs(module)
+        assert configs is not None
+        yield path, module, *configs
+
+
+def _configs(module: nn.Module) -> tuple[list[BaseEmbeddingConfig], bool] | None:
+    """The tables of a collection, and whether it pools; None for other modules."""
+    for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
+        configs = getattr(module, method, None)
+        if callable(configs):
+            return list(configs()), pooled
+    return None
+
+
+# How the names of TorchRec's modules that change ids by a state of their own begin -> what they do.
+_REMAPPING = {"ManagedCollision": "managed collisions", "ITEP": "in-table pruning"}
+
+
+def _remapping(module: nn.Module) -> str | None:
+    """What ``module`` does to ids before the lookup if it is one of TorchRec's classes that remap them, by name."""
+    names = [kind.__name__ for kind in type(module).__mro__]
+    return next((what for part, what in _REMAPPING.items() if any(n.startswith(part) for n in names)), None)
+
+
+def _refuse_remapping(path: str, module: nn.Module) -> None:
+    what = _remapping(module)
+    if what is not None:
+        raise ConfigError(
+            f"module {path!r} is a {type(module).__name__}; recinfer has no {what} yet. Train its "
+            "EmbeddingBagCollection or EmbeddingCollection alone, and hash ids below num_embeddings before the lookup"
+        )
 
 
 def sharded_modules(
     module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
     """(path, module, sharder) of every module that a sharder supports, outermost first; modules inside it are
-    skipped."""
+    skipped. A module with several names comes once, with the first.
+
+    Raises:
+        ConfigError: a module of managed collisions or in-table pruning that no sharder supports.
+    """
     exact = {sharder_name(s.module_type): s for s in sharders}
-    stack: list[tuple[str, nn.Module]] = [("", module)]
-    while stack:
-        path, child = stack.pop()
+
+    def sharder_of(child: nn.Module) -> ModuleSharder[Any] | None:
         sharder = exact.get(sharder_name(type(child)))
+        return sharder or next((s for s in sharders if isinstance(child, s.module_type)), None)
+
+    for path, child in outermost_modules(module, lambda m: sharder_of(m) is not None or _remapping(m) is not None):
+        sharder = sharder_of(child)
         if sharder is None:
-            sharder = next((s for s in sharders if isinstance(child, s.module_type)), None)
-        if sharder is not None:
+            _refuse_remapping(path, child)
+        else:
             yield path, child, sharder
-            continue
-        prefix = f"{path}." if path else ""
-        stack.extend(reversed([(prefix + name, inner) for name, inner in child.named_children()]))
