@@ -3,6 +3,7 @@
 #
 #   make demo    train, plan, export, check, serve and query a model: the whole pipeline in one run
 #   make test    the test suite
+#   make check   lint, and the tests that train, export and serve nothing: 2 minutes on 2 cores
 #   make parity  sharded training against the unsharded module: every type, batch and kernel, on 1 to 4 ranks
 #   make lint    ruff (lint and format), mypy, and that the generated code is what proto/ says
 #   make bench   the side-by-side benchmarks
@@ -30,7 +31,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml | head -
 STAMP := $(VENV)/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity lint format bench bench-report docs proto clean install install-dev
+.PHONY: help demo test check parity lint format bench bench-report docs proto clean install install-dev
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -70,6 +71,10 @@ demo: $(STAMP)/run
 # some two hundred interpreters, which should not each compile recinfer anew where the environment says to keep no bytecode.
 test: $(STAMP)/dev
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TEST_ARGS)
+
+# tests/tiers.py says which tests these are.
+check: lint
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TEST_ARGS) -m "(pure or in_process) and not slow"
 
 # A test here runs some 300 cases, which may take longer than the suite's limit for one test.
 parity: $(STAMP)/dev

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import TIERS, tier_of
+
 try:
     from hypothesis import HealthCheck, settings
 except ImportError:  # tools/gpu_trial.py runs the kernel's tests where only torch, Triton, numpy and pytest are
@@ -83,6 +85,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next(found, len(_FIRST))
 
     items.sort(key=place)  # else they stay in their order
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for tier in TIERS:
+        config.addinivalue_line("markers", f"{tier}: set by tests/tiers.py")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark each test with its tier, so that ``-m "pure or in_process"`` selects what answers fast."""
+    item.add_marker(tier_of(item))
 
 
 def pytest_runtest_setup() -> None:

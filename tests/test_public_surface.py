@@ -154,6 +154,7 @@ def outside() -> frozenset[str]:
     return frozenset(map(module_of, names))
 
 
+@functools.cache
 def surface() -> dict[str, dict[str, object]]:
     """{module: {public name: what it is}} of every pinned place with an ``__all__``; tests/cli pins the command line."""
     return {
@@ -165,17 +166,19 @@ def surface() -> dict[str, dict[str, object]]:
     }
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_all_names_the_public_definitions(name: str) -> None:
+def test_all_names_the_public_definitions() -> None:
     """Ruff keeps ``__all__`` sorted (RUF022); here: it exists where it must, and each name in it once."""
-    module = modules()[name]
-    names = exported(module)
-    if names is None:
-        assert not any(
-            isinstance(node, Definition | ast.ClassDef) and not node.name.startswith("_") for node in module.body
-        ), f"{name} defines public names and has no __all__"
-        return
-    assert len(names) == len(set(names)), f"__all__ of {name} names something twice"
+    wrong = []
+    for name, module in modules().items():
+        names = exported(module)
+        if names is None:
+            if any(
+                isinstance(node, Definition | ast.ClassDef) and not node.name.startswith("_") for node in module.body
+            ):
+                wrong.append(f"{name} defines public names and has no __all__")
+        elif len(names) != len(set(names)):
+            wrong.append(f"__all__ of {name} names something twice")
+    assert not wrong, "\n".join(wrong)
 
 
 def package_of(module: str) -> str:
