@@ -20,13 +20,18 @@ from recinfer.serving.engine.version_files import Fingerprint, changed_in_place,
 from recinfer.serving.engine.version_order import natural
 from recinfer.serving.wire.proto import admin_pb2 as pb
 
-__all__ = ["PollLoop", "StorePoller"]
+__all__ = ["PollLoop", "StorePoller", "versions_on_disk"]
 
 _log = logging.getLogger(__name__)
 _STOPPED_S = 0.1  # between two checks whether to stop
 _SERVE_ALL = ModelChoice()
 _SERVE_NONE = ModelChoice(latest=0)
 _NOTHING: Fingerprint = {}  # no archive is without files
+
+
+def versions_on_disk(folder: Path) -> dict[str, Path]:
+    """The versions in a model's folder that can be read, the newest first."""
+    return StoreFolder(folder.parent).readable(folder.name)
 
 
 class StorePoller:
