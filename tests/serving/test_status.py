@@ -15,7 +15,10 @@ from recinfer.serving.wire.status import error_of, status_of
     [
         (errors.InputError("dense: got 1"), "INVALID_ARGUMENT", 400),
         (errors.NotFoundError("model: got x"), "NOT_FOUND", 404),
+        (errors.NotPreparedError("version: x"), "FAILED_PRECONDITION", 412),
         (errors.UnavailableError("later"), "UNAVAILABLE", 503),
+        (errors.DeadlineError("too late"), "DEADLINE_EXCEEDED", 504),
+        (errors.OverloadedError("full", retry_after=0.2), "RESOURCE_EXHAUSTED", 429),
         (errors.ConfigError("/srv/secret"), "INTERNAL", 500),
         (errors.ArchiveError("/srv/secret", rule="F1"), "INTERNAL", 500),
         (errors.CheckpointError("/srv/secret"), "INTERNAL", 500),

@@ -126,10 +126,12 @@ class Ticket:
             self.held, self._is_released = 0, True
 
     def waits_for_room(self) -> bool:
-        """Whether the next room for a large call is this one's, until it grows or is released; False: another call waits."""
+        """Whether the next room for a large call is this one's, until it grows or is released; False: another call waits, or
+        no other large one holds what it could wait for."""
         budget = self._budget
         with budget._lock:
-            if self._is_released or budget._waiting not in (None, self):
+            others = budget._held_by_large - (self.held if self.held > SMALL_BYTES else 0)
+            if self._is_released or not others or budget._waiting not in (None, self):
                 return False
             budget._waiting = self
             return True

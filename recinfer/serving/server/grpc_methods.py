@@ -45,6 +45,8 @@ _HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
 _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 _IDENTITY = 1 << grpc.Compression.NoCompression
 _MAX_PENDING = 1 << 15
+MOST_METADATA_BYTES = 32 << 10
+"""Of all of a call's metadata; HTTP has the same limit for each header."""
 
 # time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
@@ -69,6 +71,9 @@ def connection_options() -> list[tuple[str, int]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_permit_without_calls", 1),
+        # One limit, where gRPC's two refuse calls between 8 and 16 KiB at random: long cookies and tokens are as long.
+        ("grpc.max_metadata_size", MOST_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
         # Calls that are opened and never sent. They take no place of others', since there is no bound on all
         # connections' calls together but the queue's; this ends them. Other callers move on unnoticed.
         ("grpc.max_connection_age_ms", _AGE_MS),

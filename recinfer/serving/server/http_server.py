@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from recinfer.errors import InputError, OverloadedError
@@ -118,10 +118,18 @@ class HttpServer:
         app = web.Application(middlewares=[self._in_json])
         for route in (route for protocol in self._protocols for route in protocol.routes()):
             method = "GET" if isinstance(route, Get) else "POST"
-            app.router.add_route(method, route.path, self._handler(route))
+            app.router.add_route(method, route.path, self._handler(route), expect_handler=self._expected)
             if isinstance(route, Get):
-                app.router.add_route("HEAD", route.path, self._handler(route))
-        self._site = HttpSite(app, self.host, self.port, tls=self._tls, reuse_port=self._reuse_port, grace=self._grace)
+                app.router.add_route("HEAD", route.path, self._handler(route), expect_handler=self._expected)
+        self._site = HttpSite(
+            app,
+            self.host,
+            self.port,
+            tls=self._tls,
+            reuse_port=self._reuse_port,
+            grace=self._grace,
+            refused=self._unreadable,
+        )
         await self._site.start()
         self.port = self._site.port
 
@@ -130,6 +138,23 @@ class HttpServer:
         site, self._site = self._site, None
         if site is not None:
             await site.stop()
+
+    def _unreadable(self, status: int, why: str) -> None:
+        """Count and log a request that no route sees."""
+        _log.info("a request over HTTP was refused with %d: %s", status, why)
+        self._observe("Http", "INTERNAL" if status >= 500 else "INVALID_ARGUMENT", 0.0)
+
+    async def _expected(self, request: web.Request) -> web.StreamResponse | None:
+        """Answer the header Expect: 100-continue is sent, anything else is an error."""
+        expected = request.headers.get("Expect", "")
+        if expected.lower() != "100-continue":
+            why = f"Expect: got {_short(expected)}, expected 100-continue, or no such header"
+            self._unreadable(417, why)
+            return web.json_response({"error": why}, status=417)
+        if request.version == HttpVersion11:
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # else an error of the handler would count as one in the middle of an answer
+        return None
 
     def _handler(self, route: Route) -> _Work:
         call, is_open = route.call, isinstance(route, Get) and route.is_open

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
+from aiohttp.web_protocol import RequestHandler
 
 from recinfer.errors import UnavailableError
 from recinfer.serving.wire.address import listening_socket
 
-__all__ = ["HttpSite"]
+__all__ = ["MOST_HEAD_BYTES", "HttpSite"]
 
 _log = logging.getLogger(__name__)
 _HEADER_S = 10.0
 _IDLE_S = 75.0
 _BACKLOG = 512
+_LINGER_S, _LOOK_S = 0.5, 0.02  # for connections between two requests at a stop
+MOST_HEAD_BYTES = 32 << 10
+"""Of the request line, and of each header: long cookies and tokens are 10 to 15 KB."""
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
@@ -45,6 +50,7 @@ class HttpSite:
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
         grace: seconds that ``stop`` gives the requests that run.
+        refused: called for a request that cannot be read, which no handler sees: its HTTP status, and why.
     """
 
     def __init__(
@@ -58,16 +64,20 @@ class HttpSite:
         grace: float = 1.0,
         header_s: float = _HEADER_S,
         idle_s: float = _IDLE_S,
+        refused: Callable[[int, str], None] = lambda status, why: None,
     ) -> None:
         self._app, self.host, self.port, self._tls, self._reuse_port = app, host, port, tls, reuse_port
         self._grace, self._header_s, self._idle_s = grace, header_s, idle_s
         self._timers: dict[Any, asyncio.TimerHandle] = {}
+        self._stops = False
+        self._refused = refused
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Bind and accept requests; raises UnavailableError when the address cannot be bound."""
         self._app.middlewares.append(self._watch)
+        self._app.on_response_prepare.append(self._say_close)
         # No access log: its line is written by the server's own log, with the request's id.
         runner = web.AppRunner(
             self._app,
@@ -78,13 +88,24 @@ class HttpSite:
             shutdown_timeout=self._grace,
             handler_cancellation=True,  # a caller that disconnects frees its place in the queue
             auto_decompress=False,  # aiohttp would unpack bodies on the event loop, without a limit
+            max_line_size=MOST_HEAD_BYTES,
+            max_field_size=MOST_HEAD_BYTES,
         )
         await runner.setup()
         self._runner, loop = runner, asyncio.get_running_loop()
 
+        site = self
+
+        class WithJsonErrors(RequestHandler):  # aiohttp makes the handlers itself, and takes no class for them
+            __slots__ = ()
+
+            def handle_error(self, *args: Any, **more: Any) -> web.StreamResponse:
+                return site._unreadable(*args, **more)
+
         def connected() -> asyncio.Protocol:
             assert runner.server is not None
             handler = runner.server()
+            handler.__class__ = WithJsonErrors
             self._close_in(self._header_s, handler)
             return handler
 
@@ -102,16 +123,49 @@ class HttpSite:
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Accept no new connections, wait up to ``grace`` seconds for running requests, close."""
+        """Accept no new connections, wait up to ``grace`` seconds for running requests, close.
+
+        From now on answers say ``Connection: close``. A connection that is open between two requests stays so for a moment,
+        since its caller may be sending the next one.
+        """
+        self._stops = True
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
+        if self._runner is not None and self._runner.server is not None:
+            loop = asyncio.get_running_loop()
+            end = loop.time() + min(self._grace, _LINGER_S)
+            while self._runner.server.connections and loop.time() < end:
+                await asyncio.sleep(_LOOK_S)
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+
+    async def _say_close(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self._stops:
+            response.force_close()
+            response.headers["Connection"] = "close"
+
+    def _unreadable(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """See aiohttp's RequestHandler.handle_error: in JSON, as all errors are."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun: no other can be sent")
+        why = " ".join((message or "").split()) or "the server failed"
+        if status == 500:
+            _log.error("a request over HTTP failed", exc_info=exc)
+            why = "internal error; the server's log has the details"
+        elif "more than" in why:  # aiohttp's text for a line that is too long
+            status = 431
+            why = f"a header or the path is too long, expected at most {MOST_HEAD_BYTES} bytes each: {why[:200]}"
+        self._refused(status, why[:300])
+        answer = web.json_response({"error": why[:300]}, status=status)
+        answer.force_close()
+        return answer
 
     def _close_in(self, seconds: float, connection: Any) -> None:
         def close() -> None:

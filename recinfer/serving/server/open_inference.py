@@ -17,9 +17,9 @@ prediction where the model has a dense part.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,6 +42,8 @@ __all__ = [
     "InferRequest",
     "InputTensor",
     "OutputTensor",
+    "check_parameters",
+    "check_tensor_parameters",
     "dtype_of",
     "read_answer",
     "to_call",
@@ -98,6 +100,46 @@ class InferRequest:
     inputs: Sequence[InputTensor]
     outputs: Sequence[str] = ()
     method: str = ""
+
+
+# Parameters of Triton's that change an answer, or on which a caller relies: recinfer has no such thing.
+_REFUSED = {
+    "sequence_id": "sequences of requests",
+    "sequence_start": "sequences of requests",
+    "sequence_end": "sequences of requests",
+    "priority": "priorities",
+    "timeout": "timeouts in the queue: send a deadline (gRPC) or close the connection",
+    "classification": "classifications of outputs: read the scores",
+    "shared_memory_region": "shared memory: send the tensor",
+    "shared_memory_byte_size": "shared memory: send the tensor",
+    "shared_memory_offset": "shared memory: send the tensor",
+}
+
+
+def check_parameters(parameters: Mapping[str, Any]) -> str:
+    """The parameter ``method`` of a request, "" without.
+
+    Raises:
+        InputError: a method that is no string, or a parameter of Triton's that would change the answer and has no effect here.
+    """
+    _refuse("parameters", parameters)
+    method = parameters.get("method", "")
+    if not isinstance(method, str):
+        raise InputError(f"parameters: got method {str(method)[:40]}, a {type(method).__name__}; expected a string")
+    return method
+
+
+def check_tensor_parameters(name: str, parameters: Iterable[str]) -> None:
+    """Check the names of the parameters of an input or output; raises InputError as :func:`check_parameters`."""
+    _refuse(f"parameters of {name!r}", parameters)
+
+
+def _refuse(where: str, parameters: Iterable[str]) -> None:
+    for name in parameters:
+        if name in _REFUSED:
+            raise InputError(
+                f"{where}: got {name!r}; recinfer has no {_REFUSED[name]}, and leaving it out would hide that"
+            )
 
 
 def dtype_of(name: str, datatype: str) -> np.dtype:

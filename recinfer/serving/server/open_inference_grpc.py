@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.message import Message
@@ -65,16 +65,18 @@ class OpenInference:
 
     async def infer(self, request: oip.InferRequest) -> oip.InferAnswer:
         """The version that answered, and the outputs."""
+        size = sum(tensor.data.nbytes for tensor in request.inputs)
+        ticket_of_task.get().grow(size)
         try:
-            return await self._infer(request)
+            return await self._infer(request, size)
         except NotFoundError:
             if request.version:
                 raise
-            return await self._infer(request)  # the version that was drawn may be unloaded since; then it is no more
+            return await self._infer(
+                request, size
+            )  # the version that was drawn may be unloaded since; then it is no more
 
-    async def _infer(self, request: oip.InferRequest) -> oip.InferAnswer:
-        size = sum(tensor.data.nbytes for tensor in request.inputs)
-        ticket_of_task.get().grow(size)
+    async def _infer(self, request: oip.InferRequest, size: int) -> oip.InferAnswer:
         call, message = await off_loop(size, oip.to_call, request, self.registry, self.limits)
         answer = await self._answer(call, message)
         return await off_loop(len(answer), oip.read_answer, call, answer, request.outputs)
@@ -117,6 +119,10 @@ def _read(data: bytes, ticket: Ticket) -> oip.InferRequest:
         ticket.grow(_TYPED * len(data))
     if raws and len(raws) != len(message.inputs):
         raise InputError(f"raw_input_contents: got {len(raws)} entries, expected {len(message.inputs)}, one an input")
+    for tensor in message.inputs:
+        oip.check_tensor_parameters(tensor.name, tensor.parameters)
+    for output in message.outputs:
+        oip.check_tensor_parameters(output.name, output.parameters)
     inputs = []
     for index, tensor in enumerate(message.inputs):
         if not raws:
@@ -133,8 +139,14 @@ def _read(data: bytes, ticket: Ticket) -> oip.InferRequest:
         message.id,
         inputs,
         [output.name for output in message.outputs],
-        message.parameters["method"].string_param if "method" in message.parameters else "",
+        oip.check_parameters({name: _value_of(given) for name, given in message.parameters.items()}),
     )
+
+
+def _value_of(parameter: pb.InferParameter) -> Any:
+    """What a parameter holds; None: nothing."""
+    kind = parameter.WhichOneof("parameter_choice")
+    return None if kind is None else getattr(parameter, kind)
 
 
 def raw_array(name: str, datatype: str, raw: bytes | memoryview) -> np.ndarray:

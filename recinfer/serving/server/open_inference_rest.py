@@ -6,6 +6,7 @@ and a tensor's parameter ``binary_data_size`` how many of the bytes behind it ar
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -119,11 +120,14 @@ def _read(
         raise InputError(f"body: got {len(rest)} bytes behind the last binary tensor, expected none")
     parameters = _parameters(document)
     wanted = {_string(item, "name"): _parameters(item) for item in _list(document, "outputs")}
+    for output, given in wanted.items():
+        oip.check_tensor_parameters(output, given)
+    method = oip.check_parameters(parameters)
     everything = parameters.get("binary_data_output") is True
     binary = {key for key, given in wanted.items() if given.get("binary_data", everything) is True}
-    method, request_id = parameters.get("method", ""), document.get("id", "")
-    if not isinstance(method, str) or not isinstance(request_id, str):
-        raise InputError("body: got an id or a parameter method that is no string")
+    request_id = document.get("id", "")
+    if not isinstance(request_id, str):
+        raise InputError(f"id: got {type(request_id).__name__}, expected a string")
     request = oip.InferRequest(name, version, request_id, inputs, list(wanted), method)
     ticket.resize(len(body) + sum(tensor.data.nbytes for tensor in inputs))
     return request, (lambda key: key in binary) if wanted else (lambda key: everything)
@@ -134,6 +138,7 @@ def _input(item: dict[str, Any], rest: memoryview) -> tuple[oip.InputTensor, mem
     shape = item.get("shape")
     if not isinstance(shape, list) or not all(type(size) is int for size in shape):
         raise InputError(f"input {name!r}: got no shape that is a list of integers")
+    oip.check_tensor_parameters(name, _parameters(item))
     size = _parameters(item).get("binary_data_size")
     if size is None:
         return oip.InputTensor(name, datatype, tuple(shape), _array(name, datatype, item.get("data"))), rest
@@ -152,12 +157,34 @@ def _array(name: str, datatype: str, data: Any) -> np.ndarray:
         found = np.array([None])
     if not found.size:
         return np.zeros(0, dtype)
+    # numpy takes a bool among numbers for 0 or 1, and integers beyond 64 bits (JavaScript writes 1e20 as one) for objects.
+    flat = _flat(data)
+    kinds = set(map(type, flat))
+    if bool in kinds:
+        raise InputError(f"input {name!r}: got data that is not {datatype} (true or false), expected numbers")
+    if found.dtype.kind == "O" and datatype == "FP32" and kinds <= {int, float}:
+        found = np.array([_as_float(number) for number in flat])
     if found.dtype.kind not in ("fiu" if datatype == "FP32" else "i"):
         raise InputError(f"input {name!r}: got data that is not {datatype}, expected numbers in rows of one length")
     if datatype == "INT32" and not -(2**31) <= int(found.min()) <= int(found.max()) < 2**31:
         raise InputError(f"input {name!r}: got a number beyond INT32")
     with np.errstate(over="ignore"):  # what is beyond FP32 becomes infinite, which the predictor refuses
         return found.astype(dtype)
+
+
+def _flat(data: list[Any]) -> list[Any]:
+    """The elements of lists in lists, row after row."""
+    while data and all(isinstance(row, list) for row in data):
+        data = [item for row in data for item in row]
+    return data
+
+
+def _as_float(number: float) -> float:
+    """A JSON number as float64: an integer beyond its range is infinite, which the predictor refuses."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.copysign(math.inf, number)
 
 
 def _write(

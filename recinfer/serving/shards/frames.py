@@ -7,12 +7,15 @@ message. Numbers let answers come in any order, so no request waits for another 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import socket
 import struct
+import termios
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from recinfer.serving.wire.loop import new_loop
@@ -159,6 +162,15 @@ class FrameProtocol(asyncio.BufferedProtocol):
         """The connection has ended; ``why`` says so."""
 
     # -- for subclasses
+
+    def unsent(self) -> tuple[int, int]:
+        """Bytes that the other end's system has so far, and those that wait here, also in the system's queue."""
+        waiting = int(self._transport.get_write_buffer_size())
+        if (sock := self._transport.get_extra_info("socket")) is not None:
+            with suppress(OSError):
+                (queued,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
+                waiting += queued
+        return self._sent - waiting, waiting
 
     def send(self, number: int, message: bytes) -> None:
         """Send a message, unless the connection ends. uvloop's transports write all that one turn sends at once."""

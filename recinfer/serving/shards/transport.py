@@ -45,6 +45,7 @@ _EXPIRE_S = 0.05  # between two checks for requests past their deadline
 # A connection that a proxy keeps open and moves nothing on is found by its silence, since TCP's keepalive sees the proxy: a
 # ping after two seconds without a byte, then two more, and the end.
 _LOOK_S, _SILENT_LOOKS = 2.0, 3
+_PINGS_BYTES = 256  # more than the pings of these looks
 _PING = 0
 """The number of pings: empty messages that the other end answers. Servers of before answer them as requests that they refuse."""
 _log = logging.getLogger(__name__)
@@ -349,24 +350,28 @@ class ShardConnection(FrameProtocol):
             self.send(0, _HELLO + _proof(self._token, bytes(message[len(_HELLO) :])))
             self.is_open = True
             self._greeted.set_result(None)
-            self._alive = self.thread.loop.call_later(_LOOK_S, self._look_if_alive, self.received, 0)
+            self._alive = self.thread.loop.call_later(_LOOK_S, self._look_if_alive, (self.received, *self.unsent()), 0)
             return
         pending = self._pending.pop(number, None)
         if pending is not None:  # else its caller has given up, or this answers a ping
             _end(pending, message, "OK", "")
 
-    def _look_if_alive(self, received: int, silent: int) -> None:
-        """End the connection after several looks in a row at which nothing had come, though pings were sent.
+    def _look_if_alive(self, before: tuple[int, int, int], silent: int) -> None:
+        """End the connection after several looks in a row at which no byte had moved, though pings were sent.
 
-        A request that was cancelled, or another replica's answer, is no sign of life of this one: bytes from it are.
+        A request that was cancelled, or another replica's answer, is no sign of life of this one: bytes from it are, and bytes of
+        a large request that it takes, behind which the pings wait.
         """
-        silent = 0 if self.received != received else silent + 1
+        received, taken, waiting = before
+        # More than pings waited to be sent, and some of it went.
+        sends = waiting > _PINGS_BYTES and self.unsent()[0] != taken
+        silent = 0 if sends or self.received != received else silent + 1
         if silent > _SILENT_LOOKS:
             self.end(f"it has sent nothing for {_SILENT_LOOKS * _LOOK_S:g} s, not even answers to pings")
             return
         if silent:
             self.send(_PING, b"")
-        self._alive = self.thread.loop.call_later(_LOOK_S, self._look_if_alive, self.received, silent)
+        self._alive = self.thread.loop.call_later(_LOOK_S, self._look_if_alive, (self.received, *self.unsent()), silent)
 
     def lost(self) -> None:
         """See FrameProtocol."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -41,14 +42,26 @@ def parse_json(body: bytes | bytearray | str) -> dict[str, Any]:
     """The JSON object in ``body``.
 
     Raises:
-        InputError: it is no JSON object.
+        InputError: it is no JSON object, or an object has a key twice.
     """
     try:
-        value = json.loads(body)
+        value = json.loads(body, object_pairs_hook=_once)
+    except InputError:  # a ValueError too
+        raise
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InputError(f"body: got text that is not JSON ({reason}), expected a JSON object") from None
+    if isinstance(value, list):
+        raise InputError(f"body: got a list of {len(value)}, expected a JSON object")
     return _object("body", value)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise InputError(f"body: got the key {twice[:80]!r} more than once in one object, expected each once")
+    return found
 
 
 def json_text(value: Any) -> str:

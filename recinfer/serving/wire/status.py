@@ -36,7 +36,7 @@ class Status:
 
 
 # First match wins. ConfigError and similar errors mean that the server is broken, not that the request is wrong.
-_TABLE: tuple[tuple[type[BaseException], str, int], ...] = (
+_TABLE: tuple[tuple[type[RecinferError], str, int], ...] = (
     (InputError, "INVALID_ARGUMENT", 400),
     (NotPreparedError, "FAILED_PRECONDITION", 412),
     (NotFoundError, "NOT_FOUND", 404),
@@ -51,13 +51,9 @@ _TABLE: tuple[tuple[type[BaseException], str, int], ...] = (
 _MAX_MESSAGE = 1000
 _INTERNAL = Status("INTERNAL", 500, "internal error; the server's log has the details")
 _ERRORS: dict[str, type[RecinferError]] = {
-    "INVALID_ARGUMENT": InputError,
     "OUT_OF_RANGE": InputError,
-    "NOT_FOUND": NotFoundError,
-    "UNAVAILABLE": UnavailableError,
-    "DEADLINE_EXCEEDED": UnavailableError,
-    "RESOURCE_EXHAUSTED": UnavailableError,
     "CANCELLED": UnavailableError,
+    **{code: kind for kind, code, _ in _TABLE if code != "INTERNAL"},
 }
 
 

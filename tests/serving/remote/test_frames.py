@@ -551,7 +551,7 @@ class Proxy:
 
 
 def test_a_silent_connection_is_found_by_pings(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(module, "_LOOK_S", 0.25)
     with listening() as (answers, listener):
         proxy = Proxy(listener.port)
         asker = Asker(listener, port=proxy.port).open()
@@ -567,6 +567,31 @@ def test_a_silent_connection_is_found_by_pings(monkeypatch: pytest.MonkeyPatch):
         assert waits.get(timeout=LONG)[:2] == (None, "UNAVAILABLE")
         assert "not even answers to pings" in asker.lost.get(timeout=LONG)
         proxy.close()
+
+
+def test_a_large_request_that_is_sent_slowly_is_no_silence(monkeypatch: pytest.MonkeyPatch):
+    """Its own pings wait behind it, so nothing comes back: the bytes that the other end takes are the sign of life."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.25)
+    with socket.create_server(("127.0.0.1", 0)) as slow, listening() as (_, listener):
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        taken = threading.Event()
+
+        def serve() -> None:
+            there, _ = slow.accept()
+            with there:
+                there.sendall(frame(0, module._HELLO + listener.server_id + bytes(32)))
+                left = len(frame(0, module._HELLO + bytes(32))) + HEAD_BYTES + MUCH
+                while left > 0 and (data := there.recv(1 << 17)):
+                    left -= len(data)
+                    time.sleep(0.02)  # 3 s in all: longer than silence may last
+                taken.set()
+                there.sendall(frame(1, b"taken"))
+                there.recv(1 << 10)
+
+        threading.Thread(target=serve, daemon=True).start()
+        asker = Asker(listener, port=slow.getsockname()[1], max_request_bytes=2 * MUCH).open()
+        assert asker.ask(bytes(MUCH)) == (b"taken", "OK", "") and taken.is_set()
+        asker.close()
 
 
 def test_a_message_counts_in_the_budget_from_its_first_byte():

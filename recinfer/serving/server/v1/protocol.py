@@ -14,7 +14,8 @@ from recinfer.serving.engine.request import AnswerCall, CallName
 from recinfer.serving.server.http_server import Get, Post, Route, count_json
 from recinfer.serving.server.v1.answers import to_json
 from recinfer.serving.server.v1.described import metadata, status
-from recinfer.serving.server.v1.requests import Asked, read_document, to_message
+from recinfer.serving.server.v1.requests import Asked, to_message
+from recinfer.serving.wire.json_codec import parse_json
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import off_loop
 
@@ -85,7 +86,7 @@ class V1:
         return web.Response(body=text, content_type="application/json")
 
     def _read(self, body: bytearray, call: CallName, name: str, version: str) -> Asked:
-        return to_message(read_document(body), call, self._registry.get(name, version), self._limits)
+        return to_message(parse_json(body), call, self._registry.get(name, version), self._limits)
 
     def _named(self, request: web.Request) -> tuple[str, str]:
         """The model and version that a path means; no version where it names none."""

@@ -6,9 +6,7 @@ other numbers by their JSON type: 3 is an id, 3.0 and true are not.
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -25,7 +23,7 @@ from recinfer.serving.server.v1.inputs import DENSE, ModelInputs, inputs_of, tex
 from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.limits import Limits
 
-__all__ = ["SIGNATURES", "Asked", "read_document", "to_message"]
+__all__ = ["SIGNATURES", "Asked", "to_message"]
 
 SIGNATURES: dict[CallName, tuple[str, ...]] = {"Predict": ("serving_default", "predict"), "Lookup": ("lookup",)}
 """What ``signature_name`` may be, by call; empty and left out are the call's own."""
@@ -41,32 +39,6 @@ class Asked:
 
     message: bytes
     in_rows: bool
-
-
-def read_document(body: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object in ``body``.
-
-    Raises:
-        InputError: no JSON, no object, or an object with a key twice.
-    """
-    try:
-        document = json.loads(body, object_pairs_hook=_once)
-    except InputError:  # a ValueError too
-        raise
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
-        raise InputError(f"body: got text that is not JSON ({reason}), expected a JSON object") from None
-    if type(document) is not dict:
-        raise InputError(f"body: got {text_of(document)}, expected a JSON object")
-    return document
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise InputError(f"body: got the key {text_of(twice)} more than once in one object, expected each once")
-    return found
 
 
 def to_message(document: dict[str, Any], call: CallName, model: ServedModel, limits: Limits) -> Asked:
