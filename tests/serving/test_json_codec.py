@@ -55,6 +55,8 @@ def test_what_is_not_finite_is_null():
         ({"features": {"a": [["x"], [2]]}}, ["id", "64-bit integer"]),
         ({"features": {"a": [[None], [2]]}}, ["id", "64-bit integer"]),
         ({"features": {"a": [[[1]], [2]]}}, ["integer"]),
+        ({"features": {"a": [[True], [3]]}}, ["id", "64-bit integer"]),
+        ({"dense": [[1, True], [3, 4]]}, ["dense", "numbers"]),
         ({"features": {"a": [[2**70], [2]]}}, ["id", "64-bit integer"]),
         ({"features": {"\ud800": [1, 2]}}, ["features", "surrogate"]),
         ({"weights": {"c": [[1], [2, 3]]}}, ["weights", "'c'", "features"]),

@@ -323,11 +323,83 @@ BODIES: dict[str, tuple[Any, dict[str, str], str]] = {
 }
 
 
+FLOATS = {"name": "dense", "datatype": "FP32", "shape": [1, NUM_DENSE]}
+BODIES |= {
+    "true among ids": ({"inputs": [{**TENSOR, "data": [3, True]}]}, {}, "'user': got true at position 1"),
+    "true in a row": ({"inputs": [{**TENSOR, "shape": [2, 2], "data": [[3, 4], [True, 5]]}]}, {}, "true at position 2"),
+    "null among ids": ({"inputs": [{**TENSOR, "data": [3, None]}]}, {}, "got null at position 1"),
+    "true among numbers": ({"inputs": [{**FLOATS, "data": [0.5, True, 1]}]}, {}, "'dense': got true at position 1"),
+    "beyond float64": ({"inputs": [{**FLOATS, "data": [0, 10**400]}]}, {}, "at position 1 of data"),
+    "beyond INT32": ({"inputs": [{**TENSOR, "datatype": "INT32", "data": [1, 2**31]}]}, {}, "number of INT32"),
+    "key twice": (b'{"inputs": [], "inputs": []}', {}, "the key 'inputs' more than once"),
+    "method number": ({"inputs": [], "parameters": {"method": 3}}, {}, "parameter method: got 3, expected a string"),
+    "binary_data number": (
+        {"inputs": [], "outputs": [{"name": "output", "parameters": {"binary_data": 1}}]},
+        {},
+        "output 'output': parameter binary_data: got 1, expected true or false",
+    ),
+}
+
+
 @pytest.mark.parametrize("case", list(BODIES))
 def test_hostile_bodies(server: Server, case: str):
     body, headers, words = BODIES[case]
     code, answer = post(server, body if isinstance(body, bytes) else json.dumps(body).encode(), **headers)
     assert (code, words in answer["error"]) == (400, True), answer
+
+
+@pytest.mark.parametrize("number", ["1e20", "100000000000000000000", "9223372036854775808", "18446744073709551616"])
+def test_fp32_takes_integers_beyond_64_bits(server: Server, predictor: Predictor, number: str):
+    _, kjt = make_request(5, 1)
+    inputs = [{**FLOATS, "data": "DENSE"}]
+    for name, array in jagged(kjt).items():
+        datatype = array.dtype.name.upper()
+        inputs.append({"name": name, "datatype": datatype, "shape": list(array.shape), "data": array.tolist()})
+    text = json.dumps({"inputs": inputs}).replace('"DENSE"', f"[{', '.join(['-1', number, *['0'] * (NUM_DENSE - 2)])}]")
+    code, answer = post(server, text.encode())
+    assert code == 200, answer
+    dense = torch.tensor([[-1.0, float(number), *[0.0] * (NUM_DENSE - 2)]])
+    expected = predictor.predict(dense, kjt)["output"].reshape(-1)
+    np.testing.assert_allclose(answer["outputs"][0]["data"], expected.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["request", "input", "output"])
+@pytest.mark.parametrize("name", ["classification", "shared_memory_region", "sequence_id", "sequence_start"])
+def test_parameters_that_change_the_answer_are_refused_by_name(door: Admission, where: str, name: str):
+    value = "region" if name == "shared_memory_region" else name == "sequence_start" or 7
+    tensor, output = door.tensor("user", ONE), door.library.InferRequestedOutput("user.embedding")
+    more: dict[str, Any] = {}
+    if where == "request" and name == "sequence_id":
+        more = {"sequence_id": 7}
+    elif where == "request" and name == "sequence_start":
+        more = {"sequence_id": 7, "sequence_start": True}
+    elif where == "request":
+        more = {"parameters": {name: value}}
+    else:
+        given = tensor if where == "input" else output
+        if door.library is triton_grpc:
+            kind = {str: "string_param", bool: "bool_param", int: "int64_param"}[type(value)]
+            setattr(given._get_tensor().parameters[name], kind, value)
+        else:
+            given._parameters[name] = value
+    with pytest.raises(InferenceServerException, match="sequence_" if more.get("sequence_id") else name) as caught:
+        door.client.infer("tiny", [tensor], outputs=[output], **more)
+    assert caught.value.status() in ("StatusCode.INVALID_ARGUMENT", "400"), caught.value
+
+
+def test_hints_of_a_client_have_no_effect(door: Admission):
+    plain = door.infer({"user": ONE}, outputs=["user.embedding"]).as_numpy("user.embedding")
+    hinted = door.infer({"user": ONE}, outputs=["user.embedding"], timeout=10_000_000, priority=1)
+    np.testing.assert_array_equal(hinted.as_numpy("user.embedding"), plain)
+
+
+@pytest.mark.parametrize("kind", ["int64_param", "bool_param", "double_param"])
+def test_a_method_that_is_no_string_is_refused_over_grpc(server: Server, kind: str):
+    request = pb.ModelInferRequest(model_name="tiny", parameters={"method": pb.InferParameter(**{kind: 1})})
+    refused = pytest.raises(grpc.RpcError, match="parameter method")
+    with grpc.insecure_channel(server.target) as channel, refused as caught:
+        channel.unary_unary(f"/{SERVICE_NAME}/ModelInfer")(request.SerializeToString(), timeout=60)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 UNKNOWN: dict[str, tuple[str, str, int, str]] = {

@@ -17,7 +17,7 @@ prediction where the model has a dense part.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from recinfer.serving.engine.request import CallName
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.arrays import decode_lookup, decode_predict
 from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field
+from recinfer.serving.wire.json_codec import text_of
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
@@ -43,7 +44,6 @@ __all__ = [
     "InputTensor",
     "OutputTensor",
     "check_parameters",
-    "check_tensor_parameters",
     "dtype_of",
     "read_answer",
     "to_call",
@@ -54,6 +54,19 @@ _INTEGERS = ("INT64", "INT32")
 EMBEDDING, LENGTHS = ".embedding", ".embedding.lengths"
 """What stands behind a feature's name in the names of its outputs."""
 _INT32_MAX = 2**31 - 1
+_SHARED, _SEQUENCE = "send the tensor itself", "recinfer keeps no state between requests"
+_REFUSED = {
+    "classification": "recinfer gives every output whole",
+    "shared_memory_region": _SHARED,
+    "shared_memory_offset": _SHARED,
+    "shared_memory_byte_size": _SHARED,
+    "sequence_id": _SEQUENCE,
+    "sequence_start": _SEQUENCE,
+    "sequence_end": _SEQUENCE,
+}
+"""Parameters of Triton's whose answer is another than ours, and why recinfer has none of them."""
+_TYPES: dict[str, type] = {"method": str, "binary_data_size": int, "binary_data": bool, "binary_data_output": bool}
+_TYPE_NAMES = {str: "a string", int: "a whole number", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -102,52 +115,29 @@ class InferRequest:
     method: str = ""
 
 
-# Parameters of Triton's that change an answer, or on which a caller relies: recinfer has no such thing.
-_REFUSED = {
-    "sequence_id": "sequences of requests",
-    "sequence_start": "sequences of requests",
-    "sequence_end": "sequences of requests",
-    "priority": "priorities",
-    "timeout": "timeouts in the queue: send a deadline (gRPC) or close the connection",
-    "classification": "classifications of outputs: read the scores",
-    "shared_memory_region": "shared memory: send the tensor",
-    "shared_memory_byte_size": "shared memory: send the tensor",
-    "shared_memory_offset": "shared memory: send the tensor",
-}
-
-
-def check_parameters(parameters: Mapping[str, Any]) -> str:
-    """The parameter ``method`` of a request, "" without.
-
-    Raises:
-        InputError: a method that is no string, or a parameter of Triton's that would change the answer and has no effect here.
-    """
-    _refuse("parameters", parameters)
-    method = parameters.get("method", "")
-    if not isinstance(method, str):
-        raise InputError(f"parameters: got method {str(method)[:40]}, a {type(method).__name__}; expected a string")
-    return method
-
-
-def check_tensor_parameters(name: str, parameters: Iterable[str]) -> None:
-    """Check the names of the parameters of an input or output; raises InputError as :func:`check_parameters`."""
-    _refuse(f"parameters of {name!r}", parameters)
-
-
-def _refuse(where: str, parameters: Iterable[str]) -> None:
-    for name in parameters:
-        if name in _REFUSED:
-            raise InputError(
-                f"{where}: got {name!r}; recinfer has no {_REFUSED[name]}, and leaving it out would hide that"
-            )
-
-
 def dtype_of(name: str, datatype: str) -> np.dtype:
     """The numpy dtype of input ``name``; raises InputError for a datatype that no input of recinfer has."""
     dtype = _DTYPES.get(datatype)
     if dtype is None:
         raise InputError(f"input {name!r}: got datatype {datatype[:40]!r}, expected one of {', '.join(_DTYPES)}")
     return dtype
+
+
+def check_parameters(place: str, given: Mapping[str, Any]) -> None:
+    """Check the parameters of a request (``place`` empty), or of the input or output that ``place`` names, of either form.
+
+    Others than these have no effect: the protocol leaves them to each server. Zero, false and empty ask for nothing.
+
+    Raises:
+        InputError: a parameter of Triton's that would change the answer, or one of another type than it has.
+    """
+    at = f"{place}: parameter" if place else "parameter"
+    for name, value in given.items():
+        if name in _REFUSED and value:
+            raise InputError(f"{at} {name}: got {text_of(value)}, expected none: {_REFUSED[name]}")
+        expected = _TYPES.get(name)
+        if expected is not None and type(value) is not expected:
+            raise InputError(f"{at} {name}: got {text_of(value)}, expected {_TYPE_NAMES[expected]}")
 
 
 def _check_size(name: str, shape: Sequence[int], elements: int) -> None:

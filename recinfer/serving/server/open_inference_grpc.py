@@ -119,12 +119,12 @@ def _read(data: bytes, ticket: Ticket) -> oip.InferRequest:
         ticket.grow(_TYPED * len(data))
     if raws and len(raws) != len(message.inputs):
         raise InputError(f"raw_input_contents: got {len(raws)} entries, expected {len(message.inputs)}, one an input")
-    for tensor in message.inputs:
-        oip.check_tensor_parameters(tensor.name, tensor.parameters)
+    parameters = _parameters("", message)
     for output in message.outputs:
-        oip.check_tensor_parameters(output.name, output.parameters)
+        _parameters(f"output {output.name!r}", output)
     inputs = []
     for index, tensor in enumerate(message.inputs):
+        _parameters(f"input {tensor.name!r}", tensor)
         if not raws:
             array = _typed(tensor)
         elif tensor.HasField("contents"):
@@ -139,14 +139,20 @@ def _read(data: bytes, ticket: Ticket) -> oip.InferRequest:
         message.id,
         inputs,
         [output.name for output in message.outputs],
-        oip.check_parameters({name: _value_of(given) for name, given in message.parameters.items()}),
+        parameters.get("method", ""),
     )
 
 
-def _value_of(parameter: pb.InferParameter) -> Any:
-    """What a parameter holds; None: nothing."""
-    kind = parameter.WhichOneof("parameter_choice")
-    return None if kind is None else getattr(parameter, kind)
+def _parameters(place: str, message: Any) -> dict[str, Any]:
+    """The checked parameters of a request, an input or an output; None where one is set to nothing."""
+    if not message.parameters:
+        return {}
+    found = {}
+    for name, parameter in message.parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        found[name] = None if kind is None else getattr(parameter, kind)
+    oip.check_parameters(place, found)
+    return found
 
 
 def raw_array(name: str, datatype: str, raw: bytes | memoryview) -> np.ndarray:

@@ -6,9 +6,10 @@ and a tensor's parameter ``binary_data_size`` how many of the bytes behind it ar
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,15 @@ from recinfer.serving.server.http_server import Get, Post, Route, count_json
 from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
 from recinfer.serving.server.open_inference_grpc import OpenInference, raw_array
 from recinfer.serving.wire.fields import Buffer
-from recinfer.serving.wire.json_codec import json_pieces, json_text, parse_json, valid_text
+from recinfer.serving.wire.json_codec import (
+    json_pieces,
+    json_text,
+    parse_json,
+    real_numbers,
+    text_of,
+    valid_text,
+    whole_numbers,
+)
 from recinfer.serving.wire.loop import off_loop
 
 __all__ = ["OpenInferenceRest"]
@@ -118,16 +127,16 @@ def _read(
         inputs.append(tensor)
     if len(rest):
         raise InputError(f"body: got {len(rest)} bytes behind the last binary tensor, expected none")
-    parameters = _parameters(document)
-    wanted = {_string(item, "name"): _parameters(item) for item in _list(document, "outputs")}
-    for output, given in wanted.items():
-        oip.check_tensor_parameters(output, given)
-    method = oip.check_parameters(parameters)
+    parameters = _parameters("", document)
+    wanted = {}
+    for item in _list(document, "outputs"):
+        output = _string(item, "name")
+        wanted[output] = _parameters(f"output {output!r}", item)
     everything = parameters.get("binary_data_output") is True
     binary = {key for key, given in wanted.items() if given.get("binary_data", everything) is True}
-    request_id = document.get("id", "")
+    method, request_id = parameters.get("method", ""), document.get("id", "")
     if not isinstance(request_id, str):
-        raise InputError(f"id: got {type(request_id).__name__}, expected a string")
+        raise InputError(f"id: got {text_of(request_id)}, expected a string")
     request = oip.InferRequest(name, version, request_id, inputs, list(wanted), method)
     ticket.resize(len(body) + sum(tensor.data.nbytes for tensor in inputs))
     return request, (lambda key: key in binary) if wanted else (lambda key: everything)
@@ -138,11 +147,10 @@ def _input(item: dict[str, Any], rest: memoryview) -> tuple[oip.InputTensor, mem
     shape = item.get("shape")
     if not isinstance(shape, list) or not all(type(size) is int for size in shape):
         raise InputError(f"input {name!r}: got no shape that is a list of integers")
-    oip.check_tensor_parameters(name, _parameters(item))
-    size = _parameters(item).get("binary_data_size")
+    size = _parameters(f"input {name!r}", item).get("binary_data_size")
     if size is None:
         return oip.InputTensor(name, datatype, tuple(shape), _array(name, datatype, item.get("data"))), rest
-    if type(size) is not int or not 0 <= size <= len(rest) or "data" in item:
+    if not 0 <= size <= len(rest) or "data" in item:
         raise InputError(f"input {name!r}: got binary_data_size {str(size)[:40]}, of which the body has {len(rest)}")
     return oip.InputTensor(name, datatype, tuple(shape), raw_array(name, datatype, rest[:size])), rest[size:]
 
@@ -151,40 +159,21 @@ def _array(name: str, datatype: str, data: Any) -> np.ndarray:
     dtype = oip.dtype_of(name, datatype)
     if not isinstance(data, list):
         raise InputError(f"input {name!r}: got no data, expected a list or the parameter binary_data_size")
-    try:
-        found = np.array(data).reshape(-1)
-    except ValueError:
-        found = np.array([None])
-    if not found.size:
-        return np.zeros(0, dtype)
-    # numpy takes a bool among numbers for 0 or 1, and integers beyond 64 bits (JavaScript writes 1e20 as one) for objects.
-    flat = _flat(data)
-    kinds = set(map(type, flat))
-    if bool in kinds:
-        raise InputError(f"input {name!r}: got data that is not {datatype} (true or false), expected numbers")
-    if found.dtype.kind == "O" and datatype == "FP32" and kinds <= {int, float}:
-        found = np.array([_as_float(number) for number in flat])
-    if found.dtype.kind not in ("fiu" if datatype == "FP32" else "i"):
-        raise InputError(f"input {name!r}: got data that is not {datatype}, expected numbers in rows of one length")
-    if datatype == "INT32" and not -(2**31) <= int(found.min()) <= int(found.max()) < 2**31:
-        raise InputError(f"input {name!r}: got a number beyond INT32")
-    with np.errstate(over="ignore"):  # what is beyond FP32 becomes infinite, which the predictor refuses
-        return found.astype(dtype)
-
-
-def _flat(data: list[Any]) -> list[Any]:
-    """The elements of lists in lists, row after row."""
-    while data and all(isinstance(row, list) for row in data):
-        data = [item for row in data for item in row]
-    return data
-
-
-def _as_float(number: float) -> float:
-    """A JSON number as float64: an integer beyond its range is infinite, which the predictor refuses."""
-    try:
-        return float(number)
-    except OverflowError:
-        return math.copysign(math.inf, number)
+    flat = data
+    while flat and set(map(type, flat)) == {list}:  # rows: the shape says how many
+        if len(set(map(len, flat))) > 1:
+            raise InputError(
+                f"input {name!r}: got rows of different length, expected numbers of {datatype} in rows of one"
+            )
+        flat = list(chain.from_iterable(flat))
+    found = real_numbers(flat) if datatype == "FP32" else whole_numbers(flat, dtype)
+    if found is None:
+        alone = real_numbers if datatype == "FP32" else partial(whole_numbers, dtype=dtype)
+        at = next(at for at, value in enumerate(flat) if alone([value]) is None)
+        raise InputError(
+            f"input {name!r}: got {text_of(flat[at])} at position {at} of data, expected a number of {datatype}"
+        )
+    return found
 
 
 def _write(
@@ -219,10 +208,11 @@ def _list(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return items
 
 
-def _parameters(item: dict[str, Any]) -> dict[str, Any]:
+def _parameters(place: str, item: dict[str, Any]) -> dict[str, Any]:
     parameters = item.get("parameters", {})
     if not isinstance(parameters, dict):
         raise InputError("parameters: got something else than an object")
+    oip.check_parameters(place, parameters)
     return parameters
 
 

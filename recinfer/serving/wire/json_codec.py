@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recinfer.errors import InputError
 from recinfer.serving.wire.arrays import decode_lookup, decode_predict
@@ -31,7 +32,10 @@ __all__ = [
     "parse_json",
     "predict_request",
     "predict_response",
+    "real_numbers",
+    "text_of",
     "valid_text",
+    "whole_numbers",
 ]
 
 _PIECE = 1 << 14
@@ -42,26 +46,54 @@ def parse_json(body: bytes | bytearray | str) -> dict[str, Any]:
     """The JSON object in ``body``.
 
     Raises:
-        InputError: it is no JSON object, or an object has a key twice.
+        InputError: it is no JSON object, or an object in it has a key twice.
     """
     try:
         value = json.loads(body, object_pairs_hook=_once)
     except InputError:  # a ValueError too
         raise
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise InputError(f"body: got text that is not JSON ({reason}), expected a JSON object") from None
-    if isinstance(value, list):
-        raise InputError(f"body: got a list of {len(value)}, expected a JSON object")
-    return _object("body", value)
+    if type(value) is not dict:
+        raise InputError(f"body: got {text_of(value)}, expected a JSON object")
+    return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise InputError(f"body: got the key {twice[:80]!r} more than once in one object, expected each once")
+        raise InputError(f"body: got the key {text_of(twice)} more than once in one object, expected each once")
     return found
+
+
+def whole_numbers(values: Sequence[Any], dtype: np.dtype) -> NDArray[Any] | None:
+    """``values``, parsed from JSON, as a 1-D array of an integer dtype; None where one is no integer, or beyond the dtype.
+
+    The types are compared before numpy sees them: numpy takes true for 1 where another value is a number.
+    """
+    if not set(map(type, values)) <= {int}:
+        return None
+    try:
+        return np.array(values, dtype)
+    except OverflowError:
+        return None
+
+
+def real_numbers(values: Sequence[Any]) -> NDArray[np.float32] | None:
+    """``values``, parsed from JSON, as a 1-D array; None where one is no number, or an integer beyond float64.
+
+    An integer of any size is a number: JavaScript writes 1e20 as 100000000000000000000. What is beyond float32 becomes infinite,
+    which the predictor refuses.
+    """
+    if not set(map(type, values)) <= {int, float}:
+        return None
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(values, np.float32)
+    except OverflowError:
+        return None
 
 
 def json_text(value: Any) -> str:
@@ -88,7 +120,7 @@ def predict_request(body: Mapping[str, Any]) -> bytes:
     features = _features(body)
     dense = np.zeros(0, np.float32)
     if body.get("dense"):
-        dense = _floats("dense", body["dense"])
+        dense = _rows(body["dense"])
         if dense.ndim != 2 or dense.shape[0] != features.batch_size:
             raise InputError(
                 f"dense: got shape {list(dense.shape)}, "
@@ -177,8 +209,8 @@ def _features(body: Mapping[str, Any], field: str = "features") -> pb.JaggedFeat
                 f"{field}[{key!r}]: got {len(column)} samples, expected {batch} as in {next(iter(bags))!r}"
             )
     lengths = np.fromiter((len(bag) for column in bags.values() for bag in column), np.int32)
-    ids = _array(_flat(bags)) if lengths.any() else np.zeros(0, np.int64)
-    if ids.dtype != np.int64 or ids.ndim != 1:
+    ids = whole_numbers(_flat(bags), np.dtype(np.int64))
+    if ids is None:
         raise InputError(f"{field}: got an id that is not a 64-bit integer, expected lists of integer ids")
     weighted, weights = _weights(body, bags)
     return pb.JaggedFeatures(
@@ -203,9 +235,9 @@ def _weights(body: Mapping[str, Any], bags: dict[str, list[list[Any]]]) -> tuple
         if list(map(len, column)) != list(map(len, bags[key])):
             raise InputError(f"weights[{key!r}]: got another form than features[{key!r}], expected one weight an id")
     values = _flat(weights)
-    flat = _floats("weights", values) if values else np.zeros(0, np.float32)
-    if flat.ndim != 1:
-        raise InputError("weights: got nested lists, expected numbers")
+    flat = real_numbers(values)
+    if flat is None:
+        raise InputError("weights: got values that are not numbers, expected one number an id")
     return list(weights), flat
 
 
@@ -219,17 +251,28 @@ def _flat(bags: dict[str, list[list[Any]]]) -> list[Any]:
     return list(chain.from_iterable(chain.from_iterable(bags.values())))
 
 
-def _array(values: Any) -> np.ndarray:
-    """``values`` with the dtype numpy finds for them; of dtype object when they have no common shape."""
-    try:
-        return np.array(values)
-    except ValueError:
-        return np.array(None)
+def _rows(dense: Any) -> NDArray[np.float32]:
+    """``dense``, a list of numbers or of lists of them, all of one length."""
+    in_rows = isinstance(dense, list) and set(map(type, dense)) == {list}
+    flat = None
+    if in_rows and len(set(map(len, dense))) == 1:
+        flat = real_numbers(list(chain.from_iterable(dense)))
+    elif isinstance(dense, list) and not in_rows:
+        flat = real_numbers(dense)
+    if flat is None:
+        raise InputError("dense: got values that are not numbers or rows of different length, expected numbers")
+    return flat.reshape(len(dense), len(dense[0])) if in_rows else flat
 
 
-def _floats(field: str, values: Any) -> np.ndarray:
-    array = _array(values)
-    if array.dtype.kind not in "fiu":
-        raise InputError(f"{field}: got values that are not numbers or rows of different length, expected numbers")
-    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, which the predictor refuses
-        return array.astype(np.float32)
+def text_of(value: object) -> str:
+    """``value`` for an error message: as JSON, shortened."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, int):
+        return str(value) if abs(value) < 1 << 80 else "a number of more than 24 digits"
+    text = repr(value[:61]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -11,11 +10,12 @@ from weakref import WeakKeyDictionary
 
 from recinfer.errors import InputError
 from recinfer.lru import LruCache
+from recinfer.serving.wire.json_codec import text_of
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
 
-__all__ = ["DENSE", "Layout", "ModelInputs", "inputs_of", "text_of"]
+__all__ = ["DENSE", "Layout", "ModelInputs", "inputs_of"]
 
 DENSE = "dense"
 """The input that holds all dense columns of a sample as one list; a feature of that name comes first."""
@@ -133,17 +133,3 @@ def _getter(names: tuple[str, ...]) -> Callable[[Row], tuple[Any, ...]]:
 def _listed(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"it takes {', '.join(names[:_SHOWN])}{more}"
-
-
-def text_of(value: object) -> str:
-    """``value`` for an error message: as JSON, shortened."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, int):
-        return str(value) if abs(value) < 1 << 80 else "a number of more than 24 digits"
-    text = repr(value[:61]) if isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -19,8 +19,9 @@ from recinfer.columns import FeatureArrays
 from recinfer.errors import InputError
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.engine.request import CallName
-from recinfer.serving.server.v1.inputs import DENSE, ModelInputs, inputs_of, text_of
+from recinfer.serving.server.v1.inputs import DENSE, ModelInputs, inputs_of
 from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
+from recinfer.serving.wire.json_codec import real_numbers, text_of, whole_numbers
 from recinfer.serving.wire.limits import Limits
 
 __all__ = ["SIGNATURES", "Asked", "to_message"]
@@ -147,11 +148,9 @@ class _Table:
     def _ids(self, ids: list[Any]) -> NDArray[np.int64]:
         if not ids:
             return np.zeros(0, np.int64)
-        if set(map(type, ids)) == _IDS:
-            try:
-                return np.array(ids, np.int64)
-            except OverflowError:
-                pass
+        found = whole_numbers(ids, np.dtype(np.int64))
+        if found is not None:
+            return found
         for name, cells in zip(self._features, self._cells):
             for at, cell in enumerate(cells):
                 given = cell["ids"] if type(cell) is dict else cell
@@ -164,15 +163,10 @@ class _Table:
         """The dense numbers ``[B, num_dense]``."""
         rows, width = self._rows, inputs.num_dense
         sized = set(map(type, rows)) <= {list, tuple} and set(map(len, rows)) == {width}
-        if sized and set(map(type, chain.from_iterable(rows))) <= _NUMBERS:
-            try:
-                with np.errstate(over="ignore"):
-                    found = np.array(rows, np.float32)
-                # One sum sees every NaN and infinity; those in a list are left to the predictor, which says where they are.
-                if self._dense == (DENSE,) or math.isfinite(np.vdot(found, found)):
-                    return found
-            except OverflowError:
-                pass
+        found = real_numbers(list(chain.from_iterable(rows))) if sized else None
+        # One sum sees every NaN and infinity; those in a list are left to the predictor, which says where they are.
+        if found is not None and (self._dense == (DENSE,) or math.isfinite(np.vdot(found, found))):
+            return found.reshape(len(rows), width)
         for at, row in enumerate(rows):
             if type(row) not in (list, tuple) or len(row) != width:
                 raise InputError(f"{self._place(DENSE, at)}: got {text_of(row)}, expected a list of {width} numbers")
