@@ -21,6 +21,9 @@ WEIGHTS_SUFFIX = ".weights"
 """Suffix of a column with weights: in a DataFrame or Table, ``tags.weights`` has the weights of the ids in ``tags``."""
 
 
+_BOOLS = frozenset((bool, np.bool_))
+
+
 @dataclass(frozen=True, slots=True)
 class FeatureArrays:
     """Ids of F features for B samples.
@@ -267,6 +270,8 @@ def _flat(name: str, column: Any, field: str = "features") -> tuple[NDArray[Any]
 
 
 def _array(values: list[Any]) -> NDArray[Any]:
+    if _BOOLS & set(map(type, values)):
+        return np.array([True])  # numpy would make 1 of True beside numbers
     try:
         return np.array(values)
     except ValueError:

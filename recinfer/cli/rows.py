@@ -80,16 +80,27 @@ def _csv_rows(file: TextIO, reader: csv.DictReader[str]) -> Iterator[Any]:
 def _cell(name: str, text: str) -> Any:
     words = text.split()
     if name == DENSE:
-        return [float(word) for word in words]
+        return [_number(word) for word in words]
     pairs = [word.partition(":") for word in words]
     try:
-        ids = [int(id_) for id_, _, _ in pairs]
+        ids = [int(_plain(id_)) for id_, _, _ in pairs]
         if not any(colon for _, colon, _ in pairs):
             return ids
-        return ids, [float(weight) if colon else 1.0 for _, colon, weight in pairs]
+        return ids, [_number(weight) if colon else 1.0 for _, colon, weight in pairs]
     except ValueError:
         expected = "ids separated by spaces, as in 3 7, or with weights 3:0.5 7:2"
         raise ValueError(f"column {name!r}: got {text[:60]!r}, expected {expected}") from None
+
+
+def _number(text: str) -> float:
+    return float(_plain(text))
+
+
+def _plain(text: str) -> str:
+    """``text`` unless it has what only Python reads as part of a number: ``1_0``, or digits of other scripts."""
+    if "_" in text or not text.isascii():
+        raise ValueError(f"got {text[:60]!r}, expected a number")
+    return text
 
 
 def _json_lines(path: Path) -> Iterator[Any]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from recinfer.cli.rows import read_rows
+from recinfer.columns import as_features
 from recinfer.errors import ConfigError, InputError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.bulk import batch_of
@@ -136,6 +137,22 @@ def test_a_csv_file_needs_a_header_with_each_name_once(tmp_path: Path, text: str
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(InputError, match=says):
         read_rows(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("cell", ["1_0", "3 1_0", "3:1_0", "\u0663"])
+def test_only_plain_numbers_are_ids_and_weights(tmp_path: Path, cell: str) -> None:
+    (tmp_path / "a.csv").write_text(f"user,shop\n{cell},1\n", encoding="utf-8")
+    [wrong] = read_rows(tmp_path / "a.csv")
+    assert isinstance(wrong, InputError) and "expected ids separated by spaces" in str(wrong)
+    (tmp_path / "a.csv").write_text("dense\n1_0\n")
+    [wrong] = read_rows(tmp_path / "a.csv")
+    assert isinstance(wrong, InputError) and "expected a number" in str(wrong)
+
+
+@pytest.mark.parametrize("ids", [[[3, True]], [3, True], [[3], [True]]])
+def test_true_is_no_id(ids: list[Any]) -> None:
+    with pytest.raises(InputError, match="expected integer ids"):
+        as_features({"user": ids})
 
 
 @pytest.mark.parametrize("option", ["--rows", "--input"])

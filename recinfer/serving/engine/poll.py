@@ -268,7 +268,10 @@ class StorePoller:
                 for known in (self._tried, self._loaded, self._in_place):
                     known.pop((model, version), None)
                 self._logged.pop(f"{model} {version}", None)
-                self._set.pop(model, None)
+                # What names other versions is still set: to set it again would change nothing and fill the log.
+                labels, known_shares = self._set.get(model, ({}, {}))
+                if not left or version in labels.values() or version in known_shares:
+                    self._set.pop(model, None)
 
     def _made(self, call: str, request: Any, about: str, reason: str) -> bool:
         """Whether the change was made; the log has why not, once."""

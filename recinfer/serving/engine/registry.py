@@ -106,6 +106,10 @@ class ModelRegistry:
             raise ConfigError(f"models: got {names}, expected at least one model, each with a name")
         self._lock = threading.Lock()
         self._models: dict[str, _Versions] = {}
+        pairs = [(model.name, model.version) for model in models]
+        for name, version in pairs:
+            if pairs.count((name, version)) > 1:
+                raise InputError(f"models: version {version!r} of model {name!r} was given twice; give each once")
         for model in models:
             self.add(model)
 
