@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.table import Table
@@ -70,9 +72,19 @@ class PredictOptions:
         Path | None,
         typer.Option(
             "--rows",
-            help="File with any number of rows of ids: .csv, .jsonl or .parquet (see above).",
+            help="File with any number of rows of ids: .csv, .csv.gz, .jsonl or .parquet (see above).",
             show_default=False,
         ),
+    ] = None
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep", metavar="COLUMN", help="Column of --rows that is no input: copy it to --out. Repeatable."
+        ),
+    ] = None
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="COLUMN", help="Column of --rows that is no input: leave it out. Repeatable."),
     ] = None
     concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests, with --rows.")] = 4
     format: Annotated[
@@ -109,13 +121,15 @@ def run(options: PredictOptions) -> None:
 
     --rows streams a file of any length. JSON lines: one object per line, {"C1": [3, 7], "tags": {"ids": [4], "weights":
     [0.5]}, "dense": [0.1]}. CSV and parquet: one column per feature and a column "dense"; in CSV separate ids by
-    spaces, as in 3 7 or with weights 3:0.5 7:2. A row that fails does not affect other rows: the last column of --out
+    spaces, as in 3 7 or with weights 3:0.5 7:2. --keep id --ignore label takes a file with a key and a label. A row that fails does not affect other rows: the last column of --out
     holds its error, and the exit code is 1.
     """
     output, source = Output(options.as_json), options.input
     if (source is None) == (options.rows is None):
         raise ConfigError("got both --input and --rows, or neither; give one of them")
     check_other_file("--out", options.out, source or options.rows)
+    if source is not None and (options.keep or options.ignore):
+        raise ConfigError("got --keep or --ignore with --input; these are for --rows")
     if source is None:
         return _score_rows(options, output)
     kind = options.format or _format_of(source)
@@ -135,54 +149,91 @@ def run(options: PredictOptions) -> None:
     output.finish({"rows": num_rows, "missing_ranks": missing, "outputs": found})
 
 
+def _without(
+    rows: Iterator[Any], keep: Sequence[str], ignore: Sequence[str], kept: dict[int, list[str]]
+) -> Iterator[Any]:
+    """``rows`` without the columns that are no inputs; ``kept`` gets the cells of those to keep, by number of row."""
+    for at, row in enumerate(rows):
+        if isinstance(row, dict) and (keep or ignore):
+            kept[at] = [str(row.get(name, "")) for name in keep]
+            row = {name: value for name, value in row.items() if name not in keep and name not in ignore}
+        yield row
+
+
+def _hinted(error: BaseException | None) -> str:
+    """An error of a row; one about an unknown column names the options for columns that are no inputs."""
+    text = str(error)
+    is_unknown = "unknown features" in text or "expected ids separated by spaces" in text
+    return (
+        f"{text} (--keep COLUMN copies a column that is no input to --out, --ignore COLUMN leaves it out)"
+        if is_unknown
+        else text
+    )
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[TextIO]:
+    """``path`` opened for writing; an error, such as that of a full disk, names it."""
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            yield file
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+
+
 def _score_rows(options: PredictOptions, output: Output) -> None:
     from rich import progress
 
     from recinfer.cli.rows import read_rows
 
     assert options.rows is not None
-    rows = read_rows(options.rows)
+    keep, ignore = list(options.keep or ()), list(options.ignore or ())
+    kept: dict[int, list[str]] = {}  # of rows that are not answered yet
+    rows = _without(read_rows(options.rows, [*keep, *ignore]), keep, ignore, kept)
     done, failed = 0, 0
     first: list[list[str]] = []
     errors: list[dict[str, Any]] = []
     names: list[str] | None = None
     missing: set[int] = set()
-    waiting: list[tuple[int, str]] = []  # rows that failed before one gave the outputs' names
+    waiting: list[tuple[int, list[str], str]] = []  # rows that failed before one gave the outputs' names
     columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
     with (
         open_client(options.target, options.client) as client,
-        (options.out or Path(os.devnull)).open("w", encoding="utf-8", newline="") as file,
+        _written(options.out or Path(os.devnull)) as file,
         progress.Progress(*columns, console=output.progress, transient=True) as shown,
     ):
         writer, task = csv.writer(file), shown.add_task("0 rows", total=None)
         for row in client.predict_many(rows, concurrency=options.concurrency, batch_size=options.batch_size):
             done += 1
+            key = kept.pop(row.index, ["" for _ in keep])
             if row.error is not None:
                 failed += 1
                 if failed <= _SHOWN:
-                    errors.append({"row": row.index, "error": str(row.error)})
+                    errors.append({"row": row.index, "error": _hinted(row.error)})
             if names is None and row.outputs is not None:
                 names = list(row.outputs)
-                writer.writerow(["row", *names, "error"])
-                writer.writerows([at, *("" for _ in names), error] for at, error in waiting)
+                writer.writerow(["row", *keep, *names, "error"])
+                writer.writerows([at, *cells, *("" for _ in names), error] for at, cells, error in waiting)
                 waiting.clear()
             if row.outputs is not None:
                 missing.update(row.outputs.missing)
                 values = [row.outputs[name] for name in names or ()]
-                writer.writerow([row.index, *map(_exact_text, values), ""])
+                writer.writerow([row.index, *key, *map(_exact_text, values), ""])
                 if len(first) < _SHOWN:
                     first.append([str(row.index), *map(_text, values)])
             elif names is None:
-                waiting.append((row.index, str(row.error)))
+                waiting.append((row.index, key, _hinted(row.error)))
                 if len(waiting) > _ALL_FAIL and row.error is not None:
                     output.note(f"all of the first {len(waiting):,} rows failed")
                     raise row.error
             else:
-                writer.writerow([row.index, *("" for _ in names), str(row.error)])
+                writer.writerow([row.index, *key, *("" for _ in names), _hinted(row.error)])
             shown.update(task, description=f"{done:,} rows, {failed:,} failed")
         if names is None:
-            writer.writerow(["row", "error"])
-            writer.writerows(waiting)
+            writer.writerow(["row", *keep, "error"])
+            writer.writerows([at, *cells, error] for at, cells, error in waiting)
     if missing:
         output.show(missing_text(sorted(missing)))
     table = Table("row", *(names or ()))

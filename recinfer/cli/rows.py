@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,21 +18,27 @@ __all__ = ["read_rows"]
 _READ_ROWS = 4096  # of a parquet file at a time
 
 
-def read_rows(path: Path) -> Iterator[Any]:
+def read_rows(path: Path, as_text: Sequence[str] = ()) -> Iterator[Any]:
     """Yields the rows of ``path``, and an InputError in place of each row that cannot be read.
+
+    Args:
+        path: ``.csv``, ``.csv.gz``, ``.jsonl``, ``.ndjson`` or ``.parquet``.
+        as_text: columns of a CSV file that hold no ids: their cells stay text.
 
     Raises:
         ConfigError: a suffix that names no format, or a parquet file where pyarrow is not installed.
-        InputError: a CSV file without a header, or with a column twice.
+        InputError: a CSV file without a header, with one that no row can fit, or without a column of ``as_text``.
         OSError: the file cannot be opened.
     """
     readers: dict[str, Callable[[Path], Iterator[Any]]] = {
-        ".csv": _csv,
+        ".csv": partial(_csv, as_text=as_text),
+        ".csv.gz": partial(_csv, as_text=as_text),
         ".jsonl": _json_lines,
         ".ndjson": _json_lines,
         ".parquet": _parquet,
     }
-    reader = readers.get(path.suffix.lower())
+    name = path.name.lower()
+    reader = next((reader for suffix, reader in readers.items() if name.endswith(suffix)), None)
     if reader is None:
         raise ConfigError(f"--rows {path}: unknown suffix {path.suffix!r}, expected {', '.join(readers)}")
     path.stat()  # fails now for a missing file, not at the first row
@@ -39,27 +47,42 @@ def read_rows(path: Path) -> Iterator[Any]:
 
 def _opened(path: Path) -> TextIO:
     """``path`` as text. Spreadsheets write a byte order mark; bytes that are no UTF-8 fail their row, not the file."""
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", errors="replace", newline="")
     return path.open(encoding="utf-8-sig", errors="replace", newline="")
 
 
-def _csv(path: Path) -> Iterator[Any]:
+def _csv(path: Path, as_text: Sequence[str]) -> Iterator[Any]:
     """Read one column per feature, with ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and ``dense``,
     numbers."""
     file = _opened(path)
     reader = csv.DictReader(file, strict=True)
     try:
         names = list(reader.fieldnames or ())
-    except csv.Error as error:
+    except (csv.Error, EOFError, gzip.BadGzipFile) as error:
         raise InputError(f"--rows {path}: line 1: {error}") from None
     if not names:
         raise InputError(f"--rows {path}: the first line is empty, expected the names of the columns")
     if len(set(names)) < len(names):
         twice = max(names, key=names.count)
         raise InputError(f"--rows {path}: got column {twice!r} more than once, expected each feature once")
-    return _csv_rows(file, reader)
+    if not all(names):
+        at = names.index("") + 1
+        raise InputError(
+            f"--rows {path}: column {at} of the header has no name (a comma too many?), expected a name for each"
+        )
+    if len(names) == 1 and (other := next((mark for mark in "\t;" if mark in names[0]), "")):
+        mark = "tabs" if other == "\t" else "semicolons"
+        raise InputError(f"--rows {path}: the header is separated by {mark}, expected commas")
+    absent = [name for name in as_text if name not in names]
+    if absent:
+        raise InputError(
+            f"--rows {path}: no column {absent[0]!r} to keep or ignore; the header has {', '.join(names)[:200]}"
+        )
+    return _csv_rows(file, reader, frozenset(as_text))
 
 
-def _csv_rows(file: TextIO, reader: csv.DictReader[str]) -> Iterator[Any]:
+def _csv_rows(file: TextIO, reader: csv.DictReader[str], as_text: frozenset[str]) -> Iterator[Any]:
     with file:
         while True:
             try:
@@ -67,12 +90,15 @@ def _csv_rows(file: TextIO, reader: csv.DictReader[str]) -> Iterator[Any]:
             except csv.Error as error:
                 yield InputError(f"line {reader.line_num}: {error}")
                 continue
+            except (EOFError, gzip.BadGzipFile) as error:
+                yield InputError(f"line {reader.line_num}: the file ends in the middle of its compressed data: {error}")
+                return
             if cells is None:
                 return
             try:
                 if None in cells or None in cells.values():
                     raise ValueError(f"got another number of cells than the header has, {len(reader.fieldnames or ())}")
-                yield {name: _cell(name, text) for name, text in cells.items()}
+                yield {name: text if name in as_text else _cell(name, text) for name, text in cells.items()}
             except ValueError as error:
                 yield InputError(f"line {reader.line_num}: {error}")
 

@@ -92,6 +92,10 @@ def _check_header(path: Path, header: list[str]) -> None:
     if not header or not all(header):
         raise InputError(f"{path}: the header line is {header}; expected a name for each column")
     twice = sorted({name for name in header if header.count(name) > 1})
+    if twice and all(name.replace(".", "", 1).isdigit() for name in twice):
+        raise InputError(
+            f"{path}: the first line is {','.join(header)[:80]!r}, which looks like data; expected a header"
+        )
     if twice:
         raise InputError(f"{path}: duplicate columns {', '.join(twice)}; expected each name once")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import signal
@@ -153,6 +154,45 @@ def test_only_plain_numbers_are_ids_and_weights(tmp_path: Path, cell: str) -> No
 def test_true_is_no_id(ids: list[Any]) -> None:
     with pytest.raises(InputError, match="expected integer ids"):
         as_features({"user": ids})
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
+def test_columns_that_are_no_inputs_are_kept_or_ignored(target: str, tmp_path: Path, suffix: str) -> None:
+    plain, path, out = tmp_path / "plain.csv", tmp_path / f"rows{suffix}", tmp_path / "out.csv"
+    write_csv(plain)
+    lines = plain.read_text().splitlines()
+    more = [f"id,{lines[0]},label", *(f"k{at},{line},1" for at, line in enumerate(lines[1:]))]
+    text = "\n".join(more).encode()
+    path.write_bytes(gzip.compress(text) if suffix == ".csv.gz" else text)
+    run_json("predict", "--target", target, "--rows", plain, "--out", tmp_path / "plain-out.csv", code=1)
+    options = ["--keep", "id", "--ignore", "label"]
+    run_json("predict", "--target", target, "--rows", path, *options, "--out", out, code=1)
+    with out.open() as file, (tmp_path / "plain-out.csv").open() as other:
+        found, expected = list(csv.DictReader(file)), list(csv.DictReader(other))
+    assert [row.pop("id") for row in found] == [f"k{at}" for at in range(len(expected))]
+    for row in (*found, *expected):
+        row["error"] = str(bool(row["error"]))  # lines have other numbers of characters
+    assert found == expected
+    said = run_json("predict", "--target", target, "--rows", path, "--keep", "id", code=1)
+    assert "--ignore" in said["errors"][0]["error"]
+    said = run_json("predict", "--target", target, "--rows", path, "--keep", "key", code=2)
+    assert "no column 'key' to keep or ignore" in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("header", "says"), [("a\tb", "separated by tabs"), ("a;b", "separated by semicolons"), ("a,b,", "has no name")]
+)
+def test_a_header_that_no_row_can_fit_ends_the_file(tmp_path: Path, header: str, says: str) -> None:
+    (tmp_path / "a.csv").write_text(f"{header}\n1,2,\n")
+    with pytest.raises(InputError, match=says):
+        read_rows(tmp_path / "a.csv")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_named(target: str, tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv")
+    said = run_json("predict", "--target", target, "--rows", tmp_path / "rows.csv", "--out", "/dev/full", code=2)
+    assert "/dev/full" in said["error"]["message"] and "No space left" in said["error"]["message"]
 
 
 @pytest.mark.parametrize("option", ["--rows", "--input"])
