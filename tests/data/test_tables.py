@@ -62,6 +62,7 @@ def test_only_a_header(tmp_path: Path) -> None:
         (b"", "the header line is \\[\\]"),
         (b"a,,c\n1,2,3\n", "expected a name for each column"),
         (b"a,b,a\n1,2,3\n", "duplicate columns a"),
+        (b"196,242,3,0,0\n1,2,3,4,5\n", "looks like data; expected a header"),
         (b"a,b\n1,2\n3\n4,5\n", "row 1 has 1 fields, expected 2: 3"),
         (b"a,b\n" + b"1,2\n" * (1 << 16) + b"\n1,2\n3\n", f"row {(1 << 16) + 1} has 1 fields, expected 2: 3"),
         (b"a,b\n1,2,3\n", "has 3 fields, expected 2: 1,2,3"),
