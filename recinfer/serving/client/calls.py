@@ -16,6 +16,9 @@ from recinfer.serving.wire.tls import File, credentials_of
 
 __all__ = ["channel_to", "invoke", "security_of", "translated"]
 
+# gRPC's own refusals of a message or of metadata, which have the code of a server that is full.
+_TOO_LARGE = ("larger than max", "metadata size exceeds")
+
 
 def security_of(
     ca: File | None, cert: File | None, key: File | None, name: str
@@ -88,4 +91,6 @@ def translated(error: Any, target: str, seconds: float, start_with: str) -> Reci
         )
     if is_full(error):
         return OverloadedError(details, retry_after=pushback(error) or 0.0)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and any(text in details for text in _TOO_LARGE):
+        return UnavailableError(details)  # not OverloadedError: no later try helps
     return error_of(code.name, details)
