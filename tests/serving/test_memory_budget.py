@@ -49,6 +49,30 @@ def test_one_large_call_may_exceed_the_budget_and_never_two():
     assert budget.held == 10 * MIB + BUDGET
 
 
+def test_of_large_calls_that_all_need_more_one_waits_and_gets_it():
+    """Without that each is refused because of what the others hold, and none is answered."""
+    budget = MemoryBudget(BUDGET)
+    alone = budget.admit(2 * MIB)
+    assert not alone.waits_for_room()  # there is nothing to wait for
+    first, second = budget.admit(10 * MIB), budget.admit(10 * MIB)
+    alone.release()
+    for ticket in (first, second):
+        with pytest.raises(OverloadedError):
+            ticket.grow(16 * MIB)
+    assert first.waits_for_room() and not second.waits_for_room()
+    with pytest.raises(OverloadedError):
+        budget.admit(2 * MIB)  # it would fit, and take what the first one waits for
+    budget.admit(SMALL_BYTES).release()
+    second.release()
+    first.grow(16 * MIB)
+    later = budget.admit(2 * MIB)  # nobody waits any more
+    assert first.waits_for_room()
+    first.release()
+    assert not later.waits_for_room()
+    later.release()
+    assert budget.held == 0
+
+
 def test_small_calls_are_answered_beside_one_that_exceeds_the_budget():
     budget = MemoryBudget(BUDGET)
     budget.admit(10 * BUDGET)
