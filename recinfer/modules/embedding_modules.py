@@ -358,8 +358,8 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         """
         check_id_dtype(features.values())
         if features.variable_stride_per_key() and features.inverse_indices_or_none() is not None:
-            names = dict.fromkeys(feature for table in self._embedding_configs for feature in table.feature_names)
-            features = full_batch(features, list(names))
+            wanted = dict.fromkeys(feature for table in self._embedding_configs for feature in table.feature_names)
+            features = full_batch(features, list(wanted))
         by_name = features.to_dict()
         result = {}
         for table, names in zip(self._embedding_configs, self._embedding_names_by_table):
