@@ -313,15 +313,14 @@ def _begin(member: Any, sizes: Any) -> Awaitable[KeyedJaggedTensor]:
     if not isinstance(member, KJTSplitsAllToAllMeta):
         started: Awaitable[KeyedJaggedTensor] = member.wait()
         return started
-    output_splits = [next(sizes) for _ in member.labels]
-    batch_sizes, forms = next(sizes), next(sizes)
+    forms, batch_sizes, *output_splits = (next(sizes) for _ in member.splits_tensors)
     check_forms(form_of(member.labels, member.input_tensors), forms, member.pg)
     return KJTAllToAllTensorsAwaitable(
         pg=member.pg,
         input=member._input,
         splits=member.splits,
         input_splits=member.input_splits,
-        output_splits=output_splits,
+        output_splits=output_splits[: len(member.labels)],
         input_tensors=member.input_tensors,
         labels=member.labels,
         keys=member.keys,

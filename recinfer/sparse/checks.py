@@ -82,7 +82,8 @@ def ids_are_below(ids_N: Tensor, edges: np.ndarray, limits: np.ndarray) -> bool:
     """
     # A negative id is a large unsigned one.
     ids: np.ndarray = ids_N.detach().numpy().view(_ID_DTYPES[ids_N.dtype])
-    limits = np.minimum(limits, np.iinfo(ids.dtype).max // 2 + 1)
+    if ids_N.dtype is torch.int32:
+        limits = np.minimum(limits, 2**31)
     starts = edges[:-1]
     if len(starts) and starts[-1] < edges[-1] and (np.maximum.reduceat(ids, starts) < limits).all():
         return True

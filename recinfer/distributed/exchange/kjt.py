@@ -33,6 +33,7 @@ __all__ = [
     "SplitsAllToAllAwaitable",
     "check_forms",
     "form_of",
+    "sizes_to_send",
 ]
 
 
@@ -53,6 +54,13 @@ def check_forms(mine: int, of_ranks: Sequence[int], pg: dist.ProcessGroup) -> No
                 f"rank {rank} sends {_form_text(form)}, this rank ({pg.rank()}) {_form_text(mine)}; expected one form on all "
                 "ranks: give stride_per_key_per_rank on all or on none, and the same dtypes"
             )
+
+
+def sizes_to_send(input: KeyedJaggedTensor, splits: list[list[int]], form: int, ranks: int) -> list[list[int]]:
+    """What is sent before a batch: its form, its batch size, and the ``splits`` of each label. As many numbers for every
+    form, so that ranks which differ can say so."""
+    numbers = [[form] * ranks, [input.stride()] * ranks, *splits]
+    return numbers + [[0] * ranks] * (_MOST_LABELS - len(splits))
 
 
 def _form_text(form: int) -> str:
@@ -104,8 +112,8 @@ class KJTSplitsAllToAllMeta:
         pg: the ranks.
         _input: the features.
         splits: keys for each rank.
-        splits_tensors: the sizes to exchange, one tensor per label; then the batch size (0 for a variable batch) and the
-            form of the batch, which ranks compare.
+        splits_tensors: the sizes to exchange: the form of the batch, which ranks compare, the batch size, one tensor per
+            label, and zeros up to the same number for every form.
         input_splits: entries for each rank, of each tensor.
         input_tensors: the tensors to send.
         labels: names of the tensors.
@@ -163,9 +171,7 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
         if pg.size() == 1:
             return
         self._form = form_of(labels, input_tensors)
-        numbers = [[self._form] * pg.size(), [input.stride()] * pg.size(), *tensor_splits]
-        # As many numbers for every form of batch, so that ranks which differ can say so.
-        numbers += [[0] * pg.size()] * (_MOST_LABELS - len(tensor_splits))
+        numbers = sizes_to_send(input, tensor_splits, self._form, pg.size())
         self._splits_awaitable = SplitsAllToAllAwaitable.of_lists(numbers, pg, device)
         self._packed = pack(input_tensors, tensor_splits)  # overlaps with the exchange of sizes
 
@@ -248,8 +254,7 @@ class KJTAllToAll(nn.Module):
         """The exchange of ``input``, not started: the sizes of several exchanges can be sent together."""
         tensor_splits = input.dist_splits(splits)
         labels, tensors = input.dist_labels(), input.dist_tensors()
-        stride = 0 if input.variable_stride_per_key() else input.stride()
-        numbers = [*tensor_splits, [stride] * pg.size(), [form_of(labels, tensors)] * pg.size()]
+        numbers = sizes_to_send(input, tensor_splits, form_of(labels, tensors), pg.size())
         ends = list(accumulate(splits, initial=0))
         return KJTSplitsAllToAllMeta(
             pg=pg,
