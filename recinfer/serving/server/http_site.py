@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,8 @@ _IDLE_S = 75.0
 _BACKLOG = 512
 _LINGER_S, _LOOK_S = 0.5, 0.02  # for connections between two requests at a stop
 MOST_HEAD_BYTES = 32 << 10
-"""Of the request line, and of each header: long cookies and tokens are 10 to 15 KB."""
+"""Of the path with its query, and of each header's value: long cookies and tokens are 10 to 15 KB."""
+_QUOTED = re.compile(r":?\s*(bytearray\()?b['\"].*", re.DOTALL)  # the bytes at fault, with which aiohttp's texts end
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
@@ -102,6 +104,14 @@ class HttpSite:
             def handle_error(self, *args: Any, **more: Any) -> web.StreamResponse:
                 return site._unreadable(*args, **more)
 
+            async def finish_response(
+                self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+            ) -> tuple[web.StreamResponse, bool]:
+                # aiohttp's own answer, before the application has the request: to an Expect at a path that there is not.
+                if isinstance(resp, web.HTTPError):
+                    resp = site._unreadable(request, resp.status, None, resp.text or resp.reason)
+                return await super().finish_response(request, resp, start_time)
+
         def connected() -> asyncio.Protocol:
             assert runner.server is not None
             handler = runner.server()
@@ -155,13 +165,13 @@ class HttpSite:
         """See aiohttp's RequestHandler.handle_error: in JSON, as all errors are."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun: no other can be sent")
-        why = " ".join((message or "").split()) or "the server failed"
+        # What came is left out of the text, which the log has too: it may be a header with a token.
+        why = " ".join(_QUOTED.sub("", message or "").split()) or "the server failed"
         if status == 500:
             _log.error("a request over HTTP failed", exc_info=exc)
             why = "internal error; the server's log has the details"
         elif "more than" in why:  # aiohttp's text for a line that is too long
-            status = 431
-            why = f"a header or the path is too long, expected at most {MOST_HEAD_BYTES} bytes each: {why[:200]}"
+            status, why = 431, f"a header or the path is too long, expected at most {MOST_HEAD_BYTES} bytes each"
         self._refused(status, why[:300])
         answer = web.json_response({"error": why[:300]}, status=status)
         answer.force_close()
