@@ -28,6 +28,7 @@ class RawHttp2:
 
     Attributes:
         ended: streams that the server has ended, in that order.
+        sent_away: why the server takes no more calls on this connection; None: it does.
         received: bytes of data by stream.
     """
 
@@ -40,6 +41,7 @@ class RawHttp2:
         self._left_of: dict[int, int] = {}
         self._buffer = b""
         self.ended: list[int] = []
+        self.sent_away: str | None = None
         self.received: dict[int, int] = {}
         self._pings = 0
 
@@ -142,6 +144,8 @@ class RawHttp2:
                 self._left += size
             elif stream in self._left_of:
                 self._left_of[stream] += size
+        elif kind == _GOAWAY:
+            self.sent_away = payload[8:].decode()
         elif kind == _DATA:
             self.received[stream] = self.received.get(stream, 0) + len(payload)
         if (kind == _RST or (kind in (_DATA, _HEADERS) and flags & _END_STREAM)) and stream not in self.ended:

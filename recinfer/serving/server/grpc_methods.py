@@ -46,7 +46,7 @@ _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 _IDENTITY = 1 << grpc.Compression.NoCompression
 _MAX_PENDING = 1 << 15
 MOST_METADATA_BYTES = 32 << 10
-"""Of all of a call's metadata; HTTP has the same limit for each header."""
+"""Of all of a call's metadata, which has to be smaller; HTTP has the same limit for each header."""
 
 # time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
