@@ -11,7 +11,8 @@ CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
 STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0.15
 RECINFER_KERNEL           fbgemm or triton: what looks packed rows up; else FBGEMM where it is installed
 RECINFER_CUDA_GRAPHS      0: small lookups on a GPU are launched; else they are recorded and replayed as CUDA graphs
-grpc_proxy, https_proxy, http_proxy  of gRPC: a client's error names the one that is set; rankers call shards without
+grpc_proxy, https_proxy, http_proxy  of gRPC: a client's error names the one that is used; rankers call shards without
+no_grpc_proxy, no_proxy   of gRPC: hosts that are called without such a proxy
 
 recinfer sets three variables, if they are unset:
 ORT_DISABLE_TELEMETRY     1: turns off the telemetry of onnxruntime's Linux wheels, which uses a thread
@@ -22,6 +23,7 @@ MALLOC_ARENA_MAX          2, in `recinfer serve`: threads share two heaps of gli
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import math
 import os
 from collections.abc import Mapping
@@ -61,9 +63,29 @@ def debug() -> bool:
     return os.environ.get("RECINFER_DEBUG", "").strip().lower() not in _OFF
 
 
-def grpc_proxy() -> str:
-    """The name of the variable that makes gRPC call through a proxy; "" when none is set."""
-    return next((name for name in ("grpc_proxy", "https_proxy", "http_proxy") if os.environ.get(name)), "")
+def grpc_proxy(target: str) -> str:
+    """The name of the variable that makes gRPC call ``target``, ``host:port``, through a proxy; "" when none does.
+
+    gRPC's core reads the same variables in the same way, http_proxy_mapper.cc: the first that is set counts, an empty one means no
+    proxy, and a host matches by the end of its name, or by its network.
+    """
+    name = next((name for name in ("grpc_proxy", "https_proxy", "http_proxy") if name in os.environ), "")
+    if not os.environ.get(name) or target.startswith("unix"):
+        return ""
+    host = target.rpartition(":")[0].rpartition("/")[2].strip("[]").lower()
+    exempt = "no_grpc_proxy" if "no_grpc_proxy" in os.environ else "no_proxy"
+    for entry in filter(None, os.environ.get(exempt, "").lower().split(",")):
+        if host.endswith(entry.strip()) or _is_in(host, entry.strip()):
+            return ""
+    return name
+
+
+def _is_in(host: str, network: str) -> bool:
+    """Whether ``host`` is an address in ``network``, such as 10.0.0.0/8."""
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False)
+    except ValueError:  # a name, or no network
+        return False
 
 
 def token() -> str | None:

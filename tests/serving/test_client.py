@@ -14,17 +14,21 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from google.protobuf.wrappers_pb2 import BytesValue
 
 from recinfer.columns import FeatureArrays, as_features, as_matrix
-from recinfer.errors import InputError, NotFoundError, RecinferError, UnavailableError
+from recinfer.errors import DeadlineError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
+from recinfer.serving.client.torchserve import TorchServeClient
 from recinfer.serving.server.server import Server
+from recinfer.serving.wire import codec
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.ports import free_port
 from tests.serving.conftest import make_request
+from tests.serving.remote.test_frames import Proxy
 
 USER, HISTORY = [3, 9, 1], [[1, 2], [], [39]]
 EXPECTED = KeyedJaggedTensor(
@@ -417,6 +421,28 @@ def test_client_reconnects_soon_after_a_restart():
                     nobody.accept()[0].close()
                     looks += 1
                 asked.result(30)
+
+
+@pytest.mark.slow  # the time until a ping, and until it counts as lost
+def test_a_torchserve_client_notices_a_dead_connection():
+    reply = BytesValue(value=codec.encode_lookup_response(None, {}, 1, "3")).SerializeToString()
+
+    class Stub(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(lambda data, context: reply)
+
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool, handlers=(Stub(),))
+        proxy = Proxy(server.add_insecure_port("127.0.0.1:0"))
+        server.start()
+        with TorchServeClient(f"127.0.0.1:{proxy.port}", "tiny", timeout=30) as client:
+            client.lookup({"user": [1]})
+            proxy.fall_silent()
+            with pytest.raises(UnavailableError, match="no answer from") as lost:
+                client.lookup({"user": [1]})
+        assert not isinstance(lost.value, DeadlineError)  # which comes after the 30 s
+        server.stop(None).wait()
+        proxy.close()
 
 
 def test_the_two_clients_have_the_same_methods_with_the_same_arguments():

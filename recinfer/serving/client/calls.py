@@ -76,7 +76,7 @@ def translated(error: Any, target: str, seconds: float, start_with: str) -> Reci
     if has_said(error.trailing_metadata()):  # it answered: the missing server is one that it calls
         return error_of(code.name, f"{target}: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
-        proxy = grpc_proxy()
+        proxy = grpc_proxy(target)
         through = (
             f" through the proxy of {proxy}, which the environment sets (no_proxy excludes hosts)" if proxy else ""
         )

@@ -7,14 +7,15 @@ TorchServe's ``PredictionsRequest`` is {model_name = 1, model_version = 2, map<s
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
-import grpc
 from google.protobuf.wrappers_pb2 import BytesValue
 
 from recinfer.inference.specs import Outputs
 from recinfer.serving.client.answers import Embeddings, decode_embeddings, decode_outputs, torch_is_installed
-from recinfer.serving.client.calls import invoke
+from recinfer.serving.client.calls import channel_to, invoke, security_of
+from recinfer.serving.client.retry import LONGEST_S
 from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.fields import bytes_field
 from recinfer.serving.wire.status import error_of
@@ -23,6 +24,7 @@ from recinfer.serving.wire.tls import authorization
 __all__ = ["TorchServeClient", "error_in"]
 
 _PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
+_KEEPALIVE_MS = 5_000
 _ERROR_HEAD = b'{"error": '
 
 
@@ -42,7 +44,8 @@ class TorchServeClient:
     def __init__(self, target: str, model: str, *, token: str = "", version: str = "", timeout: float = 10.0) -> None:
         self.target, self.model, self.version, self.timeout = target, model, version, timeout
         self._metadata = (("protocol", "gRPC"), *authorization(token)) if token else ()
-        self._channel = grpc.insecure_channel(target, options=[("grpc.max_receive_message_length", -1)])
+        credentials, options = security_of(None, None, None, "")
+        self._channel = channel_to(target, credentials, [*options, ("grpc.keepalive_time_ms", _keepalive_ms(timeout))])
         self._predictions = self._channel.unary_unary(_PREDICTIONS)
 
     def lookup(self, features: Any) -> Embeddings:
@@ -87,6 +90,12 @@ class TorchServeClient:
         if error := error_in(answer):
             raise error
         return answer
+
+
+def _keepalive_ms(timeout: float) -> int:
+    """Between two pings. TorchServe's gRPC server closes a connection at the fourth without an answer in between, so that a call
+    that takes as long as it may is cut off by pings at a fixed interval."""
+    return max(_KEEPALIVE_MS, math.ceil(1000 * min(timeout, LONGEST_S) / 3))
 
 
 def error_in(answer: bytes) -> Exception | None:
