@@ -225,7 +225,7 @@ def test_files_that_are_changed_in_place_make_health_bad_until_they_are_back(
 
 
 def test_a_fault_is_in_readiness_and_in_the_health_of_its_model(archive: Path):
-    registry = ModelRegistry([ServedModel.of("tiny", load(archive), "1")])
+    registry = ModelRegistry([ServedModel.of("tiny", load(archive), version) for version in ("1", "2")])
     store = archive.parent
     with (
         Server(registry, http_port=0, admin=ModelStore(store)) as server,
@@ -239,10 +239,21 @@ def test_a_fault_is_in_readiness_and_in_the_health_of_its_model(archive: Path):
             health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="tiny"))
             return get(server, "/v2/health/ready")[0], health.status
 
+        def versions(path: str) -> list[tuple[str, str, str, str]]:
+            """What V1 says of them."""
+            found = get(server, f"/v1/models/tiny{path}")[2]["model_version_status"]
+            return [(each["version"], each["state"], *each["status"].values()) for each in found]
+
         fine, bad = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        sound = [(version, "AVAILABLE", "OK", "") for version in ("1", "2")]
+        lost = ("1", "UNKNOWN", "DATA_LOSS", "a file changed")
         assert note("") == (200, fine)
+        assert versions("") == sound
         assert note("a file changed") == (503, bad)
+        assert versions("") == [lost, sound[1]]
+        assert (versions("/versions/1"), versions("/versions/2")) == ([lost], [sound[1]])
         assert note("") == (200, fine)
+        assert versions("") == sound
         with pytest.raises(grpc.RpcError) as refused:  # nobody else's call
             channel.unary_unary(f"/recinfer.v1.Admin/{SET_FAULT}")(b"{}", timeout=60)
         assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED

@@ -245,6 +245,10 @@ class ModelRegistry:
             faults = {of: said for of, said in {**versions.faults, version: why}.items() if said}
             self._models = {**self._models, name or next(iter(self._models)): replace(versions, faults=faults)}
 
+    def faults(self, name: str) -> dict[str, str]:
+        """The versions of a model that may answer wrongly, each with why; raises NotFoundError."""
+        return dict(self._of(name).faults)
+
     def faulty(self) -> set[str]:
         """The models that have a version with a fault."""
         return {name for name, versions in self._models.items() if versions.faults}

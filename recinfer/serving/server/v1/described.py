@@ -12,10 +12,13 @@ __all__ = ["metadata", "status"]
 
 def status(registry: ModelRegistry, name: str, version: str, is_ready: bool) -> dict[str, Any]:
     """The versions that are loaded (``version``: that one), and KServe's ``name`` and ``ready`` beside them: whether the
-    server can answer now. Raises NotFoundError."""
+    server can answer now. A version with a fault answers, and nobody knows with what. Raises NotFoundError."""
     versions = [registry.get(name, version).version] if version else list(registry.versions(name))
-    fine = {"error_code": "OK", "error_message": ""}
-    found = [{"version": each, "state": "AVAILABLE", "status": fine} for each in versions]
+    faults, found = registry.faults(name), []
+    for each in versions:
+        state, code = ("UNKNOWN", "DATA_LOSS") if each in faults else ("AVAILABLE", "OK")
+        why = {"error_code": code, "error_message": faults.get(each, "")}
+        found.append({"version": each, "state": state, "status": why})
     return {"name": name, "ready": is_ready, "model_version_status": found}
 
 
