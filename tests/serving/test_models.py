@@ -181,6 +181,17 @@ def test_a_bad_archive_replaces_nothing(server: Server, admin: Any):
     assert weights(admin.ListModels(admin_pb.ListModelsRequest())) == {"tiny": {"1": 1}}
 
 
+def test_an_archive_that_is_given_twice_is_an_error_that_says_so(archive: Path, tmp_path: Path):
+    copied = shutil.copytree(archive, tmp_path / "copied")
+    for second in (archive, copied):  # of one version as well
+        with Program(RECINFER, "serve", archive, second, "--port", 0) as process:
+            out, err = process.communicate()
+        assert (process.returncode, "listening" in out) == (2, False), err
+        text = " ".join(err.split())
+        assert "version '3' of model 'tiny' was given twice; give each once" in text
+        assert "unload" not in text and "Traceback" not in text
+
+
 def test_errors_of_impossible_changes(server: Server, admin: Any):
     request = admin_pb.LoadRequest
     for model, version, code in (

@@ -15,7 +15,10 @@ import pytest
 import torch
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from recinfer.errors import NotFoundError
 from recinfer.inference.predictor import Predictor
+from recinfer.serving.engine.dispatcher import Dispatcher
+from recinfer.serving.engine.request import Request
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits
@@ -460,3 +463,27 @@ def test_requests_are_counted_and_reflection_lists_the_service(server: Server):
         listed, file = stub.ServerReflectionInfo(iter(ask), timeout=60)
     assert SERVICE_NAME in [service.name for service in listed.list_services_response.service]
     assert len(file.file_descriptor_response.file_descriptor_proto) == 1
+
+
+def test_a_second_try_holds_no_more_of_the_memory_budget(server: Server, monkeypatch: pytest.MonkeyPatch):
+    """A request whose version was unloaded meanwhile is tried again; what it holds was counted at the first try."""
+    held: list[int] = []
+    dispatch = Dispatcher.dispatch
+
+    def seen(dispatcher: Dispatcher, request: Request) -> None:
+        held.append(request.ticket.held)
+        if len(held) == 1:
+            request.reply(NotFoundError("it was unloaded"))
+        else:
+            dispatch(dispatcher, request)
+
+    monkeypatch.setattr(Dispatcher, "dispatch", seen)
+    ids = np.arange(1000) % 40
+    tensor = pb.ModelInferRequest.InferInputTensor(name="user", datatype="INT64", shape=[50, 20])
+    request = pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[ids.tobytes()])
+    request.outputs.add(name="user.embedding")
+    with grpc.insecure_channel(server.target) as channel:
+        call = channel.unary_unary(f"/{SERVICE_NAME}/ModelInfer")
+        answer = pb.ModelInferResponse.FromString(call(request.SerializeToString(), timeout=60))
+    assert answer.outputs[0].shape == [50, DIM]
+    assert len(held) == 2 and held[0] == held[1] > 2 * ids.nbytes

@@ -292,6 +292,34 @@ def test_a_config_says_versions_labels_and_weights(store: Path, kinds: list[Path
     assert followed.registry.labels("tiny") == {"stable": "1"}
 
 
+def test_labels_are_set_once_whatever_other_versions_are_unloaded(
+    store: Path, kinds: list[Path], caplog: pytest.LogCaptureFixture
+):
+    for version in (2, 3, 4):
+        put(kinds[version], store, version)
+    config = store.parent / "models.toml"
+    config.write_text('[models.tiny]\nversions = "all"\nlabels = {stable = "2", canary = "4"}\nweights = {"4" = 1}\n')
+    followed = Followed(store, load(store / "tiny" / "1"), "1", config)
+
+    def unloaded(version: str) -> int:
+        """How often labels have been set once ``version`` is unloaded and some polls are over."""
+        away = store / f".{version}"
+        (store / "tiny" / version).rename(away)
+        for _ in range(3):
+            assert version not in followed.poll()[0]
+        return sum(record.getMessage().startswith("SetLabels tiny") for record in caplog.records)
+
+    with caplog.at_level(logging.INFO):
+        followed.poll()
+        assert followed.registry.labels("tiny") == {"stable": "2", "canary": "4"}
+        assert [unloaded("1"), unloaded("3")] == [1, 1]
+        assert unloaded("2") == 1  # it has a label, which goes with it
+        assert followed.registry.labels("tiny") == {"canary": "4"}
+        (store / ".2").rename(store / "tiny" / "2")
+        followed.poll()
+        assert followed.registry.labels("tiny") == {"stable": "2", "canary": "4"}
+
+
 def test_a_load_again_is_fine_and_labels_are_names_of_versions(store: Path, kinds: list[Path]):
     put(kinds[1], store, 2)
     followed = Followed(store, load(store / "tiny" / "1"), "1")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -330,6 +332,35 @@ def test_version_that_is_still_copied_is_skipped(
     done = CliRunner().invoke(app, ["serve", "--model-store", "store", *role, "--port", "0"])
     assert done.exit_code == 0, done.output
     assert served == [["1"]]
+
+
+def test_lookups_find_their_version_while_others_come_and_go(archives: dict[str, Path]):
+    """A lookup notes its version as the one used last. It does so in the dict that other threads add to and remove from."""
+    tables = ShardTables((0, 1))
+    key = tables.add(archives["1"])
+    version = tables._versions[key]
+    stopped = threading.Event()
+
+    def change() -> None:
+        number = 0
+        while not stopped.is_set():
+            with tables._lock:
+                tables._versions[f"{number + 3}"] = version
+                tables._versions.pop(f"{number}", None)
+            number += 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(lambda: [tables._get(key) for _ in range(20_000)]) for _ in range(2)]
+            assert all(found is version for each in asked for found in each.result())
+    finally:
+        stopped.set()
+        changing.join()
+        sys.setswitchinterval(interval)
 
 
 def test_models_do_not_push_each_other_out(archives: dict[str, Path], tmp_path: Path):
