@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import countOf
@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from recinfer.arrow import pyarrow_array, pyarrow_for, pyarrow_table, speaks_arrow
 from recinfer.errors import InputError
 
-__all__ = ["WEIGHTS_SUFFIX", "FeatureArrays", "as_features", "as_matrix"]
+__all__ = ["DENSE", "WEIGHTS_SUFFIX", "FeatureArrays", "as_features", "as_matrix", "dense_name", "free_name"]
+
+DENSE = "dense"
+"""Name of a sample's dense numbers where they stand among its features by name; see :func:`dense_name`."""
 
 WEIGHTS_SUFFIX = ".weights"
 """Suffix of a column with weights: in a DataFrame or Table, ``tags.weights`` has the weights of the ids in ``tags``."""
@@ -92,6 +95,23 @@ def as_features(data: Any) -> FeatureArrays:
     if not columns:
         raise InputError("features: got none, expected at least one feature with its ids")
     return _of_lists(columns) or _of_columns(columns)
+
+
+def dense_name(taken: Iterable[str]) -> str:
+    """The name of the dense numbers next to inputs named ``taken``: ``dense``, with ``_`` added while an input has it.
+
+    >>> dense_name(["user"]), dense_name(["user", "dense"])
+    ('dense', 'dense_')
+    """
+    return free_name(DENSE, taken)
+
+
+def free_name(name: str, taken: Iterable[str]) -> str:
+    """``name``, with ``_`` added while it is among ``taken``."""
+    others = set(taken)
+    while name in others:
+        name += "_"
+    return name
 
 
 def as_matrix(data: Any) -> NDArray[np.float32]:
