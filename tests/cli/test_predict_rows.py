@@ -167,6 +167,13 @@ def test_true_is_no_id(ids: list[Any]) -> None:
         as_features({"user": ids})
 
 
+def test_true_is_no_dense_number(target: str, tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "dense": [0.5, True, 2.0]}, ROWS[1]]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = run_json("predict", "--target", target, "--rows", tmp_path / "a.jsonl", code=1)
+    assert said["errors"] == [{"row": 0, "error": "dense[0][1]: got true, expected a number"}]
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
 def test_columns_that_are_no_inputs_are_kept_or_ignored(target: str, tmp_path: Path, suffix: str) -> None:
     plain, path, out = tmp_path / "plain.csv", tmp_path / f"rows{suffix}", tmp_path / "out.csv"
