@@ -94,8 +94,10 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.filename is not None:
             raise
+        if error.errno is None:  # numpy's, which has only a text
+            raise OSError(f"{os.fspath(path)}: {error}") from error
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
