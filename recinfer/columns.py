@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import countOf
@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from recinfer.arrow import pyarrow_array, pyarrow_for, pyarrow_table, speaks_arrow
 from recinfer.errors import InputError
 
-__all__ = ["WEIGHTS_SUFFIX", "FeatureArrays", "as_features", "as_matrix"]
+__all__ = ["DENSE", "WEIGHTS_SUFFIX", "FeatureArrays", "as_features", "as_matrix", "dense_name", "free_name"]
+
+DENSE = "dense"
+"""Name of a sample's dense numbers where they stand among its features by name; see :func:`dense_name`."""
 
 WEIGHTS_SUFFIX = ".weights"
 """Suffix of a column with weights: in a DataFrame or Table, ``tags.weights`` has the weights of the ids in ``tags``."""
@@ -94,11 +97,29 @@ def as_features(data: Any) -> FeatureArrays:
     return _of_lists(columns) or _of_columns(columns)
 
 
+def dense_name(taken: Iterable[str]) -> str:
+    """The name of the dense numbers next to inputs named ``taken``: ``dense``, with ``_`` added while an input has it.
+
+    >>> dense_name(["user"]), dense_name(["user", "dense"])
+    ('dense', 'dense_')
+    """
+    return free_name(DENSE, taken)
+
+
+def free_name(name: str, taken: Iterable[str]) -> str:
+    """``name``, with ``_`` added while it is among ``taken``."""
+    others = set(taken)
+    while name in others:
+        name += "_"
+    return name
+
+
 def as_matrix(data: Any) -> NDArray[np.float32]:
     """``data``, a tensor, array, list of rows, DataFrame or Table of numbers, as float32 ``[B, num_dense]``.
 
     Raises:
-        InputError: it is no matrix of numbers.
+        InputError: it is no matrix of numbers. A bool in a list is none; arrays, tensors and columns of type bool are flags,
+            1.0 and 0.0.
     """
     data = _without_torch(data)
     if speaks_arrow(data) and not hasattr(data, "__array__"):
@@ -115,9 +136,21 @@ def as_matrix(data: Any) -> NDArray[np.float32]:
         raise InputError(
             "dense: got rows that are not numbers or differ in length; expected rows of numbers of one length"
         ) from None
+    if isinstance(data, list | tuple):
+        _refuse_bools(data)
     if found.ndim != 2:
         raise InputError(f"dense: got shape {list(found.shape)}, expected [batch, num_dense]")
     return np.ascontiguousarray(found)
+
+
+def _refuse_bools(rows: list[Any] | tuple[Any, ...]) -> None:
+    """Raise InputError for a bool in a list of ``rows``; numpy made 1.0 and 0.0 of them."""
+    if not _BOOLS & set(map(type, chain.from_iterable(row for row in rows if isinstance(row, list | tuple)))):
+        return
+    for at, row in enumerate(rows):
+        for column, value in enumerate(row if isinstance(row, list | tuple) else ()):
+            if type(value) in _BOOLS:
+                raise InputError(f"dense[{at}][{column}]: got {str(bool(value)).lower()}, expected a number")
 
 
 # -- plain lists, which most callers have --------------------------------------------------------------------------
@@ -193,7 +226,10 @@ def _of_keyed_jagged_tensor(features: Any) -> FeatureArrays:
     if values.dtype not in (np.int32, np.int64):
         raise InputError(f"features.values: got {features.values().dtype}, expected torch.int64 or torch.int32")
     lengths = _without_torch(features.lengths()).astype(np.int32, copy=False)
-    given = None if weights is None else np.ascontiguousarray(_without_torch(weights), np.float32)
+    given = None if weights is None else _without_torch(weights)
+    if given is not None and given.dtype.kind not in "iuf":
+        raise InputError(f"features.weights: got {given.dtype} values, expected numbers")
+    given = None if given is None else np.ascontiguousarray(given, np.float32)
     return FeatureArrays(tuple(features.keys()), features.stride(), lengths, values, given)
 
 

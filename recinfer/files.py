@@ -1,15 +1,36 @@
-"""Writes files and folders so that their target is always complete: the content gets its name by one rename."""
+"""Writes files and folders so that their target is complete, the content getting its name by one rename; reads text."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import gzip
+import io
 import os
 import shutil
 import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
-__all__ = ["exchange", "put", "sync_folder", "write_file"]
+__all__ = [
+    "NOT_GZIP",
+    "create_text",
+    "exchange",
+    "naming",
+    "open_text",
+    "packed",
+    "put",
+    "read_bytes",
+    "sync_folder",
+    "without_gz",
+    "write_file",
+]
+
+NOT_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
+"""The errors of reading a ``.gz`` file that is cut off or damaged."""
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -64,6 +85,61 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
             raise
     except OSError as error:  # of a write it names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make errors of the operating system in the block name ``path``: those of a write, such as that of a full disk,
+    name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        if error.errno is None:  # numpy's, which has only a text
+            raise OSError(f"{os.fspath(path)}: {error}") from error
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def open_text(path: str | os.PathLike[str], errors: str = "strict") -> IO[str]:
+    """``path``, UTF-8 with or without a byte order mark, opened for reading; unpacked if its name ends in ``.gz``.
+
+    Args:
+        errors: what becomes of bytes that are no UTF-8, as in :func:`open`.
+
+    Raises:
+        OSError: the file cannot be opened. Reading raises one of :data:`NOT_GZIP` for a damaged ``.gz``.
+    """
+    if _is_gz(path):
+        return io.TextIOWrapper(gzip.open(path, "rb"), encoding="utf-8-sig", errors=errors, newline="")  # type: ignore[arg-type]
+    return open(path, encoding="utf-8-sig", errors=errors, newline="")
+
+
+def create_text(path: str | os.PathLike[str]) -> IO[str]:
+    """``path``, UTF-8, created or emptied for writing; packed if its name ends in ``.gz``."""
+    if _is_gz(path):
+        return io.TextIOWrapper(gzip.open(path, "wb"), encoding="utf-8", newline="")  # type: ignore[arg-type]
+    return open(path, "w", encoding="utf-8", newline="")
+
+
+def packed(path: str | os.PathLike[str], data: bytes) -> bytes:
+    """``data`` as a file of the name ``path`` holds it: packed if the name ends in ``.gz``."""
+    return gzip.compress(data) if _is_gz(path) else data
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of ``path``, unpacked if its name ends in ``.gz``; raises what :func:`open_text` and reading it do."""
+    data = Path(path).read_bytes()
+    return gzip.decompress(data) if _is_gz(path) else data
+
+
+def without_gz(path: str | os.PathLike[str]) -> Path:
+    """``path`` without its last suffix if that is ``.gz``: its name says what the file holds."""
+    return Path(path).with_suffix("") if _is_gz(path) else Path(path)
+
+
+def _is_gz(path: str | os.PathLike[str]) -> bool:
+    return Path(path).suffix.lower() == ".gz"
 
 
 def exchange(one: Path, other: Path) -> bool:

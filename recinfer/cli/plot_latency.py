@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from recinfer.files import naming
+
 if TYPE_CHECKING:
     from recinfer.serving.bench import LoadResult
 
@@ -37,4 +39,5 @@ def plot_latency(results: Sequence[LoadResult], path: Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    figure.savefig(path, dpi=120)
+    with naming(path):
+        figure.savefig(path, dpi=120)

@@ -6,11 +6,10 @@ import csv
 import io
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -20,7 +19,7 @@ from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
 from recinfer.cli.options import check_other_file
 from recinfer.errors import ConfigError, InputError
-from recinfer.files import write_file
+from recinfer.files import NOT_GZIP, create_text, naming, packed, read_bytes, without_gz, write_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -64,7 +63,7 @@ class PredictOptions:
         Path | None,
         typer.Option(
             "--input",
-            help="File with raw rows in a format of the training data, or JSON with ids (see above).",
+            help="File with raw rows in a format of the training data, or JSON with ids; also as .gz (see above).",
             show_default=False,
         ),
     ] = None
@@ -72,7 +71,7 @@ class PredictOptions:
         Path | None,
         typer.Option(
             "--rows",
-            help="File with any number of rows of ids: .csv, .csv.gz, .jsonl or .parquet (see above).",
+            help="File with any number of rows of ids: .csv, .jsonl or .parquet, text also as .gz (see above).",
             show_default=False,
         ),
     ] = None
@@ -86,12 +85,22 @@ class PredictOptions:
         list[str] | None,
         typer.Option("--ignore", metavar="COLUMN", help="Column of --rows that is no input: leave it out. Repeatable."),
     ] = None
+    dense: Annotated[
+        str | None,
+        typer.Option(
+            "--dense",
+            metavar="COLUMN",
+            help="Column of --rows with the dense numbers, where a feature is called dense.",
+            show_default="dense",
+        ),
+    ] = None
     concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests, with --rows.")] = 4
     format: Annotated[
         InputFormat | None, typer.Option("--format", help="Format of --input.", show_default="by the file's suffix")
     ] = None
     out: Annotated[
-        Path | None, typer.Option("--out", help="Write the scores to this CSV file, one row per input row.")
+        Path | None,
+        typer.Option("--out", help="Write the scores to this CSV file (.csv.gz: packed), one row per input row."),
     ] = None
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per request.")] = 1024
     client: ClientOptions
@@ -121,15 +130,16 @@ def run(options: PredictOptions) -> None:
 
     --rows streams a file of any length. JSON lines: one object per line, {"C1": [3, 7], "tags": {"ids": [4], "weights":
     [0.5]}, "dense": [0.1]}. CSV and parquet: one column per feature and a column "dense"; in CSV separate ids by
-    spaces, as in 3 7 or with weights 3:0.5 7:2. --keep id --ignore label takes a file with a key and a label. A row that fails does not affect other rows: the last column of --out
-    holds its error, and the exit code is 1.
+    spaces, as in 3 7 or with weights 3:0.5 7:2. --keep id --ignore label takes a file with a key and a label,
+    and --dense numbers one whose model has a feature called dense. A row that fails does not affect other rows: the last
+    column of --out holds its error, and the exit code is 1.
     """
     output, source = Output(options.as_json), options.input
     if (source is None) == (options.rows is None):
         raise ConfigError("got both --input and --rows, or neither; give one of them")
     check_other_file("--out", options.out, source or options.rows)
-    if source is not None and (options.keep or options.ignore):
-        raise ConfigError("got --keep or --ignore with --input; these are for --rows")
+    if source is not None and (options.keep or options.ignore or options.dense):
+        raise ConfigError("got --keep, --ignore or --dense with --input; these are for --rows")
     if source is None:
         return _score_rows(options, output)
     kind = options.format or _format_of(source)
@@ -150,14 +160,16 @@ def run(options: PredictOptions) -> None:
 
 
 def _without(
-    rows: Iterator[Any], keep: Sequence[str], ignore: Sequence[str], kept: dict[int, list[str]]
+    path: Path, rows: Iterator[Any], keep: Sequence[str], ignore: Sequence[str], kept: dict[int, list[str]]
 ) -> Iterator[Any]:
-    """``rows`` without the columns that are no inputs; ``kept`` gets the cells of those to keep, by number of row."""
-    for at, row in enumerate(rows):
-        if isinstance(row, dict) and (keep or ignore):
-            kept[at] = [str(row.get(name, "")) for name in keep]
-            row = {name: value for name, value in row.items() if name not in keep and name not in ignore}
-        yield row
+    """``rows`` of ``path`` without the columns that are no inputs; ``kept`` gets the cells of those to keep, by number of
+    row."""
+    with naming(path):
+        for at, row in enumerate(rows):
+            if isinstance(row, dict) and (keep or ignore):
+                kept[at] = [str(row.get(name, "")) for name in keep]
+                row = {name: value for name, value in row.items() if name not in keep and name not in ignore}
+            yield row
 
 
 def _hinted(error: BaseException | None) -> str:
@@ -171,27 +183,25 @@ def _hinted(error: BaseException | None) -> str:
     )
 
 
-@contextmanager
-def _written(path: Path) -> Iterator[TextIO]:
-    """``path`` opened for writing; an error, such as that of a full disk, names it."""
-    try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            yield file
-    except OSError as error:
-        if error.filename is None:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        raise
+def _header(keep: list[str], names: list[str]) -> list[str]:
+    """The columns of ``--out``, each name once: what comes after an output or a kept column of its name gets ``_``."""
+    from recinfer.columns import free_name
+
+    kept = [free_name(name, names) for name in keep]
+    return [free_name("row", [*kept, *names]), *kept, *names, free_name("error", [*kept, *names])]
 
 
 def _score_rows(options: PredictOptions, output: Output) -> None:
     from rich import progress
 
     from recinfer.cli.rows import read_rows
+    from recinfer.columns import DENSE
 
     assert options.rows is not None
-    keep, ignore = list(options.keep or ()), list(options.ignore or ())
+    keep, ignore, dense = list(options.keep or ()), list(options.ignore or ()), options.dense or DENSE
     kept: dict[int, list[str]] = {}  # of rows that are not answered yet
-    rows = _without(read_rows(options.rows, [*keep, *ignore]), keep, ignore, kept)
+    rows = _without(options.rows, read_rows(options.rows, [*keep, *ignore], dense), keep, ignore, kept)
+    out = options.out or Path(os.devnull)
     done, failed = 0, 0
     first: list[list[str]] = []
     errors: list[dict[str, Any]] = []
@@ -201,11 +211,14 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
     columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
     with (
         open_client(options.target, options.client) as client,
-        _written(options.out or Path(os.devnull)) as file,
+        naming(out),
+        create_text(out) as file,
         progress.Progress(*columns, console=output.progress, transient=True) as shown,
     ):
         writer, task = csv.writer(file), shown.add_task("0 rows", total=None)
-        for row in client.predict_many(rows, concurrency=options.concurrency, batch_size=options.batch_size):
+        for row in client.predict_many(
+            rows, concurrency=options.concurrency, batch_size=options.batch_size, dense=dense
+        ):
             done += 1
             key = kept.pop(row.index, ["" for _ in keep])
             if row.error is not None:
@@ -214,7 +227,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
                     errors.append({"row": row.index, "error": _hinted(row.error)})
             if names is None and row.outputs is not None:
                 names = list(row.outputs)
-                writer.writerow(["row", *keep, *names, "error"])
+                writer.writerow(_header(keep, names))
                 writer.writerows([at, *cells, *("" for _ in names), error] for at, cells, error in waiting)
                 waiting.clear()
             if row.outputs is not None:
@@ -232,7 +245,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
                 writer.writerow([row.index, *key, *("" for _ in names), _hinted(row.error)])
             shown.update(task, description=f"{done:,} rows, {failed:,} failed")
         if names is None:
-            writer.writerow(["row", *keep, "error"])
+            writer.writerow(_header(keep, []))
             writer.writerows([at, *cells, error] for at, cells, error in waiting)
     if missing:
         output.show(missing_text(sorted(missing)))
@@ -251,10 +264,12 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
 
 
 def _format_of(path: Path) -> InputFormat:
-    kind = _BY_SUFFIX.get(path.suffix.lower())
+    kind = _BY_SUFFIX.get(without_gz(path).suffix.lower())
     if kind is None:
         known = ", ".join(sorted(_BY_SUFFIX))
-        raise ConfigError(f"--input {path}: unknown suffix {path.suffix!r}; give --format, or use one of {known}")
+        raise ConfigError(
+            f"--input {path}: unknown suffix {path.suffix!r}; give --format, or use one of {known}, or .gz behind one"
+        )
     return kind
 
 
@@ -302,11 +317,16 @@ def _from_json(path: Path) -> _Input:
     """The rows of a JSON file; the TorchServe handler accepts the same format."""
     import numpy as np
 
+    from recinfer.data.tables import cut_off
     from recinfer.serving.wire import json_codec
     from recinfer.serving.wire.arrays import features_of
     from recinfer.serving.wire.proto import inference_pb2 as pb
 
-    request = pb.PredictRequest.FromString(json_codec.predict_request(json_codec.parse_json(path.read_bytes())))
+    try:
+        data = read_bytes(path)
+    except NOT_GZIP as error:
+        raise cut_off(path, error) from error
+    request = pb.PredictRequest.FromString(json_codec.predict_request(json_codec.parse_json(data)))
     features = features_of(request.features)
     if features.batch < 1:
         raise InputError(f"{path}: got no samples, expected at least one")
@@ -343,7 +363,7 @@ def _write(path: Path, outputs: dict[str, NDArray[Any]]) -> None:
     writer = csv.writer(text)
     writer.writerow(outputs)
     writer.writerows(zip(*(map(_exact_text, values) for values in outputs.values())))
-    write_file(path, text.getvalue().encode())
+    write_file(path, packed(path, text.getvalue().encode()))
 
 
 def _exact_text(values: NDArray[Any]) -> str:

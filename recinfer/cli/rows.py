@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
+from recinfer.columns import DENSE
 from recinfer.errors import ConfigError, InputError
-from recinfer.serving.client.bulk import DENSE
+from recinfer.files import NOT_GZIP, open_text, without_gz
 
 __all__ = ["read_rows"]
 
 _READ_ROWS = 4096  # of a parquet file at a time
 
 
-def read_rows(path: Path, as_text: Sequence[str] = ()) -> Iterator[Any]:
+def read_rows(path: Path, as_text: Sequence[str] = (), dense: str = DENSE) -> Iterator[Any]:
     """Yields the rows of ``path``, and an InputError in place of each row that cannot be read.
 
     Args:
-        path: ``.csv``, ``.csv.gz``, ``.jsonl``, ``.ndjson`` or ``.parquet``.
+        path: ``.csv``, ``.jsonl``, ``.ndjson``, each also with ``.gz`` behind it, or ``.parquet``.
         as_text: columns of a CSV file that hold no ids: their cells stay text.
+        dense: the column of a CSV file with the dense numbers.
 
     Raises:
         ConfigError: a suffix that names no format, or a parquet file where pyarrow is not installed.
@@ -31,36 +32,43 @@ def read_rows(path: Path, as_text: Sequence[str] = ()) -> Iterator[Any]:
         OSError: the file cannot be opened.
     """
     readers: dict[str, Callable[[Path], Iterator[Any]]] = {
-        ".csv": partial(_csv, as_text=as_text),
-        ".csv.gz": partial(_csv, as_text=as_text),
+        ".csv": partial(_csv, as_text=as_text, dense=dense),
         ".jsonl": _json_lines,
         ".ndjson": _json_lines,
         ".parquet": _parquet,
     }
-    name = path.name.lower()
-    reader = next((reader for suffix, reader in readers.items() if name.endswith(suffix)), None)
-    if reader is None:
-        raise ConfigError(f"--rows {path}: unknown suffix {path.suffix!r}, expected {', '.join(readers)}")
+    inner = without_gz(path)
+    suffix = inner.suffix.lower()
+    reader = readers.get(suffix)
+    if reader is None or (reader is _parquet and inner != path):
+        raise ConfigError(
+            f"--rows {path}: unknown suffix {path.name.removeprefix(inner.stem)!r}, expected {', '.join(readers)}, or "
+            f".gz behind one of text"
+        )
     path.stat()  # fails now for a missing file, not at the first row
     return reader(path)
 
 
-def _opened(path: Path) -> TextIO:
+def _opened(path: Path) -> IO[str]:
     """``path`` as text. Spreadsheets write a byte order mark; bytes that are no UTF-8 fail their row, not the file."""
-    if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", errors="replace", newline="")
-    return path.open(encoding="utf-8-sig", errors="replace", newline="")
+    return open_text(path, errors="replace")
 
 
-def _csv(path: Path, as_text: Sequence[str]) -> Iterator[Any]:
-    """Read one column per feature, with ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and ``dense``,
-    numbers."""
+def _cut_off(path: Path, line: int, error: Exception) -> InputError:
+    return InputError(f"--rows {path}: line {line}: the compressed data ends or is damaged here: {error}")
+
+
+def _csv(path: Path, as_text: Sequence[str], dense: str) -> Iterator[Any]:
+    """Read one column per feature, with ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and numbers in
+    the column ``dense``."""
     file = _opened(path)
     reader = csv.DictReader(file, strict=True)
     try:
         names = list(reader.fieldnames or ())
-    except (csv.Error, EOFError, gzip.BadGzipFile) as error:
+    except csv.Error as error:
         raise InputError(f"--rows {path}: line 1: {error}") from None
+    except NOT_GZIP as error:
+        raise _cut_off(path, 1, error) from None
     if not names:
         raise InputError(f"--rows {path}: the first line is empty, expected the names of the columns")
     if len(set(names)) < len(names):
@@ -79,10 +87,12 @@ def _csv(path: Path, as_text: Sequence[str]) -> Iterator[Any]:
         raise InputError(
             f"--rows {path}: no column {absent[0]!r} to keep or ignore; the header has {', '.join(names)[:200]}"
         )
-    return _csv_rows(file, reader, frozenset(as_text))
+    return _csv_rows(path, file, reader, frozenset(as_text), dense)
 
 
-def _csv_rows(file: TextIO, reader: csv.DictReader[str], as_text: frozenset[str]) -> Iterator[Any]:
+def _csv_rows(
+    path: Path, file: IO[str], reader: csv.DictReader[str], as_text: frozenset[str], dense: str
+) -> Iterator[Any]:
     with file:
         while True:
             try:
@@ -90,22 +100,22 @@ def _csv_rows(file: TextIO, reader: csv.DictReader[str], as_text: frozenset[str]
             except csv.Error as error:
                 yield InputError(f"line {reader.line_num}: {error}")
                 continue
-            except (EOFError, gzip.BadGzipFile) as error:
-                yield InputError(f"line {reader.line_num}: the file ends in the middle of its compressed data: {error}")
+            except NOT_GZIP as error:  # the rows before it are whole
+                yield _cut_off(path, reader.line_num + 1, error)
                 return
             if cells is None:
                 return
             try:
                 if None in cells or None in cells.values():
                     raise ValueError(f"got another number of cells than the header has, {len(reader.fieldnames or ())}")
-                yield {name: text if name in as_text else _cell(name, text) for name, text in cells.items()}
+                yield {name: text if name in as_text else _cell(name, text, dense) for name, text in cells.items()}
             except ValueError as error:
                 yield InputError(f"line {reader.line_num}: {error}")
 
 
-def _cell(name: str, text: str) -> Any:
+def _cell(name: str, text: str, dense: str) -> Any:
     words = text.split()
-    if name == DENSE:
+    if name == dense:
         return [_number(word) for word in words]
     pairs = [word.partition(":") for word in words]
     try:
@@ -132,8 +142,17 @@ def _plain(text: str) -> str:
 def _json_lines(path: Path) -> Iterator[Any]:
     """Read one object per line: ``{"user": 3, "clicks": [1, 2], "tags": {"ids": [4], "weights": [0.5]}, "dense":
     [0.1]}``."""
+    number = 0
     with _opened(path) as file:
-        for number, line in enumerate(file, 1):
+        while True:
+            number += 1
+            try:
+                line = file.readline()
+            except NOT_GZIP as error:
+                yield _cut_off(path, number, error)
+                return
+            if not line:
+                return
             if not line.strip():
                 continue
             try:

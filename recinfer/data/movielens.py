@@ -21,6 +21,7 @@ from recinfer.data.contract import DenseFeature, FeatureContract, Hash, Label, S
 from recinfer.data.fitting import standardized, vocabulary
 from recinfer.data.tables import read_csv
 from recinfer.errors import InputError
+from recinfer.files import without_gz
 
 __all__ = [
     "RATING_THRESHOLD",
@@ -94,11 +95,12 @@ class SideTable:
 
 
 def read_sides(path: str | os.PathLike[str]) -> list[SideTable]:
-    """The ``.user`` and ``.item`` files next to ``path`` that exist."""
+    """The ``.user`` and ``.item`` files next to ``path`` that exist, each also with ``.gz`` behind it."""
     found = []
     for suffix, key in _SIDES:
-        side_path = Path(path).with_suffix(suffix)
-        if not side_path.exists():
+        plain = without_gz(path).with_suffix(suffix)
+        side_path = next((one for one in (plain, plain.with_name(f"{plain.name}.gz")) if one.exists()), None)
+        if side_path is None:
             continue
         side = read_atomic(side_path)
         if key not in side:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import abc
 import csv
-import gzip
-import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +20,9 @@ from numpy.typing import NDArray
 
 from recinfer.data.criteo import header_of
 from recinfer.data.movielens import join_sides, read_sides, strip_types
+from recinfer.data.tables import cut_off
 from recinfer.errors import ConfigError, InputError, UnavailableError
+from recinfer.files import NOT_GZIP, open_text
 
 __all__ = ["RowStream", "held_out_mask"]
 
@@ -218,7 +218,7 @@ class _Arrow(_Block):
 
 def _text_pieces(file: Path, rows: int, format: str) -> Iterator[_Lines]:
     try:
-        with _open_text(file) as lines:
+        with open_text(file) as lines:
             first = lines.readline(1 << 20)
             if not first:
                 return
@@ -234,14 +234,10 @@ def _text_pieces(file: Path, rows: int, format: str) -> Iterator[_Lines]:
                 yield _Lines(names, block, file, delimiter != "\t")
     except UnicodeDecodeError as error:
         raise InputError(f"{file}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except (csv.Error, EOFError, gzip.BadGzipFile) as error:
+    except csv.Error as error:
         raise InputError(f"{file}: cannot be read as a table of text: {error}") from error
-
-
-def _open_text(file: Path) -> IO[str]:
-    if file.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(file, "rb"), encoding="utf-8-sig", newline="")  # type: ignore[arg-type]
-    return open(file, encoding="utf-8-sig", newline="")
+    except NOT_GZIP as error:
+        raise cut_off(file, error) from error
 
 
 def _not_blank(lines: IO[str], start: list[str]) -> Iterator[str]:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from recinfer.data.columns import column, to_text
 from recinfer.errors import InputError
+from recinfer.files import NOT_GZIP, create_text, naming, open_text
 
-__all__ = ["first_line", "read_csv", "read_table", "write_csv"]
+__all__ = ["cut_off", "first_line", "read_csv", "read_table", "write_csv"]
 
 _CHUNK_ROWS = 1 << 16
 
@@ -26,7 +27,7 @@ def read_csv(
     """The columns of a table with a header line, as text, ready for ``contract.apply``.
 
     Args:
-        path: the file, UTF-8.
+        path: the file, UTF-8; one whose name ends in ``.gz`` is unpacked.
         delimiter: between the fields; None is a tab if the header has one, else a comma. Comma tables may quote.
         limit: read only the first ``limit`` rows.
 
@@ -34,7 +35,8 @@ def read_csv(
         str objects ``[rows]`` by column name; a field with nothing in it is ``""``.
 
     Raises:
-        InputError: no header, a name twice, a row with another number of fields, no UTF-8; names path and row.
+        InputError: no header, a name twice, a row with another number of fields, no UTF-8, or a ``.gz`` file
+            that is cut off; names path and row.
         OSError: the file cannot be opened.
     """
     if delimiter is None:
@@ -49,7 +51,7 @@ def read_table(
     path = Path(path)
     quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with open_text(path) as file:
             rows = csv.reader(file, delimiter=delimiter, quoting=quoting)
             header = list(next(rows, [])) if names is None else list(names)
             _check_header(path, header)
@@ -58,21 +60,25 @@ def read_table(
         raise InputError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
     except csv.Error as error:
         raise InputError(f"{path}: is not a table of text: {error}") from error
+    except NOT_GZIP as error:
+        raise cut_off(path, error) from error
     empty = np.empty(0, dtype=object)
     return {name: np.concatenate([p[at] for p in parts]) if parts else empty for at, name in enumerate(header)}
 
 
 def write_csv(path: str | os.PathLike[str], columns: Mapping[str, Any]) -> None:
-    """Write columns as a table that :func:`read_csv` reads back to the same values; missing values are empty.
+    """Write columns as a table that :func:`read_csv` reads back to the same values; missing values are empty. A file whose
+    name ends in ``.gz`` is packed.
 
     Raises:
         InputError: columns of different lengths, or values that are neither text nor numbers.
+        OSError: the file cannot be written; names ``path``.
     """
     text = {str(name): to_text(column(columns, name, "write_csv"), str(name)) for name in columns}
     sizes = {name: len(values) for name, values in text.items()}
     if len(set(sizes.values())) > 1:
         raise InputError(f"columns differ in rows: {sizes}; expected the same number")
-    with open(path, "w", encoding="utf-8", newline="") as file:
+    with naming(path), create_text(path) as file:
         # A lone empty field must be quoted, or its line would read as no row at all.
         writer = csv.writer(file, quoting=csv.QUOTE_ALL if len(text) == 1 else csv.QUOTE_MINIMAL)
         writer.writerow(text)
@@ -80,12 +86,19 @@ def write_csv(path: str | os.PathLike[str], columns: Mapping[str, Any]) -> None:
 
 
 def first_line(path: str | os.PathLike[str]) -> str:
-    """The first line of a text file without its line end; raises InputError if it is not UTF-8 text."""
+    """The first line of a text file (``.gz``: unpacked) without its line end; raises InputError if it is not UTF-8 text."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            return file.readline(1 << 20).rstrip("\n")
+        with open_text(path) as file:
+            return file.readline(1 << 20).rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except NOT_GZIP as error:
+        raise cut_off(path, error) from error
+
+
+def cut_off(path: str | os.PathLike[str], error: Exception) -> InputError:
+    """The error for a ``.gz`` file whose data ends too early or is damaged."""
+    return InputError(f"{path}: the compressed data is cut off or damaged: {error}; copy the file again")
 
 
 def _check_header(path: Path, header: list[str]) -> None:

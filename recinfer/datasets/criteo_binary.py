@@ -12,6 +12,7 @@ from recinfer.data.criteo import DENSE, LABEL, SPARSE
 from recinfer.data.stream import RowStream
 from recinfer.datasets.utils import PATH_MANAGER_KEY, check_path_manager
 from recinfer.errors import InputError
+from recinfer.files import naming
 
 __all__ = ["BinaryCriteoUtils"]
 
@@ -138,5 +139,5 @@ def _integers(texts: NDArray[Any], base: int, path: str) -> NDArray[np.int64]:
 
 
 def _save(path: str | Path, array: NDArray[Any]) -> None:
-    with open(path, "wb") as file:  # np.save itself would append .npy to a name without it
+    with naming(path), open(path, "wb") as file:  # np.save itself would append .npy to a name without it
         np.save(file, array)

@@ -14,6 +14,7 @@ from recinfer.deploy import BUSY_PERCENT, check_percent
 from recinfer.deploy.groups import MIB, Footprint, RankGroup, dns_label, shards_json
 from recinfer.deploy.yaml import to_yaml
 from recinfer.errors import ConfigError
+from recinfer.files import write_file
 
 __all__ = ["BUSY_METRIC", "QUEUE_METRIC", "K8sOptions", "manifests", "write_manifests"]
 
@@ -120,7 +121,7 @@ def write_manifests(found: Footprint, options: K8sOptions, out: Path) -> list[Pa
             f"another folder"
         )
     for name, text in texts.items():
-        (out / name).write_text(text, encoding="utf-8")
+        write_file(out / name, text.encode())
     return [out / name for name in texts]
 
 

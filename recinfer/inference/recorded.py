@@ -2,8 +2,8 @@
 pickle.
 
 The file holds ``F.values`` (int64 [ids]) and ``F.lengths`` (int32 [B]) for each feature F, ``F.weights`` (float32 [ids]) for
-features of weighted tables, ``dense`` (float32 [B, num_dense]), and each output under its name (``output`` if there is
-only one), float32 [B, ...].
+features of weighted tables, ``dense`` (float32 [B, num_dense]; ``dense_`` if an output has that name), and each output under
+its name (``output`` if there is only one), float32 [B, ...].
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recinfer.archive.check import Request
 from recinfer.archive.manifest import Manifest
+from recinfer.columns import dense_name
 from recinfer.errors import ConfigError, InputError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -86,7 +87,8 @@ class RecordedReference:
         names = [feature.name for feature in manifest.features]
         expected = [f"{name}.{part}" for name in names for part in ("values", "lengths")]
         expected += [f"{name}.weights" for name in names if name in weighted]
-        expected += ["dense"] if manifest.dense.num_dense else []
+        given = dense_name(output.name for output in manifest.dense.outputs)
+        expected += [given] if manifest.dense.num_dense else []
         expected += [output.name for output in manifest.dense.outputs]
         missing = [name for name in expected if name not in self.tensors]
         unknown = sorted(set(self.tensors) - set(expected))
@@ -104,7 +106,7 @@ class RecordedReference:
             for name in names
         }
         weights = {name: self._weights(name, name in weighted, len(values[name])) for name in names}
-        dense = self._floats("dense", (rows, manifest.dense.num_dense)) if manifest.dense.num_dense else None
+        dense = self._floats(given, (rows, manifest.dense.num_dense)) if manifest.dense.num_dense else None
         outputs = [self._floats(o.name, (rows, *o.shape)) for o in manifest.dense.outputs]
         batches = []
         for start in range(0, rows, _BATCH):

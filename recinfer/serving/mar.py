@@ -15,6 +15,7 @@ from pathlib import Path
 from recinfer.archive.manifest import Manifest
 from recinfer.archive.reader import open_archive
 from recinfer.errors import InputError, UnavailableError
+from recinfer.files import write_file
 
 __all__ = ["ARCHIVE_FORMATS", "pack"]
 
@@ -111,7 +112,7 @@ def _run_archiver(name: str, manifest: Manifest, config: dict[str, object], stor
         )
     with tempfile.TemporaryDirectory(prefix="recinfer-mar-") as work:
         # JSON is YAML too, and quotes whatever a path may hold.
-        (Path(work) / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_file(Path(work) / _CONFIG, (json.dumps(config, indent=2) + "\n").encode())
         shutil.copyfile(_handler(), Path(work) / _HANDLER)
         (Path(work) / "tmp").mkdir()
         command = [sys.executable, "-c", _ARCHIVER, str(Path(work) / "tmp"), "--force"]
@@ -120,7 +121,9 @@ def _run_archiver(name: str, manifest: Manifest, config: dict[str, object], stor
         done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise UnavailableError(f"torch-model-archiver failed with exit code {done.returncode}: {last}")
+        raise UnavailableError(
+            f"torch-model-archiver, which writes {name!r} to {str(store)!r}, failed with exit code {done.returncode}: {last}"
+        )
 
 
 def _handler() -> Path:

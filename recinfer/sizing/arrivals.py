@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.errors import InputError, NotFoundError
+from recinfer.files import NOT_GZIP, open_text, without_gz
 
 __all__ = ["Trace", "poisson", "read_trace"]
 
@@ -111,13 +112,13 @@ def poisson(
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace, JSON lines or CSV; docs/how-to/measure-capacity.md has the format.
+    """Read a trace, JSON lines or CSV, each also as ``.gz``; docs/how-to/measure-capacity.md has the format.
 
     Raises:
         NotFoundError: no such file.
         InputError: the message has the line number, its content, and what was expected.
     """
-    rows = _json_lines if path.suffix.lower() in (".jsonl", ".json", ".ndjson") else _csv_lines
+    rows = _json_lines if without_gz(path).suffix.lower() in (".jsonl", ".json", ".ndjson") else _csv_lines
     times: list[float] = []
     batches: list[int] = []
     ids: list[int] = []
@@ -144,6 +145,8 @@ def read_trace(path: Path) -> Trace:
             ids.append(total)
     except FileNotFoundError:
         raise NotFoundError(f"no trace {str(path)!r}; docs/how-to/measure-capacity.md describes the format") from None
+    except NOT_GZIP as error:  # one of them is an OSError
+        raise InputError(f"{path}: the compressed data is cut off or damaged: {error}") from None
     except OSError as error:
         raise InputError(f"cannot read trace {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -157,7 +160,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
+    with open_text(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -171,7 +174,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
+    with open_text(path) as file:
         reader = _cells(path, csv.reader(file))
         _, header = next(reader, (1, None))
         names = [name.strip() for name in header or []]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ConfigError
+from recinfer.files import naming
 from recinfer.sizing.capacity import Measured
 from recinfer.sizing.deployment import Deployment
 
@@ -114,7 +115,8 @@ def draw_curve(measured: Measured, path: Path) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with naming(path):
+        figure.savefig(path, dpi=120)
 
 
 def _beyond(p99_s: float, most_s: float) -> float:

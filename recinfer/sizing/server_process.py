@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from recinfer.errors import UnavailableError
+from recinfer.files import write_file
 
 __all__ = ["ServerProcess", "ranker_and_shard"]
 
@@ -92,6 +93,6 @@ def ranker_and_shard(archive: Path, world_size: int) -> Iterator[list[ServerProc
         shard = stack.enter_context(ServerProcess(archive, "--ranks", f"0-{world_size - 1}"))
         listed = {str(rank): [shard.target] for rank in range(world_size)}
         path = folder / "shards.json"
-        path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
+        write_file(path, json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}).encode())
         ranker = stack.enter_context(ServerProcess(archive, "--shards", path))
         yield [ranker, shard]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import UnavailableError
+from recinfer.files import naming
 
 __all__ = ["COLUMNS", "Curve"]
 
@@ -98,7 +99,8 @@ class Curve:
         ranks.legend()
         for axes in (losses, ranks):
             axes.grid(alpha=0.3)
-        figure.savefig(path)
+        with naming(path):
+            figure.savefig(path)
         return Path(path)
 
     def _seconds(self) -> float:
@@ -107,13 +109,13 @@ class Curve:
     def _add(self, **values: Any) -> None:
         self.rows.append(values)
         if self.path is not None:
-            with open(self.path, "a", newline="", encoding="utf-8") as file:
+            with naming(self.path), open(self.path, "a", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerow(_texts(values))
 
     def _write_all(self) -> None:
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "w", newline="", encoding="utf-8") as file:
+        with naming(self.path), open(self.path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             writer.writerows(map(_texts, self.rows))

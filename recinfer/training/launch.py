@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from recinfer import env
 from recinfer.errors import RecinferError, UnavailableError
+from recinfer.files import write_file
 from recinfer.group_device import device_and_backend
 from recinfer.training.failure_reports import FailureReports, is_lost_peer
 
@@ -126,9 +127,7 @@ def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Cal
     try:
         result = function(*args)
         if rank == 0:
-            part = Path(folder) / ".result"
-            part.write_bytes(pickle.dumps(result))
-            part.rename(Path(folder) / "result")
+            write_file(Path(folder) / "result", pickle.dumps(result))
     except BaseException as error:
         _report_error(error)
         sys.stdout.flush()
@@ -144,9 +143,7 @@ def _write_error(folder: Path, rank: int, error: BaseException) -> None:
     known = error if isinstance(error, RecinferError) else None
     record = time.monotonic(), type(error).__name__, known, "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):
-        part = folder / f".error-{rank}"
-        part.write_bytes(pickle.dumps(record))
-        part.rename(path)
+        write_file(path, pickle.dumps(record))
 
 
 def _failures(ranks: list[Any]) -> dict[int, int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import CheckpointError
+from recinfer.files import write_file
 
 __all__ = ["StepCheckpoints", "resume_folder"]
 
@@ -40,9 +41,7 @@ class StepCheckpoints:
             target.parent.mkdir(parents=True, exist_ok=True)
         save(target)
         if first:
-            part = target / f".{_POSITION}"
-            part.write_text(json.dumps(position), encoding="utf-8")
-            os.replace(part, target / _POSITION)
+            write_file(target / _POSITION, json.dumps(position).encode())
             for old in self._whole()[:-_KEPT]:
                 _remove(old)
 

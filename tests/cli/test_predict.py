@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,18 @@ def test_a_context_counts_as_features_of_every_row_do(target: str, tmp_path: Pat
     for name, values in expected.items():
         torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values))
         assert not torch.equal(torch.tensor(without[name]), torch.tensor(values))
+
+
+def test_packed_files_are_read_and_written(target: str, tmp_path: Path) -> None:
+    expected = predict(target, tmp_path, TOGETHER, "--out", tmp_path / "plain.csv")["outputs"]
+    path, out = tmp_path / "ids.json.gz", tmp_path / "out.csv.gz"
+    path.write_bytes(gzip.compress((tmp_path / "ids.json").read_bytes()))
+    found = run_json("predict", "--target", target, "--timeout", 60, "--input", path, "--out", out)
+    assert found["outputs"] == expected
+    assert gzip.decompress(out.read_bytes()) == (tmp_path / "plain.csv").read_bytes()
+    path.write_bytes(path.read_bytes()[:-9])
+    said = run_json("predict", "--target", target, "--timeout", 60, "--input", path, code=2)["error"]
+    assert said["type"] == "InputError" and "ids.json.gz: the compressed data is cut off" in said["message"]
 
 
 def test_a_context_of_several_samples_is_refused(target: str, tmp_path: Path) -> None:

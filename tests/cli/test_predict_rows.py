@@ -63,7 +63,18 @@ def write_parquet(path: Path) -> None:
     pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
 
 
-FORMATS = {"rows.csv": write_csv, "rows.jsonl": write_json_lines, "rows.parquet": write_parquet}
+def write_packed(path: Path) -> None:
+    FORMATS[path.name.removesuffix(".gz")](path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+FORMATS = {
+    "rows.csv": write_csv,
+    "rows.jsonl": write_json_lines,
+    "rows.parquet": write_parquet,
+    "rows.csv.gz": write_packed,
+    "rows.jsonl.gz": write_packed,
+}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -156,6 +167,13 @@ def test_true_is_no_id(ids: list[Any]) -> None:
         as_features({"user": ids})
 
 
+def test_true_is_no_dense_number(target: str, tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "dense": [0.5, True, 2.0]}, ROWS[1]]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = run_json("predict", "--target", target, "--rows", tmp_path / "a.jsonl", code=1)
+    assert said["errors"] == [{"row": 0, "error": "dense[0][1]: got true, expected a number"}]
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
 def test_columns_that_are_no_inputs_are_kept_or_ignored(target: str, tmp_path: Path, suffix: str) -> None:
     plain, path, out = tmp_path / "plain.csv", tmp_path / f"rows{suffix}", tmp_path / "out.csv"
@@ -177,6 +195,35 @@ def test_columns_that_are_no_inputs_are_kept_or_ignored(target: str, tmp_path: P
     assert "--ignore" in said["errors"][0]["error"]
     said = run_json("predict", "--target", target, "--rows", path, "--keep", "key", code=2)
     assert "no column 'key' to keep or ignore" in said["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.jsonl.gz"])
+@pytest.mark.parametrize("stop", [-3, -2000])
+def test_a_packed_file_that_is_cut_off_ends_with_an_error_that_names_it(tmp_path: Path, name: str, stop: int) -> None:
+    line = "{}" if name == "a.csv.gz" else '{{"user": [{}]}}'
+    text = "\n".join([*(["user"] if name == "a.csv.gz" else []), *(line.format(at**4) for at in range(3000)), ""])
+    (tmp_path / name).write_bytes(gzip.compress(text.encode())[:stop])
+    *rows, wrong = read_rows(tmp_path / name)
+    assert rows == [{"user": [at**4]} for at in range(len(rows))] and rows
+    assert isinstance(wrong, InputError) and f"{name}: line {len(rows) + 1 + (name == 'a.csv.gz')}: " in str(wrong)
+    (tmp_path / name).write_bytes(text.encode())
+    with pytest.raises(InputError, match=f"{name}: line 1: the compressed data ends or is damaged"):
+        raise next(iter(read_rows(tmp_path / name)))
+    with pytest.raises(ConfigError, match=r"unknown suffix '.parquet.gz'"):
+        read_rows(tmp_path / "a.parquet.gz")
+
+
+def test_kept_columns_and_outputs_of_one_name(target: str, tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain.csv", tmp_path / "out.csv.gz"
+    write_csv(plain)
+    lines = plain.read_text().splitlines()
+    more = [f"row,output,{lines[0]}", *(f"k{at},o{at},{line}" for at, line in enumerate(lines[1:]))]
+    (tmp_path / "rows.csv").write_text("\n".join(more))
+    options = ["--keep", "row", "--keep", "output", "--out", out]
+    run_json("predict", "--target", target, "--rows", tmp_path / "rows.csv", *options, code=1)
+    header, first, *_ = gzip.decompress(out.read_bytes()).decode().splitlines()
+    assert header == "row_,row,output_,output,error"
+    assert first.startswith("0,k0,o0,")
 
 
 @pytest.mark.parametrize(

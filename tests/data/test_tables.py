@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,19 @@ def test_columns_of_different_lengths_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="columns differ in rows"):
         write_csv(tmp_path / "t.csv", {"a": [1], "b": [1, 2]})
     assert not (tmp_path / "t.csv").exists()
+
+
+def test_a_packed_table_is_read_and_written(tmp_path: Path) -> None:
+    columns = {"a": ["1", "x,y"], "b": ["", "é"]}
+    write_csv(tmp_path / "t.csv.gz", columns)
+    assert lists(read_csv(tmp_path / "t.csv.gz")) == columns
+    write_csv(tmp_path / "t.csv", columns)
+    assert gzip.decompress((tmp_path / "t.csv.gz").read_bytes()) == (tmp_path / "t.csv").read_bytes()
+
+
+@pytest.mark.parametrize("stop", [0, 5, -9, -3])
+def test_a_packed_table_that_is_cut_off_is_named(tmp_path: Path, stop: int) -> None:
+    text = "a,b\n" + "".join(f"{at},{at * at}\n" for at in range(5000))
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(text.encode())[:stop] or b"a,b\n")
+    with pytest.raises(InputError, match=r"t\.csv\.gz: the compressed data is cut off or damaged"):
+        read_csv(tmp_path / "t.csv.gz")

@@ -71,6 +71,23 @@ def record(path: Path, model: nn.Module, rows: int = 60, **changes: np.ndarray) 
     return RecordedReference.read(path)
 
 
+class NamedDense(Ranker):
+    """An output that is called as the dense numbers of a record are."""
+
+    def forward(self, dense: Tensor, kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
+        return {"dense": super().forward(dense, kjt)}
+
+
+def test_an_output_may_be_called_dense(tmp_path: Path) -> None:
+    kjt, numbers = make_request(RANKER_ROWS, 60, seed=3), torch.randn(60, NUM_DENSE)
+    model = make_model(NamedDense)
+    with torch.no_grad():
+        output = model(numbers, kjt)["dense"]
+    np.savez(tmp_path / "r.npz", **arrays_of(kjt), dense_=numbers.numpy(), dense=output.numpy())
+    _, archive = make_archive(tmp_path / "a", model=model, ranks=1, precision=DataType.FP16)
+    assert compare_archive(archive.root, RecordedReference.read(tmp_path / "r.npz")).ok
+
+
 PRECISIONS = [DataType.FP32, DataType.FP16, DataType.INT8, DataType.INT4]
 
 

@@ -43,6 +43,25 @@ def check(found: FeatureArrays) -> None:
     assert found.lengths.tolist() == EXPECTED.lengths().tolist()
 
 
+@pytest.mark.parametrize(
+    "data", [[[0.5, True]], [[False, 2.0]], [[True, False]], ((1, np.True_),), [[0.0, 1.0], [1, 0], [3, False]]]
+)
+def test_a_bool_in_a_list_is_no_dense_number(data: Any) -> None:
+    with pytest.raises(InputError, match=r"dense\[\d\]\[\d\]: got (true|false), expected a number"):
+        as_matrix(data)
+
+
+def test_arrays_of_flags_are_ones_and_zeros_but_no_weights() -> None:
+    flags = torch.tensor([[True, False]])
+    for data in (flags, flags.numpy(), list(flags.numpy())):
+        assert as_matrix(data).tolist() == [[1.0, 0.0]]
+    assert as_matrix([[1, 0.0], [0, 1.0]]).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    lengths = torch.tensor([2], dtype=torch.int32)
+    features = KeyedJaggedTensor(["user"], torch.tensor([1, 2]), torch.tensor([True, True]), lengths=lengths)
+    with pytest.raises(InputError, match=r"features.weights: got bool values, expected numbers"):
+        as_features(features)
+
+
 def test_lists_and_arrays():
     check(as_features({"user": USER, "history": HISTORY}))
     check(as_features({"user": np.int32(USER), "history": [(1, 2), None, np.array([39])]}))

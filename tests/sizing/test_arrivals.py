@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,14 @@ def test_json_lines_and_csv_say_the_same(tmp_path: Path) -> None:
     table = "time,batch,ids.a,ids.b\n10.5,2,4,2\n10.75,1,1,2\n"
     a = read_trace(wrote(tmp_path, "t.jsonl", lines))
     b = read_trace(wrote(tmp_path, "t.csv", table))
-    for trace in (a, b):
+    packed = []
+    for name in ("t.jsonl", "t.csv"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+        packed.append(read_trace(tmp_path / f"{name}.gz"))
+        (tmp_path / f"cut.{name}.gz").write_bytes((tmp_path / f"{name}.gz").read_bytes()[:-9])
+        with pytest.raises(InputError, match=rf"cut\.{name}\.gz: the compressed data is cut off"):
+            read_trace(tmp_path / f"cut.{name}.gz")
+    for trace in (a, b, *packed):
         assert trace.times.tolist() == [0.0, 0.25]
         assert trace.batches.tolist() == [2, 1]
         assert trace.ids.tolist() == [6, 3]

@@ -16,6 +16,7 @@ from typing import Any
 
 import recinfer
 from recinfer import env
+from recinfer.files import write_file
 
 __all__ = ["Life", "ServerProcess"]
 
@@ -118,9 +119,7 @@ class ServerProcess:
         """Replace shards.json; the ranker reads it within half a second."""
         if self.folder is None or not self.folder.is_dir():
             return  # it has ended, and its folder is gone
-        new = self.folder / f"{_FILE}.new"
-        new.write_text(shards, encoding="utf-8")
-        new.replace(self.folder / _FILE)
+        write_file(self.folder / _FILE, shards.encode())
 
     def stop(self) -> None:
         """Ask it to finish its requests and exit; ``look`` shows when it has."""

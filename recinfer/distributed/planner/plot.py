@@ -7,6 +7,7 @@ from pathlib import Path
 from recinfer.distributed.planner.plan.plan import Plan
 from recinfer.distributed.planner.utils import bytes_to_gb
 from recinfer.errors import ConfigError, UnavailableError
+from recinfer.files import naming
 
 __all__ = ["plot_plan"]
 
@@ -50,4 +51,5 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
     memory.set_xlabel("rank")
     memory.set_xticks(ranks[:: max(plan.world_size // 16, 1)])
     memory.legend(loc="lower right")
-    figure.savefig(path)
+    with naming(path):
+        figure.savefig(path)

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from recinfer.columns import DENSE
 from recinfer.errors import InputError, RecinferError
 from recinfer.inference.specs import Outputs
 
-__all__ = ["DENSE", "ScoredRow", "batch_of", "score", "score_async"]
-
-DENSE = "dense"
-"""The key of a row's dense numbers, next to its features."""
+__all__ = ["ScoredRow", "batch_of", "score", "score_async"]
 
 Batch = Sequence[tuple[int, Any]]
 Ask = Callable[[Any, Any], Any]
@@ -38,8 +36,9 @@ class ScoredRow:
     error: RecinferError | None = None
 
 
-def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int) -> Iterator[ScoredRow]:
-    """:meth:`InferenceClient.predict_many`; ``ask``: dense and features to outputs."""
+def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int, dense: str = DENSE) -> Iterator[ScoredRow]:
+    """:meth:`InferenceClient.predict_many`; ``ask``: dense and features to outputs; ``dense``: the key of a row's dense
+    numbers."""
     _check(concurrency, batch_size)
     pool = ThreadPoolExecutor(concurrency, thread_name_prefix="recinfer-score")
     waiting: deque[Future[list[ScoredRow]]] = deque()
@@ -47,7 +46,7 @@ def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int) -> I
         for batch in _batches(rows, batch_size):
             if len(waiting) == concurrency:
                 yield from waiting.popleft().result()
-            waiting.append(pool.submit(_answered, ask, batch))
+            waiting.append(pool.submit(_answered, ask, batch, dense))
         while waiting:
             yield from waiting.popleft().result()
     finally:
@@ -56,7 +55,11 @@ def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int) -> I
 
 
 async def score_async(
-    ask: Callable[[Any, Any], Awaitable[Any]], rows: Iterable[Any], concurrency: int, batch_size: int
+    ask: Callable[[Any, Any], Awaitable[Any]],
+    rows: Iterable[Any],
+    concurrency: int,
+    batch_size: int,
+    dense: str = DENSE,
 ) -> AsyncIterator[ScoredRow]:
     """:meth:`AsyncInferenceClient.predict_many`."""
     _check(concurrency, batch_size)
@@ -66,7 +69,7 @@ async def score_async(
             if len(waiting) == concurrency:
                 for row in await waiting.popleft():
                     yield row
-            waiting.append(asyncio.create_task(_answered_async(ask, batch)))
+            waiting.append(asyncio.create_task(_answered_async(ask, batch, dense)))
             await asyncio.sleep(0)  # or reading the rows would keep the calls from being sent
         while waiting:
             for row in await waiting.popleft():
@@ -76,12 +79,13 @@ async def score_async(
             task.cancel()
 
 
-def batch_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Any, dict[str, Any]]:
-    """Rows of the same names as dense rows (None without) and columns of features, as ``predict`` takes them."""
+def batch_of(rows: Sequence[Mapping[str, Any]], key: str = DENSE) -> tuple[Any, dict[str, Any]]:
+    """Rows of the same names as dense rows (None without) and columns of features, as ``predict`` takes them; ``key``: of the
+    dense numbers."""
     columns: dict[str, Any] = {}
-    dense = [row[DENSE] for row in rows] if DENSE in rows[0] else None
+    dense = [row[key] for row in rows] if key in rows[0] else None
     for name in rows[0]:
-        if name == DENSE:
+        if name == key:
             continue
         values = [row[name] for row in rows]
         if not any(type(value) is tuple for value in values):
@@ -120,13 +124,13 @@ def _alike(one: Any, other: Any) -> bool:
     return isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys()
 
 
-def _prepared(batch: Batch) -> tuple[Any, dict[str, Any]]:
+def _prepared(batch: Batch, dense: str) -> tuple[Any, dict[str, Any]]:
     first = batch[0][1]
     if isinstance(first, RecinferError):
         raise first
     if not isinstance(first, Mapping):
         raise InputError(f"row: got a {type(first).__name__}, expected a mapping of feature to ids")
-    return batch_of([row for _, row in batch])
+    return batch_of([row for _, row in batch], dense)
 
 
 def _rows_of(batch: Batch, outputs: Outputs) -> list[ScoredRow]:
@@ -148,21 +152,21 @@ def _halves(batch: Batch, error: RecinferError) -> list[Batch]:
     return [batch[:middle], batch[middle:]]
 
 
-def _answered(ask: Ask, batch: Batch) -> list[ScoredRow]:
+def _answered(ask: Ask, batch: Batch, dense: str) -> list[ScoredRow]:
     try:
-        return _rows_of(batch, ask(*_prepared(batch)))
+        return _rows_of(batch, ask(*_prepared(batch, dense)))
     except RecinferError as error:
         halves = _halves(batch, error)
         if not halves:
             return [ScoredRow(at, None, error) for at, _ in batch]
-    return [row for half in halves for row in _answered(ask, half)]
+    return [row for half in halves for row in _answered(ask, half, dense)]
 
 
-async def _answered_async(ask: Callable[[Any, Any], Awaitable[Any]], batch: Batch) -> list[ScoredRow]:
+async def _answered_async(ask: Callable[[Any, Any], Awaitable[Any]], batch: Batch, dense: str) -> list[ScoredRow]:
     try:
-        return _rows_of(batch, await ask(*_prepared(batch)))
+        return _rows_of(batch, await ask(*_prepared(batch, dense)))
     except RecinferError as error:
         halves = _halves(batch, error)
         if not halves:
             return [ScoredRow(at, None, error) for at, _ in batch]
-    return [row for half in halves for row in await _answered_async(ask, half)]
+    return [row for half in halves for row in await _answered_async(ask, half, dense)]

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from recinfer.columns import DENSE
 from recinfer.errors import InputError, RecinferError, UnavailableError
 from recinfer.inference.specs import Outputs
 from recinfer.serving.client.answers import (
@@ -166,22 +167,29 @@ class InferenceClient(_Client):
         return decode_outputs(self._call("Predict", self._raw_request(rows), timeout), self.tensors)
 
     def predict_many(
-        self, rows: Iterable[Any], *, concurrency: int = 4, batch_size: int = 256, timeout: float | None = None
+        self,
+        rows: Iterable[Any],
+        *,
+        concurrency: int = 4,
+        batch_size: int = 256,
+        timeout: float | None = None,
+        dense: str = DENSE,
     ) -> Iterator[ScoredRow]:
         """Each row's outputs or its error, in the order of ``rows``; at most ``concurrency * batch_size`` rows are in memory.
 
         A row is a mapping of feature to an id, a list of ids, or a pair (a tuple) of ids and weights, with the row's numbers
-        under ``"dense"``: ``{"user": 3, "clicks": [1, 2], "tags": ([4], [0.5]), "dense": [0.1, 0.2]}``. A
-        RecinferError among ``rows`` is returned as that row's. A refused row does not affect the others; ``timeout``: of each call.
+        under ``"dense"``: ``{"user": 3, "clicks": [1, 2], "tags": ([4], [0.5]), "dense": [0.1, 0.2]}``. The
+        numbers of a model that has a feature of this name stand under another key, which ``dense`` names. A RecinferError among
+        ``rows`` is returned as that row's. A refused row does not affect the others; ``timeout``: of each call.
 
         >>> for row in client.predict_many(rows):                                   # doctest: +SKIP
         ...     print(row.index, row.outputs["output"] if row.error is None else row.error)
         """
 
-        def ask(dense: Any, features: Any) -> Outputs:
-            return self.predict(dense, features, timeout=timeout)
+        def ask(numbers: Any, features: Any) -> Outputs:
+            return self.predict(numbers, features, timeout=timeout)
 
-        return score(ask, rows, concurrency, batch_size)
+        return score(ask, rows, concurrency, batch_size, dense)
 
     def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """The model's inputs and structure."""
@@ -262,14 +270,20 @@ class AsyncInferenceClient(_Client):
         return decode_outputs(await self._call("Predict", self._raw_request(rows), timeout), self.tensors)
 
     def predict_many(
-        self, rows: Iterable[Any], *, concurrency: int = 4, batch_size: int = 256, timeout: float | None = None
+        self,
+        rows: Iterable[Any],
+        *,
+        concurrency: int = 4,
+        batch_size: int = 256,
+        timeout: float | None = None,
+        dense: str = DENSE,
     ) -> AsyncIterator[ScoredRow]:
         """As InferenceClient.predict_many, for ``async for``."""
 
-        async def ask(dense: Any, features: Any) -> Outputs:
-            return await self.predict(dense, features, timeout=timeout)
+        async def ask(numbers: Any, features: Any) -> Outputs:
+            return await self.predict(numbers, features, timeout=timeout)
 
-        return score_async(ask, rows, concurrency, batch_size)
+        return score_async(ask, rows, concurrency, batch_size, dense)
 
     async def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """As InferenceClient.get_model."""

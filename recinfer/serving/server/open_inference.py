@@ -7,7 +7,7 @@ Inputs, B samples:
     ``F.values`` INT64 [ids] and ``F.lengths`` INT32 [B]     feature F with any number of ids per sample
     ``F.weights`` FP32 [ids]                                 one weight per id, of a weighted feature; without it each is 1
     ``F`` INT64 [B] or [B, n]                                feature F with one or n ids per sample
-    ``dense`` FP32 [B, num_dense]
+    ``dense`` FP32 [B, num_dense]; its other name where a feature has this one (:func:`recinfer.columns.dense_name`)
 Ids may also be INT32 and lengths INT64. Outputs: those of the model by name, FP32; or embeddings, ``F.embedding`` FP32
 [B, dim], for an unpooled feature [ids, dim] with ``F.embedding.lengths`` INT32 [B]. A request that names embeddings as
 outputs, or has the parameter ``method`` = ``"lookup"``, is a lookup, of as many features as it brings; any other is a
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recinfer.columns import dense_name
 from recinfer.errors import InputError
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.wire import codec
@@ -170,16 +171,12 @@ def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> t
         raise InputError("inputs: got a name more than once, expected each input once")
     for tensor in request.inputs:
         _check_size(tensor.name, tensor.shape, tensor.data.size)
-    dense = by_name.get("dense")
-    if dense is not None and dense.datatype == "FP32":
-        del by_name["dense"]
-        if len(dense.shape) != 2:
-            raise InputError(f"input 'dense': got shape {list(dense.shape)}, expected [batch, num_dense]")
-    else:
-        dense = None
+    dense = _dense(by_name, dense_name(model.predictor.intake.names))
     features = _features(by_name)
     if dense is not None and features and dense.shape[0] != features[0].batch:
-        raise InputError(f"input 'dense': got {dense.shape[0]} samples, expected {features[0].batch} as the features")
+        raise InputError(
+            f"input {dense.name!r}: got {dense.shape[0]} samples, expected {features[0].batch} as the features"
+        )
     parts = _encode(features, limits)
     # Both requests begin with the same two fields.
     head = pb.GetModelRequest(model=request.model, version=model.version)
@@ -187,6 +184,17 @@ def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> t
         return call, b"".join([head.SerializeToString(), *parts])
     tail = [] if dense is None else bytes_field(4, array_bytes(dense.data))
     return call, b"".join([head.SerializeToString(), *parts, *tail])
+
+
+def _dense(by_name: dict[str, InputTensor], name: str) -> InputTensor | None:
+    """The dense numbers, taken out of ``by_name``; next to a feature ``dense`` an FP32 tensor ``dense`` is them too."""
+    at = next((one for one in (name, "dense") if one in by_name and by_name[one].datatype == "FP32"), None)
+    if at is None:
+        return None
+    found = by_name.pop(at)
+    if len(found.shape) != 2:
+        raise InputError(f"input {at!r}: got shape {list(found.shape)}, expected [batch, num_dense]")
+    return found
 
 
 def _call_of(request: InferRequest, predictor: Predictor) -> CallName:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recinfer import __version__
+from recinfer.columns import dense_name
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.server.open_inference import EMBEDDING, LENGTHS
 
@@ -27,7 +28,8 @@ def model_metadata(registry: ModelRegistry, name: str, version: str) -> dict[str
     model = registry.get(name, version)
     predictor = model.predictor
     manifest = predictor.manifest
-    inputs = [_tensor("dense", "FP32", -1, predictor.num_dense)] if predictor.num_dense else []
+    dense = dense_name(predictor.intake.names)
+    inputs = [_tensor(dense, "FP32", -1, predictor.num_dense)] if predictor.num_dense else []
     weighted = predictor.intake.weighted
     missing = {feature.name: feature.missing for feature in manifest.features}
     for feature in dict.fromkeys(feature for module in manifest.modules for feature in module.features):

@@ -8,7 +8,7 @@ from typing import Any
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.open_inference_described import model_metadata
-from recinfer.serving.server.v1.inputs import DENSE, inputs_of
+from recinfer.serving.server.v1.inputs import inputs_of
 from recinfer.serving.server.v1.requests import SIGNATURES
 from recinfer.serving.wire.limits import Limits
 
@@ -124,9 +124,9 @@ class _Model:
         numbers = _array(_FLOAT, self._inputs.num_dense) | {
             "description": "All dense columns, as the model takes them."
         }
-        whole["properties"][DENSE] = numbers if is_row else _array(numbers, None)
+        whole["properties"][self._inputs.dense] = numbers if is_row else _array(numbers, None)
         if not self._inputs.columns:
-            whole["required"].append(DENSE)
+            whole["required"].append(self._inputs.dense)
             return
         # The contract's transforms (fill, clip, log, scale) make this number from the raw one.
         one = _FLOAT | {
@@ -134,7 +134,9 @@ class _Model:
         }
         for name in self._inputs.columns:
             whole["properties"][name] = one if is_row else _array(one, None)
-        whole["description"] = f"With either {DENSE!r} or all of the columns {', '.join(self._inputs.columns)}."
+        whole["description"] = (
+            f"With either {self._inputs.dense!r} or all of the columns {', '.join(self._inputs.columns)}."
+        )
 
     def _named_response(self, call: CallName, row: dict[str, Schema], column: dict[str, Schema]) -> None:
         needed = list(row) if call == "Predict" else []
@@ -174,14 +176,14 @@ class _Model:
                 ids = [(at + 1) % min(table.rows for table in self._tables[name])]
                 row[name] = {"ids": ids, "weights": [1.0]} if name in self._weighted else ids
             if with_dense and self._inputs.num_dense:
-                row[DENSE] = [0.5] * self._inputs.num_dense
+                row[self._inputs.dense] = [0.5] * self._inputs.num_dense
             rows.append(row)
         found = {
             "rows": {"instances": rows},
             "columns": {"inputs": {name: [row[name] for row in rows] for name in rows[0]}},
         }
         if with_dense and self._inputs.columns:
-            named = {name: cell for name, cell in rows[0].items() if name != DENSE}
+            named = {name: cell for name, cell in rows[0].items() if name != self._inputs.dense}
             found["named columns"] = {"instances": [named | dict.fromkeys(self._inputs.columns, 0.5)]}
         return found
 
@@ -221,7 +223,9 @@ class _Model:
             if name in self._weighted:
                 found.append(_tensor(f"{name}.weights", "FP32", [1], [1.0]))
         if self._inputs.num_dense:
-            found.append(_tensor(DENSE, "FP32", [1, self._inputs.num_dense], [0.5] * self._inputs.num_dense))
+            found.append(
+                _tensor(self._inputs.dense, "FP32", [1, self._inputs.num_dense], [0.5] * self._inputs.num_dense)
+            )
         return found
 
 

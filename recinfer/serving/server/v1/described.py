@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.server.v1.inputs import DENSE, inputs_of
+from recinfer.serving.server.v1.inputs import inputs_of
 
 __all__ = ["metadata", "status"]
 
@@ -27,7 +27,7 @@ def metadata(model: ServedModel) -> dict[str, Any]:
     predictor = model.predictor
     inputs = inputs_of(predictor)
     features = {name: _tensor(name, "DT_INT64", -1, -1) for name in inputs.features}
-    dense = {DENSE: _tensor(DENSE, "DT_FLOAT", -1, inputs.num_dense)} if inputs.num_dense else {}
+    dense = {inputs.dense: _tensor(inputs.dense, "DT_FLOAT", -1, inputs.num_dense)} if inputs.num_dense else {}
     signatures = {}
     if predictor.manifest.dense is not None:
         outputs = {

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from recinfer.columns import dense_name
 from recinfer.errors import InputError
 from recinfer.lru import LruCache
 from recinfer.serving.wire.json_codec import text_of
@@ -15,10 +16,7 @@ from recinfer.serving.wire.json_codec import text_of
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
 
-__all__ = ["DENSE", "Layout", "ModelInputs", "inputs_of"]
-
-DENSE = "dense"
-"""The input that holds all dense columns of a sample as one list; a feature of that name comes first."""
+__all__ = ["Layout", "ModelInputs", "inputs_of"]
 
 _MAX_LAYOUTS = 64
 _SHOWN = 20
@@ -32,7 +30,7 @@ class Layout:
 
     Attributes:
         features: names of its features.
-        dense: names of its dense columns; ``(DENSE,)`` where they come as one list; none in a lookup.
+        dense: names of its dense columns; that of the list alone where they come as one list; none in a lookup.
         cells: those of the features, of one sample.
         numbers: those of the dense columns, of one sample.
     """
@@ -51,11 +49,13 @@ class ModelInputs:
         features: the names of its features, in the archive's order.
         num_dense: dense numbers of a sample.
         columns: their names, as the feature contract has them; none where the archive has no contract.
+        dense: the name of the input that holds all dense numbers of a sample as one list.
     """
 
     features: tuple[str, ...]
     num_dense: int
     columns: tuple[str, ...]
+    dense: str
     _layouts: LruCache[tuple[str, ...], Layout] = field(default_factory=lambda: LruCache(_MAX_LAYOUTS), repr=False)
 
     def layout(self, names: tuple[str, ...], field: str, *, with_dense: bool) -> Layout:
@@ -78,7 +78,7 @@ class ModelInputs:
         own = set(self.features)
         features = tuple(name for name in names if name in own)
         dense: tuple[str, ...] = tuple(name for name in names if name not in own)
-        known = (*self.features, *self.columns, *([DENSE] if self.num_dense else ()))
+        known = (*self.features, *self.columns, *([self.dense] if self.num_dense else ()))
         if unknown := [name for name in dense if name not in known]:
             raise InputError(f"{field}: got {text_of(unknown[0])}, which is no input of this model; {_listed(known)}")
         if not features:
@@ -87,18 +87,20 @@ class ModelInputs:
             dense = ()
         elif self.num_dense and not dense:
             named = f", or the columns {', '.join(self.columns[:_SHOWN])}" if self.columns else ""
-            raise InputError(f"{field}: got no 'dense', expected a list of {self.num_dense} numbers a sample{named}")
-        elif len(dense) > 1 and DENSE in dense:
-            other = next(name for name in dense if name != DENSE)
-            raise InputError(f"{field}: got 'dense' and {other!r}, expected one of them")
-        elif dense and dense != (DENSE,):
+            raise InputError(
+                f"{field}: got no {self.dense!r}, expected a list of {self.num_dense} numbers a sample{named}"
+            )
+        elif len(dense) > 1 and self.dense in dense:
+            other = next(name for name in dense if name != self.dense)
+            raise InputError(f"{field}: got {self.dense!r} and {other!r}, expected one of them")
+        elif dense and dense != (self.dense,):
             if missing := [name for name in self.columns if name not in dense]:
                 raise InputError(
                     f"{field}: got no {missing[0]!r}, expected all of the dense columns {', '.join(self.columns[:_SHOWN])}"
                 )
             dense = self.columns
         cells = _getter(features)
-        numbers = itemgetter(DENSE) if dense == (DENSE,) else _getter(dense)
+        numbers = itemgetter(self.dense) if dense == (self.dense,) else _getter(dense)
         return Layout(features, dense, cells, numbers)
 
 
@@ -117,9 +119,10 @@ def _inputs(predictor: Predictor) -> ModelInputs:
     contract = predictor.contract
     columns = () if contract is None else tuple(feature.name for feature in contract.dense)
     features = predictor.intake.names
-    if len(columns) != predictor.num_dense or not {DENSE, *features}.isdisjoint(columns):
+    dense = dense_name(features)
+    if len(columns) != predictor.num_dense or not {dense, *features}.isdisjoint(columns):
         columns = ()  # another list than the model's, or names that mean something else already
-    return ModelInputs(features, predictor.num_dense, columns)
+    return ModelInputs(features, predictor.num_dense, columns, dense)
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Row], tuple[Any, ...]]:

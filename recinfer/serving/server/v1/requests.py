@@ -19,7 +19,7 @@ from recinfer.columns import FeatureArrays
 from recinfer.errors import InputError
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.engine.request import CallName
-from recinfer.serving.server.v1.inputs import DENSE, ModelInputs, inputs_of
+from recinfer.serving.server.v1.inputs import ModelInputs, inputs_of
 from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.json_codec import real_numbers, text_of, whole_numbers
 from recinfer.serving.wire.limits import Limits
@@ -161,21 +161,23 @@ class _Table:
 
     def numbers(self, inputs: ModelInputs) -> NDArray[np.float32]:
         """The dense numbers ``[B, num_dense]``."""
-        rows, width = self._rows, inputs.num_dense
+        rows, width, is_list = self._rows, inputs.num_dense, self._dense == (inputs.dense,)
         sized = set(map(type, rows)) <= {list, tuple} and set(map(len, rows)) == {width}
         found = real_numbers(list(chain.from_iterable(rows))) if sized else None
         # One sum sees every NaN and infinity; those in a list are left to the predictor, which says where they are.
-        if found is not None and (self._dense == (DENSE,) or math.isfinite(np.vdot(found, found))):
+        if found is not None and (is_list or math.isfinite(np.vdot(found, found))):
             return found.reshape(len(rows), width)
         for at, row in enumerate(rows):
             if type(row) not in (list, tuple) or len(row) != width:
-                raise InputError(f"{self._place(DENSE, at)}: got {text_of(row)}, expected a list of {width} numbers")
+                raise InputError(
+                    f"{self._place(inputs.dense, at)}: got {text_of(row)}, expected a list of {width} numbers"
+                )
             for column, value in enumerate(row):
-                if self._dense != (DENSE,):
+                if not is_list:
                     place = self._place(self._dense[column], at)
                 else:
-                    place = f"{self._place(DENSE, at)}[{column}]"
-                if type(value) not in _NUMBERS or (not _is_finite(value) and self._dense != (DENSE,)):
+                    place = f"{self._place(inputs.dense, at)}[{column}]"
+                if type(value) not in _NUMBERS or (not _is_finite(value) and not is_list):
                     raise InputError(f"{place}: got {text_of(value)}, expected a finite number")
                 if type(value) is int and not _is_finite(value):
                     raise InputError(f"{place}: got {text_of(value)}, expected a number that float32 holds")
@@ -256,8 +258,8 @@ def _columns(columns: Any, inputs: ModelInputs, with_dense: bool, most: int) -> 
             )
     _check_batch("inputs", batch, most)
     cells = [lists[name] for name in layout.features]
-    if layout.dense == (DENSE,):
-        rows: _Cells = lists[DENSE]
+    if layout.dense == (inputs.dense,):
+        rows: _Cells = lists[inputs.dense]
     else:
         rows = list(zip(*(_singles(lists[name]) for name in layout.dense)))
     return _Table(False, layout.features, cells, layout.dense, rows)
