@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recinfer.errors import InputError, OverloadedError
+from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, bags_of
 from recinfer.inference.lookups import Steps, run_now, run_steps
 from recinfer.inference.results import Outputs
@@ -31,7 +31,6 @@ __all__ = ["DecodedRequest", "DecodedRuns", "InferenceService"]
 _FLOAT_BYTES = 4
 _DECODED = 2  # bytes of the parsed message and its arrays, for one of the message
 _FEW_BYTES = 64 << 10
-_ROOM_S = 0.02  # between two tries of a large request that waits for room
 _SHARED_BYTES = 64 << 10  # a longer request is decoded by a worker of its own
 _MOST_SHARED = 64
 _MOST_UNDER_WAY = 64  # runs that wait for shards
@@ -245,14 +244,10 @@ class DecodedRuns:
         groups: dict[Any, list[list[tuple[Request, DecodedRequest]]]] = {}
         for request in (entry.request for entry in entries):
             try:
-                request.ticket.grow(_DECODED * len(request.data))
+                request.ticket.grow_to_answer(_DECODED * len(request.data))
                 decoded = self._service.decode(request.call, request.data)
                 copies = 2 if request.call == "Lookup" else 1  # the answer to a lookup holds the vectors once more
-                request.ticket.grow(copies * decoded.vector_bytes)
-            except OverloadedError as error:
-                if not self._waits(request):
-                    request.reply(error)
-                continue
+                request.ticket.grow_to_answer(copies * decoded.vector_bytes)
             except Exception as error:
                 request.reply(error)
                 continue
@@ -263,21 +258,6 @@ class DecodedRuns:
             runs[-1].append((request, decoded))
         for group in (run for runs in groups.values() for run in runs):
             self._run(group)
-
-    def _waits(self, request: Request) -> bool:
-        """Try a large request again in a moment, if it is the first that found no room; False: another one waits."""
-        if time.monotonic() >= request.deadline or not request.ticket.waits_for_room():
-            return False
-        request.ticket.resize(len(request.data))
-
-        def again() -> None:
-            self.submit(request)
-            self._scheduler.run_ready()
-
-        timer = threading.Timer(_ROOM_S, again)
-        timer.daemon = True
-        timer.start()
-        return True
 
     def _run(self, group: Sequence[tuple[Request, DecodedRequest]]) -> None:
         start = time.monotonic()

@@ -114,7 +114,7 @@ def _hold_vectors(request: Request, plain: PlainRequest) -> None:
     """Those of a small request are there for a moment, and few at a time."""
     num_bytes = plain.batch * plain.order.columns * _FLOAT_BYTES
     if num_bytes > _FEW_BYTES:
-        request.ticket.grow(num_bytes)
+        request.ticket.grow_to_answer(num_bytes)
 
 
 class LoopCaller:

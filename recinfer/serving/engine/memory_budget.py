@@ -20,9 +20,9 @@ class MemoryBudget:
     """Counts the bytes that calls hold, and refuses what does not fit. Any thread may call it; it never waits.
 
     An eighth of the budget is for small calls alone (up to ``SMALL_BYTES`` each), so that large ones do not keep others from
-    their answers. A call that finds no other large one may exceed the budget, since it could never be answered otherwise. One
-    large call may wait for room (:meth:`Ticket.waits_for_room`); meanwhile no other large one gets any, since of several that
-    each hold a part of what they need none would be answered.
+    their answers. A large call that finds no other large one may exceed the budget, since it could never be answered otherwise.
+    So may one large call that is being answered (:meth:`Ticket.grow_to_answer`): of several that each hold a part of what they
+    need, all would be refused because of the others, and none answered. So calls hold at most the budget and one call's needs.
 
     Args:
         budget_bytes: for all calls together.
@@ -32,12 +32,12 @@ class MemoryBudget:
         refused: how often bytes did not fit.
     """
 
-    __slots__ = ("_held_by_large", "_lock", "_reserve", "_waiting", "budget_bytes", "held", "refused")
+    __slots__ = ("_exceeding", "_held_by_large", "_lock", "_reserve", "budget_bytes", "held", "refused")
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes, self._reserve = budget_bytes, budget_bytes // _RESERVE
         self.held = self._held_by_large = self.refused = 0
-        self._waiting: Ticket | None = None  # for room
+        self._exceeding: Ticket | None = None
         self._lock = threading.Lock()
 
     def admit(self, num_bytes: int) -> Ticket:
@@ -46,14 +46,17 @@ class MemoryBudget:
         ticket.resize(num_bytes)
         return ticket
 
-    def _move(self, ticket: Ticket, wanted: int) -> None:
+    def _move(self, ticket: Ticket, wanted: int, may_exceed: bool) -> None:
         """``ticket``, of a call that is large before or after it, holds ``wanted`` bytes. With the lock."""
         had = ticket.held
         others, others_large = self.held - had, self._held_by_large
         if had > SMALL_BYTES:
             others_large -= had
-        is_behind = wanted > SMALL_BYTES and self._waiting not in (None, ticket)
-        if wanted > had and (is_behind or not self._fits(others, others_large, wanted)):
+        if (
+            wanted > had
+            and not self._fits(others, others_large, wanted)
+            and not (may_exceed and self._takes_excess(ticket))
+        ):
             self.refused += 1
             raise OverloadedError(
                 f"the server's requests and answers hold {self.held} bytes, and {wanted - had} more do not fit into its "
@@ -62,8 +65,14 @@ class MemoryBudget:
             )
         self.held = others + wanted
         self._held_by_large = others_large + wanted if wanted > SMALL_BYTES else others_large
-        if wanted > had and self._waiting is ticket:
-            self._waiting = None
+        if self._exceeding is ticket and self.held <= self.budget_bytes:
+            self._exceeding = None
+
+    def _takes_excess(self, ticket: Ticket) -> bool:
+        if ticket.held <= SMALL_BYTES or self._exceeding not in (None, ticket):
+            return False
+        self._exceeding = ticket
+        return True
 
     def _fits(self, others: int, others_large: int, wanted: int) -> bool:
         if wanted <= SMALL_BYTES:
@@ -99,7 +108,11 @@ class Ticket:
         """
         self.resize(self.held + num_bytes)
 
-    def resize(self, num_bytes: int) -> None:
+    def grow_to_answer(self, num_bytes: int) -> None:
+        """As :meth:`grow`, for a large request that is complete and being answered: one at a time may exceed the budget."""
+        self.resize(self.held + num_bytes, may_exceed=True)
+
+    def resize(self, num_bytes: int, may_exceed: bool = False) -> None:
         """Hold so many in all; raises as :meth:`grow`."""
         budget = self._budget
         with budget._lock:
@@ -110,35 +123,24 @@ class Ticket:
             if had <= SMALL_BYTES and num_bytes <= SMALL_BYTES and held <= budget.budget_bytes:
                 budget.held = held  # most calls are small: this is what they cost
             else:
-                budget._move(self, num_bytes)
+                budget._move(self, num_bytes, may_exceed)
             self.held = num_bytes
 
     def release(self) -> None:
         """Free all bytes; a second call does nothing."""
         budget = self._budget
         with budget._lock:
-            if budget._waiting is self:
-                budget._waiting = None
+            if budget._exceeding is self:
+                budget._exceeding = None
             if self.held <= SMALL_BYTES:
                 budget.held -= self.held
             else:
-                budget._move(self, 0)
+                budget._move(self, 0, False)
             self.held, self._is_released = 0, True
-
-    def waits_for_room(self) -> bool:
-        """Whether the next room for a large call is this one's, until it grows or is released; False: another call waits, or
-        no other large one holds what it could wait for."""
-        budget = self._budget
-        with budget._lock:
-            others = budget._held_by_large - (self.held if self.held > SMALL_BYTES else 0)
-            if self._is_released or not others or budget._waiting not in (None, self):
-                return False
-            budget._waiting = self
-            return True
 
 
 class _Uncounted(Ticket):
-    def resize(self, num_bytes: int) -> None:
+    def resize(self, num_bytes: int, may_exceed: bool = False) -> None:
         """Count nothing."""
 
 

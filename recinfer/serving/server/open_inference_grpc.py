@@ -66,7 +66,7 @@ class OpenInference:
     async def infer(self, request: oip.InferRequest) -> oip.InferAnswer:
         """The version that answered, and the outputs."""
         size = sum(tensor.data.nbytes for tensor in request.inputs)
-        ticket_of_task.get().grow(size)
+        ticket_of_task.get().grow_to_answer(size)
         try:
             return await self._infer(request, size)
         except NotFoundError:
@@ -112,11 +112,11 @@ class OpenInference:
 
 
 def _read(data: bytes, ticket: Ticket) -> oip.InferRequest:
-    ticket.grow(_PARSED * len(data))
+    ticket.grow_to_answer(_PARSED * len(data))
     message = codec.parse(pb.ModelInferRequest, data)
     raws = message.raw_input_contents
     if not raws:
-        ticket.grow(_TYPED * len(data))
+        ticket.grow_to_answer(_TYPED * len(data))
     if raws and len(raws) != len(message.inputs):
         raise InputError(f"raw_input_contents: got {len(raws)} entries, expected {len(message.inputs)}, one an input")
     parameters = _parameters("", message)
