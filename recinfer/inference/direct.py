@@ -7,15 +7,14 @@ requests (an id out of range, an unknown feature) take the ordinary path, which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.lru import LruCache
+from recinfer.inference.byte_tables import ByteTables, ReadyLookup
 from recinfer.quant._tables import pack as _pack
 from recinfer.quant._tables import pool as _pool
 from recinfer.quant.bags import BagPlaces
@@ -24,35 +23,10 @@ from recinfer.quant.lookup import PooledLookup
 if TYPE_CHECKING:
     from recinfer.quant.tbe import TableBatch
 
-__all__ = ["MAX_HEADS", "DirectOrder", "DirectPieces", "DirectTables"]
+__all__ = ["DirectLookup", "DirectPieces", "DirectTables"]
 
 _INT32_BYTES = 4  # of a length in a request
 _ALL = 0, -1
-_MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
-MAX_HEADS = 64
-"""Most ``heads`` that an order keeps."""
-
-
-@dataclass(frozen=True, eq=False)
-class DirectOrder:
-    """The prepared lookup for one order of a request's keys.
-
-    Attributes:
-        steps: int64 ``[S, 3]``: key, piece and first column of each part of the answer.
-        names, dims: of the outputs, in the module's order.
-        columns: sum of ``dims``.
-        complete: whether every feature of the model is there.
-        context_steps: as ``steps``, of the request's context.
-        heads: bytes that a caller writes before responses, by key.
-    """
-
-    steps: NDArray[np.int64]
-    names: tuple[str, ...]
-    dims: tuple[int, ...]
-    columns: int
-    complete: bool
-    context_steps: NDArray[np.int64]
-    heads: LruCache[Any, bytes] = field(default_factory=partial(LruCache, MAX_HEADS))
 
 
 class DirectPieces:
@@ -93,8 +67,43 @@ class DirectPieces:
         return _pack(self._buffer, self._pieces, steps, *bags)
 
 
-class DirectTables:
-    """The tables of a model whose only embedding module is pooled, unweighted and in this process's memory.
+@dataclass(frozen=True, eq=False)
+class DirectLookup(ReadyLookup):
+    """A lookup by the compiled loop.
+
+    Attributes:
+        pieces: the tables.
+        steps: int64 ``[S, 3]``: key, piece and first column of each part of the answer.
+        context_steps: as ``steps``, of the request's context.
+    """
+
+    pieces: DirectPieces
+    steps: NDArray[np.int64]
+    context_steps: NDArray[np.int64]
+
+    def after(self, head: bytes, data: bytes, bags: BagPlaces) -> bytes | None:
+        """See :class:`ReadyLookup`."""
+        found: bytes | None = self.pieces.pool(self.steps, data, bags, self.columns, head)
+        return found
+
+    def fill(
+        self,
+        into: NDArray[np.float32],
+        data: bytes,
+        bags: BagPlaces,
+        part: tuple[int, int] | None,
+        context: BagPlaces | None,
+    ) -> bool:
+        """See :class:`ReadyLookup`."""
+        if part is None and context is None:
+            return self.pieces.pool(self.steps, data, bags, self.columns, into) is not None
+        beside = None if context is None else (self.context_steps, context)
+        which = part or _ALL
+        return self.pieces.pool(self.steps, data, bags, self.columns, into, _INT32_BYTES, *which, beside) is not None
+
+
+class DirectTables(ByteTables):
+    """Tables in this process's memory.
 
     Args:
         lookup: the module's.
@@ -110,26 +119,10 @@ class DirectTables:
         names: Sequence[str],
         dims: Sequence[int],
     ) -> None:
-        self.pieces = DirectPieces(lookup.batch, means)
-        self._widths = self.pieces.widths
-        self._features, self._names, self._dims = tuple(features), tuple(names), tuple(dims)
-        self._known = frozenset(features)
-        self._orders: LruCache[bytes | tuple[bytes, bytes], DirectOrder] = LruCache(_MAX_ORDERS)
+        super().__init__(features, names, dims, takes_context=True)
+        self._pieces = DirectPieces(lookup.batch, means)
 
-    def order(self, block: bytes | tuple[bytes, bytes]) -> DirectOrder | None:
-        """The order that :meth:`learn` stored for these bytes; None if there is none."""
-        return self._orders[block]
-
-    def learn(
-        self, block: bytes | tuple[bytes, bytes], keys: Sequence[str], context: Sequence[str] = ()
-    ) -> DirectOrder | None:
-        """Store and return the order for ``block``: the keys of a request and of its context; None unless they are
-        distinct features of the model."""
-        at = {key: place for place, key in enumerate(keys)}
-        beside = {key: place for place, key in enumerate(context)}
-        all_keys = at.keys() | beside.keys()
-        if not at or len(all_keys) != len(keys) + len(context) or not self._known.issuperset(all_keys):
-            return None
+    def _prepare(self, places: Mapping[str, int], beside: Mapping[str, int], complete: bool) -> DirectLookup:
         names, dims = [], []
         steps: list[tuple[int, int, int]] = []
         beside_steps: list[tuple[int, int, int]] = []
@@ -138,44 +131,24 @@ class DirectTables:
             first = column
             left = dim
             while left:  # a table that is cut by columns has several pieces
-                width = self._widths[piece]
-                if feature in all_keys:
-                    into, places = (steps, at) if feature in at else (beside_steps, beside)
-                    into.append((places[feature], piece, column))
+                width = self._pieces.widths[piece]
+                if feature in places:
+                    steps.append((places[feature], piece, column))
+                    column += width
+                elif feature in beside:
+                    beside_steps.append((beside[feature], piece, column))
                     column += width
                 left -= width
                 piece += 1
             if column > first:
                 names.append(name)
                 dims.append(dim)
-        order = DirectOrder(
-            np.array(steps, np.int64).reshape(-1, 3),
+        return DirectLookup(
             tuple(names),
             tuple(dims),
             column,
-            len(all_keys) == len(self._known),
+            complete,
+            self._pieces,
+            np.array(steps, np.int64).reshape(-1, 3),
             np.array(beside_steps, np.int64).reshape(-1, 3),
         )
-        self._orders[block] = order
-        return order
-
-    def pool(
-        self,
-        order: DirectOrder,
-        data: bytes,
-        bags: BagPlaces,
-        into: bytes | NDArray[np.float32],
-        part: tuple[int, int] | None = None,
-        context: BagPlaces | None = None,
-    ) -> Any:
-        """Float32 ``[batch, order.columns]``: see ``recinfer.quant._tables.pool``; None if an id is out of range.
-
-        Args:
-            bags: of the request, in ``data``.
-            part: the first sample and the number of samples that are wanted; None: all.
-            context: the bags of the context, which applies to every sample.
-        """
-        if part is None and context is None:
-            return self.pieces.pool(order.steps, data, bags, order.columns, into)
-        beside = None if context is None else (order.context_steps, context)
-        return self.pieces.pool(order.steps, data, bags, order.columns, into, _INT32_BYTES, *(part or _ALL), beside)

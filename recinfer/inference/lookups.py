@@ -23,6 +23,7 @@ from recinfer.archive.positions import PositionWeights, read_position_weights
 from recinfer.archive.reader import Archive
 from recinfer.distributed.quant.sharded import ShardedQuantEmbeddingBagCollection, ShardedQuantEmbeddingCollection
 from recinfer.inference.bags import Bags, merge_bags
+from recinfer.inference.byte_tables import ByteTables
 from recinfer.inference.direct import DirectTables
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.lookup import PooledLookup
@@ -30,7 +31,6 @@ from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
     "Ask",
-    "Begin",
     "Found",
     "FoundCallback",
     "LocalLookups",
@@ -90,10 +90,6 @@ class Part:
 FoundCallback = Callable[["Found | None", "Exception | None"], None]
 """Callback that receives the result or the error, once, on any thread."""
 
-Begin = Callable[["Sequence[Bags]", "Set[str] | None", float, FoundCallback], None]
-"""Starts lookups: takes requests and wanted features as :meth:`Lookups.find` does, a deadline (``time.monotonic()``)
-and a callback."""
-
 
 class Lookups(Protocol):
     """Interface to the tables of an archive, local or remote. ``parts`` are in the manifest's order."""
@@ -106,13 +102,13 @@ class Lookups(Protocol):
         ...
 
     @property
-    def direct(self) -> DirectTables | None:
-        """The rows for lookups from a request's bytes; None if that is not supported."""
+    def byte_tables(self) -> ByteTables | None:
+        """The tables for lookups from a request's bytes; None if the model or the machine does not support them."""
         ...
 
     @property
-    def remote(self) -> Any:
-        """The same for rows on other hosts (recinfer.serving.shards.remote_tables.RemoteTables); None otherwise."""
+    def waits(self) -> bool:
+        """Whether :meth:`find` waits for others; a caller that may not block calls :meth:`begin`."""
         ...
 
     def can_answer(self) -> bool:
@@ -128,10 +124,13 @@ class Lookups(Protocol):
         """
         ...
 
-    @property
-    def begin(self) -> Begin | None:
-        """The non-blocking form of :meth:`find` for rows on other hosts; None for local rows, where find does not
-        wait."""
+    def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
+        """The non-blocking form of :meth:`find`.
+
+        Args:
+            deadline: ``time.monotonic()`` after which the result is not needed.
+            done: receives the result or the error, possibly before this returns.
+        """
         ...
 
 
@@ -188,9 +187,7 @@ def run_steps(
         except Exception as error:
             done(error)
         else:
-            begin = ask.lookups.begin
-            assert begin is not None, "these rows are local; use run_now"
-            begin(ask.requests, ask.present, deadline, found)
+            ask.lookups.begin(ask.requests, ask.present, deadline, found)
 
     def found(result: Found | None, error: Exception | None) -> None:
         if error is not None:
@@ -244,8 +241,7 @@ class LocalLookups:
         join_columns: on CPU, copy tables that are cut by columns into whole rows.
     """
 
-    remote: Any = None
-    begin: Begin | None = None
+    waits = False
 
     def __init__(
         self,
@@ -273,7 +269,7 @@ class LocalLookups:
             lookup = getattr(part.run, "__self__", None)
             if isinstance(lookup, PooledLookup):
                 lookup.batch.use_threads(threads)
-        self.direct = _direct(manifest, self.parts[0]) if len(self.parts) == 1 else None
+        self.byte_tables = _byte_tables(manifest, self.parts[0]) if len(self.parts) == 1 else None
 
     def can_answer(self) -> bool:
         """See :class:`Lookups`."""
@@ -288,8 +284,17 @@ class LocalLookups:
             return Found([part(bags) for part in self.parts])
         return Found([None if present.isdisjoint(part.info.features) else part(bags) for part in self.parts])
 
+    def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
+        """See :class:`Lookups`; calls ``done`` before it returns."""
+        try:
+            found = self.find(requests, present)
+        except Exception as error:
+            done(None, error)
+        else:
+            done(found, None)
 
-def _direct(manifest: Manifest, part: _LocalPart) -> DirectTables | None:
+
+def _byte_tables(manifest: Manifest, part: _LocalPart) -> DirectTables | None:
     lookup = getattr(part.run, "__self__", None)
     if not isinstance(lookup, PooledLookup) or part.info.is_weighted:
         return None

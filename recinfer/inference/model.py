@@ -22,7 +22,7 @@ from recinfer.archive.reader import Archive
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import ConfigError, InputError
 from recinfer.inference.bags import Bags
-from recinfer.inference.direct import DirectTables
+from recinfer.inference.byte_tables import ByteTables
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Steps, output_names
 from recinfer.inference.results import LookupResult, feature_specs, on_host, selected
@@ -98,14 +98,9 @@ class LoadedModel(States):
         self.runs_on_arrays = self._engine is not None and self.device.type == "cpu"
 
     @property
-    def direct(self) -> DirectTables | None:
-        """The tables for :mod:`recinfer.inference.direct`; None if the model or the machine does not support it."""
-        return self.state.lookups.direct
-
-    @property
-    def remote(self) -> Any:
-        """The tables of other hosts for small requests, where the model allows it; see recinfer.serving.engine.remote_byte_path."""
-        return self.state.lookups.remote
+    def byte_tables(self) -> ByteTables | None:
+        """The tables for lookups from a request's bytes; None if the model or the machine does not support them."""
+        return self.state.lookups.byte_tables
 
     @property
     def manifest(self) -> Manifest:

@@ -75,7 +75,7 @@ def test_a_new_order_of_keys_is_remembered_after_any_number_of_others(
 
 
 def test_bytes_of_keys_are_remembered_after_any_number_of_others(small: tuple[nn.Module, Archive]) -> None:
-    tables = Predictor(small[1]).direct
+    tables = Predictor(small[1]).byte_tables
     if tables is None:
         pytest.skip("recinfer.quant._tables was not built")
     for number in range(MANY):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.inference.byte_tables import ReadyLookup
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.parallel_parts import ParallelParts
 from recinfer.serving.engine.plain import PlainRequest
@@ -48,7 +49,8 @@ def lookup_now(request: PlainRequest, stats: RequestStats) -> bytes | None:
     ):
         return None
     start = time.perf_counter()
-    answer: bytes | None = request.pool(request.head(), None)
+    assert isinstance(request.order, ReadyLookup)
+    answer = request.order.after(request.head(), request.data, request.bags)
     if answer is None:
         return None
     stats.batch.add(request.batch)

@@ -263,7 +263,7 @@ class DecodedRuns:
         start = time.monotonic()
         steps = self._service.run([decoded for _, decoded in group])
         self._scheduler.begin()
-        if group[0][1].model.predictor.lookups.begin is None:
+        if not group[0][1].model.predictor.lookups.waits:
             self._done(group, start, _answers(steps))
             return
         with self._lock:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from recinfer.inference.byte_tables import AwaitedLookup
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
@@ -76,7 +77,7 @@ class Dispatcher:
         plain = self._reader.read(request.data)
         if plain is not None:
             self._stats.stages.add("decode", time.perf_counter() - start)
-            if plain.state.direct is None:
+            if isinstance(plain.order, AwaitedLookup):
                 _hold_vectors(request, plain)
                 self._fan_outs.start(request, plain)
                 return

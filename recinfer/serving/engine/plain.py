@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.errors import RecinferError
+from recinfer.inference.byte_tables import PreparedLookup, ReadyLookup
 from recinfer.inference.predictor import Predictor
 from recinfer.quant.bags import BagPlaces
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
@@ -50,7 +51,7 @@ class PlainRequest(NamedTuple):
     """Where the parts of a request lie in ``data``, and what they are for.
 
     Attributes:
-        tables: DirectTables, or recinfer.serving.shards.remote_tables.RemoteTables; ``order``: one of theirs.
+        order: the lookup of its keys.
         bags: of the samples; ``context``: of what goes with all of them.
         dense_at, dense_bytes: where its dense inputs are, and their size.
     """
@@ -58,8 +59,7 @@ class PlainRequest(NamedTuple):
     data: bytes
     model: ServedModel
     state: Predictor
-    tables: Any
-    order: Any
+    order: PreparedLookup
     bags: BagPlaces
     dense_at: int
     dense_bytes: int
@@ -70,13 +70,10 @@ class PlainRequest(NamedTuple):
         """Number of samples."""
         return self.bags.batch
 
-    def pool(self, into: bytes | NDArray[np.float32], part: tuple[int, int] | None) -> Any:
-        """See DirectTables.pool."""
-        return self.tables.pool(self.order, self.data, self.bags, into, part, self.context)
-
     def fill(self, into: NDArray[np.float32], part: tuple[int, int] | None) -> bool:
-        """See recinfer.serving.engine.byte_path.Fill; of tables in this process."""
-        return self.pool(into, part) is not None
+        """See recinfer.serving.engine.byte_path.Fill; of rows in this process."""
+        assert isinstance(self.order, ReadyLookup)
+        return self.order.fill(into, self.data, self.bags, part, self.context)
 
     def head(self) -> bytes:
         """All of its LookupResponse but the floats at the end."""
@@ -135,7 +132,7 @@ class PlainReader:
         except RecinferError:
             return None
         state = model.predictor.state
-        tables = state.direct or state.remote
+        tables = state.byte_tables
         if tables is None:
             return None
         if parts.context is None:
@@ -144,12 +141,12 @@ class PlainReader:
             context_block, context_places = parts.context
             blocks, context = (block, context_block), BagPlaces._make(context_places)
             all_ids, all_keys = bags.ids + context.ids, bags.keys + context.keys
-            if state.direct is None or all_ids > self._most_ids or all_keys > self._limits.max_keys:
+            if not tables.takes_context or all_ids > self._most_ids or all_keys > self._limits.max_keys:
                 return None
             order = tables.order(blocks) or tables.learn(blocks, *map(_keys, blocks))
         if order is None or bags.batch * order.columns > self._most_floats:
             return None
-        return PlainRequest(data, model, state, tables, order, bags, parts.dense_at, parts.dense_bytes, context)
+        return PlainRequest(data, model, state, order, bags, parts.dense_at, parts.dense_bytes, context)
 
 
 def _keys(block: bytes) -> tuple[str, ...]:
@@ -160,7 +157,7 @@ def _keys(block: bytes) -> tuple[str, ...]:
         return ()
 
 
-def lookup_head(order: Any, batch: int, version: str, missing: tuple[int, ...] = ()) -> bytes:
+def lookup_head(order: PreparedLookup, batch: int, version: str, missing: tuple[int, ...] = ()) -> bytes:
     """All of a LookupResponse but the floats at its end."""
     return codec.lookup_head(order.names, order.dims, batch, version, missing) + field_head(
         4, 4 * batch * order.columns

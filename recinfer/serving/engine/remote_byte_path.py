@@ -9,21 +9,15 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from recinfer.inference.byte_tables import AwaitedLookup, Rows
 from recinfer.serving.engine.byte_path import Predictions
 from recinfer.serving.engine.plain import PlainRequest, lookup_head
 from recinfer.serving.engine.request import Request
 from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.engine.stats import RequestStats
 
-__all__ = ["MOST_FAN_OUTS", "Answers", "FanOuts"]
-
-Answers = dict[int, list[NDArray[Any]]]
-"""What each rank gave, for each of its parts."""
+__all__ = ["MOST_FAN_OUTS", "FanOuts"]
 
 MOST_FAN_OUTS = 64
 """That are under way together; more requests wait."""
@@ -82,81 +76,60 @@ class FanOuts:
         if not is_lookup and (not plain.can_predict() or plain.dense() is None):  # before any shard is called in vain
             self._decode(request)
             return
-        tables = plain.tables
-        parts = tables.split(plain.order, plain.data, plain.bags)
-        if parts is None:
-            self._decode(request)
-            return
         start = time.perf_counter()
         with self._lock:
             self._under_way += 1
         self._scheduler.begin()
-        tables.begin(parts, plain.batch, request.deadline, functools.partial(self._answered, request, plain, start))
+        lookup = plain.order
+        assert isinstance(lookup, AwaitedLookup)
+        answered = functools.partial(self._answered, request, plain, start)
+        if not lookup.start(plain.data, plain.bags, request.deadline, answered):
+            with self._lock:
+                self._under_way -= 1
+            self._scheduler.done(0, 0, 0.0)
+            self._decode(request)
 
     def _answered(
         self,
         request: Request,
         plain: PlainRequest,
         start: float,
-        answers: Answers,
+        rows: Rows | None,
         missing: tuple[int, ...],
         error: Exception | None,
     ) -> None:
-        """On a thread of the shards' answers, or where the fan-out began."""
+        """On the thread that has the rows, or where the lookup began."""
         with self._lock:
             self._under_way -= 1
         seconds = time.perf_counter() - start
         try:
-            if error is None and request.call == "Predict":  # counted with its dense run
+            if rows is not None and request.call == "Predict":  # counted with its dense run
                 self._scheduler.done(0, 0, seconds)
-                self._predictions.submit(request, plain, _Joined(plain, answers).fill, start, missing)
+                self._predictions.submit(request, plain, rows.fill, start, missing)
             else:
                 self._scheduler.done(1, plain.batch, seconds)
-                request.reply(self._joined(plain, answers, missing, start) if error is None else error)
+                if error is not None:
+                    request.reply(error)
+                elif rows is not None:
+                    request.reply(self._joined(plain, rows, missing, start))
         except Exception as failed:  # else the request would never be answered
             request.reply(failed)
         if self._scheduler.queue.waiting and not self._turn_ends:
             self._turn_ends = True
-            plain.tables.at_end_of_turn(self._end_turn)
+            assert isinstance(plain.order, AwaitedLookup)
+            plain.order.at_end_of_turn(self._end_turn)
 
     def _end_turn(self) -> None:
         self._turn_ends = False
         self._scheduler.run_ready()
 
-    def _joined(self, plain: PlainRequest, answers: Answers, missing: tuple[int, ...], start: float) -> bytes:
+    def _joined(self, plain: PlainRequest, rows: Rows, missing: tuple[int, ...], start: float) -> bytes:
         """The answer to a lookup."""
         head = plain.head()
         if missing:
             head = lookup_head(plain.order, plain.batch, plain.model.version, missing)
-        joined = bytes(_join(plain, answers, head))
+        joined = rows.after(head)
         plain.state.stages.add("lookup", time.perf_counter() - start)
         self._stats.batch.add(plain.batch)
         self._stats.stages.add("encode", 0.0)  # the join wrote it
         return joined
-
-
-class _Joined:
-    """Vectors of a prediction, joined from what the shards gave."""
-
-    def __init__(self, plain: PlainRequest, answers: Answers) -> None:
-        self._plain, self._answers = plain, answers
-        self._whole: NDArray[np.float32] | None = None
-        self._lock = threading.Lock()  # parts of one request run at once
-
-    def fill(self, into: NDArray[np.float32], part: tuple[int, int] | None) -> bool:
-        """See recinfer.serving.engine.byte_path.Fill."""
-        if part is None:
-            _join(self._plain, self._answers, into)
-            return True
-        with self._lock:
-            if self._whole is None:
-                self._whole = np.empty((self._plain.batch, self._plain.order.columns), np.float32)
-                _join(self._plain, self._answers, self._whole)
-        first, count = part
-        into[:] = self._whole[first : first + count]
-        return True
-
-
-def _join(plain: PlainRequest, answers: Answers, into: bytes | NDArray[np.float32]) -> memoryview | bytes:
-    found: memoryview | bytes = plain.tables.join(plain.order, answers, plain.data, plain.bags, into)
-    return found

@@ -14,9 +14,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
-from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.messages import Parts, decode_failure, decode_response, join_request
+from recinfer.serving.shards.messages import Answers, Parts, decode_failure, decode_response, join_request
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.transport import rankers_thread
 

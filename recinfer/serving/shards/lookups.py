@@ -15,14 +15,12 @@ from recinfer.archive.mapping import MappedShards
 from recinfer.archive.positions import PositionWeights, read_position_weights
 from recinfer.archive.reader import Archive
 from recinfer.inference.bags import Bags, merge_bags
-from recinfer.inference.direct import DirectTables
 from recinfer.inference.lookups import Found, FoundCallback, Part, output_names
 from recinfer.lru import LruCache
 from recinfer.quant.arranger import FeatureArranger
-from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.fan_out import FanOut, waited_for
 from recinfer.serving.shards.fan_out_request import ShardQuery, begin_fan_out
-from recinfer.serving.shards.messages import Parts
+from recinfer.serving.shards.messages import Answers, Parts
 from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
 from recinfer.serving.shards.remote_tables import RemoteTables
 from recinfer.serving.shards.split import ModuleSplit, Section
@@ -58,7 +56,7 @@ class RemoteLookups:
     """
 
     mapped: MappedShards | None = None
-    direct: DirectTables | None = None
+    waits = True
 
     def __init__(self, archive: Archive, spec: VersionSpec, fan_out: FanOut) -> None:
         manifest = archive.manifest
@@ -75,9 +73,9 @@ class RemoteLookups:
         self._rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
         self._weighted = any(part.needs_weights for part in self.parts)
         self._limits: LruCache[tuple[str, ...], NDArray[np.uint64]] = LruCache(_MAX_ORDERS)
-        self.remote = self._remote()
+        self.byte_tables = self._byte_tables()
 
-    def _remote(self) -> RemoteTables | None:
+    def _byte_tables(self) -> RemoteTables | None:
         (part, *others), split = self.parts, self._splits[0]
         if others or not split.layout.pooled or part.info.is_weighted:
             return None

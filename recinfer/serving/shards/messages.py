@@ -49,6 +49,9 @@ _FAILED = field_head(3, 0)[:1]
 PACKED_HEAD = field_head(_PACKED, 0)[:-1]
 """What stands before the size of packed rows in a ``ShardResponse``."""
 
+Answers = dict[int, list[NDArray[Any]]]
+"""The arrays that each rank answered, one per part."""
+
 Parts = list[list[Buffer]]
 """One rank's parts of a request, one a module."""
 

@@ -6,29 +6,25 @@ and one to put the answers together; the messages and the vectors are the same, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.inference.direct import MAX_HEADS
-from recinfer.lru import LruCache
+from recinfer.inference.byte_tables import AwaitedLookup, ByteTables, RowsCallback
 from recinfer.quant.bags import BagPlaces
-from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.fan_out_request import FanOutCallback, ShardQuery, begin_fan_out
-from recinfer.serving.shards.messages import Parts, part_head
+from recinfer.serving.shards.messages import Answers, Parts, part_head
 from recinfer.serving.shards.packed import is_packed, pairs_of, runs_of
 from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer, RankStreams
 from recinfer.serving.shards.split import ModuleSplit
 
-__all__ = ["RemoteOrder", "RemoteTables"]
-
-_MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
+__all__ = ["RemoteLookup", "RemoteRows", "RemoteTables"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,28 +45,93 @@ class _Rank:
 
 
 @dataclass(frozen=True, eq=False)
-class RemoteOrder:
-    """The prepared split of one order of a request's keys; ``names`` to ``heads`` as in recinfer.inference.direct.DirectOrder.
+class RemoteLookup(AwaitedLookup):
+    """A lookup that is split by rank, answered by the shards and joined.
 
     Attributes:
+        tables: of the ranks.
         limits: int64 ``[keys]``, rows of each key's tables.
         ranks: those that hold rows of the module; ``streams``: what ``split`` takes for them.
         means: int64 ``[M, 3]``: key, first and last column of what is divided by the number of ids.
     """
 
-    names: tuple[str, ...]
-    dims: tuple[int, ...]
-    columns: int
-    complete: bool
+    tables: RemoteTables
     limits: NDArray[np.int64]
     ranks: tuple[_Rank, ...]
     streams: list[RankStreams]
     means: NDArray[np.int64]
-    heads: LruCache[Any, bytes] = field(default_factory=partial(LruCache, MAX_HEADS))
+
+    def start(self, data: bytes, bags: BagPlaces, deadline: float, done: RowsCallback) -> bool:
+        """See :class:`AwaitedLookup`."""
+        parts = self.split(data, bags)
+        if parts is None:
+            return False
+
+        def answered(answers: Answers, missing: tuple[int, ...], error: Exception | None) -> None:
+            done(None if error is not None else RemoteRows(self, answers, data, bags), missing, error)
+
+        self.tables.begin(parts, bags.batch, deadline, answered)
+        return True
+
+    def at_end_of_turn(self, function: Callable[[], object]) -> None:
+        """See :class:`AwaitedLookup`."""
+        self.tables.at_end_of_turn(function)
+
+    def split(self, data: bytes, bags: BagPlaces) -> dict[int, Parts] | None:
+        """Each rank's part of the request; None when an id is out of range."""
+        found = split(data, bags, self.limits, self.streams)
+        if found is None:
+            return None
+        return {rank.rank: [[part]] for rank, part in zip(self.ranks, found) if part is not None}
+
+    def join(self, answers: Answers, data: bytes, bags: BagPlaces, into: bytes | NDArray[np.float32]) -> Any:
+        """Float32 ``[batch, columns]``, zero where no rank answered: see ``recinfer.serving.shards._ranks.join``."""
+        found: list[RankAnswer] = []
+        for rank in self.ranks:
+            arrays = answers.get(rank.rank)
+            if arrays is None:
+                continue
+            if is_packed(arrays[0]):
+                found.append(RankAnswer(arrays[0], PACKED_ANSWER, rank.pairs))
+            else:
+                values = arrays[0] if arrays[0].dtype == np.float32 else arrays[0].astype(np.float32)
+                found.append(RankAnswer(values, rank.columns, rank.runs))
+        return join(found, self.means, data, bags, self.columns, into)
 
 
-class RemoteTables:
-    """The tables of a model whose only embedding module is pooled, unweighted and on other hosts. Any thread may call it.
+class RemoteRows:
+    """See :class:`recinfer.inference.byte_tables.Rows`: joined from the answers of the shards."""
+
+    __slots__ = ("_answers", "_bags", "_data", "_lock", "_lookup", "_whole")
+
+    def __init__(self, lookup: RemoteLookup, answers: Answers, data: bytes, bags: BagPlaces) -> None:
+        self._lookup = lookup
+        self._answers = answers
+        self._data = data
+        self._bags = bags
+        self._whole: NDArray[np.float32] | None = None
+        self._lock = threading.Lock()  # parts of one request run at once
+
+    def after(self, head: bytes) -> bytes:
+        """See Rows."""
+        return bytes(self._lookup.join(self._answers, self._data, self._bags, head))
+
+    def fill(self, into: NDArray[np.float32], part: tuple[int, int] | None) -> bool:
+        """See Rows."""
+        if part is None:
+            self._lookup.join(self._answers, self._data, self._bags, into)
+            return True
+        with self._lock:
+            if self._whole is None:
+                self._whole = np.empty((self._bags.batch, self._lookup.columns), np.float32)
+                self._lookup.join(self._answers, self._data, self._bags, self._whole)
+        first, count = part
+        into[:] = self._whole[first : first + count]
+        return True
+
+
+class RemoteTables(ByteTables):
+    """Tables on other hosts.
 
     Args:
         split: of the module.
@@ -93,46 +154,35 @@ class RemoteTables:
         *,
         default_rows: bool,
     ) -> None:
+        super().__init__(split.features, names, dims, takes_context=False)
         self._split, self._rows, self._by_rank = split, rows, {rank.rank: rank for rank in split.ranks}
         self._fan_out, self._version, self._default_rows = fan_out, version, default_rows
         self.at_end_of_turn = fan_out.at_end_of_turn
-        self._names, self._dims = tuple(names), tuple(dims)
-        self._known = frozenset(split.features)
-        self._orders: LruCache[bytes, RemoteOrder] = LruCache(_MAX_ORDERS)
 
-    def order(self, block: bytes) -> RemoteOrder | None:
-        """The order that was :meth:`learn` ed for these bytes."""
-        return self._orders[block]
-
-    def learn(self, block: bytes, keys: Sequence[str]) -> RemoteOrder | None:
-        """Remember what ``block`` means: the keys of a request; None when they are not features of the model, each once."""
-        at = {key: place for place, key in enumerate(keys)}
-        if not at or len(at) != len(keys) or not self._known.issuperset(at):
-            return None
+    def _prepare(self, places: Mapping[str, int], beside: Mapping[str, int], complete: bool) -> RemoteLookup:
         firsts: dict[int, int] = {}  # feature of the module -> its first column of the answer
         column = 0
-        for number, (feature, dim) in enumerate(zip(self._split.features, self._dims)):
-            if feature in at:
+        for number, (feature, dim) in enumerate(zip(self._features, self._dims)):
+            if feature in places:
                 firsts[number] = column
                 column += dim
-        ranks = tuple(self._rank(rank, at, firsts) for rank in self._split.ranks)
+        ranks = tuple(self._rank(rank, places, firsts) for rank in self._split.ranks)
         means = []
         for number, first, last in self._split.mean_columns:
             if number in firsts:
                 start = firsts[number]
-                means.append((at[self._split.features[number]], start + first, start + last))
-        order = RemoteOrder(
+                means.append((places[self._features[number]], start + first, start + last))
+        return RemoteLookup(
             tuple(self._names[number] for number in firsts),
             tuple(self._dims[number] for number in firsts),
             column,
-            len(at) == len(self._known),
-            np.array([self._rows[key] for key in keys], np.int64),
+            complete,
+            self,
+            np.array([self._rows[key] for key in places], np.int64),
             ranks,
             [rank.streams for rank in ranks],
             np.array(means, np.int64).reshape(-1, 3),
         )
-        self._orders[block] = order
-        return order
 
     def _rank(self, rank: Any, at: Mapping[str, int], firsts: Mapping[int, int]) -> _Rank:
         mine = rank.mine
@@ -148,13 +198,6 @@ class RemoteTables:
         pairs = pairs_of(mine, self._split.layout.configs, firsts)
         return _Rank(rank.rank, rank_streams, rank.num_columns, runs_of(mine, firsts), pairs)
 
-    def split(self, order: RemoteOrder, data: bytes, bags: BagPlaces) -> dict[int, Parts] | None:
-        """Each rank's part of the request; None when an id is out of range."""
-        found = split(data, bags, order.limits, order.streams)
-        if found is None:
-            return None
-        return {rank.rank: [[part]] for rank, part in zip(order.ranks, found) if part is not None}
-
     def begin(self, parts: Mapping[int, Parts], batch: int, deadline: float, done: FanOutCallback) -> None:
         """See :func:`recinfer.serving.shards.fan_out_request.begin_fan_out`."""
 
@@ -163,24 +206,3 @@ class RemoteTables:
 
         query = ShardQuery(self._version, batch, parts, deadline, self._fan_out.half, self._default_rows, fits)
         begin_fan_out(self._fan_out, query, done)
-
-    def join(
-        self,
-        order: RemoteOrder,
-        answers: Answers,
-        data: bytes,
-        bags: BagPlaces,
-        into: bytes | NDArray[np.float32],
-    ) -> Any:
-        """Float32 ``[batch, order.columns]``, zero where no rank answered: see ``recinfer.serving.shards._ranks.join``."""
-        found: list[RankAnswer] = []
-        for rank in order.ranks:
-            arrays = answers.get(rank.rank)
-            if arrays is None:
-                continue
-            if is_packed(arrays[0]):
-                found.append(RankAnswer(arrays[0], PACKED_ANSWER, rank.pairs))
-            else:
-                values = arrays[0] if arrays[0].dtype == np.float32 else arrays[0].astype(np.float32)
-                found.append(RankAnswer(values, rank.columns, rank.runs))
-        return join(found, order.means, data, bags, order.columns, into)
