@@ -19,6 +19,7 @@ from recinfer.lru import LruCache
 from recinfer.quant._tables import pack as _pack
 from recinfer.quant._tables import pool as _pool
 from recinfer.quant.bags import BagPlaces
+from recinfer.quant.formats.registry import row_format
 from recinfer.quant.lookup import PooledLookup
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class DirectPieces:
                     read.rect.rows,
                     read.row_bytes(batch.storage.row_alignment),
                     read.rect.cols,
-                    read.data_type.bits,
+                    row_format(read.data_type).code,
                     mean,
                 )
                 for read, mean in zip(batch.reads, means, strict=True)

@@ -14,9 +14,9 @@
 #define AHEAD 48 /* ids whose rows are prefetched ahead of their use */
 #define LONG_WORK 65536 /* floats; a larger lookup releases the interpreter lock */
 
-/* A table, or columns of one, in the buffer. `bits` of a code; 16 and 32 are floats. */
+/* A table, or columns of one, in the buffer. */
 typedef struct {
-    int64_t offset, rows, row_bytes, width, bits, mean;
+    int64_t offset, rows, row_bytes, width, format, mean;
 } Piece;
 
 /* One feature of a request in one piece: `key` is its place in the request, `column` the first of the answer's. */
@@ -30,7 +30,7 @@ typedef struct {
 } Part;
 
 /* All bags of one feature in one piece, whose ids are rows of it. */
-INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t bits, const Bags *bags,
+INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t format, const Bags *bags,
                              const Part *part, int64_t key, float *restrict sum, uint8_t *out, int64_t columns) {
     const int64_t row_bytes = piece->row_bytes, last = part->ends[key];
     int64_t at = part->starts[key];
@@ -41,7 +41,7 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
         for (; at < end; at++) {
             if (at + AHEAD < last)
                 __builtin_prefetch(table + id_at(bags, at + AHEAD) * row_bytes);
-            add_row(table + id_at(bags, at) * row_bytes, width, bits, sum);
+            add_row(table + id_at(bags, at) * row_bytes, width, format, sum);
         }
         if (piece->mean && count > 1) {
             const float inverse = 1.0f / (float)count;
@@ -52,7 +52,7 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
     }
 }
 
-#define POOL(WIDTH, BITS, SUM) pool_step(table, piece, WIDTH, BITS, bags, part, key, SUM, into, columns)
+#define POOL(WIDTH, FORMAT, SUM) pool_step(table, piece, WIDTH, FORMAT, bags, part, key, SUM, into, columns)
 
 /* Whether all ids from `at` to `last` are rows of it; asks for the first rows, which come before any is read. */
 INLINE static int are_rows(const uint8_t *table, const Piece *piece, const Bags *bags, int64_t at, int64_t last) {
@@ -89,7 +89,7 @@ WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *ste
         const int64_t key = steps[s].key, at = part->starts[key], last = part->ends[key];
         if (!are_rows(table, piece, bags, at, last))
             return 0;
-        BY_ROW(POOL, piece->width, piece->bits, sum);
+        BY_ROW(POOL, piece->width, piece->format, sum);
     }
     return 1;
 }
@@ -97,7 +97,7 @@ WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *ste
 /* How the rows of one key's bags are sent, where no bag holds more than one id: all as they lie in the table, or those of
    bags that hold one, behind a bit for each bag. */
 static uint8_t kind_of(const Bags *bags, const int64_t *starts, int64_t key, const Piece *piece) {
-    const int64_t ids = starts[key + 1] - starts[key], size = stored_bytes(piece->width, piece->bits);
+    const int64_t ids = starts[key + 1] - starts[key], size = row_size(piece->width, piece->format);
     if (!ids)
         return EMPTY;
     for (int64_t b = 0; b < bags->batch; b++)
@@ -109,7 +109,7 @@ static uint8_t kind_of(const Bags *bags, const int64_t *starts, int64_t key, con
 }
 
 static int64_t kind_bytes(uint8_t kind, const Piece *piece, int64_t batch, int64_t ids) {
-    const int64_t size = stored_bytes(piece->width, piece->bits);
+    const int64_t size = row_size(piece->width, piece->format);
     switch (kind) {
     case EMPTY:
         return 0;
@@ -158,9 +158,9 @@ WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *ste
         if (!are_rows(table, piece, bags, at, last))
             return 0;
         if (kinds[s] == SUMS) {
-            BY_ROW(POOL, piece->width, piece->bits, sum);
+            BY_ROW(POOL, piece->width, piece->format, sum);
         } else if (kinds[s] != EMPTY) {
-            switch (stored_bytes(piece->width, piece->bits)) { /* copies of a constant size compile to moves */
+            switch (row_size(piece->width, piece->format)) { /* copies of a constant size compile to moves */
             case 12:
                 COPY(12);
                 break;
@@ -174,7 +174,7 @@ WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *ste
                 COPY(68);
                 break;
             default:
-                COPY(stored_bytes(piece->width, piece->bits));
+                COPY(row_size(piece->width, piece->format));
             }
         }
         into += kind_bytes(kinds[s], piece, bags->batch, last - at);
@@ -185,9 +185,8 @@ WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *ste
 static int check_pieces(const Piece *pieces, int64_t count, int64_t buffer_bytes) {
     for (int64_t p = 0; p < count; p++) {
         const Piece *piece = pieces + p;
-        const int64_t bits = piece->bits;
-        if (!are_bits(bits) || piece->width < 1 || piece->width > 1 << 24 || piece->rows < 0 || piece->offset < 0 ||
-            piece->offset > buffer_bytes || piece->row_bytes < stored_bytes(piece->width, bits) ||
+        if (!is_row_format(piece->format) || piece->width < 1 || piece->width > 1 << 24 || piece->rows < 0 || piece->offset < 0 ||
+            piece->offset > buffer_bytes || piece->row_bytes < row_size(piece->width, piece->format) ||
             piece->rows > (buffer_bytes - piece->offset) / piece->row_bytes)
             return 0;
     }
@@ -252,7 +251,7 @@ PyDoc_STRVAR(pool_doc,
              "--\n\n"
              "Pooled rows of the `bags` (recinfer.quant.bags.BagPlaces) in the bytes `data`. `length_bytes` 1: lengths are uint8;\n"
              "0: each bag holds one id.\n\n"
-             "pieces: int64 [P, 6], offset, rows, bytes of a row, width, bits and mean of tables in `buffer`.\n"
+             "pieces: int64 [P, 6], offset, rows, bytes of a row, width, row format and mean of tables in `buffer`.\n"
              "steps: int64 [S, 3], place among the keys, piece, first column of the answer's `columns`.\n"
              "into: a writable float32 buffer of [samples, columns], or bytes that the answer begins with.\n"
              "first, samples: which of the batch are wanted, all of them unless both are given. Of the others no id is looked\n"

@@ -13,6 +13,7 @@ from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import _tables as tables
 from recinfer.quant.bags import BagPlaces
 from recinfer.quant.buffers import Buffers, Placed
+from recinfer.quant.formats.registry import row_format
 from recinfer.quant.packing import pack_rows
 from recinfer.quant.rows import PACKED_TYPES, row_bytes
 from recinfer.quant.tbe import TableBatch
@@ -34,7 +35,7 @@ class Case:
             packed = pack_rows(torch.randn(ROWS, width), data_type)
             slots.append(Placed(Rect(0, 0, ROWS, 0, width, f"t{f}"), data_type, offset))
             mean = int(pooling is PoolingType.MEAN)
-            pieces.append((offset, ROWS, row_bytes(width, data_type), width, data_type.bits, mean))
+            pieces.append((offset, ROWS, row_bytes(width, data_type), width, row_format(data_type).code, mean))
             steps.append((f, f, column))
             column += width
             offset += packed.numel()
