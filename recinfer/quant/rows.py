@@ -1,9 +1,9 @@
-"""The format of packed rows (FBGEMM's): sizes, slicing and joining columns, and unpacking.
+"""The format of packed rows (FBGEMM's, where it has the precision): sizes, slicing and joining columns, and unpacking.
 
 A packed row is bytes, in the order that the table-batched-embedding (TBE) operator reads::
 
     INT8, INT4, INT2:  scale (fp16) | bias (fp16) | codes, low bits first | zero padding to the row alignment
-    FP16, FP32:        the elements | zero padding to the row alignment
+    floats:            the elements | zero padding to the row alignment
 
 :mod:`recinfer.quant.formats` holds an object for each precision; the functions here take the precision and check their
 arguments.
