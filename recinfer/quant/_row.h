@@ -37,7 +37,7 @@ static inline float one_from_half(uint16_t half) {
 }
 
 /* The formats of rows: `code` of a recinfer.quant.formats.row_format.RowFormat. */
-enum { INT2_ROWS = 1, INT4_ROWS, INT8_ROWS, FP16_ROWS, FP32_ROWS, END_OF_FORMATS };
+enum { INT2_ROWS = 1, INT4_ROWS, INT8_ROWS, FP16_ROWS, FP32_ROWS, BF16_ROWS, END_OF_FORMATS };
 
 static inline int is_row_format(int64_t format) { return format >= INT2_ROWS && format < END_OF_FORMATS; }
 
@@ -52,6 +52,7 @@ static inline int64_t row_size(int64_t width, int64_t format) {
     case FP32_ROWS:
         return 4 * width;
     case FP16_ROWS:
+    case BF16_ROWS:
         return 2 * width;
     default:
         return QPARAM_BYTES + (width * code_bits(format) + 7) / 8;
@@ -73,6 +74,14 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t format, fl
             uint16_t half;
             memcpy(&half, row + 2 * i, 2);
             sum[i] += from_half(half);
+        }
+        return;
+    }
+    if (format == BF16_ROWS) {
+        for (int64_t i = 0; i < width; i++) {
+            uint16_t high;
+            memcpy(&high, row + 2 * i, 2);
+            sum[i] += from_bits((uint32_t)high << 16);
         }
         return;
     }
@@ -109,6 +118,8 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t format, fl
             BY_WIDTH(CALL, WIDTH, INT8_ROWS, VECTOR) \
         } else if ((FORMAT) == INT4_ROWS) { \
             BY_WIDTH(CALL, WIDTH, INT4_ROWS, VECTOR) \
+        } else if ((FORMAT) == BF16_ROWS) { \
+            BY_WIDTH(CALL, WIDTH, BF16_ROWS, VECTOR) \
         } else { \
             CALL(WIDTH, FORMAT, VECTOR); \
         } \

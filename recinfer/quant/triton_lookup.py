@@ -38,7 +38,14 @@ from recinfer.quant.row_cache import CACHE_FIELDS, FIRST_CACHE_FIELD, RowCache, 
 
 __all__ = ["Launch", "Read", "TritonTables"]
 
-_FORMATS = {DataType.INT2: 2, DataType.INT4: 4, DataType.INT8: 8, DataType.FP16: 16, DataType.FP32: 32}
+_FORMATS = {
+    DataType.INT2: 2,
+    DataType.INT4: 4,
+    DataType.INT8: 8,
+    DataType.FP16: 16,
+    DataType.FP32: 32,
+    DataType.BF16: 64,
+}
 """The row formats of this kernel, each a power of two: one number says which of them occur."""
 _NUM_FORMATS = tl.constexpr(len(_FORMATS))
 _OUTPUT_DTYPES = (torch.float32, torch.float16)
@@ -60,6 +67,11 @@ def _row_values(
         column = first + tl.arange(0, COLUMNS)[None, :]
         pointers = starts.to(tl.pointer_type(tl.float16)) + column
         return tl.load(pointers, mask=take & (column < columns), other=0.0).to(tl.float32)
+    elif FORMAT == 64:  # BF16: the upper halves of float32 numbers
+        column = first + tl.arange(0, COLUMNS)[None, :]
+        pointers = starts.to(tl.pointer_type(tl.uint16)) + column
+        high = tl.load(pointers, mask=take & (column < columns), other=0).to(tl.uint32)
+        return (high << 16).to(tl.float32, bitcast=True)
     else:
         per_byte: tl.constexpr = 8 // FORMAT  # an integer format is the number of bits of its codes
         if ALIGNMENT >= 4:  # scale and bias in one load

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,12 @@ from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Buffers, Placed, allocate
 from recinfer.quant.compiled_batch import CompiledBatch, MixedBatch
+from recinfer.quant.kernels import table_batch
+from recinfer.quant.lookup import SequenceTables
 from recinfer.quant.packing import pack_rows
+from recinfer.quant.rows import unpack_rows
 from recinfer.quant.tbe import TableBatch
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 HALVES = [DataType.FP16, DataType.FP32]
 INTEGERS = [DataType.INT8, DataType.INT4, DataType.INT2]
@@ -73,6 +78,54 @@ def test_single_rows(data_type: DataType) -> None:
     for a, b in zip(mine.rows_per_read(ids, offsets, edges), theirs.rows_per_read(ids, offsets, edges), strict=True):
         assert torch.equal(a.view(torch.int32), b.contiguous().view(torch.int32))
     assert torch.equal(mine(ids, offsets), torch.cat(mine.rows_per_read(ids, offsets, edges)))
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("types", [[DataType.BF16], [DataType.INT8, DataType.BF16, DataType.FP16]], ids=str)
+def test_bfloat16_rows(types: list[DataType], weighted: bool, pooling: PoolingType) -> None:
+    """The reference is FBGEMM over the weights that torch rounds to bfloat16, infinities and NaN among them."""
+    buffers, tables = placed(types, [8, 16, 32, 64, 128, 20, 5])
+    odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 3.3e38, 2**-133])
+    for table in tables:
+        if table.data_type is DataType.BF16:
+            buffers.rows(table)[1, : 2 * min(8, table.rect.cols)] = odd.bfloat16().view(torch.uint8)[
+                : 2 * table.rect.cols
+            ]
+    ids, offsets = bags(7, 9, 12)
+    weights = torch.rand(len(ids)) - 0.5 if weighted else None
+    mine = table_batch(tables, pooling, buffers)
+    assert isinstance(mine, CompiledBatch if len(types) == 1 else MixedBatch)
+    values, wide = allocate([replace(t, data_type=DataType.FP32) for t in tables], CPU)
+    for table, there in zip(tables, wide):
+        rows = unpack_rows(buffers.rows(table), table.rect.cols, table.data_type)
+        values.write(there, rows.view(torch.uint8))
+    expected = TableBatch(wide, pooling, values)(ids, offsets, weights)
+    found, starts = mine.without_padding(mine(ids, offsets, weights)), [0]
+    for table in tables:
+        span = slice(starts[-1], starts[-1] + table.rect.cols)
+        starts.append(span.stop)
+        if table.data_type is DataType.BF16:
+            assert torch.equal(found[:, span].nan_to_num(7e7), expected[:, span].nan_to_num(7e7))
+            assert torch.equal(found[:, span].isnan(), expected[:, span].isnan())
+        else:
+            torch.testing.assert_close(found[:, span], expected[:, span], rtol=1e-5, atol=1e-5)
+    assert bool(found.isnan().any())
+
+
+def test_bfloat16_sequences_beside_others() -> None:
+    buffers, tables = placed([DataType.BF16, DataType.INT8], [16, 16, 16])
+    keys = ["a", "b", "c"]
+    lengths = torch.randint(0, 4, (3 * 11,))
+    ids = torch.randint(0, 70, (int(lengths.sum()),))
+    features = KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths)
+    sequences = SequenceTables(tables, None, buffers)
+    assert len(sequences.calls) == 2
+    edges = features.offset_per_key()
+    for at, (table, rows) in enumerate(zip(tables, sequences(features), strict=True)):
+        of_key = ids[edges[at] : edges[at + 1]]
+        whole = unpack_rows(buffers.rows(table), 16, table.data_type)
+        torch.testing.assert_close(rows, whole[of_key], rtol=0, atol=0 if table.data_type is DataType.BF16 else 1e-6)
 
 
 def test_minus_one_is_no_row_and_other_ids_are_refused() -> None:

@@ -15,6 +15,7 @@ from recinfer.quant.formats.row_format import RowFormat
 
 EXPECTED_BYTES = {"int8": lambda d: 4 + d, "int4": lambda d: 4 + -(-d // 2), "int2": lambda d: 4 + -(-d // 4)} | {
     "fp16": lambda d: 2 * d,
+    "bf16": lambda d: 2 * d,
     "fp32": lambda d: 4 * d,
 }
 formats = pytest.mark.parametrize("rows", ROW_FORMATS, ids=lambda rows: rows.name)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.quant.formats.bf16 import BF16
 from recinfer.quant.formats.floats import FP16, FP32
 from recinfer.quant.formats.integers import INT2, INT4, INT8
 from recinfer.quant.formats.row_format import RowFormat
 
 __all__ = ["ROW_FORMATS", "find_row_format", "row_format", "row_format_of_code"]
 
-ROW_FORMATS: tuple[RowFormat, ...] = (INT8, INT4, INT2, FP16, FP32)
+ROW_FORMATS: tuple[RowFormat, ...] = (INT8, INT4, INT2, FP16, BF16, FP32)
 """Every row format, in the order in which messages list them."""
 
 _BY_TYPE = {known.data_type: known for known in ROW_FORMATS}
