@@ -90,7 +90,7 @@ setup(
     ext_modules=[
         extension("archive/_mapped"),
         extension("optim/_adagrad"),
-        extension("quant/_rows", "recinfer/quant/_half.h"),
+        extension("quant/_rows", *ROWS),
         extension("quant/_tables", *ROWS),
         extension("serving/shards/_ranks", *ROWS, "recinfer/serving/wire/_reader.h"),
         extension("serving/wire/_wire", "recinfer/serving/wire/_reader.h"),

@@ -30,8 +30,9 @@ BASE = {
     "threads",
 }
 MODEL_CODE = BASE | {"sparse", "modules"}
+ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
 RECT = {"distributed.layout.rect"}  # plain numbers, for all code that uses positions in tables
-LAYOUT = RECT | {"distributed.layout", "distributed.types"}
+LAYOUT = RECT | ROW_FORMATS | {"distributed.layout", "distributed.types"}
 BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.embedding_types", "distributed.planner.constants"}
 PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "plan", "solve")}
 PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
@@ -63,13 +64,15 @@ ALLOWED: dict[str, set[str]] = {
     "distributed.types": MODEL_CODE,
     "distributed.embedding_types": MODEL_CODE | {"distributed.types"},
     "distributed.layout.rect": {"errors"},
-    "distributed.layout": MODEL_CODE | RECT | {"distributed.types"},
+    "distributed.layout": MODEL_CODE | RECT | ROW_FORMATS | {"distributed.types"},
     "distributed.planner.constants": set(),
     "distributed.planner.model": BELOW_PLANNING,
     "distributed.planner.plan": BELOW_PLANNING | {"distributed.planner.model"},
     "distributed.planner.solve": BELOW_PLANNING | {"distributed.planner.model", "distributed.planner.plan"},
     "distributed.planner": BELOW_PLANNING | PLANNER,
-    "quant": MODEL_CODE | RECT,
+    "quant._rows": set(),  # compiled
+    "quant.formats": MODEL_CODE | {"quant._rows"},
+    "quant": MODEL_CODE | RECT | ROW_FORMATS | {"quant._rows"},
     "optim": MODEL_CODE,
     "distributed": RUNTIME,
     "fx": RUNTIME,
@@ -198,7 +201,8 @@ def test_planning_and_clients_need_no_kernels() -> None:
     planning = "recinfer.distributed.planner.plan, recinfer.distributed.planner.planners"
     loaded = loaded_after(f"import {planning}, recinfer.serving.client.client, recinfer.serving.client.admin")
     assert "fbgemm_gpu" not in loaded
-    assert "recinfer.quant" not in loaded
+    quant = {name for name in loaded if name.startswith("recinfer.quant.")}
+    assert all(name.startswith("recinfer.quant.formats") for name in quant)
 
 
 def test_a_server_loads_no_optimizers_and_no_planner_and_starts_no_process_group_and_no_cuda() -> None:

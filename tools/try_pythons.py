@@ -36,9 +36,9 @@ for name in COMPILED:
     loader = importlib.machinery.ExtensionFileLoader(module, str(path))
     found = importlib.util.module_from_spec(importlib.util.spec_from_file_location(module, path, loader=loader))
     loader.exec_module(found)
-    if module == "_rows":
+    if module == "_rows":  # 3: INT8 rows (_row.h)
         weights, rows = np.array([[0, 255], [1, 511]], np.float32), np.zeros((2, 6), np.uint8)
-        found.pack_rows(weights, rows, 8, np.zeros(2, np.int32), 0.0, 0.0)
+        found.pack_rows(weights, rows, 3, np.zeros(2, np.int32), 0.0, 0.0)
         assert rows[:, :4].view(np.float16).tolist() == [[1, 0], [2, 1]], rows
         assert rows[:, 4:].tolist() == [[0, 255], [0, 255]], rows
     if module == "_wire":

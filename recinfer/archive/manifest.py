@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recinfer.quant.formats.names import Precision
 
 __all__ = [
     "ENGINE_PACKAGES",
@@ -38,7 +39,6 @@ MAX_ONNX_ERROR = 1e-5
 ENGINE_PACKAGES = {"onnx": "onnxruntime", "torch": "torch"}
 """The package of each engine of the dense part, the name that users know."""
 
-Precision = Literal["int8", "int4", "int2", "fp16", "fp32"]
 MissingShards = Literal["reject", "default_rows"]
 
 
@@ -46,7 +46,7 @@ MissingShards = Literal["reject", "default_rows"]
 class QuantizationInfo:
     """The quantization error of a table: largest absolute error and root mean square error over all rows.
 
-    ``max_step`` is the largest scale step (0 for FP16 and FP32). FBGEMM gives a row of one value the scale 1,
+    ``max_step`` is the largest scale step (0 for precisions without a scale). FBGEMM gives a row of one value the scale 1,
     though it is stored exactly, so a table with such a row has at least 1 here.
     ``relative_error`` is ``rms_error`` over the root mean square of the float values.
     """
@@ -192,7 +192,7 @@ class Manifest:
     version: str
     created: str
     versions: dict[str, str]
-    precision: Literal["int8", "int4", "int2", "fp16", "fp32", "mixed"]
+    precision: Literal[Precision, "mixed"]
     world_size: int
     plan_hash: str
     tables: tuple[TableInfo, ...]

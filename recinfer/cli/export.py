@@ -19,8 +19,9 @@ from recinfer.cli.models import (
     open_checkpoint,
     parse_precisions,
 )
-from recinfer.cli.options import DataFormat, MissingShards, Precision, parse_pair
+from recinfer.cli.options import DataFormat, MissingShards, parse_pair
 from recinfer.errors import ConfigError
+from recinfer.quant.formats.names import Precision
 from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _plan(
 
     per_table = parse_precisions(table_precision)
     if path is None:
-        chosen = DataType.parse((precision or Precision.int8).value)
+        chosen = DataType.parse(precision or "int8")
         return plan_inference(
             module, world_size=world_size or 1, compute_device="cpu", precision=chosen, per_table_precision=per_table
         )
@@ -199,10 +200,10 @@ def _plan(
             "got --table-precision and --plan, but a plan sets the precisions; give --table-precision to `recinfer "
             "plan`"
         )
-    other = sorted({t.precision.value for t in plan.tables} - {precision.value.upper()} if precision else ())
+    other = sorted({t.precision.value for t in plan.tables} - {precision.upper()} if precision else ())
     if precision and other:
         raise ConfigError(
-            f"--precision {precision.value}, but {path} is a plan for {', '.join(other).lower()}; run `recinfer plan "
-            f"--precision {precision.value}`"
+            f"--precision {precision}, but {path} is a plan for {', '.join(other).lower()}; run `recinfer plan "
+            f"--precision {precision}`"
         )
     return plan

@@ -8,7 +8,7 @@ from typing import Literal
 
 from recinfer.errors import ConfigError
 
-__all__ = ["DataFormat", "Device", "MissingShards", "Precision", "RequestKind", "check_other_file", "parse_pair"]
+__all__ = ["DataFormat", "Device", "MissingShards", "RequestKind", "check_other_file", "parse_pair"]
 
 
 class DataFormat(StrEnum):
@@ -36,16 +36,6 @@ class MissingShards(StrEnum):
     def in_manifest(self) -> Literal["reject", "default_rows"]:
         """The value of the archive's manifest that allows this."""
         return "default_rows" if self is MissingShards.default_rows else "reject"
-
-
-class Precision(StrEnum):
-    """Element types that tables are stored in."""
-
-    int8 = "int8"
-    int4 = "int4"
-    int2 = "int2"
-    fp16 = "fp16"
-    fp32 = "fp32"
 
 
 class RequestKind(StrEnum):

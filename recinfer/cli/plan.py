@@ -15,7 +15,8 @@ from recinfer.cli.models import (
     open_checkpoint,
     parse_precisions,
 )
-from recinfer.cli.options import Device, Precision
+from recinfer.cli.options import Device
+from recinfer.quant.formats.names import Precision
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -31,7 +32,7 @@ def run(
     device: Annotated[Device, typer.Option(help="Device that the ranks compute on.")] = Device.cpu,
     hbm_gb: Annotated[float | None, typer.Option(min=0, help="Device memory per rank, in GiB.")] = None,
     ddr_gb: Annotated[float | None, typer.Option(min=0, help="Host memory per rank, in GiB.")] = None,
-    precision: Annotated[Precision, typer.Option(help="Element type of the stored rows.")] = Precision.int8,
+    precision: Annotated[Precision, typer.Option(help="Element type of the stored rows.")] = "int8",
     table_precision: TablePrecisionOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per request, for the time estimates.")] = 512,
     hardware: Annotated[
@@ -67,7 +68,7 @@ def run(
         module,
         world_size=world_size,
         compute_device=device.value,
-        precision=DataType.parse(precision.value),
+        precision=DataType.parse(precision),
         per_table_precision=parse_precisions(table_precision),
         hbm_gb=hbm_gb,
         ddr_gb=ddr_gb,

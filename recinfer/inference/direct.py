@@ -18,6 +18,7 @@ from recinfer.inference.byte_tables import ByteTables, ReadyLookup
 from recinfer.quant._tables import pack as _pack
 from recinfer.quant._tables import pool as _pool
 from recinfer.quant.bags import BagPlaces
+from recinfer.quant.formats.registry import row_format
 from recinfer.quant.lookup import PooledLookup
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class DirectPieces:
                     read.rect.rows,
                     read.row_bytes(batch.storage.row_alignment),
                     read.rect.cols,
-                    read.data_type.bits,
+                    row_format(read.data_type).code,
                     mean,
                 )
                 for read, mean in zip(batch.reads, means, strict=True)

@@ -90,7 +90,7 @@ def quantize_inference_model(
         per_table_weight_dtype: table -> precision, where it differs from the rest.
         fp_weight_dtype: precision of tables behind feature processors (FeatureProcessedEmbeddingBagCollection).
         quantization_dtype: precision of the rest: ``torch.int8`` (or ``qint8``), ``torch.quint4x2`` (INT4),
-            ``torch.quint2x4`` (INT2), ``torch.float16``, ``torch.float32``, or a :class:`DataType`.
+            ``torch.quint2x4`` (INT2), ``torch.float16``, ``torch.bfloat16``, ``torch.float32``, or a :class:`DataType`.
         output_dtype: element type of the looked-up vectors: float32, float16 or bfloat16.
 
     Returns:

@@ -33,6 +33,7 @@ from recinfer.archive.manifest import (
 from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import CheckpointError, ConfigError
+from recinfer.quant.formats.names import Precision
 from recinfer.quant.rows import PACKED_TYPES
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def first_manifest(
     """The manifest before the export of the dense part; every feature is required in Predict."""
     tables = tuple(_table(leaf, i, plan) for leaf in leaves for i in range(len(leaf.configs)))
     precisions = {table.precision for table in tables}
-    precision: Literal["int8", "int4", "int2", "fp16", "fp32", "mixed"]
+    precision: Literal[Precision, "mixed"]
     precision = next(iter(precisions)) if len(precisions) == 1 else "mixed"
     return Manifest(
         format=FORMAT,

@@ -11,7 +11,7 @@ from recinfer.archive.check import Answer, Request
 from recinfer.archive.manifest import Manifest, ModuleInfo, TableInfo
 from recinfer.errors import ArchiveError
 from recinfer.inference.predictor import Predictor
-from recinfer.quant.rows import CODE_BITS
+from recinfer.quant.formats.registry import row_format
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["FloatRows", "compare_with_float", "float_embeddings", "rounding_bound"]
@@ -122,21 +122,10 @@ def _module_floats(
 
 
 def rounding_bound(table: TableInfo, vectors: Tensor) -> Tensor:
-    """Largest rounding error per element of whole rows [N, dim], which are the float ones or the stored ones.
-
-    Of integer rows: half a step of the row's own range. A row of one value has no step, although FBGEMM stores the scale
-    1 for it. Where the range is so small that its scale is below fp16's normal numbers, the scale is off by up to
-    2**-25, and the largest code by that times itself.
-    """
+    """Largest rounding error per element of whole rows [N, dim], which are the float ones or the stored ones."""
     if not vectors.shape[0]:
         return torch.zeros_like(vectors)
-    largest = vectors.abs().amax(1, keepdim=True)
-    bound = (2e-6 if table.precision == "fp32" else 2**-9) * largest + 1e-7
-    if table.data_type in CODE_BITS:
-        levels = (1 << CODE_BITS[table.data_type]) - 1
-        steps = (vectors.amax(1, keepdim=True) - vectors.amin(1, keepdim=True)) / levels
-        bound = bound + steps / 2 + torch.where(steps < 2**-13, levels * 2**-25, 0.0)
-    return bound.expand_as(vectors)
+    return row_format(table.data_type).rounding_bound(vectors).expand_as(vectors)
 
 
 def _pooled(

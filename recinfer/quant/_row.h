@@ -1,4 +1,4 @@
-/* Unpacks one row of a packed table to floats, for the compiled loops. */
+/* The formats of packed rows, and the unpacking of one row to floats, for the compiled loops. */
 
 #ifndef RECINFER_ROW_H
 #define RECINFER_ROW_H
@@ -36,17 +36,32 @@ static inline float one_from_half(uint16_t half) {
 #endif
 }
 
-/* An element: a code or a float. */
-static inline int are_bits(int64_t bits) { return bits == 2 || bits == 4 || bits == 8 || bits == 16 || bits == 32; }
+/* The formats of rows: `code` of a recinfer.quant.formats.row_format.RowFormat. */
+enum { INT2_ROWS = 1, INT4_ROWS, INT8_ROWS, FP16_ROWS, FP32_ROWS, BF16_ROWS, END_OF_FORMATS };
 
-/* Bytes of a row, without padding. */
-static inline int64_t stored_bytes(int64_t width, int64_t bits) {
-    return (bits < 16 ? QPARAM_BYTES : 0) + (width * bits + 7) / 8;
+static inline int is_row_format(int64_t format) { return format >= INT2_ROWS && format < END_OF_FORMATS; }
+
+/* Bits of a code of an integer format; 0 of a format without codes. */
+static inline int code_bits(int64_t format) {
+    return format == INT8_ROWS ? 8 : format == INT4_ROWS ? 4 : format == INT2_ROWS ? 2 : 0;
 }
 
-/* `width` and `bits` of a table, as constants where the caller has them: then a row's sum stays in registers. */
-INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, float *restrict sum) {
-    if (bits == 32) {
+/* Bytes of a row, without padding. */
+static inline int64_t row_size(int64_t width, int64_t format) {
+    switch (format) {
+    case FP32_ROWS:
+        return 4 * width;
+    case FP16_ROWS:
+    case BF16_ROWS:
+        return 2 * width;
+    default:
+        return QPARAM_BYTES + (width * code_bits(format) + 7) / 8;
+    }
+}
+
+/* `width` and `format` of a table, as constants where the caller has them: then a row's sum stays in registers. */
+INLINE static void add_row(const uint8_t *row, int64_t width, int64_t format, float *restrict sum) {
+    if (format == FP32_ROWS) {
         for (int64_t i = 0; i < width; i++) {
             float value;
             memcpy(&value, row + 4 * i, 4);
@@ -54,11 +69,19 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, floa
         }
         return;
     }
-    if (bits == 16) {
+    if (format == FP16_ROWS) {
         for (int64_t i = 0; i < width; i++) {
             uint16_t half;
             memcpy(&half, row + 2 * i, 2);
             sum[i] += from_half(half);
+        }
+        return;
+    }
+    if (format == BF16_ROWS) {
+        for (int64_t i = 0; i < width; i++) {
+            uint16_t high;
+            memcpy(&high, row + 2 * i, 2);
+            sum[i] += from_bits((uint32_t)high << 16);
         }
         return;
     }
@@ -67,8 +90,8 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, floa
     memcpy(&half_bias, row + 2, 2);
     const float scale = one_from_half(half_scale), bias = one_from_half(half_bias);
     const uint8_t *codes = row + QPARAM_BYTES;
-    const int per_byte = (int)(8 / bits), shift = (int)bits;
-    if (bits == 8) {
+    const int shift = code_bits(format), per_byte = 8 / shift;
+    if (format == INT8_ROWS) {
 #pragma omp simd /* otherwise the compiler unrolls a constant width to scalar code before it vectorizes */
         for (int64_t i = 0; i < width; i++)
             sum[i] = fmaf((float)codes[i], scale, sum[i] + bias);
@@ -87,32 +110,34 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, floa
     }
 }
 
-/* CALL(width, bits, vector) with both as constants where they are common ones: then a row's numbers stay in registers.
+/* CALL(width, format, vector) with both as constants where they are common ones: then a row's numbers stay in registers.
    `vector`: room for a row, for other widths. */
-#define BY_ROW(CALL, WIDTH, BITS, VECTOR) \
+#define BY_ROW(CALL, WIDTH, FORMAT, VECTOR) \
     do { \
-        if ((BITS) == 8) { \
-            BY_WIDTH(CALL, WIDTH, 8, VECTOR) \
-        } else if ((BITS) == 4) { \
-            BY_WIDTH(CALL, WIDTH, 4, VECTOR) \
+        if ((FORMAT) == INT8_ROWS) { \
+            BY_WIDTH(CALL, WIDTH, INT8_ROWS, VECTOR) \
+        } else if ((FORMAT) == INT4_ROWS) { \
+            BY_WIDTH(CALL, WIDTH, INT4_ROWS, VECTOR) \
+        } else if ((FORMAT) == BF16_ROWS) { \
+            BY_WIDTH(CALL, WIDTH, BF16_ROWS, VECTOR) \
         } else { \
-            CALL(WIDTH, BITS, VECTOR); \
+            CALL(WIDTH, FORMAT, VECTOR); \
         } \
     } while (0)
-#define BY_WIDTH(CALL, WIDTH, BITS, VECTOR) \
+#define BY_WIDTH(CALL, WIDTH, FORMAT, VECTOR) \
     switch (WIDTH) { \
-        FIXED_WIDTH(CALL, 8, BITS) \
-        FIXED_WIDTH(CALL, 16, BITS) \
-        FIXED_WIDTH(CALL, 32, BITS) \
-        FIXED_WIDTH(CALL, 64, BITS) \
-        FIXED_WIDTH(CALL, 128, BITS) \
+        FIXED_WIDTH(CALL, 8, FORMAT) \
+        FIXED_WIDTH(CALL, 16, FORMAT) \
+        FIXED_WIDTH(CALL, 32, FORMAT) \
+        FIXED_WIDTH(CALL, 64, FORMAT) \
+        FIXED_WIDTH(CALL, 128, FORMAT) \
     default: \
-        CALL(WIDTH, BITS, VECTOR); \
+        CALL(WIDTH, FORMAT, VECTOR); \
     }
-#define FIXED_WIDTH(CALL, WIDTH, BITS) \
+#define FIXED_WIDTH(CALL, WIDTH, FORMAT) \
     case WIDTH: { \
         float fixed[WIDTH]; \
-        CALL(WIDTH, BITS, fixed); \
+        CALL(WIDTH, FORMAT, fixed); \
         break; \
     }
 

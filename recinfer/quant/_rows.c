@@ -1,6 +1,6 @@
 /* Float rows to packed integer rows and the error this makes, in one pass over each row while it is in the cache.
 
-   The arithmetic is that of recinfer/quant/packing.py and of FBGEMM's quantizer, bit for bit. Other threads of
+   The arithmetic is that of recinfer/quant/formats/integers.py and of FBGEMM's quantizer, bit for bit. Other threads of
    the process run meanwhile: the interpreter lock is released for the whole call. */
 
 #define Py_LIMITED_API 0x030B0000
@@ -11,8 +11,7 @@
 #include <string.h>
 
 #include "_half.h"
-
-#define QPARAM_BYTES 4
+#include "_row.h"
 
 typedef struct {
     double weight_squares; /* sum of squares of all weights: NaN or infinite if a weight is */
@@ -143,7 +142,7 @@ WIDE static Py_ssize_t pack(const float *weights, Py_ssize_t rows, Py_ssize_t di
 }
 
 PyDoc_STRVAR(pack_doc,
-             "pack_rows(weights, out, bits, odd, largest, step)\n--\n\n"
+             "pack_rows(weights, out, format, odd, largest, step)\n--\n\n"
              "Quantize float32 rows [R, D] (C-contiguous) into uint8 rows [R, >= row bytes] (bytes of a row adjacent).\n\n"
              "Returns (rows whose minimum is -0.0, their numbers in the int32 array odd [>= R]; sum of squared weights;\n"
              "of squared differences; largest difference; largest scale). Weights that are not finite make the second\n"
@@ -152,9 +151,9 @@ PyDoc_STRVAR(pack_doc,
 static PyObject *pack_rows(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *weights_object, *out_object, *odd_object, *result = NULL;
-    int bits;
+    int format;
     Errors errors = {0};
-    if (!PyArg_ParseTuple(args, "OOiOff", &weights_object, &out_object, &bits, &odd_object, &errors.largest,
+    if (!PyArg_ParseTuple(args, "OOiOff", &weights_object, &out_object, &format, &odd_object, &errors.largest,
                           &errors.step))
         return NULL;
     Py_buffer weights, out, odd;
@@ -165,11 +164,11 @@ static PyObject *pack_rows(PyObject *module, PyObject *args) {
     if (PyObject_GetBuffer(odd_object, &odd, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
         goto release_out;
     const Py_ssize_t rows = weights.ndim == 2 ? weights.shape[0] : -1, dim = rows < 0 ? 0 : weights.shape[1];
-    if (rows < 0 || weights.itemsize != 4 || (bits != 8 && bits != 4 && bits != 2) || dim < 1 || rows > INT32_MAX ||
+    if (rows < 0 || weights.itemsize != 4 || !code_bits(format) || dim < 1 || rows > INT32_MAX ||
         out.ndim != 2 || out.itemsize != 1 || out.shape[0] != rows || (out.strides[1] != 1 && out.shape[1] != 1) ||
-        out.shape[1] < QPARAM_BYTES + (dim * bits + 7) / 8 || (rows > 1 && out.strides[0] < out.shape[1]) ||
+        out.shape[1] < row_size(dim, format) || (rows > 1 && out.strides[0] < out.shape[1]) ||
         odd.itemsize != 4 || odd.len < 4 * rows) {
-        PyErr_SetString(PyExc_ValueError, "expected float32 [R, D], uint8 [R, row bytes], 8, 4 or 2, int32 [R]");
+        PyErr_SetString(PyExc_ValueError, "expected float32 [R, D], uint8 [R, row bytes], an integer format, int32 [R]");
         goto release_odd;
     }
     int32_t *wide = PyMem_Malloc(5 * (size_t)dim + 4); /* numbers of 4 bytes, then of 1 */
@@ -179,7 +178,8 @@ static PyObject *pack_rows(PyObject *module, PyObject *args) {
     }
     Py_ssize_t found;
     Py_BEGIN_ALLOW_THREADS
-    found = pack(weights.buf, rows, dim, bits, out.buf, out.strides[0], (uint8_t *)(wide + dim), wide, odd.buf, &errors);
+    found = pack(weights.buf, rows, dim, code_bits(format), out.buf, out.strides[0], (uint8_t *)(wide + dim), wide, odd.buf,
+                 &errors);
     Py_END_ALLOW_THREADS
     PyMem_Free(wide);
     result = Py_BuildValue("ndddd", found, errors.weight_squares, errors.squares, (double)errors.largest,

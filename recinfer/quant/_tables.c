@@ -1,5 +1,6 @@
 /* Pooled lookups of a few samples in packed tables, without a tensor on the way: what a small request costs around
-   FBGEMM's operator is several times what its rows do. The sums are FBGEMM's, in its order. */
+   FBGEMM's operator is several times what its rows do. The sums are FBGEMM's, in its order. And lookups of bags in tensors'
+   memory, for rows that FBGEMM lacks. */
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -14,9 +15,9 @@
 #define AHEAD 48 /* ids whose rows are prefetched ahead of their use */
 #define LONG_WORK 65536 /* floats; a larger lookup releases the interpreter lock */
 
-/* A table, or columns of one, in the buffer. `bits` of a code; 16 and 32 are floats. */
+/* A table, or columns of one, in the buffer. */
 typedef struct {
-    int64_t offset, rows, row_bytes, width, bits, mean;
+    int64_t offset, rows, row_bytes, width, format, mean;
 } Piece;
 
 /* One feature of a request in one piece: `key` is its place in the request, `column` the first of the answer's. */
@@ -30,7 +31,7 @@ typedef struct {
 } Part;
 
 /* All bags of one feature in one piece, whose ids are rows of it. */
-INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t bits, const Bags *bags,
+INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t format, const Bags *bags,
                              const Part *part, int64_t key, float *restrict sum, uint8_t *out, int64_t columns) {
     const int64_t row_bytes = piece->row_bytes, last = part->ends[key];
     int64_t at = part->starts[key];
@@ -41,7 +42,7 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
         for (; at < end; at++) {
             if (at + AHEAD < last)
                 __builtin_prefetch(table + id_at(bags, at + AHEAD) * row_bytes);
-            add_row(table + id_at(bags, at) * row_bytes, width, bits, sum);
+            add_row(table + id_at(bags, at) * row_bytes, width, format, sum);
         }
         if (piece->mean && count > 1) {
             const float inverse = 1.0f / (float)count;
@@ -52,7 +53,7 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
     }
 }
 
-#define POOL(WIDTH, BITS, SUM) pool_step(table, piece, WIDTH, BITS, bags, part, key, SUM, into, columns)
+#define POOL(WIDTH, FORMAT, SUM) pool_step(table, piece, WIDTH, FORMAT, bags, part, key, SUM, into, columns)
 
 /* Whether all ids from `at` to `last` are rows of it; asks for the first rows, which come before any is read. */
 INLINE static int are_rows(const uint8_t *table, const Piece *piece, const Bags *bags, int64_t at, int64_t last) {
@@ -89,7 +90,7 @@ WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *ste
         const int64_t key = steps[s].key, at = part->starts[key], last = part->ends[key];
         if (!are_rows(table, piece, bags, at, last))
             return 0;
-        BY_ROW(POOL, piece->width, piece->bits, sum);
+        BY_ROW(POOL, piece->width, piece->format, sum);
     }
     return 1;
 }
@@ -97,7 +98,7 @@ WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *ste
 /* How the rows of one key's bags are sent, where no bag holds more than one id: all as they lie in the table, or those of
    bags that hold one, behind a bit for each bag. */
 static uint8_t kind_of(const Bags *bags, const int64_t *starts, int64_t key, const Piece *piece) {
-    const int64_t ids = starts[key + 1] - starts[key], size = stored_bytes(piece->width, piece->bits);
+    const int64_t ids = starts[key + 1] - starts[key], size = row_size(piece->width, piece->format);
     if (!ids)
         return EMPTY;
     for (int64_t b = 0; b < bags->batch; b++)
@@ -109,7 +110,7 @@ static uint8_t kind_of(const Bags *bags, const int64_t *starts, int64_t key, con
 }
 
 static int64_t kind_bytes(uint8_t kind, const Piece *piece, int64_t batch, int64_t ids) {
-    const int64_t size = stored_bytes(piece->width, piece->bits);
+    const int64_t size = row_size(piece->width, piece->format);
     switch (kind) {
     case EMPTY:
         return 0;
@@ -158,9 +159,9 @@ WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *ste
         if (!are_rows(table, piece, bags, at, last))
             return 0;
         if (kinds[s] == SUMS) {
-            BY_ROW(POOL, piece->width, piece->bits, sum);
+            BY_ROW(POOL, piece->width, piece->format, sum);
         } else if (kinds[s] != EMPTY) {
-            switch (stored_bytes(piece->width, piece->bits)) { /* copies of a constant size compile to moves */
+            switch (row_size(piece->width, piece->format)) { /* copies of a constant size compile to moves */
             case 12:
                 COPY(12);
                 break;
@@ -174,7 +175,7 @@ WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *ste
                 COPY(68);
                 break;
             default:
-                COPY(stored_bytes(piece->width, piece->bits));
+                COPY(row_size(piece->width, piece->format));
             }
         }
         into += kind_bytes(kinds[s], piece, bags->batch, last - at);
@@ -185,9 +186,8 @@ WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *ste
 static int check_pieces(const Piece *pieces, int64_t count, int64_t buffer_bytes) {
     for (int64_t p = 0; p < count; p++) {
         const Piece *piece = pieces + p;
-        const int64_t bits = piece->bits;
-        if (!are_bits(bits) || piece->width < 1 || piece->width > 1 << 24 || piece->rows < 0 || piece->offset < 0 ||
-            piece->offset > buffer_bytes || piece->row_bytes < stored_bytes(piece->width, bits) ||
+        if (!is_row_format(piece->format) || piece->width < 1 || piece->width > 1 << 24 || piece->rows < 0 || piece->offset < 0 ||
+            piece->offset > buffer_bytes || piece->row_bytes < row_size(piece->width, piece->format) ||
             piece->rows > (buffer_bytes - piece->offset) / piece->row_bytes)
             return 0;
     }
@@ -252,7 +252,7 @@ PyDoc_STRVAR(pool_doc,
              "--\n\n"
              "Pooled rows of the `bags` (recinfer.quant.bags.BagPlaces) in the bytes `data`. `length_bytes` 1: lengths are uint8;\n"
              "0: each bag holds one id.\n\n"
-             "pieces: int64 [P, 6], offset, rows, bytes of a row, width, bits and mean of tables in `buffer`.\n"
+             "pieces: int64 [P, 6], offset, rows, bytes of a row, width, row format and mean of tables in `buffer`.\n"
              "steps: int64 [S, 3], place among the keys, piece, first column of the answer's `columns`.\n"
              "into: a writable float32 buffer of [samples, columns], or bytes that the answer begins with.\n"
              "first, samples: which of the batch are wanted, all of them unless both are given. Of the others no id is looked\n"
@@ -462,7 +462,152 @@ close:
     return result;
 }
 
+/* Bags by the place of their first ids. */
+typedef struct {
+    Py_buffer ids, offsets, weights; /* `offsets` without an obj: each bag holds one id; `weights` without one: each is 1 */
+    int64_t batch;
+} OffsetBags;
+
+static inline int64_t number_at(const Py_buffer *numbers, int64_t at) {
+    return numbers->itemsize == 8 ? ((const int64_t *)numbers->buf)[at] : ((const int32_t *)numbers->buf)[at];
+}
+
+static inline int64_t offset_at(const OffsetBags *bags, int64_t bag) {
+    return bags->offsets.obj == NULL ? bag : number_at(&bags->offsets, bag);
+}
+
+/* All bags of one feature in one piece; whether their ids are rows of it, or -1, which stands for no row. `vector`: a row. */
+INLINE static int sum_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t format, const OffsetBags *bags,
+                           int64_t key, float *restrict sum, float *restrict vector, uint8_t *out, int64_t columns) {
+    const int64_t first = key * bags->batch, ids = bags->ids.len / bags->ids.itemsize;
+    const int64_t last = offset_at(bags, first + bags->batch);
+    const float *weights = bags->weights.obj == NULL ? NULL : bags->weights.buf;
+    for (int64_t b = 0; b < bags->batch; b++) {
+        const int64_t start = offset_at(bags, first + b), end = offset_at(bags, first + b + 1);
+        if (start < 0 || end < start || end > ids)
+            return 0;
+        for (int64_t i = 0; i < width; i++)
+            sum[i] = 0.0f;
+        for (int64_t at = start; at < end; at++) {
+            const int64_t id = number_at(&bags->ids, at);
+            if (at + AHEAD < last && at + AHEAD < ids)
+                __builtin_prefetch((const void *)((uintptr_t)table + (uintptr_t)number_at(&bags->ids, at + AHEAD) *
+                                                                         (uintptr_t)piece->row_bytes));
+            if (id == -1)
+                continue;
+            if (id < 0 || id >= piece->rows)
+                return 0;
+            const uint8_t *row = table + id * piece->row_bytes;
+            if (weights == NULL) {
+                add_row(row, width, format, sum);
+                continue;
+            }
+            for (int64_t i = 0; i < width; i++)
+                vector[i] = 0.0f;
+            add_row(row, width, format, vector);
+            for (int64_t i = 0; i < width; i++)
+                sum[i] = fmaf(weights[at], vector[i], sum[i]);
+        }
+        if (piece->mean && end - start > 1) {
+            const float inverse = 1.0f / (float)(end - start);
+            for (int64_t i = 0; i < width; i++)
+                sum[i] *= inverse;
+        }
+        memcpy(out + 4 * b * columns, sum, (size_t)width * sizeof *sum);
+    }
+    return 1;
+}
+
+#define SUM(WIDTH, FORMAT, VECTOR) \
+    whole = sum_step(buffer + piece->offset, piece, WIDTH, FORMAT, bags, steps[s].key, VECTOR, vector, into, columns)
+
+/* Whether every id is a row of its table. `vector`, `spare`: of the widest piece each. */
+WIDE static int sum_bags(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps,
+                         const OffsetBags *bags, float *restrict vector, float *restrict spare, uint8_t *out,
+                         int64_t columns) {
+    int whole = 1;
+    for (int64_t s = 0; whole && s < num_steps; s++) {
+        const Piece *piece = pieces + steps[s].piece;
+        uint8_t *into = out + 4 * steps[s].column;
+        BY_ROW(SUM, piece->width, piece->format, spare);
+    }
+    return whole;
+}
+
+PyDoc_STRVAR(sum_doc,
+             "sum_bags(buffer, pieces, steps, ids, offsets, weights, batch, columns, into)\n"
+             "--\n\n"
+             "Pooled rows of bags in tensors' memory, for rows that FBGEMM lacks: into float32 [batch, columns].\n\n"
+             "pieces, steps: as `pool` takes them. ids, offsets: int32 or int64; None for offsets: each of `batch` ids is a bag\n"
+             "of the only key. weights: float32, one for each id, or None.\n\n"
+             "Returns whether every id is a row of its table or -1, which stands for no row, and the offsets are in order.\n"
+             "Raises ValueError for arrays of another size, and for places outside the buffer or the answer.");
+
+static int read_numbers(PyObject *object, Py_buffer *view, int nullable) {
+    if (nullable && object == Py_None)
+        return 1;
+    if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS) < 0)
+        return 0;
+    if (view->itemsize == 4 || view->itemsize == 8)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "sum_bags: expected numbers of 4 or 8 bytes");
+    return 0;
+}
+
+static PyObject *sum_method(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *buffer_object, *pieces_object, *steps_object, *ids, *offsets, *weights, *into, *result = NULL;
+    Py_ssize_t batch, columns;
+    Py_buffer buffer = {0}, pieces_view = {0}, steps_view = {0}, out = {0};
+    OffsetBags bags = {0};
+    float *room = NULL;
+    if (!PyArg_ParseTuple(args, "OOOOOOnnO", &buffer_object, &pieces_object, &steps_object, &ids, &offsets, &weights, &batch,
+                          &columns, &into) ||
+        PyObject_GetBuffer(buffer_object, &buffer, PyBUF_SIMPLE) < 0 ||
+        PyObject_GetBuffer(pieces_object, &pieces_view, PyBUF_SIMPLE) < 0 ||
+        PyObject_GetBuffer(steps_object, &steps_view, PyBUF_SIMPLE) < 0 || !read_numbers(ids, &bags.ids, 0) ||
+        !read_numbers(offsets, &bags.offsets, 1) || !read_numbers(weights, &bags.weights, 1) ||
+        PyObject_GetBuffer(into, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
+        goto close;
+    const int64_t num_ids = bags.ids.len / bags.ids.itemsize;
+    const int64_t num_pieces = pieces_view.len / (Py_ssize_t)sizeof(Piece), num_steps = steps_view.len / (Py_ssize_t)sizeof(Step);
+    int64_t keys = 1, widest;
+    bags.batch = batch;
+    if (bags.offsets.obj != NULL)
+        keys = batch > 0 ? (bags.offsets.len / bags.offsets.itemsize - 1) / batch : INT64_MAX;
+    if (batch < 0 || columns < 0 || (columns && batch > PY_SSIZE_T_MAX / 64 / columns) || out.len != 4 * batch * columns ||
+        (bags.offsets.obj == NULL && batch != num_ids) ||
+        (bags.weights.obj != NULL && (bags.weights.itemsize != 4 || bags.weights.len != 4 * num_ids)) ||
+        !check_pieces(pieces_view.buf, num_pieces, buffer.len) ||
+        !check_steps(steps_view.buf, num_steps, pieces_view.buf, num_pieces, keys, columns, &widest)) {
+        PyErr_SetString(PyExc_ValueError, "sum_bags: arrays of another size, or places outside the buffer or the answer");
+        goto close;
+    }
+    room = PyMem_Malloc(2 * (size_t)widest * sizeof *room);
+    if (room == NULL) {
+        PyErr_NoMemory();
+        goto close;
+    }
+    int whole;
+    if (num_ids * widest > LONG_WORK) {
+        Py_BEGIN_ALLOW_THREADS
+        whole = sum_bags(buffer.buf, pieces_view.buf, steps_view.buf, num_steps, &bags, room, room + widest, out.buf, columns);
+        Py_END_ALLOW_THREADS
+    } else {
+        whole = sum_bags(buffer.buf, pieces_view.buf, steps_view.buf, num_steps, &bags, room, room + widest, out.buf, columns);
+    }
+    result = PyBool_FromLong(whole);
+close:
+    PyMem_Free(room);
+    Py_buffer *views[] = {&buffer, &pieces_view, &steps_view, &bags.ids, &bags.offsets, &bags.weights, &out};
+    for (int i = 0; i < 7; i++)
+        if (views[i]->obj != NULL)
+            PyBuffer_Release(views[i]);
+    return result;
+}
+
 static PyMethodDef methods[] = {{"pack", pack_method, METH_VARARGS, pack_doc},
+                                {"sum_bags", sum_method, METH_VARARGS, sum_doc},
                                 {"pool", pool_method, METH_VARARGS, pool_doc},
                                 {NULL, NULL, 0, NULL}};
 

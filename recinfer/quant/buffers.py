@@ -45,7 +45,7 @@ class Placed:
 
     Attributes:
         rect: the table and its rows and columns.
-        data_type: INT8, INT4, INT2, FP16 or FP32.
+        data_type: one of ``recinfer.quant.rows.PACKED_TYPES``.
         offset: byte offset of its first row.
         memory: ``"near"``: the first of two :class:`Buffers`; ``"managed"``: the second, which a GPU reads over the bus;
             ``"cached"``: the second, behind a cache in GPU memory. Without a second one all is in the first.

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, check_table_name
 from recinfer.quant.buffers import Buffers, Placed, allocate, whole_table
+from recinfer.quant.formats.registry import row_format
 from recinfer.quant.packing import pack_rows
-from recinfer.quant.rows import QPARAM_BYTES, row_bytes, unpack_rows
+from recinfer.quant.rows import row_bytes, unpack_rows
 from recinfer.sparse.opaque import Opaque
 
 if TYPE_CHECKING:
@@ -38,12 +39,13 @@ def _unpacked_weights(name: str, quantized: tuple[Tensor, Tensor | None], data_t
     """Packed rows from TorchRec's pair (codes, scale and bias)."""
     codes, scale_bias = quantized
     codes = codes.view(torch.uint8) if codes.dtype != torch.uint8 else codes
-    if data_type in (DataType.FP16, DataType.FP32):
+    lead_bytes = row_format(data_type).lead_bytes
+    if not lead_bytes:
         return codes
     if scale_bias is None:
         raise InputError(f"table {name!r}: got codes without scale and bias; {data_type.value} rows need both")
     qparams = scale_bias if scale_bias.dtype == torch.uint8 else scale_bias.half().contiguous().view(torch.uint8)
-    return torch.cat([qparams.reshape(-1, QPARAM_BYTES), codes], dim=1)
+    return torch.cat([qparams.reshape(-1, lead_bytes), codes], dim=1)
 
 
 class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):

@@ -58,7 +58,7 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
     """Quantized pooled tables.
 
     Args:
-        tables: configs; ``data_type`` is the packed precision (INT8, INT4, INT2, FP16, FP32), in any mix.
+        tables: configs; ``data_type`` is the packed precision (``recinfer.quant.rows.PACKED_TYPES``), in any mix.
         is_weighted: ids carry weights.
         device: ``"cpu"``, a CUDA device, or ``"meta"`` (planning).
         output_dtype: float32, float16 or bfloat16.

@@ -1,4 +1,4 @@
-"""Chooses the kernel that looks up packed rows: FBGEMM's, or recinfer's in Triton."""
+"""Chooses the kernel that looks up packed rows: FBGEMM's, recinfer's in Triton, or recinfer's compiled loop."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import torch
 
 from recinfer import env, fbgemm
-from recinfer.errors import UnavailableError
+from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers, Placed
+from recinfer.quant.formats.registry import row_format
 
 if TYPE_CHECKING:
     from recinfer.quant.tbe import TableBatch
 
-__all__ = ["Kernel", "choose_kernel", "mixes_widths", "table_batch"]
+__all__ = ["Kernel", "call_keys", "choose_kernel", "table_batch"]
 
 
 class Kernel(NamedTuple):
@@ -60,9 +61,13 @@ def _install(kernel: str, kind: str) -> str:
     return f"install it: pip install 'recinfer[{extra}]'"
 
 
-def mixes_widths(device: torch.device) -> bool:
-    """Whether unpooled tables of several widths share a call of the kernel for ``device``. FBGEMM's takes one padded width."""
-    return choose_kernel(device).name == "triton"
+def call_keys(reads: Sequence[Placed], device: torch.device) -> list[tuple[int, bool]]:
+    """A key of each unpooled read: equal keys share a call of the kernel for ``device``. Triton's takes all; FBGEMM's one
+    padded width, and only rows that FBGEMM has."""
+    if choose_kernel(device).name == "triton":
+        return [(0, True)] * len(reads)
+    formats = [row_format(read.data_type) for read in reads]
+    return [(rows.padded_dim(read.rect.cols), rows.fbgemm is not None) for rows, read in zip(formats, reads)]
 
 
 def table_batch(
@@ -73,17 +78,48 @@ def table_batch(
     output_dtype: torch.dtype = torch.float32,
     means: Sequence[bool] = (),
 ) -> TableBatch:
-    """A batched lookup over packed tables with the kernel that :func:`choose_kernel` chooses.
+    """A batched lookup over packed tables with the kernel that :func:`choose_kernel` chooses. On the CPU, recinfer's compiled
+    loop looks up rows that FBGEMM lacks.
 
     Args:
         reads, pooling, buffers, output_dtype: as of ``TableBatch``.
         means: of each read, whether it is a MEAN though ``pooling`` is SUM. A kernel whose ``averages`` is false sums these too.
+
+    Raises:
+        ConfigError: the kernel has no such rows.
     """
     if choose_kernel(buffers.device).name == "triton":
         from recinfer.quant.triton_batch import TritonBatch
 
         # The same calls; a union would make every caller name both.
         return cast("TableBatch", TritonBatch(reads, pooling, buffers, output_dtype=output_dtype, means=means))
+    lacking = [read for read in reads if row_format(read.data_type).fbgemm is None]
+    if lacking:
+        return _without_fbgemm(reads, lacking, pooling, buffers, output_dtype)
     from recinfer.quant.tbe import TableBatch
 
     return TableBatch(reads, pooling, buffers, output_dtype=output_dtype)
+
+
+def _without_fbgemm(
+    reads: Sequence[Placed],
+    lacking: Sequence[Placed],
+    pooling: PoolingType,
+    buffers: Buffers,
+    output_dtype: torch.dtype,
+) -> TableBatch:
+    """A lookup of tables of which FBGEMM has no rows for ``lacking``."""
+    from recinfer.quant.compiled_batch import CompiledBatch, MixedBatch
+
+    if buffers.device.type == "cuda":
+        names = ", ".join(sorted({read.data_type.value for read in lacking}))
+        raise ConfigError(
+            f"FBGEMM has no {names} rows on a GPU; set RECINFER_KERNEL=triton, or give the tables another precision"
+        )
+    if len(lacking) == len(reads):
+        return cast("TableBatch", CompiledBatch(reads, pooling, buffers, output_dtype=output_dtype))
+
+    def batch_of(run: Sequence[Placed]) -> TableBatch:
+        return table_batch(run, pooling, buffers, output_dtype=output_dtype)
+
+    return cast("TableBatch", MixedBatch(reads, pooling, buffers, batch_of, output_dtype=output_dtype))

@@ -22,8 +22,7 @@ from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.buffers import Buffers, Placed
-from recinfer.quant.kernels import mixes_widths, table_batch
-from recinfer.quant.rows import padded_dim
+from recinfer.quant.kernels import call_keys, table_batch
 from recinfer.quant.transfers import to_device
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -216,7 +215,7 @@ class SequenceCall(NamedTuple):
 
 
 class SequenceTables:
-    """Looks up rows of single ids in packed tables: in one kernel call, or one per padded width where the kernel requires it.
+    """Looks up rows of single ids in packed tables: in one kernel call, or in as many as the kernel requires (``call_keys``).
 
     Args:
         reads: what is read.
@@ -233,15 +232,13 @@ class SequenceTables:
         output_dtype: torch.dtype = torch.float32,
     ) -> None:
         taken = list(range(len(reads)) if keys is None else keys)
-        by_width: dict[int, list[int]] = {}
-        mixed = mixes_widths(buffers.device)
-        for number, read in enumerate(reads):
-            width = 0 if mixed else padded_dim(read.rect.cols, read.data_type)
-            by_width.setdefault(width, []).append(number)
+        by_call: dict[tuple[int, bool], list[int]] = {}
+        for number, key in enumerate(call_keys(reads, buffers.device)):
+            by_call.setdefault(key, []).append(number)
         in_order = list(range(max(taken, default=-1) + 1))
         self._reads = len(reads)
         self.calls = []
-        for numbers in by_width.values():
+        for numbers in by_call.values():
             batch = table_batch([reads[i] for i in numbers], PoolingType.NONE, buffers, output_dtype=output_dtype)
             mine = [taken[i] for i in numbers]
             self.calls.append(SequenceCall(batch, numbers, None if mine == in_order else mine))

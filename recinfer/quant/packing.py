@@ -7,45 +7,18 @@ Shape suffixes: R rows, D columns, P bytes of a packed row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant._rows import pack_rows as _pack_rows
-from recinfer.quant.rows import CODE_BITS, FLOAT_TYPES, row_bytes
+from recinfer.quant.formats.registry import row_format
+from recinfer.quant.formats.row_format import RowError
 
 __all__ = ["BLOCK_ELEMENTS", "RowError", "RowPacker", "pack_rows"]
 
 BLOCK_ELEMENTS = 1 << 18
 """Elements of a block: 1 MB of float32, which fits a core's cache."""
-
-_LARGEST = 65504.0  # of fp16
-
-
-@dataclass
-class RowError:
-    """The quantization error of packed rows, accumulated over blocks.
-
-    Attributes:
-        step: the largest scale (0 for FP16 and FP32).
-        largest: the largest absolute difference.
-        squares, weight_squares: sums of squares of the differences and of the weights.
-    """
-
-    step: float = 0.0
-    largest: float = 0.0
-    squares: float = 0.0
-    weight_squares: float = 0.0
-
-    def merge(self, other: RowError) -> None:
-        """Add the error of other rows of the same table."""
-        self.step, self.largest = max(self.step, other.step), max(self.largest, other.largest)
-        self.squares += other.squares
-        self.weight_squares += other.weight_squares
 
 
 class RowPacker:
@@ -55,7 +28,7 @@ class RowPacker:
 
     Args:
         dim: columns.
-        data_type: INT8, INT4, INT2, FP16 or FP32.
+        data_type: one of ``recinfer.quant.rows.PACKED_TYPES``.
         measure: gather :attr:`error` as well.
         most_rows: the most rows that will be packed; limits memory for small tables.
 
@@ -72,9 +45,9 @@ class RowPacker:
         rows = max(1, BLOCK_ELEMENTS // max(dim, 1))
         self.block = torch.empty(rows if most_rows is None else max(1, min(rows, most_rows)), dim)
         self._measure = measure
-        self._width = row_bytes(dim, data_type)
-        if data_type in CODE_BITS:
-            self._odd = np.empty(len(self.block), dtype=np.int32)
+        self._format = row_format(data_type)
+        self._width = self._format.row_bytes(dim)
+        self._scratch = self._format.scratch(len(self.block))
 
     def pack(self, rows: int, out_RP: Tensor, *, table: str = "", first_row: int = 0) -> None:
         """Quantize and pack the first ``rows`` rows of :attr:`block`.
@@ -84,70 +57,14 @@ class RowPacker:
             table, first_row: for messages.
 
         Raises:
-            InputError: a weight is NaN or infinite, or too large for fp16; names table, row and column.
+            InputError: a weight is NaN or infinite, or outside the format's range; names table, row and column.
         """
         if not rows:
             return
         weight_RD, out_RP = self.block[:rows], out_RP[:, : self._width]
-        if self.data_type in FLOAT_TYPES:
-            self._pack_floats(weight_RD, out_RP, table, first_row)
-        else:
-            self._pack_codes(weight_RD, out_RP, table, first_row)
-
-    def _check(self, weight_RD: Tensor, table: str, first_row: int) -> None:
-        """Raise InputError for rows that are not finite, or whose range exceeds fp16 scale and bias."""
-        good_R = torch.isfinite(weight_RD).all(dim=1)
-        if self.data_type in CODE_BITS:
-            low_R, high_R = weight_RD.amin(1).half(), weight_RD.amax(1)
-            levels = (1 << CODE_BITS[self.data_type]) - 1
-            good_R &= torch.isfinite(low_R) & torch.isfinite(((high_R - low_R.float()) / levels).half())
-        elif self.data_type is DataType.FP16:
-            good_R &= torch.isfinite(weight_RD.half()).all(dim=1)
-        if bool(good_R.all()):
-            return
-        row = int((~good_R).nonzero()[0])
-        values = weight_RD[row]
-        bad = (~torch.isfinite(values)).nonzero()
-        where = f"table {table!r}, row {first_row + row}"
-        if len(bad):
-            column = int(bad[0])
-            raise InputError(f"{where}, column {column}: got {float(values[column])}; expected finite weights")
-        raise InputError(
-            f"{where}: values from {float(values.min()):g} to {float(values.max()):g} exceed the range of "
-            f"{self.data_type.value} (fp16 ends at 65504); clip the row or use FP32"
+        self._format.pack(
+            weight_RD, out_RP, self._scratch, self.error, measure=self._measure, table=table, first_row=first_row
         )
-
-    def _pack_codes(self, weight_RD: Tensor, out_RP: Tensor, table: str, first_row: int) -> None:
-        bits = CODE_BITS[self.data_type]
-        error = self.error
-        odd, weight_squares, squares, largest, step = _pack_rows(
-            weight_RD.numpy(), out_RP.numpy(), bits, self._odd, error.largest, error.step
-        )
-        if not weight_squares < _LARGEST**2:
-            self._check(weight_RD, table, first_row)
-        if odd:  # FBGEMM decides which of the zeros is the bias
-            rows = torch.from_numpy(self._odd[:odd].astype(np.int64))
-            from recinfer.quant.tbe import quantize_rows  # FBGEMM, which rows of other elements do without
-
-            out_RP[rows] = quantize_rows(weight_RD[rows], bits)
-        error.weight_squares += weight_squares
-        if self._measure:
-            error.squares += squares
-            error.largest, error.step = largest, step
-
-    def _pack_floats(self, weight_RD: Tensor, out_RP: Tensor, table: str, first_row: int) -> None:
-        error, flat = self.error, weight_RD.view(-1)
-        # One product sees every NaN and infinity, and whether anything can be too large for fp16.
-        weight_squares = float(torch.dot(flat, flat))
-        if not weight_squares < _LARGEST**2:
-            self._check(weight_RD, table, first_row)
-        values = weight_RD.to(FLOAT_TYPES[self.data_type])
-        out_RP.copy_(values.view(torch.uint8))
-        error.weight_squares += weight_squares
-        if self._measure and self.data_type is not DataType.FP32:
-            off = values.float().sub_(weight_RD).view(-1)
-            error.largest = max(error.largest, -float(off.amin()), float(off.amax()))
-            error.squares += float(torch.dot(off, off))
 
 
 def pack_rows(
@@ -157,7 +74,7 @@ def pack_rows(
 
     Args:
         weight_RD: floating-point rows on CPU, shape [R, D].
-        data_type: INT8, INT4, INT2, FP16 or FP32.
+        data_type: one of ``recinfer.quant.rows.PACKED_TYPES``.
         row_alignment: rows are zero-padded to a multiple of this many bytes.
         table, first_row: only for messages, when the rows are a chunk of a table.
 
@@ -165,7 +82,7 @@ def pack_rows(
         uint8 tensor [R, row_bytes(D, data_type, row_alignment)]. Temporary memory is bounded for any R.
 
     Raises:
-        InputError: a weight is NaN or infinite, or too large for fp16; names table, row and column.
+        InputError: a weight is NaN or infinite, or outside the format's range; names table, row and column.
     """
     if weight_RD.dim() != 2 or not weight_RD.is_floating_point():
         raise InputError(
@@ -173,8 +90,7 @@ def pack_rows(
             "expected a floating-point matrix [rows, columns]"
         )
     rows, dim = weight_RD.shape
-    width = row_bytes(dim, data_type, 1)
-    aligned = row_bytes(dim, data_type, row_alignment)
+    width, aligned = row_format(data_type).row_bytes(dim), row_format(data_type).row_bytes(dim, row_alignment)
     out_RP = torch.empty((rows, aligned), dtype=torch.uint8)
     if aligned != width:
         out_RP[:, width:] = 0

@@ -1,5 +1,4 @@
-"""The interface to FBGEMM's table-batched embeddings (TBE): quantizing rows, looking up packed rows, registering TBE
-modules.
+"""The interface to FBGEMM's table-batched embeddings (TBE): looking up packed rows, registering TBE modules.
 
 No other file imports FBGEMM's TBE classes. The lookup calls the operator itself on tables anywhere in one uint8
 buffer, so tables are never copied into a module's own storage: a memory-mapped archive serves as it is. FBGEMM's
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from recinfer.errors import ConfigError, UnavailableError
-from recinfer.modules.embedding_configs import DataType, PoolingType
+from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers, Memory, Placed
-from recinfer.quant.rows import OUTPUT_DTYPES, QPARAM_BYTES, padded_dim
+from recinfer.quant.formats.registry import ROW_FORMATS
+from recinfer.quant.rows import OUTPUT_DTYPES, padded_dim
 from recinfer.quant.threads import SplitLookup
 
 try:
@@ -41,16 +41,10 @@ __all__ = [
     "IntNBitTableBatchedEmbeddingBagsCodegen",
     "TableBatch",
     "embedding_location",
-    "quantize_rows",
 ]
 
-_SPARSE_TYPES = {
-    DataType.FP32: SparseType.FP32,
-    DataType.FP16: SparseType.FP16,
-    DataType.INT8: SparseType.INT8,
-    DataType.INT4: SparseType.INT4,
-    DataType.INT2: SparseType.INT2,
-}
+_SPARSE_TYPES = {known.data_type: SparseType[known.fbgemm] for known in ROW_FORMATS if known.fbgemm is not None}
+_WIDEST = ("INT2", "INT4", "INT8", "FP16", "FP32")  # the operator takes the widest table of each, in this order
 _POOLING_MODES = {
     PoolingType.SUM: PoolingMode.SUM,
     PoolingType.MEAN: PoolingMode.MEAN,
@@ -65,31 +59,6 @@ def embedding_location(memory: Memory, device: torch.device) -> EmbeddingLocatio
         return EmbeddingLocation.HOST
     locations = {"managed": EmbeddingLocation.MANAGED, "cached": EmbeddingLocation.MANAGED_CACHING}
     return locations.get(memory, EmbeddingLocation.DEVICE)
-
-
-def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
-    """FBGEMM's row-wise quantization with fp16 scale and bias moved before the codes, as the TBE operator reads them.
-
-    Args:
-        weight_RD: finite float32 rows on CPU, contiguous.
-        bits: 8, 4 or 2.
-
-    Returns:
-        uint8 [R, 4 + ceil(D * bits / 8)].
-    """
-    rows, dim = weight_RD.shape
-    per_byte = 8 // bits
-    payload = -(-dim // per_byte)
-    if rows == 0:
-        return torch.empty((0, QPARAM_BYTES + payload), dtype=torch.uint8)
-    fill = -dim % (2 * per_byte)
-    if fill:  # the operator needs an even number of bytes; repeating a column changes neither minimum nor maximum
-        weight_RD = torch.cat([weight_RD, weight_RD[:, :1].expand(rows, fill)], dim=1)
-    fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight_RD, bits)
-    out = torch.cat([fused[:, -QPARAM_BYTES:], fused[:, :payload]], dim=1)
-    if dim % per_byte:
-        out[:, -1] &= (1 << (bits * (dim % per_byte))) - 1
-    return out
 
 
 class TableBatch(nn.Module):
@@ -151,7 +120,10 @@ class TableBatch(nn.Module):
         managed = buffers.managed
         self._managed = managed if managed is not None else torch.empty(0, dtype=torch.uint8, device=device)
         widths = list(zip(self.reads, self.widths))
-        widest = {t: max((w for read, w in widths if read.data_type is t), default=0) for t in _SPARSE_TYPES}
+        widest = {
+            kind: max((w for read, w in widths if _SPARSE_TYPES[read.data_type].name == kind), default=0)
+            for kind in _WIDEST
+        }
 
         def tensor(data: list[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(data, dtype=dtype, device=device)
@@ -166,11 +138,7 @@ class TableBatch(nn.Module):
             tensor([_SPARSE_TYPES[read.data_type].as_int() for read in self.reads], torch.uint8),
             tensor(column_offsets, torch.int32),
             column_offsets[-1],
-            widest[DataType.INT2],
-            widest[DataType.INT4],
-            widest[DataType.INT8],
-            widest[DataType.FP16],
-            widest[DataType.FP32],
+            *widest.values(),
         )
         ends = [r.offset + r.bytes(alignment) for r, memory in zip(self.reads, memories) if memory == "near"]
         end = max(ends, default=0)

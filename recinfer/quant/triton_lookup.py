@@ -38,7 +38,16 @@ from recinfer.quant.row_cache import CACHE_FIELDS, FIRST_CACHE_FIELD, RowCache, 
 
 __all__ = ["Launch", "Read", "TritonTables"]
 
-_BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2, DataType.FP16: 16, DataType.FP32: 32}
+_FORMATS = {
+    DataType.INT2: 2,
+    DataType.INT4: 4,
+    DataType.INT8: 8,
+    DataType.FP16: 16,
+    DataType.FP32: 32,
+    DataType.BF16: 64,
+}
+"""The row formats of this kernel, each a power of two: one number says which of them occur."""
+_NUM_FORMATS = tl.constexpr(len(_FORMATS))
 _OUTPUT_DTYPES = (torch.float32, torch.float16)
 _MOST_COLUMNS = 256  # of a program; wider tables take several
 _FIELDS = FIRST_CACHE_FIELD.value + CACHE_FIELDS  # of a program's description, in the order in which _lookup reads them
@@ -47,19 +56,24 @@ _FIELDS = FIRST_CACHE_FIELD.value + CACHE_FIELDS  # of a program's description, 
 @triton.jit
 def _row_values(
     starts, take, first, columns,
-    BITS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr, UNIT: tl.constexpr,
+    FORMAT: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Columns ``first`` to ``first + COLUMNS`` of the rows that begin at ``starts`` [rows, 1], float32; 0 where not taken."""
-    if BITS == 32:
+    if FORMAT == 32:
         column = first + tl.arange(0, COLUMNS)[None, :]
         pointers = starts.to(tl.pointer_type(tl.float32)) + column
         return tl.load(pointers, mask=take & (column < columns), other=0.0)
-    elif BITS == 16:
+    elif FORMAT == 16:
         column = first + tl.arange(0, COLUMNS)[None, :]
         pointers = starts.to(tl.pointer_type(tl.float16)) + column
         return tl.load(pointers, mask=take & (column < columns), other=0.0).to(tl.float32)
+    elif FORMAT == 64:  # BF16: the upper halves of float32 numbers
+        column = first + tl.arange(0, COLUMNS)[None, :]
+        pointers = starts.to(tl.pointer_type(tl.uint16)) + column
+        high = tl.load(pointers, mask=take & (column < columns), other=0).to(tl.uint32)
+        return (high << 16).to(tl.float32, bitcast=True)
     else:
-        per_byte: tl.constexpr = 8 // BITS
+        per_byte: tl.constexpr = 8 // FORMAT  # an integer format is the number of bits of its codes
         if ALIGNMENT >= 4:  # scale and bias in one load
             both = tl.load(starts.to(tl.pointer_type(tl.uint32)), mask=take, other=0)
             scale, bias = both & 0xFFFF, both >> 16
@@ -73,9 +87,9 @@ def _row_values(
         if per_byte <= UNIT:
             end = tl.multiple_of(end, UNIT // per_byte)
         packed = tl.load(starts + 4 + byte, mask=take & (byte < end), other=0)
-        if BITS == 8:
+        if FORMAT == 8:
             codes = packed
-        elif BITS == 4:
+        elif FORMAT == 4:
             codes = tl.interleave(packed & 15, packed >> 4)
         else:
             even = tl.interleave(packed & 3, (packed >> 4) & 3)
@@ -88,7 +102,7 @@ def _row_values(
 @triton.jit
 def _tile(
     rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunk_ptr, tags_ptr, batch,
-    BITS: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
+    FORMAT: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
     TILE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """``TILE`` bags of one key, or single ids, and ``COLUMNS`` columns of one table."""
@@ -129,7 +143,7 @@ def _tile(
             offset = cached_offset(offset, tags_ptr, row, take, row_bytes, cache_start, first_tag, slots)
             offset = tl.multiple_of(offset, ALIGNMENT)
         starts = rows_ptr + offset[:, None]
-        values = _row_values(starts, take[:, None], first, columns, BITS, COLUMNS, ALIGNMENT, UNIT)
+        values = _row_values(starts, take[:, None], first, columns, FORMAT, COLUMNS, ALIGNMENT, UNIT)
         if WEIGHTED:
             values *= tl.load(weights_ptr + at, mask=inside, other=0.0).to(tl.float32)[:, None]
         total += values
@@ -155,15 +169,15 @@ def _lookup(
 ):  # fmt: skip
     """Grid: (tiles of bags or ids, descriptions of a table's columns).
 
-    ``TYPES`` is the sum of the bits of the precisions that occur, ``ALIGNMENT`` divides the place of every row, ``UNIT`` the
+    ``TYPES`` is the sum of the formats that occur, ``ALIGNMENT`` divides the place of every row, ``UNIT`` the
     columns of every table, the output's stride and its starts. Unpooled, the output of a read begins at its element of
     ``starts_ptr``. ``CACHED``: some tables have a cache.
     """
     chunk_ptr = chunks_ptr + tl.program_id(1) * FIELDS
-    bits = tl.load(chunk_ptr + 1)
-    for width in tl.static_range(5):
+    rows_format = tl.load(chunk_ptr + 1)
+    for width in tl.static_range(_NUM_FORMATS):
         if (TYPES & (2 << width)) != 0:  # noqa: SIM102  the same
-            if bits == 2 << width:
+            if rows_format == 2 << width:
                 _tile(
                     rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, starts_ptr, bad_ptr, chunk_ptr, tags_ptr, batch,
                     2 << width, ALIGNMENT, POOLED, WEIGHTED, TILE, COLUMNS, UNIT, CACHED,
@@ -210,7 +224,7 @@ class TritonTables:
         cache: of rows in host memory; None: no read has ``"cached"`` memory.
 
     Raises:
-        ConfigError: incompatible reads, or an unsupported output type.
+        ConfigError: incompatible reads, rows that the kernel lacks, or an unsupported output type.
     """
 
     def __init__(
@@ -233,7 +247,10 @@ class TritonTables:
         self.pooled = not unpooled.pop()
         widths = [read.placed.rect.cols for read in reads]
         self.columns = min(_MOST_COLUMNS, max(16, _power_of_two(max(widths))))
-        self._types = sum({_BITS[read.placed.data_type] for read in reads})
+        lacking = sorted({read.placed.data_type.value for read in reads} - {known.value for known in _FORMATS})
+        if lacking:
+            raise ConfigError(f"Triton's kernel has no {', '.join(lacking)} rows; give the tables another precision")
+        self._types = sum({_FORMATS[read.placed.data_type] for read in reads})
         self.starts = [0, *accumulate(widths)][:-1]
         self.total_dim = sum(widths)
         self._unit = math.gcd(16, *widths)
@@ -260,7 +277,7 @@ class TritonTables:
             start += self.buffers.managed.data_ptr() - self.buffers.near.data_ptr()
         fields = [
             number,
-            _BITS[placed.data_type],
+            _FORMATS[placed.data_type],
             start,
             placed.row_bytes(alignment),
             rect.rows,

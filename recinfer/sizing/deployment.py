@@ -14,6 +14,7 @@ from recinfer.distributed.planner.types import PlannerError
 from recinfer.errors import ConfigError
 from recinfer.inference.reshard import embedding_model
 from recinfer.modules.embedding_configs import DataType
+from recinfer.quant.rows import row_bytes
 from recinfer.sizing.capacity import OBJECTIVE_SHARE, Measured
 from recinfer.sizing.fanout import agreement, carried
 from recinfer.sizing.hosts import HostType
@@ -91,10 +92,7 @@ def ranks_needed(manifest: Manifest, host: HostType) -> int:
     """
     model = embedding_model(manifest)
     stored = {table.full_name: DataType.parse(str(table.data_type)) for table in manifest.tables}
-    num_bytes = sum(
-        table.rows * (table.dim * table.data_type.bits / 8 + (4 if table.data_type.bits < 16 else 0))
-        for table in manifest.tables
-    )
+    num_bytes = sum(table.rows * row_bytes(table.dim, table.data_type) for table in manifest.tables)
     if not host.table_bytes:
         raise PlannerError(f"a {host.name} host has no memory left for tables: {host.memory_gib:g} GiB")
     least = max(1, math.ceil(num_bytes / host.table_bytes))

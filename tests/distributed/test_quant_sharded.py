@@ -14,10 +14,11 @@ from recinfer.distributed.quant_embeddingbag import (
     ShardedQuantEmbeddingBagCollection,
 )
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
-from recinfer.errors import ConfigError, InputError
+from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Placed, allocate
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recinfer.quant.formats.registry import row_format
 from recinfer.quant.rows import PACKED_TYPES, padded_dim
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.distributed.plans import sharding
@@ -240,6 +241,10 @@ def test_every_tbe_is_registered_with_its_own_tables(types: dict[str, DataType],
         module = quantized_sequences(types)
         sharded = ShardedQuantEmbeddingCollection(module, plan_for(module, kind, 2), env)
     features = random_features(sharded._configs, 7)
+    if not all(row_format(data_type).fbgemm for data_type in types.values()):
+        with pytest.raises(UnavailableError, match="FBGEMM has no TBE module for"):
+            sharded.tbes_configs()
+        return
     rects = []
     for tbe, group in sharded.tbes_configs().items():
         tables = group.embedding_tables

@@ -77,7 +77,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 
-@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.FP16])
+@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.FP16, DataType.BF16])
 def test_a_delta_gives_what_a_full_export_gives(tmp_path: Path, precision: DataType) -> None:
     model, archive = make_archive(tmp_path / "a", precision=precision, kinds=KINDS)
     before = (archive.root / "shards/rank-00001.safetensors").read_bytes()

@@ -28,7 +28,7 @@ from tests.archive.models import RANKER_ROWS, Everything, Ranker, make_archive, 
 KINDS = ("table_wise", "row_wise", "column_wise", "grid_shard")
 
 
-@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16])
+@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.BF16])
 def test_resharded_files_are_those_of_an_export_by_that_plan(tmp_path: Path, precision: DataType) -> None:
     torch.manual_seed(3)
     model = Ranker()

@@ -16,7 +16,7 @@ from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.planner import ParameterConstraints, Topology, create_planner, plan_inference
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
-from recinfer.distributed.planner.model.estimates import packed_row_bytes
+from recinfer.distributed.planner.model.estimates import NO_ROW_FORMAT, packed_row_bytes, row_format_code
 from recinfer.distributed.planner.model.hardware import Company, HardwareProfile, LookupGrid
 from recinfer.distributed.planner.model.topology import topology_of
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
@@ -84,10 +84,22 @@ def by_label(found: list[ShardingOption]) -> dict[tuple[str, str], ShardingOptio
 
 
 def test_packed_rows_are_counted_as_they_are_packed() -> None:
-    for precision in (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32):
-        for dim in (1, 3, 4, 7, 64, 130):
-            for alignment in (1, 16):
-                assert packed_row_bytes(dim, precision.bits, alignment) == row_bytes(dim, precision, alignment)
+    dims, precisions = (
+        [1, 3, 4, 7, 64, 130],
+        [DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32],
+    )
+    for alignment in (1, 16):
+        cases = [(dim, precision) for precision in precisions for dim in dims]
+        expected = [row_bytes(dim, precision, alignment) for dim, precision in cases]
+        codes = [row_format_code(precision) for _, precision in cases]
+        assert packed_row_bytes([dim for dim, _ in cases], codes, alignment).tolist() == expected
+        assert packed_row_bytes(7, row_format_code(DataType.INT4), alignment) == row_bytes(7, DataType.INT4, alignment)
+
+
+def test_rows_that_are_not_packed_have_no_packed_size() -> None:
+    assert row_format_code(DataType.INT64) == NO_ROW_FORMAT
+    with pytest.raises(ConfigError, match="no row format has the code 0"):
+        packed_row_bytes(8, NO_ROW_FORMAT)
 
 
 # Figures that TorchRec 1.8 gives for the same options (benchmarks/planner_parity.py compares thousands of them), but for the

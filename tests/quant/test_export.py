@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recinfer.inference.modules import quantize_inference_model
-from recinfer.modules.embedding_configs import PoolingType
+from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.quant.cases import MIXED, float_bags, random_features
@@ -40,10 +40,15 @@ torch.save([program(*inputs) for inputs in given], sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("pooling", ["sum", "mixed"])
-def test_export_runs_after_reload_in_a_fresh_process(tmp_path: Path, pooling: str) -> None:
+@pytest.mark.parametrize(
+    ("pooling", "lacking"),
+    [("sum", {}), ("mixed", {}), ("mixed", {"c": DataType.BF16}), ("sum", dict.fromkeys(MIXED, DataType.BF16))],
+)
+def test_export_runs_after_reload_in_a_fresh_process(
+    tmp_path: Path, pooling: str, lacking: dict[str, DataType]
+) -> None:
     poolings = [PoolingType.SUM, PoolingType.MEAN if pooling == "mixed" else PoolingType.SUM] * 2
-    model = quantize_inference_model(Wrapped(float_bags(poolings)), per_table_weight_dtype=dict(MIXED))
+    model = quantize_inference_model(Wrapped(float_bags(poolings)), per_table_weight_dtype={**MIXED, **lacking})
     assert isinstance(model.inner, EmbeddingBagCollection)
 
     def inputs(batch: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -56,8 +61,9 @@ def test_export_runs_after_reload_in_a_fresh_process(tmp_path: Path, pooling: st
     torch.export.save(program, tmp_path / "model.pt2")
     given = [inputs(size, size) for size in (3, 6, 50)]
     torch.save(given, tmp_path / "in.pt")
+    operators = "import recinfer.quant.compiled_batch\n" if lacking else ""
     subprocess.run(
-        [sys.executable, "-c", RELOAD, tmp_path / "model.pt2", tmp_path / "in.pt", tmp_path / "out.pt"],
+        [sys.executable, "-c", operators + RELOAD, tmp_path / "model.pt2", tmp_path / "in.pt", tmp_path / "out.pt"],
         check=True,
         timeout=240,
     )

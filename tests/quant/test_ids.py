@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from recinfer.distributed.layout.rect import Rect
-from recinfer.errors import InputError
+from recinfer.errors import InputError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.buffers import Buffers, Placed, whole_table
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recinfer.quant.formats.registry import row_format
 from recinfer.quant.lookup import PooledLookup
 from recinfer.quant.rows import PACKED_TYPES, row_bytes
 from recinfer.quant.tbe import TableBatch
@@ -61,7 +62,11 @@ def test_every_id_out_of_range_is_refused_and_named(
 def test_the_op_knows_the_rows_of_a_live_module(data_type: DataType) -> None:
     for dim in (1, 7, 64):
         module = EmbeddingBagCollection(tables(EmbeddingBagConfig, data_type, dim), False)
-        assert module.tbes()  # registered as before
+        if row_format(data_type).fbgemm:
+            assert module.tbes()  # registered as before
+        else:
+            with pytest.raises(UnavailableError, match=f"no TBE module for {data_type} rows"):
+                module.tbes()
         assert module._lookup.batch.knows_rows
 
 

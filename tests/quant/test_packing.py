@@ -107,11 +107,11 @@ def test_what_fp16_cannot_hold_is_refused(data_type: DataType) -> None:
 def test_edges() -> None:
     assert pack_rows(torch.empty(0, 8), DataType.INT8).shape == (0, 12)
     assert pack_rows(torch.ones(1, 1), DataType.INT2).shape == (1, 5)
-    assert [columns_per_byte(t) for t in PACKED_TYPES] == [1, 2, 4, 1, 1]
+    assert [columns_per_byte(t) for t in PACKED_TYPES] == [1, 2, 4, 1, 1, 1]
     assert row_bytes(64, DataType.INT8) == 68 and row_bytes(64, DataType.INT8, 16) == 80
     assert row_bytes(100_000_000, DataType.FP32) == 400_000_000
-    with pytest.raises(ConfigError, match="BF16"):
-        row_bytes(4, DataType.BF16)
+    with pytest.raises(ConfigError, match="INT64"):
+        row_bytes(4, DataType.INT64)
     with pytest.raises(InputError, match="floating-point matrix"):
         pack_rows(torch.zeros(3, dtype=torch.int64), DataType.INT8)
     with pytest.raises(InputError, match=r"expected uint8 \[rows, >= 12\]"):

@@ -11,9 +11,10 @@ from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant import _rows as rows
 from recinfer.quant import packing
+from recinfer.quant.formats.floats import FP16
+from recinfer.quant.formats.integers import INT8, quantize_rows
 from recinfer.quant.packing import RowError, RowPacker, pack_rows
 from recinfer.quant.rows import PACKED_TYPES, quantization_step, row_bytes, unpack_rows
-from recinfer.quant.tbe import quantize_rows
 
 DIMS = [1, 2, 3, 8, 33, 64, 128]
 INTEGERS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
@@ -103,20 +104,23 @@ def test_what_cannot_be_packed_names_its_row(data_type: DataType, bad: float) ->
 
 def test_the_compiled_loop_refuses_arrays_of_another_shape() -> None:
     weight, out, odd = np.zeros((4, 8), np.float32), np.zeros((4, 12), np.uint8), np.zeros(4, np.int32)
-    assert rows.pack_rows(weight, out, 8, odd, 0.0, 0.0)[0] == 0
+    int8 = INT8.code
+    assert rows.pack_rows(weight, out, int8, odd, 0.0, 0.0)[0] == 0
     for wrong in (
-        (weight[:3], out, 8, odd),
-        (weight[0], out, 8, odd),
-        (weight, out[:, :11], 8, odd),
-        (weight, out.astype(np.int32), 8, odd),
-        (weight, out, 3, odd),
-        (weight, out, 8, odd[:3]),
-        (weight.astype(np.float64), out, 8, odd),
+        (weight[:3], out, int8, odd),
+        (weight[0], out, int8, odd),
+        (weight, out[:, :11], int8, odd),
+        (weight, out.astype(np.int32), int8, odd),
+        (weight, out, FP16.code, odd),
+        (weight, out, 8, odd),
+        (weight, out, 0, odd),
+        (weight, out, int8, odd[:3]),
+        (weight.astype(np.float64), out, int8, odd),
     ):
         with pytest.raises(ValueError, match="expected float32"):
             rows.pack_rows(*wrong, 0.0, 0.0)
     with pytest.raises((ValueError, BufferError)):
-        rows.pack_rows(weight.T, out, 8, odd, 0.0, 0.0)
+        rows.pack_rows(weight.T, out, int8, odd, 0.0, 0.0)
 
 
 def test_errors_of_two_parts_add_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,24 @@ from recinfer.distributed.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import _tables as tables
 from recinfer.quant.bags import BagPlaces
-from recinfer.quant.buffers import Buffers, Placed
+from recinfer.quant.buffers import Buffers, Placed, allocate
+from recinfer.quant.formats.registry import row_format
 from recinfer.quant.packing import pack_rows
-from recinfer.quant.rows import PACKED_TYPES, row_bytes
+from recinfer.quant.rows import PACKED_TYPES, row_bytes, unpack_rows
 from recinfer.quant.tbe import TableBatch
 
 ROWS = 90
+
+
+def fbgemm_batch(reads: list[Placed], pooling: PoolingType, buffers: Buffers) -> TableBatch:
+    """FBGEMM's operator over the tables; of rows that it lacks, over the same values in FP32."""
+    if all(row_format(read.data_type).fbgemm for read in reads):
+        return TableBatch(reads, pooling, buffers)
+    wide = [replace(read, data_type=DataType.FP32) for read in reads]
+    values, placed = allocate(wide, torch.device("cpu"))
+    for read, there in zip(reads, placed, strict=True):
+        values.write(there, unpack_rows(buffers.rows(read), read.rect.cols, read.data_type).view(torch.uint8))
+    return TableBatch(placed, pooling, values)
 
 
 class Case:
@@ -34,7 +47,7 @@ class Case:
             packed = pack_rows(torch.randn(ROWS, width), data_type)
             slots.append(Placed(Rect(0, 0, ROWS, 0, width, f"t{f}"), data_type, offset))
             mean = int(pooling is PoolingType.MEAN)
-            pieces.append((offset, ROWS, row_bytes(width, data_type), width, data_type.bits, mean))
+            pieces.append((offset, ROWS, row_bytes(width, data_type), width, row_format(data_type).code, mean))
             steps.append((f, f, column))
             column += width
             offset += packed.numel()
@@ -43,7 +56,7 @@ class Case:
         lengths = torch.randint(0, longest + 1, (len(widths) * batch,), dtype=torch.int32)
         self.ids = torch.randint(0, ROWS, (int(lengths.sum()),), dtype=torch.int64 if wide else torch.int32)
         self.offsets = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(self.ids.dtype)
-        self.op = TableBatch(slots, pooling, Buffers(self.buffer))
+        self.op = fbgemm_batch(slots, pooling, Buffers(self.buffer))
         self.data = b"odd" + lengths.numpy().tobytes() + self.ids.numpy().tobytes()
         self.asked: dict[str, Any] = {
             "buffer": self.buffer.numpy(),

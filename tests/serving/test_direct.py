@@ -70,7 +70,7 @@ def test_lookups_are_the_ordinary_ones(service: InferenceService) -> None:
 
 
 def test_a_table_of_every_precision(tmp_path: Path) -> None:
-    for precision in (DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32):
+    for precision in (DataType.INT4, DataType.INT2, DataType.FP16, DataType.BF16, DataType.FP32):
         service = service_of(make_archive(tmp_path / precision.value, precision=precision)[1].root)
         data = codec.encode_lookup_request(make_request(RANKER_ROWS, 9))
         assert BytePath(service).lookup(data) == decoded(service, "Lookup", data)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.quant.formats.registry import find_row_format
 
 __all__ = ["column_unit", "column_width", "even_rows", "grid", "heights_in_proportion"]
 
@@ -44,7 +45,8 @@ def heights_in_proportion(rows: int, weights: Sequence[int]) -> list[int]:
 
 def column_unit(precision: DataType) -> int:
     """Columns that a column-wise piece must start and end on: 4 for INT4 and INT2 (whole bytes), else 1."""
-    return 4 if precision in (DataType.INT4, DataType.INT2) else 1
+    rows = find_row_format(precision)
+    return 1 if rows is None else rows.column_unit  # float tables of other types are cut anywhere
 
 
 def column_width(cols: int, least: int) -> int:

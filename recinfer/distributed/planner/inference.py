@@ -25,6 +25,7 @@ from recinfer.distributed.planner.solve.space import build_space
 from recinfer.distributed.planner.utils import gb_to_bytes
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.quant.formats.registry import row_format
 
 __all__ = ["plan_inference"]
 
@@ -102,8 +103,8 @@ def plan_inference(
     problem = make_problem(space, topology, pin_tables(space, pins, topology))
     placement, report = search(problem, deadline=deadline)
     if placement is None:
-        narrower = {DataType.FP32: DataType.FP16, DataType.FP16: DataType.INT8, DataType.INT8: DataType.INT4}
-        smaller = tables_at(narrower.get(precision, DataType.INT2)) if precision != DataType.INT2 else None
+        narrower = row_format(precision).narrower
+        smaller = None if narrower is None else tables_at(narrower)
         message = explain(
             space, problem, topology, lambda t: inference_estimate(t, tables), pinned=pins, smaller_tables=smaller
         )

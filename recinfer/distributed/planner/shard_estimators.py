@@ -12,6 +12,7 @@ from recinfer.distributed.planner.interfaces import ShardEstimator
 from recinfer.distributed.planner.model.constraints import ParameterConstraints
 from recinfer.distributed.planner.model.estimates import (
     KERNEL_CODES,
+    NO_ROW_FORMAT,
     TYPE_CODES,
     FloatN,
     IntN,
@@ -181,7 +182,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
             pooled=is_pooled,
             weighted=is_weighted,
             element_bytes=table_data_type_size,
-            bits=8 * table_data_type_size,
+            row_format=NO_ROW_FORMAT,
             output_bytes=output_data_type_size,
             fwd_a2a=fwd_a2a_comm_data_type_size,
             bwd_a2a=bwd_a2a_comm_data_type_size,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from recinfer.distributed.planner.model.estimates import packed_row_bytes, row_alignment
+from recinfer.distributed.planner.model.estimates import row_alignment
 from recinfer.distributed.planner.model.hardware import FEATURES_PER_CALL, Company, HardwareProfile, LookupGrid
 from recinfer.distributed.quant.measure_machine import copies_per_ms, memory_per_ms, processor
 from recinfer.distributed.quant.timings import Call, Timings
@@ -18,6 +18,7 @@ from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.quant.buffers import SLACK_BYTES, Buffers, whole_table
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
+from recinfer.quant.formats.registry import row_format
 from recinfer.quant.lookup import PooledLookup
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -70,8 +71,9 @@ def _filled(configs: list[EmbeddingBagConfig], device: torch.device | str) -> Em
     for config in configs:
         table = module.packed_table(config.name)
         table.fill_(1)
-        if config.data_type.bits < 16:
-            table[:, :4] = torch.tensor([0.01, -1.0], dtype=torch.float16).view(torch.uint8).to(table.device)
+        lead_bytes = row_format(config.data_type).lead_bytes
+        if lead_bytes:  # a scale and a bias
+            table[:, :lead_bytes] = torch.tensor([0.01, -1.0], dtype=torch.float16).view(torch.uint8).to(table.device)
     return module
 
 
@@ -166,7 +168,7 @@ def _calibrated(
         threads=torch.get_num_threads(),
         call_ms=call_ms,
         feature_ms=feature_ms,
-        grids={p.bits: measure.grid(p) for p in precisions},
+        grids={row_format(p).element_bits: measure.grid(p) for p in precisions},
         memory_bytes_per_ms=memory_per_ms(torch.device("cpu"), lambda: None),
         device_memory_bytes_per_ms=0.0 if on_cpu else memory_per_ms(torch.device(device), measure.synchronize),
         host_to_device_bytes_per_ms=copies[0],
@@ -254,7 +256,7 @@ class _Measure:
                 ids=each,
                 bags=each,
                 row_bytes=np.array(row),
-                bits=np.array(float(self._first.bits)),
+                bits=np.array(float(row_format(self._first).element_bits)),
                 rows=np.array(max(size // row, 8)),
                 features=np.array(1.0),
                 vector_bytes=np.array(_FIRST_DIM * 4.0),
@@ -296,7 +298,7 @@ class _Measure:
         )
 
     def _row_size(self, dim: int, precision: DataType) -> int:
-        return int(packed_row_bytes(dim, precision.bits, row_alignment(self.device)))
+        return int(row_format(precision).row_bytes(dim, row_alignment(self.device)))
 
     def _call_of(self, dim: int, precision: DataType, size: int, ids: float, bags: int) -> Call:
         """A measured call on the first ``size`` bytes of the buffer."""
@@ -335,7 +337,7 @@ class _Mixed:
         pooling = np.round(np.exp(random.normal(random.uniform(0.0, 2.5), 0.7, num)).clip(1.0, 60.0), 1)
         least = random.uniform(1.5, 4.0)
         rows = 10 ** random.uniform(least, least + random.uniform(1.0, 2.5), num)
-        rows *= min(1.0, max_bytes / float((rows * dims * precision.bits / 8).sum()))
+        rows *= min(1.0, max_bytes / float((rows * dims * row_format(precision).element_bits / 8).sum()))
         pooling = np.maximum(pooling * min(1.0, 40_000 / float(pooling.sum() * batch)), 1.0)
         return cls(
             number,
@@ -354,11 +356,17 @@ class _Mixed:
     def planned_ms(self, profile: HardwareProfile, alignment: int) -> float:
         """Planned milliseconds of its lookups, without the call."""
         rows, dims, pooling = (np.array(x, float) for x in (self.rows, self.dims, self.pooling))
-        bits = np.full(dims.shape, self.precision.bits)
-        row = packed_row_bytes(dims.astype(int), bits, alignment).astype(float)
+        stored = row_format(self.precision)
+        row = stored.row_bytes(dims.astype(int), alignment).astype(float)
         ids, bags = pooling * self.batch, np.full(dims.shape, float(self.batch))
         together = Company.of(rows, ids, row, bags * dims * 4)
-        each = {"ids": ids, "bags": bags, "row_bytes": row, "bits": bits.astype(float), "rows": rows}
+        each = {
+            "ids": ids,
+            "bags": bags,
+            "row_bytes": row,
+            "bits": np.full(dims.shape, float(stored.element_bits)),
+            "rows": rows,
+        }
         features, vector = np.ones(dims.shape), dims * 4
         return float(profile.lookup_ms(**each, features=features, vector_bytes=vector, company=together).sum())
 

@@ -411,14 +411,14 @@ static void put_run(const uint8_t *values, int64_t rank_columns, const Run *run,
     }
 }
 
-/* One feature's columns as a rank has them: `to` of the answer, -1 if the answer lacks them; `bits` as they are stored. */
+/* One feature's columns as a rank has them: `to` of the answer, -1 if the answer lacks them. */
 typedef struct {
-    int64_t width, bits, to, adds;
+    int64_t width, format, to, adds;
 } Pair;
 
 /* Bytes of a pair's part of an answer, of which `left` are there; more than that where it is none. */
 static int64_t kind_bytes(uint8_t kind, const Pair *pair, int64_t batch, const uint8_t *part, int64_t left) {
-    const int64_t size = stored_bytes(pair->width, pair->bits), head = bits_bytes(batch);
+    const int64_t size = row_size(pair->width, pair->format), head = bits_bytes(batch);
     int64_t rows = 0;
     switch (kind) {
     case EMPTY:
@@ -451,9 +451,9 @@ INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, 
 
 /* `there`: a bit for each bag that has a row; NULL: all have. Read eight bytes at a time: a branch for
    each bag would be unpredictable. */
-INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t width, int64_t bits, int64_t adds,
+INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t width, int64_t format, int64_t adds,
                             float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
-    const int64_t size = stored_bytes(width, bits);
+    const int64_t size = row_size(width, format);
     for (int64_t first = 0; first < batch; first += 64) {
         const int64_t count = batch - first < 64 ? batch - first : 64;
         const uint64_t all = count < 64 ? ((uint64_t)1 << count) - 1 : UINT64_MAX;
@@ -467,13 +467,13 @@ INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t wi
         for (; left; left &= left - 1, row += size) {
             for (int64_t i = 0; i < width; i++)
                 vector[i] = 0.0f;
-            add_row(row, width, bits, vector);
+            add_row(row, width, format, vector);
             put_vector(vector, width, adds, out + 4 * (first + __builtin_ctzll(left)) * columns);
         }
     }
 }
 
-#define PUT(WIDTH, BITS, VECTOR) put_rows(there, row, WIDTH, BITS, pair->adds, VECTOR, to, columns, batch)
+#define PUT(WIDTH, FORMAT, VECTOR) put_rows(there, row, WIDTH, FORMAT, pair->adds, VECTOR, to, columns, batch)
 
 /* Adds what `pack` wrote, whose size fits, to `out`; `vector`: of the widest pair. */
 WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pairs, int64_t num_pairs,
@@ -487,14 +487,14 @@ WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pai
         if (pair->to < 0 || packed[p] == EMPTY)
             continue;
         if (packed[p] == SUMS)
-            PUT(pair->width, 32, vector);
+            PUT(pair->width, FP32_ROWS, vector);
         else
-            BY_ROW(PUT, pair->width, pair->bits, vector);
+            BY_ROW(PUT, pair->width, pair->format, vector);
     }
 }
 
 static int is_pair(const Pair *pair, int64_t batch) {
-    return are_bits(pair->bits) && pair->width >= 1 && pair->width <= 1 << 24 && batch <= PY_SSIZE_T_MAX / 64 / pair->width;
+    return is_row_format(pair->format) && pair->width >= 1 && pair->width <= 1 << 24 && batch <= PY_SSIZE_T_MAX / 64 / pair->width;
 }
 
 /* Whether `packed` holds what `pack` writes for these pairs, each of which `is_pair`. */

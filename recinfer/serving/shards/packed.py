@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from recinfer.errors import RecinferError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.quant.bags import BagPlaces
+from recinfer.quant.formats.registry import row_format
 from recinfer.serving.shards._ranks import join
 from recinfer.serving.shards.rank_modules import RankModule
 from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer
@@ -37,10 +38,10 @@ def pairs_of(
         firsts: number of a feature in the module -> first column of the answer; None: the answer has the rank's columns.
 
     Returns:
-        int64 ``[pairs, 4]``: columns, bits of a stored number, first column of the answer (-1: it has none), whether other
+        int64 ``[pairs, 4]``: columns, code of the row format, first column of the answer (-1: it has none), whether other
         ranks' are added.
     """
-    bits = {config.name: config.data_type.bits for config in configs}
+    codes = {config.name: row_format(config.data_type).code for config in configs}
     pairs = []
     column = 0
     for pair in mine.pairs:
@@ -50,7 +51,7 @@ def pairs_of(
         else:
             to = firsts[number] + rect.col_start if number in firsts else -1
         adds = firsts is not None and not mine.streams[pair.stream].whole
-        pairs.append((rect.cols, bits[rect.table], to, adds))
+        pairs.append((rect.cols, codes[rect.table], to, adds))
         column += rect.cols
     return np.array(pairs, np.int64).reshape(-1, 4)
 

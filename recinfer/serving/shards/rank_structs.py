@@ -77,7 +77,7 @@ class RankAnswer(NamedTuple):
         columns: of ``values``; :data:`PACKED_ANSWER` where they are packed.
         spans: where the columns go. Of float32 values, int64 ``[R, 4]``: first column of the rank, first column of the
             joined answer, number of columns, whether other ranks add to them. Of packed ones, int64 ``[P, 4]``: number of
-            columns, bits of a stored number, first column of the joined answer or -1, whether other ranks add to them.
+            columns, code of the row format, first column of the joined answer or -1, whether other ranks add to them.
     """
 
     values: Buffer | NDArray[Any]

@@ -215,7 +215,7 @@ def test_a_shard_answers_from_the_bytes(tmp_path: Path, kind: str):
                 assert vectors_of(tables.find_directly(data, Limits()), data, archive) == expected
 
 
-@pytest.mark.parametrize("precision", [DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32])
+@pytest.mark.parametrize("precision", [DataType.INT4, DataType.INT2, DataType.FP16, DataType.BF16, DataType.FP32])
 def test_a_shard_of_every_precision(tmp_path: Path, precision: DataType):
     for pooling in (PoolingType.SUM, PoolingType.MEAN):
         archive = make_archive(tmp_path / pooling.name, "table_wise", precision, pooling)

@@ -65,7 +65,7 @@ def test_every_sharding_type(tmp_path: Path, kind: str, is_weighted: bool):
         compare(load(archive), there, is_weighted, exact=kind in EXACT)
 
 
-@pytest.mark.parametrize("precision", [DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32])
+@pytest.mark.parametrize("precision", [DataType.INT4, DataType.INT2, DataType.FP16, DataType.BF16, DataType.FP32])
 def test_every_precision(tmp_path: Path, precision: DataType):
     archive = make_archive(tmp_path, "grid_shard", precision=precision)
     with remote(archive, GROUPS, tmp_path) as there:

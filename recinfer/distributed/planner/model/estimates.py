@@ -29,8 +29,11 @@ from recinfer.distributed.planner.model.hardware import Company
 from recinfer.distributed.planner.model.links import CollectiveType
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.types import PipelineType, ShardingType
+from recinfer.modules.embedding_configs import DataType
+from recinfer.quant.formats.registry import find_row_format, row_format, row_format_of_code
 
 __all__ = [
+    "NO_ROW_FORMAT",
     "PERF_PARTS",
     "Estimate",
     "ShardArrays",
@@ -38,6 +41,7 @@ __all__ = [
     "inference_time",
     "packed_row_bytes",
     "row_alignment",
+    "row_format_code",
     "row_weights",
     "storage_bytes",
     "training_time",
@@ -61,6 +65,8 @@ TYPE_NAMES = tuple(TYPE_CODES)
 KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "quant", "quant_uvm", "quant_uvm_caching")
 KERNEL_CODES = {name: code for code, name in enumerate(KERNELS)}
 
+NO_ROW_FORMAT = 0
+"""Code of tables that are not packed: the estimates of training do not ask for their rows."""
 _MIN_LOOKUP_DIM = 32  # a warp reads at least this many columns
 _INTRA_LINE = {"cpu": 64, "cuda": 32, "mtia": 32}  # bytes that one access to the memory brings
 
@@ -85,7 +91,7 @@ class ShardArrays:
     pooled: npt.NDArray[np.bool_]
     weighted: npt.NDArray[np.bool_]
     element_bytes: FloatN  # of the float table; for inference of one packed element
-    bits: FloatN  # of one element
+    row_format: IntN  # row_format_code of the packed rows
     output_bytes: FloatN  # of one element of the output
     fwd_a2a: FloatN  # bytes per element in each collective
     bwd_a2a: FloatN
@@ -113,11 +119,26 @@ def row_alignment(compute_device: str) -> int:
     return 1 if compute_device == "cpu" else 16
 
 
-def packed_row_bytes(cols: Any, bits: Any, alignment: int = 1) -> IntN:
-    """Bytes of one packed row: the elements in whole bytes, a 2-byte scale and bias below 16 bits, padding."""
-    cols, bits = np.asarray(cols), np.asarray(bits)
-    size = -(-cols * bits.astype(np.int64) // 8) + np.where(bits < 16, 4, 0)
-    return -(-size // alignment) * alignment
+def row_format_code(precision: DataType) -> int:
+    """The code of the row format of ``precision``; :data:`NO_ROW_FORMAT` for one that only float tables have."""
+    rows = find_row_format(precision)
+    return NO_ROW_FORMAT if rows is None else rows.code
+
+
+def packed_row_bytes(cols: Any, row_formats: Any, alignment: int = 1) -> IntN:
+    """Bytes of one packed row; ``row_formats``: :func:`row_format_code` of each."""
+    cols, row_formats = np.broadcast_arrays(cols, row_formats)
+    size = np.empty(cols.shape, np.int64)
+    for code in np.unique(row_formats):
+        here = row_formats == code
+        size[here] = row_format_of_code(int(code)).row_bytes(cols[here], alignment)
+    return size
+
+
+def _element_bits(row_formats: IntN) -> FloatN:
+    """Bits of an element of each row format."""
+    codes, at = np.unique(row_formats, return_inverse=True)
+    return np.array([row_format_of_code(int(code)).element_bits for code in codes], float)[at]
 
 
 def row_weights(topology: Topology, on_host: bool) -> list[int] | None:
@@ -212,7 +233,7 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int, company: 
     """
     ids = a.batch_inputs / spread_of(a, topology)
     vectors = np.where(a.pooled, a.batch_outputs, ids)
-    row = packed_row_bytes(a.cols, a.bits, alignment)
+    row = packed_row_bytes(a.cols, a.row_format, alignment)
     out = np.zeros((a.kind.size, 6))
     written = vectors * a.cols * a.output_bytes
     id_bytes = ids * BIGINT_DTYPE * np.where(a.weighted, 1.5, 1.0)
@@ -221,7 +242,7 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int, company: 
             ids=ids,
             bags=vectors,
             row_bytes=row.astype(float),
-            bits=a.bits,
+            bits=_element_bits(a.row_format),
             rows=a.rows.astype(float),
             features=a.features,
             vector_bytes=a.cols * a.output_bytes,
@@ -259,7 +280,7 @@ def storage_bytes(
     inputs = np.ceil(ids * replicas * BIGINT_DTYPE)
     outputs = np.ceil(vectors * replicas * a.cols * a.output_bytes)
     if is_inference:
-        table = (packed_row_bytes(a.cols, a.bits, alignment) * a.rows).astype(float)
+        table = (packed_row_bytes(a.cols, a.row_format, alignment) * a.rows).astype(float)
         optimizer = np.zeros(a.kind.size)
         in_flight = inputs * np.where(a.weighted, 1.5, 1.0) + outputs
     else:
@@ -318,12 +339,12 @@ def inference_estimate(topology: Topology, tables: Sequence[TableFacts] = ()) ->
 def _company_of(tables: Sequence[TableFacts], topology: Topology) -> Company:
     """The lookups of an average rank."""
     alignment = row_alignment(topology.compute_device)
-    cols, bits = np.array([t.cols for t in tables]), np.array([t.precision.bits for t in tables])
+    row_bytes = [row_format(t.precision).row_bytes(t.cols, alignment) for t in tables]
     written = [(t.batch_outputs if t.pooled else t.batch_inputs) * t.cols * t.output_bytes for t in tables]
     return Company.of(
         rows=np.array([t.rows for t in tables], float),
         ids=np.array([t.batch_inputs for t in tables], float),
-        row_bytes=packed_row_bytes(cols, bits, alignment).astype(float),
+        row_bytes=np.array(row_bytes, float),
         output_bytes=np.array(written, float),
         share=1 / topology.world_size,
     )

@@ -18,6 +18,7 @@ from recinfer.distributed.planner.model.walk import embedding_tables, sharded_mo
 from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from recinfer.quant.formats.registry import ROW_FORMATS, find_row_format
 
 __all__ = ["facts_of_option", "inference_tables", "model_tables"]
 
@@ -25,7 +26,6 @@ _ASKED = frozenset({"grid_shard"})
 _ASKED_FOR_PROCESSORS = frozenset({"row_wise", "table_row_wise", "grid_shard"})
 _INFERENCE_TYPES = ("table_wise", "row_wise", "column_wise")
 _INFERENCE_KERNELS = {"cpu": ("quant",), "mtia": ("quant",), "cuda": ("quant", "quant_uvm", "quant_uvm_caching")}
-_PRECISIONS = (DataType.FP32, DataType.FP16, DataType.INT8, DataType.INT4, DataType.INT2)
 
 
 def model_tables(
@@ -117,8 +117,9 @@ def inference_tables(
         for config in configs:
             full_name = f"{path}.{config.name}" if path else config.name
             kind = chosen.get(full_name, chosen.get(config.name, precision))
-            if kind not in _PRECISIONS:
-                raise ConfigError(f"table {config.name!r}: precision {kind}; expected one of {[str(p) for p in _PRECISIONS]}")  # fmt: skip
+            if find_row_format(kind) is None:
+                known = [str(rows.data_type) for rows in ROW_FORMATS]
+                raise ConfigError(f"table {config.name!r}: precision {kind}; expected one of {known}")
             limit = limits.get(config.name)
             if limit is not None and limit.device_group not in (None, compute_device):
                 raise ConfigError(

@@ -147,7 +147,7 @@ def _predicted(space: SearchSpace, problem: Problem, placement: Placement, topol
         company = Company.of(
             rows=mine.rows.astype(float),
             ids=ids,
-            row_bytes=packed_row_bytes(mine.cols, mine.bits, alignment).astype(float),
+            row_bytes=packed_row_bytes(mine.cols, mine.row_format, alignment).astype(float),
             output_bytes=np.where(mine.pooled, mine.batch_outputs, ids) * mine.cols * mine.output_bytes,
         )
         ms = inference_time(mine, topology, alignment, company)

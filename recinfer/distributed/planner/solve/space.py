@@ -35,6 +35,7 @@ from recinfer.distributed.planner.model.estimates import (
     FloatN,
     IntN,
     ShardArrays,
+    row_format_code,
     row_weights,
 )
 from recinfer.distributed.planner.model.facts import TableFacts
@@ -222,7 +223,7 @@ def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
         "pooled": column(lambda t: t.pooled, bool)[o],
         "weighted": column(lambda t: t.weighted, bool)[o],
         "element_bytes": column(lambda t: t.element_bytes)[o],
-        "bits": column(lambda t: t.precision.bits)[o],
+        "row_format": column(lambda t: row_format_code(t.precision), np.int64)[o],
         "output_bytes": column(lambda t: t.output_bytes)[o],
         "fwd_a2a": column(lambda t: t.comm_bytes[0])[o],
         "bwd_a2a": column(lambda t: t.comm_bytes[1])[o],
