@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,15 @@ def test_servers_that_fit_nowhere_are_refused_with_what_there_is():
     [(0, Bounds(2, 2, 2), None), (1, Bounds(2, 2, 2), None), (3, Bounds(2, 2, 2), 1), (3, Bounds(1, 1, 4), 2)],
 )
 def test_no_node_takes_more_than_its_share_of_a_kind(on: int, bounds: Bounds, most: int | None):
-    assert spec(nodes=on, shards=bounds).per_node(0) == most
+    assert spec(nodes=on, shards=bounds).spread().per_node(0) == most
+
+
+def test_a_share_grows_and_never_falls():
+    """Serve replaces all servers of a kind whose share changes; were it a kind of one server, nobody would serve."""
+    made = spec(nodes=3).spread()
+    more = replace(made, shards=made.shards.scaled("replicas", 4)).spread()
+    less = replace(more, shards=more.shards.scaled("replicas", 1)).spread()
+    assert [each.shares for each in (made, more, less)] == [(1, 1), (2, 1), (2, 1)]
 
 
 def test_the_commands_of_the_servers():

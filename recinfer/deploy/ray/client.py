@@ -79,7 +79,7 @@ def deploy(spec: Deployment) -> None:
             f"deployment {spec.name!r} exists already: remove it (--down), update it (--roll), or give another --name"
         )
     check_room(spec, [group for group in spec.kinds for _ in range(spec.bounds(group).start)], _free(nodes))
-    spec = replace(spec, nodes=len(nodes))
+    spec = replace(spec, nodes=len(nodes)).spread()
     Records().save(Saved(spec, spec.version))
     _run(spec)
 
@@ -110,11 +110,8 @@ def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
     ``status`` does."""
     saved = _saved(name)
     before = saved.spec
-    spec = replace(
-        before,
-        shards=before.shards.scaled("replicas", shards),
-        rankers=before.rankers.scaled("rankers", rankers),
-    )
+    shards_to, rankers_to = before.shards.scaled("replicas", shards), before.rankers.scaled("rankers", rankers)
+    spec = replace(before, shards=shards_to, rankers=rankers_to).spread()
     more = [group for group in spec.kinds for _ in range(spec.bounds(group).start - before.bounds(group).start)]
     check_room(spec, more, _free(_nodes()))
     Records().save(replace(saved, spec=spec))

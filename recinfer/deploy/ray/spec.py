@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,7 @@ class Deployment:
         busy_percent: busy share of a shard server's time above which a shard server is added.
         cool_down: seconds of low load before a server is removed.
         nodes: nodes of the cluster when it was deployed, over which the servers of a kind are spread; 0: not known.
+        shares: the most shard servers of a group on one node, and the most rankers; 0: no limit.
         token: bearer token of all servers; None for none.
         insecure: allow listening beyond loopback without a token.
         tls: TLS of all servers and their clients; None for no TLS.
@@ -100,6 +101,7 @@ class Deployment:
     busy_percent: int = BUSY_PERCENT
     cool_down: float = 300.0
     nodes: int = 0
+    shares: tuple[int, int] = (0, 0)
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
     tls: Tls | None = None
@@ -126,7 +128,15 @@ class Deployment:
 
     def per_node(self, group: int | None) -> int | None:
         """The most servers of a kind on one node, so that no node has all of them; None: no limit."""
-        return math.ceil(self.bounds(group).most / self.nodes) if self.nodes > 1 else None
+        return self.shares[group is None] or None
+
+    def spread(self) -> Deployment:
+        """With the shares that its numbers of servers need on its nodes. A share never falls: Serve replaces all servers
+        of a kind whose share changes, and a kind of one server would stop serving meanwhile."""
+        if self.nodes <= 1:
+            return self
+        shards, rankers = (math.ceil(bounds.most / self.nodes) for bounds in (self.shards, self.rankers))
+        return replace(self, shares=(max(shards, self.shares[0]), max(rankers, self.shares[1])))
 
     def archive_of(self, version: str) -> str:
         """The folder of a version."""
