@@ -22,7 +22,7 @@ from recinfer.serving.server.security import Security
 
 __all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
 
-_REACH_S, _ANSWER_S, _ROLL_S = 3.0, 30.0, 3600.0
+_REACH_S, _ANSWER_S, _FREE_S, _ROLL_S = 3.0, 30.0, 120.0, 3600.0
 _TRIES = 2  # starts of a server after its first, after which a command gives up; Serve gives up after as many
 
 
@@ -113,7 +113,8 @@ def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
     shards_to, rankers_to = before.shards.scaled("replicas", shards), before.rankers.scaled("rankers", rankers)
     spec = replace(before, shards=shards_to, rankers=rankers_to).spread()
     more = [group for group in spec.kinds for _ in range(spec.bounds(group).start - before.bounds(group).start)]
-    check_room(spec, more, _free(_nodes()))
+    if more:
+        check_room(spec, more, _free(_nodes()))
     Records().save(replace(saved, spec=spec))
     _run(spec)
 
@@ -251,7 +252,7 @@ def _free(nodes: list[dict[str, Any]]) -> list[Node]:
     from ray._private.state import available_resources_per_node  # Ray 2.60 has no public name for it
 
     # On the cluster: a client from outside it cannot call the function.
-    free = _get(ray.remote(available_resources_per_node).options(num_cpus=0).remote(), _ANSWER_S)
+    free = _get(ray.remote(available_resources_per_node).options(num_cpus=0).remote(), _FREE_S)
     found = [(node["NodeManagerAddress"], free.get(node["NodeID"], {})) for node in nodes]
     return [Node(host, mine.get("memory", 0.0), mine.get("CPU", 0.0)) for host, mine in found]
 
