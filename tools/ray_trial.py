@@ -6,7 +6,7 @@ killed.
 
 The nodes are three raylets with addresses 127.0.0.1 to 127.0.0.3 in their own network and process namespaces with
 loopback only, because Ray listens on every interface. A client calls through gRPC's own name resolution, round robin
-and retry, and checks every answer against the version that it names. Servers, actors and the controller are killed, a
+and retry, and checks every answer against the version that it names. Servers, actors and Serve's controller are killed, a
 node with all it runs, a version is rolled out, back, and a broken one refused, servers are added and removed by hand
 and by load (rankers, then shard servers), and some of it again behind mutual TLS. Prints a line for each part; exits
 with 1 when an answer failed or was wrong, or something was left behind.
@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))  # also where recinfer is not installed
 sys.path.insert(0, str(ROOT / "tools"))
 # For the nodes too: they are started from here. No usage report, and no killing of workers when memory is short.
 os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0")
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "240")  # a minute is too little on a busy machine
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 from ray_cluster import HEAD, MEMORY, NODES, Cluster, listening, wait  # noqa: E402
@@ -84,13 +85,13 @@ class Trial:
         self.client = Client(store, options.callers)
         stack.callback(self.client.process.kill)
         self._over = threading.Event()
-        from recinfer.deploy.ray import client
+        from recinfer.deploy.ray import client, records
 
-        self.ray = client
+        self.ray, self.namespace = client, records.NAMESPACE
         stack.enter_context(client.connected(HEAD))
         import ray
 
-        wait(lambda: len(ray.nodes()) == NODES, 60, "the nodes of the cluster")
+        wait(lambda: len(ray.nodes()) == NODES, 240, "the nodes of the cluster")
         self.follower = threading.Thread(target=self._follow, daemon=True)
         self.follower.start()
         stack.callback(self._end)
@@ -110,18 +111,9 @@ class Trial:
 
     def servers(self, prefix: str = "") -> list[dict[str, Any]]:
         """The servers in the status."""
-        from recinfer.errors import UnavailableError
+        return [server for server in self.ray.status(NAME)["servers"] if server["name"].startswith(prefix)]
 
-        end = time.monotonic() + 60
-        while True:
-            try:
-                return [server for server in self.ray.status(NAME)["servers"] if server["name"].startswith(prefix)]
-            except UnavailableError:  # the controller starts on another node
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.2)
-
-    def wait_ready(self, seconds: float = 90) -> float:
+    def wait_ready(self, seconds: float = 300) -> float:
         """Wait until all wanted servers serve in two consecutive status reports."""
 
         def is_ready() -> bool:
@@ -164,7 +156,7 @@ class Trial:
             print(f"    {server['name']:10s} {server['address']}")
         places = Counter((server["host"], server["name"].rpartition("-")[0]) for server in found["servers"])
         assert max(places.values()) == 1, f"two of one kind on a node: {places}"
-        wait(lambda: self.client.targets == found["rankers"], 10)
+        wait(lambda: self.client.targets == found["rankers"], 60)
         row("under load", "s", "answers", "failed", "wrong", "p50", "p99", "max ms", "versions", "")
 
     # The actions of the parts; each returns a remark for its line.
@@ -179,8 +171,9 @@ class Trial:
         """Kill an actor's process, as when Ray's worker crashes."""
         import ray
 
-        name = next(n for n in ray.util.list_named_actors() if n.startswith(prefix))
-        ray.kill(ray.get_actor(name), no_restart=False)
+        found = ray.util.list_named_actors(all_namespaces=True)
+        name = next(each["name"] for each in found if each["name"].startswith(f"SERVE_REPLICA::{prefix}#"))
+        ray.kill(ray.get_actor(name, namespace="serve"), no_restart=False)
         time.sleep(1.5)
         return f"served again after {self.wait_ready():.1f} s"
 
@@ -189,18 +182,18 @@ class Trial:
         host = f"127.0.0.{NODES}"
         before = [server["name"] for server in self.servers() if server["host"] == host]
         count = self.cluster.kill(host)
-        wait(lambda: any(server["state"] != "serving" for server in self.servers()), 60, "the loss to be noticed")
-        spent = self.wait_ready(120)
+        wait(lambda: any(server["state"] != "serving" for server in self.servers()), 240, "the loss to be noticed")
+        spent = self.wait_ready()
         hosts = {server["name"]: server["host"] for server in self.servers()}
         assert host not in hosts.values(), hosts
         return f"{count} processes, {', '.join(before)}; all served again {spent:.0f} s after it was noticed"
 
     def kill_controller(self) -> str:
-        """Kill the controller, which Ray restarts."""
+        """Kill Serve's controller, which Ray restarts."""
         import ray
 
         before = {server["pid"] for server in self.servers()}
-        ray.kill(ray.get_actor(NAME), no_restart=False)
+        ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"), no_restart=False)
         time.sleep(1.0)
         spent = self.wait_ready()
         assert {server["pid"] for server in self.servers()} == before, "no server was touched"
@@ -234,7 +227,7 @@ class Trial:
         """Set the numbers of servers by the command."""
         found = said(recinfer("deploy", "--ray", HEAD, "--scale", shards, "--scale-rankers", rankers))
         counts = Counter(server["role"] for server in found["servers"])
-        wait(lambda: len(self.servers()) == 3 * shards + rankers, 90, "those that drain to end")
+        wait(lambda: len(self.servers()) == 3 * shards + rankers, 300, "those that drain to end")
         assert counts["shard"] >= 3 * shards, counts
         return f"{len(self.servers())} servers"
 
@@ -252,7 +245,7 @@ class Trial:
             return len([server for server in servers if server["state"] == "serving"]) > before
 
         try:
-            wait(more, 120, f"more {kind}s")
+            wait(more, 300, f"more {kind}s")
         except TimeoutError as error:
             raise TimeoutError(f"{error}; at most in each: {_listed(highest)}") from None
         self.wait_ready()
@@ -261,7 +254,7 @@ class Trial:
     def load_down(self, kind: str, least: int) -> str:
         """Few callers: fewer servers of that kind."""
         self.client.say("callers 1")
-        wait(lambda: len(self.servers(kind)) == least, 120, f"fewer {kind}s")
+        wait(lambda: len(self.servers(kind)) == least, 300, f"fewer {kind}s")
         self.wait_ready()
         return f"{least} again"
 
@@ -302,7 +295,7 @@ class Trial:
         left += [str(path) for path in Path(tempfile.gettempdir()).glob("recinfer-*")]
         from ray.experimental.internal_kv import _internal_kv_list
 
-        left += [f"key {key}" for key in _internal_kv_list(b"", namespace=self.ray.NAMESPACE)]
+        left += [f"key {key}" for key in _internal_kv_list(b"", namespace=self.namespace)]
         free = [ray._private.state.available_resources_per_node()[n["NodeID"]] for n in ray.nodes() if n["Alive"]]
         left += [f"memory is still reserved: {each}" for each in free if each["memory"] != MEMORY]
         print(f"taken down; left behind: {'; '.join(left) or 'nothing'}", flush=True)
@@ -329,7 +322,7 @@ def trial(folder: Path, options: argparse.Namespace, stack: ExitStack) -> int:
     run = Trial(folder, store, options, stack)
     left: list[str] = []
     for name, (chapter, more) in CHAPTERS.items():
-        if options.only in (None, name):
+        if not options.only or name in options.only:
             if name == "tls":
                 more = behind_tls(run)
             run.deploy(*more)
@@ -343,9 +336,9 @@ def faults(run: Trial) -> None:
     """The parts in which something fails."""
     run.part("nothing wrong")
     run.part("a shard server's process killed", run.kill_server)
-    run.part("a shard's actor killed", lambda: run.kill_actor(f"{NAME}/shard-0"))
-    run.part("a ranker's actor killed", lambda: run.kill_actor(f"{NAME}/ranker"))
-    run.part("the controller killed", run.kill_controller)
+    run.part("a shard's actor killed", lambda: run.kill_actor(f"{NAME}#shard-0"))
+    run.part("a ranker's actor killed", lambda: run.kill_actor(f"{NAME}#ranker"))
+    run.part("Serve's controller killed", run.kill_controller)
     run.part("a node killed", run.kill_node)
     run.cluster.begin(f"127.0.0.{NODES}")
 
@@ -353,10 +346,11 @@ def faults(run: Trial) -> None:
 def changes(run: Trial) -> None:
     """The parts with changes by hand."""
     run.part("version 2 rolled out", lambda: run.roll("2"))
-    run.part("a ranker's actor killed: starts with 2", lambda: run.kill_actor(f"{NAME}/ranker"))
+    run.part("a ranker's actor killed: starts with 2", lambda: run.kill_actor(f"{NAME}#ranker"))
     run.part("rolled back", run.roll_back)
     run.part("a broken version refused", run.roll_broken)
-    run.part("scaled up by hand", lambda: run.scale(3, 3))
+    # More than nodes: Serve replaces the servers of a kind for which each node then has to take two.
+    run.part("scaled up by hand", lambda: run.scale(4, 3))
     run.part("scaled down by hand", lambda: run.scale(1, 1))
 
 
@@ -386,7 +380,7 @@ def guarded(run: Trial) -> None:
     """The parts with mutual TLS."""
     run.part("mutual TLS: a shard server killed", run.kill_server)
     run.part("mutual TLS: version 2 rolled out", lambda: run.roll("2"))
-    run.part("mutual TLS: the controller killed", run.kill_controller)
+    run.part("mutual TLS: Serve's controller killed", run.kill_controller)
 
 
 CHAPTERS: dict[str, tuple[Callable[[Trial], None], tuple[object, ...]]] = {
@@ -406,7 +400,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="of load after each part's action")
     parser.add_argument("--callers", type=int, default=4)
-    parser.add_argument("--only", choices=list(CHAPTERS), help="one of five deployments")
+    parser.add_argument("--only", nargs="+", choices=list(CHAPTERS), help="of the five deployments")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare") or not importlib.util.find_spec("ray"):

@@ -20,7 +20,7 @@ def run(options: DeployOptions) -> None:
     """Deploy an archive on several machines as shard servers and rankers.
 
     Shard servers hold the embedding tables. Rankers serve clients, look up in the shard servers and run the dense part.
-    On a Ray cluster, a controller places, restarts and scales the servers. Requests do not pass through Ray.
+    On a Ray cluster, Ray Serve places, replaces and scales the servers. Requests do not pass through Ray.
 
     recinfer deploy store/ctr/1 --ray 10.0.0.1:6379 --replicas 2 --max-replicas 4 --token-file token
 

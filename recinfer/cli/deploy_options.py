@@ -50,7 +50,7 @@ class RayOptions:
     ] = None
     cool_down: Annotated[
         float,
-        typer.Option(min=1, help="Seconds of low load before the controller removes a server."),
+        typer.Option(min=1, help="Seconds of low load before a server is removed."),
     ] = 300.0
     token_file: Annotated[
         Path | None,
@@ -85,8 +85,8 @@ class RayOptions:
     tls_ca: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the certificate authority of --tls-cert. Rankers verify shard servers with it, the "
-            "controller verifies all servers.",
+            help="PEM file of the certificate authority of --tls-cert. Rankers verify shard servers with it, Ray's "
+            "replicas their own server.",
             show_default=False,
         ),
     ] = None

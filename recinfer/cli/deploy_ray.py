@@ -43,7 +43,7 @@ def run_ray(options: DeployOptions, output: Output) -> None:
                 styled(
                     "green",
                     "removed",
-                    f"; the controller was gone, so these were removed by name: {', '.join(left)}" if left else "",
+                    f"; these servers did not end by themselves: {', '.join(left)}" if left else "",
                 )
             )
             output.finish({"removed_by_name": left})

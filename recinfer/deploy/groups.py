@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from recinfer.archive.manifest import Manifest, shard_path
 from recinfer.archive.reader import open_archive
 from recinfer.errors import ConfigError
-from recinfer.serving.shards.config import FORMAT, VERSION
 
-__all__ = ["Footprint", "RankGroup", "dns_label", "footprint", "shards_json"]
+__all__ = ["Footprint", "RankGroup", "dns_label", "footprint"]
 
 MIB = 1 << 20
 _SHARD_OVERHEAD = 768 * MIB  # Python, torch, FBGEMM and gRPC, and requests under way
@@ -102,13 +99,6 @@ def footprint(archive: Path, ranks_per_shard: int = 1) -> Footprint:
 
 def _dense_bytes(manifest: Manifest) -> int:
     return sum(file.bytes for file in manifest.files if file.path.startswith("dense/"))
-
-
-def shards_json(addresses: Mapping[int, Sequence[str]], settings: Mapping[str, str] | None = None) -> str:
-    """The text of a shards.json: the addresses of each rank's replicas, and timeouts."""
-    ranks = {str(rank): list(found) for rank, found in sorted(addresses.items())}
-    more = {"settings": dict(settings)} if settings else {}
-    return json.dumps({"format": FORMAT, "version": VERSION, "ranks": ranks, **more}, indent=1) + "\n"
 
 
 def dns_label(name: str) -> str:

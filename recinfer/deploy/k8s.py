@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.deploy import BUSY_PERCENT, check_percent
-from recinfer.deploy.groups import MIB, Footprint, RankGroup, dns_label, shards_json
+from recinfer.deploy.groups import MIB, Footprint, RankGroup, dns_label
 from recinfer.deploy.yaml import to_yaml
 from recinfer.errors import ConfigError
 from recinfer.files import write_file
+from recinfer.serving.shards.config import shards_json
 
 __all__ = ["BUSY_METRIC", "QUEUE_METRIC", "K8sOptions", "manifests", "write_manifests"]
 

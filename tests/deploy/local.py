@@ -1,115 +1,87 @@
-"""An engine that needs no cluster: nodes are addresses of loopback, servers are children of this process."""
+"""Agents without a cluster: records in a dictionary, servers as children of this process."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import threading
-from collections.abc import Collection, Mapping
-from contextlib import suppress
-from pathlib import Path
+import time
+from collections.abc import Callable
+from typing import Any
 
-from recinfer.deploy.ray.members import Member
-from recinfer.deploy.ray.place import Node
-from recinfer.deploy.ray.process import Life, ServerProcess
-from recinfer.deploy.ray.spec import Need
+from recinfer.deploy.ray.records import Records, Saved, Store
+from recinfer.deploy.ray.replica import Agent
+from recinfer.deploy.ray.spec import Deployment
+from recinfer.deploy.ray.status import status_of
 
 
-class LocalEngine:
-    """See recinfer.deploy.ray.engine.Engine. ``sizes``: node's address -> bytes of memory.
+def until(condition: Callable[[], Any], seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not within that time"
+        time.sleep(0.05)
 
-    A test loses nodes while its controller looks: ``lock`` is held while ``lives`` is read or changed.
-    """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.sizes = dict(sizes)
-        self.lock = threading.RLock()
-        self.places: dict[int, tuple[str, Need]] = {}
-        self.lives: dict[int, tuple[str, ServerProcess]] = {}
-        self.state: str | None = None
+class LocalStore(Store):
+    """Values in a dictionary. ``alive``: names of the actors that have not ended."""
 
-    def nodes(self) -> list[Node]:
-        free = dict(self.sizes)
-        for host, need in self.places.values():
-            if host in free:
-                free[host] -= need.memory
-        return [Node(f"id-{host}", host, memory, 8.0) for host, memory in free.items()]
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.alive: set[str] = set()
 
-    def reserve(self, member: Member, need: Need, node: Node) -> bool:
-        # As in a cluster: the controller's view of the nodes may be seconds old.
-        if not any(each.host == node.host and each.memory >= need.memory for each in self.nodes()):
-            return False
-        self.places[member.place] = node.host, need
-        return True
+    def put(self, key: str, value: bytes, overwrite: bool) -> bool:
+        before = self.values.get(key)
+        if before is None or overwrite:
+            self.values[key] = value
+        return before is None
 
-    def launch(self, member: Member, arguments: list[str], environment: dict[str, str], shards: str | None) -> None:
-        assert self.places[member.place][0] == member.host
-        with self.lock:
-            self.lives[member.life] = member.host, ServerProcess(arguments, environment, shards, "test", grace=5.0)
+    def get(self, key: str) -> bytes | None:
+        return self.values.get(key)
 
-    def look(self, members: Collection[Member]) -> Mapping[str, Life | None]:
-        with self.lock:
-            return {m.name: self.lives[m.life][1].look() if m.life in self.lives else None for m in members}
+    def delete(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
 
-    def write(self, member: Member, shards: str) -> bool:
-        with self.lock:
-            if member.life not in self.lives:
-                return False
-            self.lives[member.life][1].write(shards)
-            return True
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in list(self.values) if key.startswith(prefix)]
 
-    def stop(self, member: Member) -> None:
-        with self.lock:
-            if member.life in self.lives:
-                self.lives[member.life][1].stop()
+    def actors(self) -> set[str]:
+        return set(self.alive)
 
-    def end(self, member: Member) -> None:
-        with self.lock:
-            found = self.lives.pop(member.life, None)
-        if found is not None:
-            found[1].stop()
-            assert found[1].wait(60)
 
-    def free(self, member: Member) -> None:
-        self.places.pop(member.place, None)
+class Running:
+    """A deployment, one agent per server; this class starts agents where Serve would start replicas."""
 
-    def sweep(self, known: Collection[Member]) -> None:
-        with self.lock:
-            for life in self.lives.keys() - {member.life for member in known}:
-                self.lives.pop(life)[1].stop()
+    def __init__(self, spec: Deployment) -> None:
+        self.store, self.spec = LocalStore(), spec
+        self.records = Records(self.store)
+        self.records.save(Saved(spec, spec.version))
+        self.agents: dict[str, Agent] = {}
+        self._started = 0
 
-    def save(self, state: str) -> None:
-        self.state = state
+    def start(self, group: int | None, host: str = "127.0.0.1") -> Agent:
+        """Start a server, without waiting for it."""
+        self._started += 1
+        actor = f"actor-{self._started}"
+        self.store.alive.add(actor)
+        agent = Agent(self.records, self.spec.name, group, actor, f"node-{host}", host)
+        self.agents[agent.server.name] = agent
+        return agent
 
-    def saved(self) -> str | None:
-        return self.state
+    def stop(self, name: str) -> None:
+        """End a server as Serve does at a scale-down."""
+        agent = self.agents.pop(name)
+        agent.stop()
+        self.store.alive.discard(agent.server.actor)
 
-    # -- what tests do to it -----------------------------------------------------------------------------------------
+    def status(self) -> dict[str, Any]:
+        saved = self.records.saved(self.spec.name)
+        assert saved is not None
+        return status_of(saved, self.records.servers(self.spec.name))
 
-    def lose(self, host: str) -> None:
-        """A node with all servers on it."""
-        with self.lock:
-            del self.sizes[host]
-            for life, (where, process) in list(self.lives.items()):
-                if where == host:
-                    with suppress(ProcessLookupError):
-                        os.kill(process.guard_pid, signal.SIGKILL)
-                    assert process.wait(60)
-                    if process.folder is not None:  # a killed guard removes no files, as on a lost node
-                        shutil.rmtree(process.folder)
-                    del self.lives[life]
+    def servers(self, prefix: str = "") -> dict[str, dict[str, Any]]:
+        return {each["name"]: each for each in self.status()["servers"] if each["name"].startswith(prefix)}
+
+    def wait(self) -> None:
+        until(lambda: self.status()["ready"])
 
     def close(self) -> None:
         """End everything."""
-        for _, process in self.lives.values():
-            process.stop()
-        for _, process in self.lives.values():
-            assert process.wait(60)
-
-    def listed(self, member: Member) -> str:
-        """The shards.json that a ranker has."""
-        with self.lock:
-            folder = self.lives[member.life][1].folder
-        assert folder is not None
-        return (Path(folder) / "shards.json").read_text()
+        for name in sorted(self.agents):  # rankers first
+            self.stop(name)

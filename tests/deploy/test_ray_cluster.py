@@ -66,6 +66,7 @@ def test_a_deployment_from_its_beginning_to_its_end(archive: Path, tmp_path: Pat
     if os.geteuid() or subprocess.run([*SPACE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs root and namespaces: Ray listens on every interface")
     changes = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
+    changes["RAY_raylet_start_wait_time_s"] = "240"  # a minute is too little on a machine that runs other tests
     command = [*SPACE, sys.executable, "-m", "tests.deploy.test_ray_cluster", str(archive)]
     done = subprocess.run(
         command,
@@ -105,8 +106,8 @@ def life(archive: str) -> None:
     """Of one deployment."""
     deploy = [archive, "--ray", HEAD, "--ranks-per-shard", 2, "--rankers", 1]
     refused = error_of(recinfer(*deploy, "--replicas", 30))
-    assert "no node has resources for shard-0-" in refused and "free: 127.0.0.1" in refused
-    assert ok("--ray", HEAD, "--status") == {"deployments": []}, "what was begun of it was taken back"
+    assert "no node has resources for another server shard-0 (" in refused and "free: 127.0.0.1" in refused
+    assert ok("--ray", HEAD, "--status") == {"deployments": []}, "nothing was begun"
     made = ok(*deploy, "--replicas", 1, "--name", "one")
     assert [server["name"] for server in made["servers"]] == ["shard-0-0", "ranker-0"] and made["ready"]
     assert "exists already" in error_of(recinfer(*deploy, "--name", "one"))
@@ -119,8 +120,8 @@ def life(archive: str) -> None:
     assert len(ok("--ray", HEAD, "--scale", 2)["servers"]) == 3
     assert ok("--ray", HEAD, "--down", "--name", "one") == {"removed_by_name": []}
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
-    assert not any(b"\0serve\0" in command or b"deploy.ray.guard" in command for command in commands)
-    assert "there are: none" in error_of(recinfer("--ray", HEAD, "--down"))
+    assert not any(b"\0serve\0" in command or b"ServeReplica" in command for command in commands)
+    assert "none exist" in error_of(recinfer("--ray", HEAD, "--down"))
 
 
 if __name__ == "__main__":

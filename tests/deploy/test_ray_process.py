@@ -1,25 +1,28 @@
-"""A server's process ends with the process that started it, however that ends, and leaves no file."""
+"""A server's process gets SIGTERM when the thread or process that started it ends, however that ends."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
+from recinfer.deploy.ray.child import main
 from recinfer.deploy.ray.process import ServerProcess
+from recinfer.deploy.ray.records import Server
 
-GUARD = [sys.executable, "-m", "recinfer.deploy.ray.guard"]
 ROOT = Path(__file__).resolve().parents[2]
-# Ends well at SIGTERM; says so, and nothing before it can.
-POLITE = "import signal,sys,time; signal.signal(15, lambda *_: sys.exit(7)); print('up', flush=True); time.sleep(600)"
-STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+START = (
+    "import os, signal, subprocess, sys, threading, time\n"
+    "POLITE = 'import signal,sys,time; signal.signal(15, lambda *_: sys.exit(7)); print(\"up\", flush=True); time.sleep(600)'\n"
+    "found = []\n"
+    "def start():\n"
+    "    command = [sys.executable, '-m', 'recinfer.deploy.ray.child', str(os.getpid()), sys.executable, '-c', POLITE]\n"
+    "    found.append(subprocess.Popen(command, stdout=subprocess.PIPE))\n"
+    "    assert found[0].stdout.readline() == b'up\\n'\n"
+)
 
 
 def is_there(pid: int) -> bool:
@@ -35,96 +38,41 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], int, Path]]]:
-    """Starts a script under a guard: the guard, the script's process id, and the folder that the guard removes."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(script: str) -> tuple[subprocess.Popen[str], int, Path]:
-        grace = "0.5" if script == STUBBORN else "60"  # a clean end gets the time that it needs
-        folder = tmp_path / "folder"
-        folder.mkdir()
-        (folder / "shards.json").write_text("{}")
-        command = [*GUARD, "--grace", grace, "--folder", str(folder), "--", sys.executable, "-c", script]
-        guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        started.append(guard)
-        assert guard.stdout is not None
-        pid = int(guard.stdout.readline().split()[-1].rstrip("}"))
-        assert guard.stdout.readline() == "up\n"
-        return guard, pid, folder
-
-    yield start
-    for guard in started:
-        guard.kill()
-        guard.wait()
-        for stream in (guard.stdin, guard.stdout):
-            if stream is not None:
-                stream.close()
+def test_the_end_of_the_thread_that_started_it_ends_the_command():
+    code = START + "made = threading.Thread(target=start); made.start(); made.join(); sys.exit(found[0].wait(60))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, cwd=ROOT, check=False).returncode == 7
 
 
-@pytest.mark.parametrize(("script", "code"), [(POLITE, 7), (STUBBORN, 128 + signal.SIGKILL)])
-def test_the_end_of_stdin_ends_the_command(guarded: Callable, script: str, code: int):
-    guard, pid, folder = guarded(script)
-    guard.stdin.close()
-    assert guard.wait(120) == code
-    assert not is_there(pid) and not folder.exists()
-
-
-def test_sigterm_ends_the_command(guarded: Callable):
-    guard, pid, folder = guarded(POLITE)
-    guard.terminate()
-    assert guard.wait(120) == 7 and not is_there(pid) and not folder.exists()
-
-
-def test_a_killed_guard_takes_the_command_along(guarded: Callable):
-    guard, pid, _ = guarded(STUBBORN)
-    guard.kill()
-    guard.wait(120)
+def test_a_killed_starter_ends_the_command():
+    code = START + "start(); print(found[0].pid, flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as starter:
+        assert starter.stdout is not None
+        pid = int(starter.stdout.readline())
+        assert is_there(pid)
+        starter.kill()
     until(lambda: not is_there(pid))
 
 
-def test_a_command_whose_guard_is_gone_before_it_begins_does_not_begin():
-    code = (
-        "import os, subprocess; from functools import partial; from recinfer.deploy.ray.guard import _die_with\n"
-        "for pid in (0, os.getpid()):  # nobody's process id, and its own\n"
-        "    print(subprocess.Popen(['true'], preexec_fn=partial(_die_with, pid)).wait(60))\n"
-    )
-    # In a process like a guard's: gRPC's fork handlers may abort while its threads run.
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout.split() == [str(128 + signal.SIGKILL), "0"], found.stderr
-
-
-def test_a_command_that_ends_ends_the_guard(guarded: Callable):
-    guard, pid, folder = guarded(POLITE)
-    os.kill(pid, signal.SIGKILL)
-    assert guard.wait(120) == 128 + signal.SIGKILL and not folder.exists()
+def test_a_command_whose_starter_is_gone_before_it_begins_does_not_begin():
+    code = "import sys; from recinfer.deploy.ray.child import main; sys.exit(main(0, ['/bin/false']))"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, cwd=ROOT)
+    assert done.returncode == 128 + 15 and main.__doc__
 
 
 def test_a_server_says_why_it_could_not_start(tmp_path: Path):
     process = ServerProcess([str(tmp_path / "none"), "--ranks", "0", "--port", "0"], {})
-    assert process.wait(240)
-    life = process.look()
-    assert not life.running and "none" in life.why and life.port == 0
+    server = Server("shard-0-0", 0)
+    until(lambda: not process.look(server))
+    assert "none" in server.why and server.port == 0
 
 
-def test_killing_the_starter_ends_server_and_folder(archive: Path):
-    """The starter is killed with SIGKILL, as Ray kills its workers: none of its code runs afterwards."""
-    script = (
-        "import sys, time\n"
-        "from recinfer.deploy.ray.process import ServerProcess\n"
-        f"process = ServerProcess([{str(archive)!r}, '--ranks', '0', '--port', '0'], {{}}, None, 'x', 5.0)\n"
-        "while not process.look().port:\n"
-        "    assert process.look().running, process.look().why\n"
-        "    time.sleep(0.05)\n"
-        "print(process.look().pid, process.guard_pid, process.look().memory, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    starter = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert starter.stdout is not None
-    with starter:
-        said = starter.stdout.readline()
-        assert said, "the server ended before it listened"
-        server, guard, memory = map(int, said.split())
-        assert is_there(server) and is_there(guard) and memory > 50 << 20
-        starter.kill()
-    until(lambda: not is_there(server) and not is_there(guard))
+def test_a_server_stops_when_it_is_asked_to_and_is_killed_when_it_does_not(archive: Path):
+    arguments = [str(archive), "--ranks", "0", "--port", "0", "--metrics-port", "0"]
+    servers = {ServerProcess(arguments, {}): Server(f"shard-0-{n}", 0) for n in range(2)}
+    for process, server in servers.items():
+        until(lambda process=process, server=server: process.look(server) and server.metrics_port > 0)
+        assert server.memory > 50 << 20
+    polite, killed = servers
+    assert polite.stop(120) and not polite.look(servers[polite])
+    assert not killed.stop(0.0) and not killed.look(servers[killed])
+    assert servers[killed].why == "was killed by signal 9"

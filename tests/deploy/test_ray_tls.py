@@ -1,15 +1,13 @@
-"""A deployment with mutual TLS whose certificates name no address: servers, rankers' calls, the controller's probes."""
+"""A deployment with mutual TLS whose certificates name no address: servers, rankers' calls, the agents' reads of metrics."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -18,11 +16,11 @@ from typer.testing import CliRunner
 
 from recinfer.cli.main import app
 from recinfer.deploy.groups import footprint
-from recinfer.deploy.ray import control, probe
-from recinfer.deploy.ray.control import Controller
-from recinfer.deploy.ray.members import Member
+from recinfer.deploy.ray import probe, replica
 from recinfer.deploy.ray.probe import Prober
 from recinfer.deploy.ray.process import ServerProcess
+from recinfer.deploy.ray.records import Server
+from recinfer.deploy.ray.rollout import roll
 from recinfer.deploy.ray.spec import Bounds, Deployment, deployment_of
 from recinfer.deploy.ray.tls import Tls, missing_files
 from recinfer.errors import ConfigError
@@ -33,7 +31,7 @@ from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire import codec
 from tests.certificates import certified, need_openssl
-from tests.deploy.local import LocalEngine
+from tests.deploy.local import Running, until
 from tests.serving.conftest import make_request
 
 NAME = "servers.example"
@@ -65,38 +63,31 @@ def spec_of(store: Path, tls: Tls | None) -> Deployment:
     return deployment_of(found, archive, None, "test", token=TOKEN, shards=one, rankers=one, tls=tls)
 
 
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 90.0
-    while not condition():
-        assert time.monotonic() < end, "not within that time"
-        time.sleep(0.05)
-
-
 @pytest.fixture
-def controller(store: Path, tls: Tls, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
+def running(store: Path, tls: Tls, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """One shard server and one ranker that serve. No server is taken for dead, however busy the machine is."""
-    monkeypatch.setattr(control, "_PERIOD_S", 0.2)
-    monkeypatch.setattr(control, "_RANKER_DRAIN_S", 0.1)
-    monkeypatch.setattr(control, "_MISSES", 1 << 30)
+    monkeypatch.setattr(replica, "_PERIOD_S", 0.2)
+    monkeypatch.setattr(replica, "_RANKER_DRAIN_S", 0.1)
+    monkeypatch.setattr(replica, "_MISSES", 1 << 30)
     monkeypatch.setattr(probe, "_TIMEOUT_S", 60.0)
-    engine = LocalEngine({"127.0.0.1": 8 << 30, "127.0.0.2": 8 << 30})
-    found = Controller(spec_of(store, tls), engine)
-    found.start()
+    found = Running(spec_of(store, tls))
     try:
-        until(lambda: found.status()["ready"])
+        for group in (0, None):
+            found.start(group)
+        found.wait()
         yield found
     finally:
-        found.down()
-        engine.close()
+        found.close()
 
 
-def test_a_deployment_behind_mutual_tls(controller: Controller, archive: Path, tls: Tls):
-    shard, ranker = controller.status()["servers"]
+def test_a_deployment_behind_mutual_tls(running: Running, archive: Path, tls: Tls):
+    shard, ranker = running.status()["servers"]
     assert (shard["role"], ranker["role"]) == ("shard", "ranker") and not shard["restarts"] + ranker["restarts"]
-    assert ranker["version"] == "1", "which the controller read from its metrics, through TLS"
+    assert ranker["version"] == "1", "which its agent read from its metrics, through TLS"
     features = make_request(1, 5)[1]
     options = [("grpc.ssl_target_name_override", NAME)]
-    with grpc.secure_channel(ranker["address"], tls.credentials(), options=options) as channel:
+    pem = grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in (tls.ca, tls.key, tls.cert)))
+    with grpc.secure_channel(ranker["address"], pem, options=options) as channel:
         ask = channel.unary_unary(f"/{SERVICE_NAME}/Lookup")
         data = codec.encode_lookup_request(features)
         pooled = codec.decode_lookup_response(ask(data, metadata=(("authorization", f"Bearer {TOKEN}"),), timeout=60))[
@@ -114,36 +105,33 @@ def test_a_deployment_behind_mutual_tls(controller: Controller, archive: Path, t
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{ranker['metrics_port']}/status.json", timeout=60)
 
-    assert controller.roll("2") == "2", "the controller's admin calls go through TLS as well"
-    until(lambda: controller.status()["servers"][1]["version"] == "2")
-    assert not sum(server["restarts"] for server in controller.status()["servers"])
+    assert roll(running.records, running.spec.name, "2") == "2", "admin calls go through TLS as well"
+    until(lambda: running.status()["servers"][1]["version"] == "2")
+    assert not sum(server["restarts"] for server in running.status()["servers"])
 
 
-def test_a_look_that_fails_says_why_and_one_without_the_files_is_none(tls: Tls, tmp_path: Path):
-    security = Security(tls_cert=Path(tls.cert), tls_key=Path(tls.key), client_ca=Path(tls.ca))
+def test_a_server_is_read_with_the_right_files_alone(store: Path, tls: Tls, tmp_path: Path):
+    security = Security(tls_cert=Path(tls.cert), tls_key=Path(tls.key), client_ca=Path(tls.ca), token=TOKEN)
     other = str(Path(tls.ca).with_name("other.pem"))
     with ShardServer(ShardTables([0]), metrics_port=0, security=security) as server:
         assert server.metrics_port
-        member = Member("shard-0-0", 0, host="127.0.0.1", port=server.port, metrics_port=server.metrics_port)
-        for known in (tls, replace(tls, name=None), replace(tls, ca=other), replace(tls, client_ca=None)):
-            prober = Prober(None, known)
-            found = prober.look([member])["shard-0-0"]
-            prober.close()
-            assert found.serving == bool(found.status) == (known is tls)
-            assert ("over TLS: " in found.why) == (known is not tls)
+        found = Server("shard-0-0", 0, host="127.0.0.1", metrics_port=server.metrics_port)
+        assert Prober(spec_of(store, tls)).look(found)
+        for known in (replace(tls, name=None), replace(tls, ca=other), replace(tls, client_ca=None), None):
+            with pytest.raises(OSError):
+                Prober(spec_of(store, known)).look(found)
     gone = replace(tls, ca=str(tmp_path / "gone.pem"))
     assert missing_files(gone.files) == [gone.ca]
-    prober = Prober(None, gone)
-    with pytest.raises(ConfigError, match=r"cannot read .*gone\.pem here; every node"):
-        prober.look([member])
-    prober.close()
+    with pytest.raises(ConfigError, match=r"cannot read .*gone\.pem"):
+        Prober(spec_of(store, gone))
 
 
 def test_a_server_without_its_certificate_says_so(store: Path, tls: Tls, tmp_path: Path):
     spec = spec_of(store, replace(tls, cert=str(tmp_path / "gone.pem")))
-    process = ServerProcess(spec.arguments(0, "1", "127.0.0.1"), spec.environment(), tag="test")
-    assert process.wait(90)
-    assert "cannot read" in process.look().why and "gone.pem" in process.look().why
+    process = ServerProcess(spec.arguments(0, "1", "127.0.0.1"), spec.environment())
+    server = Server("shard-0-0", 0)
+    until(lambda: not process.look(server))
+    assert "cannot read" in server.why and "gone.pem" in server.why
 
 
 def test_arguments_of_servers_and_rankers(store: Path, tls: Tls):

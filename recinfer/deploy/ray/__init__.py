@@ -1,2 +1,1 @@
-"""Deploys an archive on a Ray cluster: Ray places and restarts the servers; requests go directly between servers over
-gRPC."""
+"""Deploys an archive on a Ray cluster: Ray Serve runs the servers; requests go directly between servers over gRPC."""

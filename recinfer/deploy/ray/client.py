@@ -1,27 +1,29 @@
-"""Creates and calls the controllers of deployments on a Ray cluster."""
+"""Creates, changes and removes deployments on a Ray cluster."""
 
 from __future__ import annotations
 
 import logging
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recinfer.deploy.ray.cluster import NAMESPACE, forget, remove_files, sweep
-from recinfer.deploy.ray.spec import Deployment
+from recinfer.deploy.ray.records import NAMESPACE, Records, Saved
+from recinfer.deploy.ray.rollout import Rollout, version_to_roll
+from recinfer.deploy.ray.spec import Deployment, Node, check_room
+from recinfer.deploy.ray.status import status_of
 from recinfer.deploy.ray.tls import Tls, missing_files
 from recinfer.errors import ConfigError, NotFoundError, RecinferError, UnavailableError
 from recinfer.serving.server.security import Security
 
 __all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
 
-_log = logging.getLogger(__name__)
-_REACH_S, _ANSWER_S, _DOWN_S, _ROLL_S = 3.0, 30.0, 150.0, 3600.0
-_GONE_S, _ROOM_S = 20.0, 15.0
-_TRIES = 3  # of a server that never served, after which a deployment is given up
+_REACH_S, _ANSWER_S, _FREE_S, _ROLL_S = 3.0, 30.0, 120.0, 3600.0
+_TRIES = 2  # starts of a server after its first, after which a command gives up; Serve gives up after as many
 
 
 @contextmanager
@@ -36,14 +38,12 @@ def connected(address: str) -> Iterator[None]:
     import ray
 
     _check_address(address)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        first = (
-            (str(error).strip().splitlines() or [type(error).__name__])[0]
-            .replace("`--address`", "`--ray`")
-            .rstrip(".; ")
-        )
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first.replace("`--address`", "`--ray`").rstrip(".; ")
         raise UnavailableError(
             f"no Ray cluster at {address!r}: {first}; start one with `ray start --head`, and a node of it on this "
             f"machine"
@@ -55,62 +55,49 @@ def connected(address: str) -> Iterator[None]:
 
 
 def deploy(spec: Deployment) -> None:
-    """Create the controller of a deployment, which starts its servers.
+    """Create a deployment, whose servers then start.
 
     Raises:
         ConfigError: a deployment of that name exists, or a node is reachable from other machines and there is no token.
+        UnavailableError: no node has room for a server.
     """
-    import ray
-
-    there = None if spec.tls is None or spec.tls.client_ca is None else spec.tls
+    nodes = _nodes()
+    tls = spec.tls if spec.tls is not None and spec.tls.client_ca is not None else None
     security = Security(
         token=spec.token,
         insecure=spec.insecure,
-        tls_cert=None if there is None else Path(there.cert),
-        tls_key=None if there is None else Path(there.key),
-        client_ca=None if there is None or there.client_ca is None else Path(there.client_ca),
+        tls_cert=None if tls is None else tls.cert,
+        tls_key=None if tls is None else tls.key,
+        client_ca=None if tls is None else tls.client_ca,
     )
-    nodes = [node for node in ray.nodes() if node["Alive"]]
     for node in nodes:
         _check_host(security, node["NodeManagerAddress"])
     if spec.tls is not None:
         _check_files(nodes, spec.tls)
-    if spec.name in deployments():
+    if spec.name in Records().names():
         raise ConfigError(
             f"deployment {spec.name!r} exists already: remove it (--down), update it (--roll), or give another --name"
         )
-    from recinfer.deploy.ray.actor import ControllerActor
-
-    # Ray's type stubs lack remote() on an actor's methods.
-    actor: Any = ray.remote(ControllerActor).options(
-        name=spec.name,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        max_restarts=-1,
-        num_cpus=0,
-        max_concurrency=8,
-    )
-    _get(actor.remote(spec).status.remote(), _ANSWER_S)
+    check_room(spec, [group for group in spec.kinds for _ in range(spec.bounds(group).start)], _free(nodes))
+    spec = replace(spec, nodes=len(nodes)).spread()
+    Records().save(Saved(spec, spec.version))
+    _run(spec)
 
 
 def deployments() -> list[str]:
     """Names of the deployments of the cluster."""
-    import ray
-
-    found = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(each["name"] for each in found if each["namespace"] == NAMESPACE and "/" not in each["name"])
+    return Records().names()
 
 
 def status(name: str | None) -> dict[str, Any]:
-    """The result of recinfer.deploy.ray.control.Controller.status; ``name`` may be None if there is only one
-    deployment.
+    """The state of a deployment as JSON values: name, model, version, and each server as ``recinfer deploy --status``
+    shows it; ``name`` may be None if there is only one deployment.
 
     Raises:
         NotFoundError: there is no such deployment, or there are several.
-        UnavailableError: its controller does not respond; it may be restarting on another node.
     """
-    found: dict[str, Any] = _get(_controller(name).status.remote(), _ANSWER_S)
-    return found
+    saved = _saved(name)
+    return status_of(saved, Records().servers(saved.spec.name))
 
 
 def rankers(name: str | None = None) -> list[str]:
@@ -119,14 +106,31 @@ def rankers(name: str | None = None) -> list[str]:
 
 
 def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
-    """Change the number of shard servers per group of ranks, or of rankers. Raises ConfigError, and as ``status``
-    does."""
-    _get(_controller(name).scale.remote(shards, rankers), _ANSWER_S)
+    """Change the number of shard servers per group of ranks, or of rankers. Raises ConfigError, UnavailableError, and as
+    ``status`` does."""
+    saved = _saved(name)
+    before = saved.spec
+    shards_to, rankers_to = before.shards.scaled("replicas", shards), before.rankers.scaled("rankers", rankers)
+    spec = replace(before, shards=shards_to, rankers=rankers_to).spread()
+    more = [group for group in spec.kinds for _ in range(spec.bounds(group).start - before.bounds(group).start)]
+    if more:
+        check_room(spec, more, _free(_nodes()))
+    Records().save(replace(saved, spec=spec))
+    _run(spec)
 
 
 def roll(name: str | None, version: str | None) -> str:
     """Switch to another version (None: the previous one) and return the served version. Raises RecinferError."""
-    return str(_get(_controller(name).roll.remote(version), _ROLL_S))
+    import ray
+
+    saved = _saved(name)
+    version_to_roll(saved, version)
+    options: dict[str, Any] = {"name": f"{saved.spec.name}/roll", "namespace": NAMESPACE, "num_cpus": 0}
+    try:
+        actor: Any = ray.remote(Rollout).options(**options).remote()
+    except ValueError:
+        raise UnavailableError("versions: another rollout is in progress; try again when it has finished") from None
+    return str(_get(actor.roll.remote(saved.spec.name, version), _ROLL_S))
 
 
 def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -> dict[str, Any]:
@@ -137,98 +141,66 @@ def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -
         report: called with a line of text when the reason for waiting changes.
 
     Raises:
-        UnavailableError: no node has resources for a server, a server keeps failing, or the timeout expires; names the
-            server and the reason.
+        UnavailableError: a server keeps failing, or the timeout expires; names the server and the reason.
     """
-    start = time.monotonic()
-    reported = ""
-    while True:
-        now = status(name)
-        if now["ready"]:
-            return now
-        waiting = [server for server in now["servers"] if server["state"] != "serving"]
-        lacking = [server for server in waiting if server["why"]]
-        may_free = now["whole"] and time.monotonic() - start < _ROOM_S  # other servers may release resources
-        for server in lacking:
-            unplaced = server["state"] == "pending" and not server["node"] and not may_free
-            failing = server["restarts"] >= _TRIES and not now["whole"]
-            if unplaced:
-                later = "; it starts when a node has; or scale down" if now["whole"] else ""
-                raise UnavailableError(f"{server['why']}{later}")
-            if failing:
+    end = time.monotonic() + seconds
+    reported, first = "", dict[str, int]()
+    while not (now := status(name))["ready"]:
+        lacking = [server for server in now["servers"] if server["why"]]
+        for server in now["servers"]:
+            before = first.setdefault(server["name"], server["restarts"])
+            if server["why"] and server["restarts"] - before >= _TRIES:
                 raise UnavailableError(f"{server['name']}: {server['why']}")
         line = "; ".join(f"{server['name']}: {server['why']}" for server in lacking[:3])
         if line and line != reported:
             reported = line
             report(f"waiting: {line}")
-        if time.monotonic() - start > seconds:
+        if time.monotonic() > end:
             raise UnavailableError(f"not ready within {seconds:g} s: {line or 'servers are missing'}")
         time.sleep(0.5)
+    return now
 
 
 def down(name: str | None) -> list[str]:
-    """Remove a deployment: servers, actors, placement groups, files. Returns the names of what the controller did not
-    remove itself, usually none. Raises NotFoundError, UnavailableError."""
-    import ray
+    """Remove a deployment: servers, replicas, files. Returns the names of servers that did not end by themselves, usually
+    none. Raises NotFoundError."""
+    from ray import serve
 
-    actor = _controller(name)
-    name = name or deployments()[0]
-    tag = None
-    try:
-        tag = _get(actor.spec.remote(), _ANSWER_S).tag
-        _get(actor.down.remote(), _DOWN_S)
-    except RecinferError:
-        pass  # the sweep below removes the rest by name
-    ray.kill(actor, no_restart=True)
-    end = time.monotonic() + _GONE_S
-    gone: list[str] = []
-    while True:
-        gone += [each for each in sweep(name) if each != name and each not in gone]
-        if not _left(name):
-            break
-        if time.monotonic() > end:
-            raise UnavailableError(f"{name}: could not remove {', '.join(_left(name))}; run --down again")
-        time.sleep(0.2)
-    forget(name)
-    if tag is not None:  # a guard that was killed with its ranker could not remove its folder
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        cleaned = _on_every_node(nodes, remove_files, tag)
-        if silent := sorted({node["NodeManagerAddress"] for node in nodes} - set(cleaned)):
-            _log.warning(
-                "nodes %s did not respond in %g s: remove folders named recinfer-%s-* from their temporary folders",
-                ", ".join(silent),
-                _ANSWER_S,
-                tag,
-            )
-    return gone
+    saved = _saved(name)
+    with suppress(serve.exceptions.RayServeException):  # somebody has shut Serve down
+        serve.delete(saved.spec.name)
+    rest = [server.name for server in Records().servers(saved.spec.name) if server.state != "pending"]
+    Records().forget(saved.spec.name)
+    _on_every_node(_nodes(), _remove_files, saved.spec.tag)
+    if not Records().names() and not serve.status().applications:
+        serve.shutdown()
+    return rest
 
 
-def _left(name: str) -> list[str]:
-    import ray
-    from ray.util.placement_group import placement_group_table
+def _run(spec: Deployment) -> None:
+    """Have Serve run the application, or change its numbers of servers. Proxies stay off if Serve does not run yet."""
+    from ray import serve
 
-    actors = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
-    groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    return [each for each in (*actors, *groups) if each == name or each.startswith(f"{name}/")]
+    from recinfer.deploy.ray.application import application
+
+    serve.start(proxy_location="Disabled")
+    target = serve.RunTarget(application(spec), name=spec.name, route_prefix=None)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _controller(name: str | None) -> Any:
-    import ray
-
-    there = deployments()
+def _saved(name: str | None) -> Saved:
+    there = Records().names()
     if name is None and len(there) == 1:
         name = there[0]
-    if name is None or name not in there:
+    found = None if name is None else Records().saved(name)
+    if found is None:
         which = "got none" if name is None else f"got {name!r}"
         raise NotFoundError(f"deployment: {which}, expected one of: {', '.join(there) or 'none exist'}")
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        raise NotFoundError(f"deployment: {name!r} was removed meanwhile") from None
+    return found
 
 
 def _get(answer: Any, seconds: float) -> Any:
-    """The result of a controller's call; raises the error that the controller raised."""
+    """The result of a call on the cluster; raises the RecinferError that it raised."""
     import ray
 
     try:
@@ -237,13 +209,10 @@ def _get(answer: Any, seconds: float) -> Any:
         if isinstance(error.cause, RecinferError):
             raise error.cause from None
         raise
-    except ray.exceptions.GetTimeoutError:
+    except ray.exceptions.RayError as error:
         raise UnavailableError(
-            f"the controller did not respond within {seconds:g} s; try again, or remove the deployment with --down"
+            f"the cluster did not respond: {str(error).strip().splitlines()[0]}; try again"
         ) from None
-    except ray.exceptions.RayActorError as error:
-        first = str(error).strip().splitlines()[0]
-        raise UnavailableError(f"the controller failed or is restarting on another node: {first}") from None
 
 
 def _check_host(security: Security, host: str) -> None:
@@ -263,6 +232,29 @@ def _check_files(nodes: list[dict[str, Any]], tls: Tls) -> None:
     missing = [f"node {host} cannot read {', '.join(gone)}" for host, gone in sorted(found.items()) if gone]
     if missing:
         raise ConfigError(f"TLS: {'; '.join(missing)}; put each file at its path on every node")
+
+
+def _remove_files(tag: str) -> None:
+    """Remove the files of rankers that were killed on this node."""
+    for path in Path(tempfile.gettempdir()).glob(f"recinfer-{tag}-*"):
+        path.unlink(missing_ok=True)
+
+
+def _nodes() -> list[dict[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _free(nodes: list[dict[str, Any]]) -> list[Node]:
+    """The free resources of nodes."""
+    import ray
+    from ray._private.state import available_resources_per_node  # Ray 2.60 has no public name for it
+
+    # On the cluster: a client from outside it cannot call the function.
+    free = _get(ray.remote(available_resources_per_node).options(num_cpus=0).remote(), _FREE_S)
+    found = [(node["NodeManagerAddress"], free.get(node["NodeID"], {})) for node in nodes]
+    return [Node(host, mine.get("memory", 0.0), mine.get("CPU", 0.0)) for host, mine in found]
 
 
 def _on_every_node(nodes: list[dict[str, Any]], run: Callable[[Any], Any], argument: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Starts, monitors and stops one ``recinfer serve`` as a child process, for an actor on a Ray node."""
+"""Starts, monitors and stops one ``recinfer serve`` as a child process of a replica on a Ray node."""
 
 from __future__ import annotations
 
@@ -6,81 +6,35 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import recinfer
 from recinfer import env
-from recinfer.files import write_file
+from recinfer.deploy.ray.records import Server
 
-__all__ = ["Life", "ServerProcess"]
-
-_FILE = "shards.json"
-
-
-@dataclass(frozen=True)
-class Life:
-    """The state of a server process.
-
-    Attributes:
-        running: whether it has not ended.
-        port, metrics_port: the ports that it listens on; 0 before that.
-        pid: of the server; 0 before it has started.
-        memory: resident bytes, including mapped tables that were read.
-        why: its error message, or how it ended.
-    """
-
-    running: bool
-    port: int = 0
-    metrics_port: int = 0
-    pid: int = 0
-    memory: int = 0
-    why: str = ""
+__all__ = ["ServerProcess"]
 
 
 class ServerProcess:
-    """Runs a server that ends with the process that started it (see recinfer.deploy.ray.guard). No method blocks on the
-    server.
+    """Runs a server that stops when the thread that starts it ends (see recinfer.deploy.ray.child).
 
     Args:
         arguments: of ``recinfer serve``.
         environment: on top of this process's own.
-        shards: a ranker's shards.json, written to a folder that is removed with the server; None for a shard server.
-        tag: part of that folder's name.
-        grace: seconds that the server has to finish its requests.
-
-    Attributes:
-        folder: folder of shards.json; None for a shard server.
     """
 
-    def __init__(
-        self,
-        arguments: list[str],
-        environment: dict[str, str],
-        shards: str | None = None,
-        tag: str = "0",
-        grace: float = 15.0,
-    ) -> None:
-        command = [sys.executable, "-m", "recinfer.deploy.ray.guard", "--grace", str(grace)]
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         serve = [sys.executable, "-m", "recinfer", "serve", *arguments, "--json"]
-        self.folder: Path | None = None
-        if shards is not None:
-            self.folder = Path(tempfile.mkdtemp(prefix=f"recinfer-{tag}-"))
-            self.write(shards)
-            command += ["--folder", str(self.folder)]
-            serve += ["--shards", str(self.folder / _FILE)]
         # The server must import the same recinfer as this process.
         root = str(Path(recinfer.__file__).resolve().parents[1])
         inherited = env.child_environment(**environment)
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (root, inherited.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [*command, "--", *serve],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-m", "recinfer.deploy.ray.child", str(os.getpid()), *serve],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
             env=inherited,
@@ -90,51 +44,29 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read, name="recinfer-output", daemon=True)
         self._reader.start()
 
-    @property
-    def guard_pid(self) -> int:
-        """Process id of the guard between this process and the server."""
-        return self._process.pid
-
-    def look(self) -> Life:
-        """The current state."""
+    def look(self, server: Server) -> bool:
+        """Write ports, process id and memory into ``server``; returns whether it runs. If not, ``why`` says how it
+        ended."""
         code = self._process.poll()
-        if code is not None:
-            self._reader.join(1.0)
-        output = dict(self._output)
-        pid = int(output.get("pid", 0))
-        why = output["error"]["message"] if "error" in output else ""
-        if code is not None and not why:
-            why = f"ended with exit code {code}" if code < 128 else f"was killed by signal {code - 128}"
-        running = code is None
-        return Life(
-            running=running,
-            port=int(output.get("port") or 0),
-            metrics_port=int(output.get("metrics_port") or 0),
-            pid=pid,
-            memory=_resident(pid) if running and pid else 0,
-            why=why,
-        )
+        if code is None:
+            output = dict(self._output)
+            server.port, server.metrics_port = (int(output.get(name) or 0) for name in ("port", "metrics_port"))
+            server.pid, server.memory = self._process.pid, _resident(self._process.pid)
+            return True
+        self._reader.join(1.0)  # its last line says why it ended
+        killed = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
+        server.why = self._output["error"]["message"] if "error" in self._output else killed
+        return False
 
-    def write(self, shards: str) -> None:
-        """Replace shards.json; the ranker reads it within half a second."""
-        if self.folder is None or not self.folder.is_dir():
-            return  # it has ended, and its folder is gone
-        write_file(self.folder / _FILE, shards.encode())
-
-    def stop(self) -> None:
-        """Ask it to finish its requests and exit; ``look`` shows when it has."""
-        if self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` for its end; returns whether it ended. Its last output is then available."""
-        end = time.monotonic() + seconds
+    def stop(self, seconds: float) -> bool:
+        """Have it finish its requests and exit, or kill it after ``seconds``; returns whether it exited by itself."""
+        self._process.terminate()
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
             return False
-        self._reader.join(max(0.0, end - time.monotonic()))
         return True
 
     def _read(self) -> None:

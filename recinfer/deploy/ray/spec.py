@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recinfer.deploy import BUSY_PERCENT, check_percent
-from recinfer.deploy.groups import Footprint, dns_label
 from recinfer.deploy.ray.tls import Tls
-from recinfer.errors import ConfigError
+from recinfer.errors import ConfigError, UnavailableError
+from recinfer.sizes import size_text
 
-__all__ = ["Bounds", "Deployment", "Need", "cores", "deployment_of", "store_of"]
+if TYPE_CHECKING:
+    from recinfer.deploy.groups import Footprint
+
+__all__ = ["Bounds", "Deployment", "Node", "check_room", "cores", "deployment_of", "kind_name"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,15 @@ class Bounds:
         """Whether the number depends on load."""
         return self.least < self.most
 
+    def scaled(self, what: str, count: int | None) -> Bounds:
+        """With another number of servers; None leaves it unchanged. Raises ConfigError naming ``what``."""
+        if count is None:
+            return self
+        if count < 1 or (self.scales and not self.least <= count <= self.most):
+            limits = f"{self.least} to {self.most}, the bounds of autoscaling" if self.scales else "1 or more"
+            raise ConfigError(f"{what}: got {count}, expected {limits}")
+        return Bounds(count, self.least, self.most) if self.scales else Bounds(count, count, count)
+
     def check(self, what: str) -> None:
         """Raises ConfigError naming ``what``."""
         if not 1 <= self.least <= self.start <= self.most:
@@ -38,10 +52,11 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Need:
-    """Resources of one server: bytes of memory and CPUs."""
+class Node:
+    """A live machine of the cluster: its address, and the resources that nothing has reserved."""
 
-    memory: int
+    host: str
+    memory: float
     cpus: float
 
 
@@ -63,6 +78,8 @@ class Deployment:
         queue_depth: average number of requests in a server above which a server is added.
         busy_percent: busy share of a shard server's time above which a shard server is added.
         cool_down: seconds of low load before a server is removed.
+        nodes: nodes of the cluster when it was deployed, over which the servers of a kind are spread; 0: not known.
+        shares: the most shard servers of a group on one node, and the most rankers; 0: no limit.
         token: bearer token of all servers; None for none.
         insecure: allow listening beyond loopback without a token.
         tls: TLS of all servers and their clients; None for no TLS.
@@ -83,6 +100,8 @@ class Deployment:
     queue_depth: int = 16
     busy_percent: int = BUSY_PERCENT
     cool_down: float = 300.0
+    nodes: int = 0
+    shares: tuple[int, int] = (0, 0)
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
     tls: Tls | None = None
@@ -94,13 +113,30 @@ class Deployment:
             raise ConfigError(f"queue depth: got {self.queue_depth}, expected at least 1")
         check_percent(self.busy_percent)
 
-    def need(self, group: int | None) -> Need:
-        """Resources of a server of ``group``; None means a ranker."""
-        return Need(self.ranker_memory if group is None else self.shard_memory[group], self.cpus)
+    @property
+    def kinds(self) -> list[int | None]:
+        """The numbers of the groups, and None for the rankers."""
+        return [*range(len(self.groups)), None]
+
+    def memory(self, group: int | None) -> int:
+        """Bytes of memory of a server of ``group``; None means a ranker."""
+        return self.ranker_memory if group is None else self.shard_memory[group]
 
     def bounds(self, group: int | None) -> Bounds:
         """Bounds of ``group``; None means the rankers."""
         return self.rankers if group is None else self.shards
+
+    def per_node(self, group: int | None) -> int | None:
+        """The most servers of a kind on one node, so that no node has all of them; None: no limit."""
+        return self.shares[group is None] or None
+
+    def spread(self) -> Deployment:
+        """With the shares that its numbers of servers need on its nodes. A share never falls: Serve replaces all servers
+        of a kind whose share changes, and a kind of one server would stop serving meanwhile."""
+        if self.nodes <= 1:
+            return self
+        shards, rankers = (math.ceil(bounds.most / self.nodes) for bounds in (self.shards, self.rankers))
+        return replace(self, shares=(max(shards, self.shares[0]), max(rankers, self.shares[1])))
 
     def archive_of(self, version: str) -> str:
         """The folder of a version."""
@@ -141,13 +177,15 @@ def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str,
     Raises:
         ConfigError: inconsistent numbers, or an archive that is not at its place in the store.
     """
+    from recinfer.deploy.groups import dns_label  # brings torch along, which no replica needs
+
     archive = archive.resolve()
     if store is not None and archive.parent != store.resolve() / found.model:
         raise ConfigError(
             f"model store: {archive} is not at {store.resolve() / found.model}/<version>; move it there, or leave "
             f"out --model-store"
         )
-    store = store_of(archive, found.model)
+    store = archive.parent.parent if archive.parent.name == found.model else None
     name = options.pop("name", None)
     if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", name):
         raise ConfigError(f"name: got {name[:80]!r}, expected a-z, 0-9 and '-', at most 63")
@@ -165,9 +203,31 @@ def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str,
     )
 
 
-def store_of(archive: Path, model: str) -> Path | None:
-    """The model store that has ``archive`` at ``<model>/<version>``; None if it is in no store."""
-    return archive.parent.parent if archive.parent.name == model else None
+def kind_name(group: int | None) -> str:
+    """Name of the servers of a group of ranks; None means the rankers."""
+    return "ranker" if group is None else f"shard-{group}"
+
+
+def check_room(spec: Deployment, more: Collection[int | None], nodes: Collection[Node]) -> None:
+    """Check that nodes have room for more servers, one of each group in ``more``. Ray itself would wait for it.
+
+    Raises:
+        UnavailableError: no node has the resources; names the needed and the free ones.
+    """
+    left = list(nodes)
+    for group in more:
+        memory = spec.memory(group)
+        room = [node for node in left if node.memory >= memory and node.cpus >= spec.cpus]
+        if not room:
+            free = [f"{node.host} {size_text(node.memory)} and {node.cpus:g} CPUs" for node in sorted(nodes, key=str)]
+            ranks = "" if group is None else f" (ranks {', '.join(map(str, spec.groups[group]))})"
+            raise UnavailableError(
+                f"no node has resources for another server {kind_name(group)}{ranks}: it needs {size_text(memory)} of "
+                f"memory and {spec.cpus:g} CPUs; free: {'; '.join(free) or 'no nodes'}"
+            )
+        node = max(room, key=lambda node: (node.memory, node.cpus))
+        left.remove(node)
+        left.append(Node(node.host, node.memory - memory, node.cpus - spec.cpus))
 
 
 def cores(text: str) -> float:

@@ -1,5 +1,4 @@
-"""TLS settings of a deployment: files on every node, and the credentials of its own clients (rankers, the
-controller)."""
+"""TLS settings of a deployment: files on every node, and the credentials of its own clients (rankers, replicas)."""
 
 from __future__ import annotations
 
@@ -7,10 +6,8 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
 from recinfer.errors import ConfigError
-from recinfer.serving.wire.tls import credentials_of
+from recinfer.serving.wire.tls import load_pem
 
 __all__ = ["Tls", "missing_files"]
 
@@ -21,8 +18,8 @@ class Tls:
 
     Attributes:
         cert, key: certificate chain and key of every server. With ``client_ca``, rankers present it to shard servers
-        and the controller presents it to all servers, so it must be valid for server and client use.
-        ca: the certificate authority of these certificates, which rankers and the controller verify servers with.
+        and replicas present it to their servers, so it must be valid for server and client use.
+        ca: the certificate authority of these certificates, which rankers and replicas verify servers with.
         client_ca: the certificate authority of client certificates (mutual TLS); None if clients need none.
         name: host name in the servers' certificates, if it differs from the node's address.
     """
@@ -59,35 +56,12 @@ class Tls:
         values = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key, "tls_name": self.name}
         return {name: value for name, value in values.items() if value is not None}
 
-    def caller(self) -> dict[str, Path | None]:
-        """Keyword arguments of recinfer.serving.client.client.InferenceClient, except the name."""
-        cert, key = self.shown or (None, None)
-        values = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key}
-        return {name: None if path is None else Path(path) for name, path in values.items()}
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of a gRPC channel to a server. Raises ConfigError naming a missing file."""
-        self.check_here()
-        found = credentials_of(*self.caller().values())
-        assert found is not None
-        return found
-
     def context(self) -> ssl.SSLContext:
         """SSL context of an HTTP connection to a server's metrics. Raises ConfigError."""
-        self.check_here()
-        try:
-            context = ssl.create_default_context(cafile=self.ca)
-            if self.shown is not None:
-                context.load_cert_chain(*self.shown)
-        except OSError as error:  # ssl's own errors are among them
-            raise ConfigError(f"TLS: {', '.join(self.files)}: {error}") from None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts no authority but the one below
+        cert, key = self.shown or (None, None)
+        load_pem(context, cert, key, self.ca)
         return context
-
-    def check_here(self) -> None:
-        """Raises ConfigError naming files that this machine cannot read."""
-        gone = missing_files(self.files)
-        if gone:
-            raise ConfigError(f"TLS: cannot read {', '.join(gone)} here; every node needs the file at this path")
 
     @classmethod
     def of(
@@ -107,7 +81,7 @@ class Tls:
         if cert is None or key is None or ca is None:
             raise ConfigError(
                 f"TLS: {' and '.join(lacking)} missing; expected the servers' --tls-cert and --tls-key, and --tls-ca, "
-                "the certificate authority that rankers and the controller verify them with"
+                "the certificate authority that rankers and replicas verify them with"
             )
         paths = {"cert": cert, "key": key, "ca": ca, "client_ca": client_ca}
         return cls(**{k: None if path is None else str(path.absolute()) for k, path in paths.items()}, name=name)  # type: ignore[arg-type]

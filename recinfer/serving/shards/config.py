@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from recinfer.archive.strict_json import loads
 from recinfer.errors import ArchiveError, ConfigError
 
-__all__ = ["ShardsConfig", "ShardsSettings", "read_shards"]
+__all__ = ["ShardsConfig", "ShardsSettings", "read_shards", "shards_json"]
 
 FORMAT, VERSION = "recinfer.shards", 1
 _RANK = re.compile("0|[1-9][0-9]{0,8}")
@@ -78,6 +80,13 @@ class ShardsConfig:
 
     ranks: dict[int, tuple[str, ...]]
     settings: ShardsSettings = field(default_factory=ShardsSettings)
+
+
+def shards_json(addresses: Mapping[int, Sequence[str]], settings: Mapping[str, str] | None = None) -> str:
+    """The text of a shards.json: the addresses of each rank's replicas, and timeouts."""
+    ranks = {str(rank): list(found) for rank, found in sorted(addresses.items())}
+    more = {"settings": dict(settings)} if settings else {}
+    return json.dumps({"format": FORMAT, "version": VERSION, "ranks": ranks, **more}, indent=1) + "\n"
 
 
 def read_shards(path: Path) -> ShardsConfig:

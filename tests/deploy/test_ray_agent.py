@@ -1,0 +1,249 @@
+"""Agents and their servers, all real except Ray: servers are children of this process, nodes are loopback addresses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recinfer.deploy.groups import footprint
+from recinfer.deploy.ray import replica
+from recinfer.deploy.ray.replica import shards_file
+from recinfer.deploy.ray.rollout import roll, version_to_roll
+from recinfer.deploy.ray.spec import Bounds, Deployment, deployment_of
+from recinfer.errors import ConfigError, RecinferError, UnavailableError
+from recinfer.serving.client.client import InferenceClient
+from tests.deploy.local import Running, until
+from tests.serving.conftest import build_model, export, make_request
+
+TOKEN = "a-token-of-this-test"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Versions 1 to 3 of a model, each with other weights; a shard file of 3 is broken."""
+    folder = tmp_path_factory.mktemp("store")
+    (folder / "store" / "tiny").mkdir(parents=True)
+    for seed, version in enumerate("123"):
+        made = export(build_model(seed), tmp_path_factory.mktemp("made"), "tiny", version, num_dense=3)
+        shutil.move(made, folder / "store" / "tiny" / version)
+    shard = sorted((folder / "store" / "tiny" / "3" / "shards").iterdir())[-1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    return folder / "store"
+
+
+def spec_of(store: Path, **options: Any) -> Deployment:
+    found = footprint(store / "tiny" / "1", ranks_per_shard=2)
+    return deployment_of(found, store / "tiny" / "1", None, "test", token=TOKEN, **options)
+
+
+class Load:
+    """Calls the listed rankers without pause; repeats a call that reaches no server, as recinfer's clients do."""
+
+    def __init__(self, running: Running) -> None:
+        self._running, self._over = running, threading.Event()
+        self.failed: list[str] = []
+        self.answers: list[tuple[str, float]] = []  # version, first value
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        until(lambda: self.answers or self.failed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        clients: dict[str, InferenceClient] = {}
+        request = make_request(0, 3)[1]
+        turn = 0
+        while not self._over.is_set():
+            turn += 1
+            for attempt in range(4):
+                targets = self._running.status()["rankers"]
+                target = targets[(turn + attempt) % len(targets)] if targets else ""
+                client = clients.get(target) or InferenceClient(target, token=TOKEN, retries=0, timeout=60)
+                clients[target] = client
+                try:
+                    got = client.lookup(request)
+                    assert got.pooled is not None
+                    self.answers.append((got.model_version, float(got.pooled.values()[0, 0])))
+                    break
+                except UnavailableError as error:
+                    if attempt == 3:
+                        self.failed.append(str(error))
+                    time.sleep(0.2)
+                except RecinferError as error:
+                    self.failed.append(str(error))
+                    break
+        for client in clients.values():
+            client.close()
+
+    @property
+    def versions(self) -> dict[str, set[float]]:
+        """The answers of each version."""
+        found: dict[str, set[float]] = {}
+        for version, value in self.answers:
+            found.setdefault(version, set()).add(value)
+        return found
+
+
+@pytest.fixture(scope="module")
+def running(store: Path) -> Iterator[Running]:
+    """Two shard servers and two rankers, each pair on two nodes. No server is given up, however busy the machine is."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(replica, "_PERIOD_S", 0.2)
+    patch.setattr(replica, "_RANKER_DRAIN_S", 1.0)
+    patch.setattr(replica, "_MISSES", 1 << 30)
+    found = Running(spec_of(store))
+    for group in (0, None):
+        for host in ("127.0.0.1", "127.0.0.2"):
+            found.start(group, host)
+    try:
+        found.wait()
+        yield found
+    finally:
+        found.close()
+        patch.undo()
+
+
+# One deployment runs through all of these tests, in this order.
+
+
+def test_it_serves_with_its_token(running: Running):
+    found = running.status()
+    assert [each["name"] for each in found["servers"]] == ["shard-0-0", "shard-0-1", "ranker-0", "ranker-1"]
+    assert all(each["state"] == "serving" and each["version"] == "1" and each["pid"] for each in found["servers"])
+    for each in found["servers"]:
+        assert TOKEN not in Path(f"/proc/{each['pid']}/cmdline").read_bytes().decode()
+    with Load(running) as load:
+        until(lambda: len(load.answers) > 20)
+    assert load.failed == [] and set(load.versions) == {"1"}
+    with (
+        InferenceClient(found["rankers"][0], retries=0, timeout=60) as stranger,
+        pytest.raises(RecinferError, match="token"),
+    ):
+        stranger.lookup(make_request(0, 3)[1])
+
+
+def test_a_version_rolls_out_and_back(running: Running):
+    name = running.spec.name
+    with Load(running) as load:
+        assert roll(running.records, name, "2") == "2"
+        until(lambda: load.answers[-1][0] == "2")
+        assert roll(running.records, name, None) == "1"
+        until(lambda: load.answers[-1][0] == "1")
+        with pytest.raises(RecinferError, match=r"not sound"):
+            roll(running.records, name, "3")
+        assert running.status()["version"] == "1"
+        assert roll(running.records, name, "2") == "2"
+    assert load.failed == []
+    assert set(load.versions) == {"1", "2"} and all(len(values) == 1 for values in load.versions.values())
+    until(lambda: {each["version"] for each in running.servers("ranker").values()} == {"2"})
+    saved = running.records.saved(name)
+    assert saved is not None and saved.previous == "1"
+    with pytest.raises(ConfigError, match="model store"):
+        version_to_roll(replace(saved, spec=replace(saved.spec, store=None)), "2")
+    with pytest.raises(ConfigError, match="no previous version"):
+        version_to_roll(replace(saved, previous=None), None)
+
+
+def test_killed_servers_come_back_where_they_were_with_the_version_that_is_served(running: Running):
+    before = running.servers()
+    victims = ("shard-0-0", "ranker-1")
+    with Load(running) as load:
+        for name in victims:
+            os.kill(before[name]["pid"], signal.SIGKILL)
+        until(lambda: all(running.servers()[name]["restarts"] == 1 for name in victims))
+        running.wait()
+    assert load.failed == [] and set(load.versions) == {"2"}
+    after = running.servers()
+    for name in victims:
+        assert after[name]["address"] == before[name]["address"] and after[name]["pid"] != before[name]["pid"]
+    assert after["ranker-1"]["version"] == "2"
+    assert after["shard-0-1"]["pid"] == before["shard-0-1"]["pid"]
+
+
+def test_more_servers_and_fewer_again(running: Running):
+    with Load(running) as load:
+        running.start(0, "127.0.0.3").wait()
+        shards = sorted(each["address"] for each in running.servers("shard").values())
+        text = shards_file("test", "ranker-0").read_text
+        until(lambda: json.loads(text())["ranks"]["0"] == shards)
+        running.stop("shard-0-1")
+        assert running.servers("shard")["shard-0-2"]["state"] == "serving" and len(running.servers()) == 4
+        running.stop("ranker-1")
+        assert not shards_file("test", "ranker-1").exists()
+        running.stop("shard-0-0")
+        until(lambda: len(json.loads(text())["ranks"]["0"]) == 1)
+    assert load.failed == []
+
+
+def test_a_server_that_hangs_ends_and_its_agent_too(running: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replica, "_MISSES", 1)
+    agent = running.agents["shard-0-2"]
+    os.kill(agent.server.pid, signal.SIGSTOP)
+    until(lambda: agent.failed)
+    assert "does not respond" in agent.failed
+    agent.stop()
+    assert not Path(f"/proc/{agent.server.pid}").exists()
+    running.store.alive.discard(agent.server.actor)
+    monkeypatch.undo()
+    address = agent.server.address
+    again = running.start(0, "127.0.0.3")
+    again.wait()
+    assert (again.server.name, again.server.restarts) == ("shard-0-2", 1)
+    assert again.server.address == address, "on its host a name keeps its port"
+    until(lambda: running.status()["rankers"])
+    with Load(running) as load:
+        until(lambda: len(load.answers) > 5)
+    assert load.failed == [] and set(load.versions) == {"2"}
+
+
+def test_a_server_that_cannot_start_says_why(running: Running):
+    saved = running.records.saved(running.spec.name)
+    assert saved is not None
+    running.records.save(replace(saved, version="9"))
+    agent = running.start(0)
+    try:
+        with pytest.raises(UnavailableError, match=r"shard-0-0: .*9"):
+            agent.wait()
+        until(lambda: running.records.servers(running.spec.name)[0].why)
+    finally:
+        running.records.save(saved)
+        running.records.forget(running.spec.name, running.agents.pop(agent.server.name).server.name)
+
+
+# ---------------------------------------------------------------- a server's state, without servers
+
+
+@pytest.mark.parametrize(("options", "ready"), [({}, False), ({"rankers": Bounds(1, 1, 1)}, True)])
+def test_missing_servers_are_pending(store: Path, options: dict[str, Any], ready: bool):
+    running = Running(spec_of(store, shards=Bounds(1, 1, 3), **options))
+    running.store.alive |= {"actor-0", "actor-1"}
+    for number, group in enumerate((0, None)):
+        server, _ = running.records.claim("tiny", group, f"actor-{number}", "n", "h")
+        server.state, server.address, server.calls = "serving", f"h:{number}", {"h:0": 3} if group is None else {}
+        running.records.write("tiny", server)
+    found = running.status()
+    assert found["ready"] is ready and found["servers"][0]["load"] == 3.0
+    assert [each["state"] for each in found["servers"]] == ["serving", "serving", *([] if ready else ["pending"])]
+    server.calls = {}
+    running.records.write("tiny", server)
+    assert not running.status()["ready"], "a ranker does not list the shard server yet"
+    running.store.alive.remove("actor-0")
+    lost = running.status()["servers"][0]
+    assert (lost["state"], lost["address"], lost["why"]) == ("pending", "", "its replica on h has ended")
