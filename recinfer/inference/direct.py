@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_HEADS", "DirectOrder", "DirectPieces", "DirectTables"]
 
-_INT32_BYTES = 4  # of a length in a request
+_INT32_BYTES = 4  # size of a length in a request
 _ALL = 0, -1
-_MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
+_MAX_ORDERS = 256  # stored orders of keys; clients send few different ones
 MAX_HEADS = 64
 """Most ``heads`` that an order keeps."""
 
@@ -85,11 +85,11 @@ class DirectPieces:
         self.widths = [read.rect.cols for read in batch.reads]
 
     def pool(self, steps: NDArray[np.int64], *bags: Any) -> Any:
-        """See ``recinfer.quant._tables.pool``; these are its arguments after ``steps``."""
+        """Call ``recinfer.quant._tables.pool``; the arguments are those after ``steps``."""
         return _pool(self._buffer, self._pieces, steps, *bags)
 
     def pack(self, steps: NDArray[np.int64], *bags: Any) -> Any:
-        """See ``recinfer.quant._tables.pack``; these are its arguments after ``steps``."""
+        """Call ``recinfer.quant._tables.pack``; the arguments are those after ``steps``."""
         return _pack(self._buffer, self._pieces, steps, *bags)
 
 
@@ -112,7 +112,9 @@ class DirectTables:
     ) -> None:
         self.pieces = DirectPieces(lookup.batch, means)
         self._widths = self.pieces.widths
-        self._features, self._names, self._dims = tuple(features), tuple(names), tuple(dims)
+        self._features = tuple(features)
+        self._names = tuple(names)
+        self._dims = tuple(dims)
         self._known = frozenset(features)
         self._orders: LruCache[bytes | tuple[bytes, bytes], DirectOrder] = LruCache(_MAX_ORDERS)
 
