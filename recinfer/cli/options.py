@@ -27,7 +27,7 @@ class Device(StrEnum):
 
 
 class MissingShards(StrEnum):
-    """What a ranker does, or may do, when a rank is unavailable."""
+    """A ranker's behaviour when a rank is unavailable."""
 
     error = "error"
     default_rows = "default-rows"
@@ -49,7 +49,7 @@ class Precision(StrEnum):
 
 
 class RequestKind(StrEnum):
-    """What requests ask for."""
+    """Kinds of requests: a lookup or a prediction."""
 
     lookup = "lookup"
     predict = "predict"
