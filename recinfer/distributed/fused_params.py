@@ -158,9 +158,7 @@ class FusedSettings:
 
     def hyper(self, learning_rate: float) -> Hyper:
         """The parameters of the formula, with the learning rate of this step."""
-        from recinfer.optim.row_updates import (
-            Hyper,
-        )  # late, because serving imports this module without optimizers
+        from recinfer.optim.row_updates import Hyper  # late: serving imports this module without optimizers
 
         return Hyper(
             lr=learning_rate,

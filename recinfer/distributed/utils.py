@@ -47,7 +47,7 @@ _OPTIMIZERS = {
 }
 # Arguments of the classes that the formulas of fused kernels have.
 _NUMBERS = frozenset({"learning_rate", "eps", "beta1", "beta2", "weight_decay", "momentum", "eta"})
-# Their torch classes add weight_decay * w to the gradient; kernels do so in the mode L2 only.
+# Optimizers whose torch classes add weight_decay * w to the gradient; kernels do so in the mode L2 only.
 _L2 = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
 
 

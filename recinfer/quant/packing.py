@@ -23,7 +23,7 @@ __all__ = ["BLOCK_ELEMENTS", "RowError", "RowPacker", "pack_rows"]
 BLOCK_ELEMENTS = 1 << 18
 """Elements of a block: 1 MB of float32, which fits a core's cache."""
 
-_LARGEST = 65504.0  # of fp16
+_LARGEST = 65504.0  # largest number of fp16
 
 
 @dataclass

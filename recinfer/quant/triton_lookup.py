@@ -40,8 +40,8 @@ __all__ = ["Launch", "Read", "TritonTables"]
 
 _BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2, DataType.FP16: 16, DataType.FP32: 32}
 _OUTPUT_DTYPES = (torch.float32, torch.float16)
-_MOST_COLUMNS = 256  # of a program; wider tables take several
-_FIELDS = FIRST_CACHE_FIELD.value + CACHE_FIELDS  # of a program's description, in the order in which _lookup reads them
+_MOST_COLUMNS = 256  # columns of a program; wider tables take several programs
+_FIELDS = FIRST_CACHE_FIELD.value + CACHE_FIELDS  # fields of a description, in the order of _lookup's reads
 
 
 @triton.jit

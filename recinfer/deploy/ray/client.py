@@ -21,7 +21,7 @@ __all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "sca
 _log = logging.getLogger(__name__)
 _REACH_S, _ANSWER_S, _DOWN_S, _ROLL_S = 3.0, 30.0, 150.0, 3600.0
 _GONE_S, _ROOM_S = 20.0, 15.0
-_TRIES = 3  # of a server that never served, after which a deployment is given up
+_TRIES = 3  # restarts of a server that never served, after which a deployment fails
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class Member:
         self.why = why
 
     def status(self) -> dict[str, Any]:
-        """Its own part of ``recinfer deploy --status``, as JSON values."""
+        """The server's part of ``recinfer deploy --status``, as JSON values."""
         return {
             "name": self.name,
             "role": self.role,

@@ -118,7 +118,7 @@ class ServerProcess:
     def write(self, shards: str) -> None:
         """Replace shards.json; the ranker reads it within half a second."""
         if self.folder is None or not self.folder.is_dir():
-            return  # it has ended, and its folder is gone
+            return  # the server has ended, and its folder was removed
         write_file(self.folder / _FILE, shards.encode())
 
     def stop(self) -> None:

@@ -35,11 +35,8 @@ _PRECISIONS = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataT
 # Bags have two random lengths, because a model's lengths are not predictable. Long bags are few, because other work on
 # the machine disturbs fewer short calls.
 _IDS_AND_BAGS = ((0.0, 512), (0.5, 512), (1.0, 512), (1.5, 512), (4.5, 512), (16.5, 128), (64.5, 32))
-_NARROW_DIM, _WIDE_DIM, _WIDE = (
-    16,
-    256,
-    (1, 2, 4, 8),
-)  # features that write wide vectors; 16 times the number write narrow vectors
+_NARROW_DIM, _WIDE_DIM = 16, 256
+_WIDE = (1, 2, 4, 8)  # features that write wide vectors; 16 times the number write narrow vectors
 _WRITTEN = [(_WIDE_DIM, n) for n in _WIDE] + [(_NARROW_DIM, 16 * n) for n in _WIDE]
 _FIRST_DIM, _FIRST_IDS = 120, (2, 8, 32, 128, 512)  # ids of a feature in short calls
 _MIXED = 16  # collections of random tables that check the whole estimate

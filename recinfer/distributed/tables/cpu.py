@@ -84,9 +84,8 @@ class TableGroup(nn.Module):
         self.param_group: dict[str, Any] = {"lr": settings.learning_rate}
         self.replicas: Replicas | None = None
         self.feature_dims = [s.dim for s in shapes for _ in range(s.num_features)]
-        self._anchor = torch.empty(
-            0, requires_grad=True
-        )  # tables are not leaf tensors; this leaf makes autograd run the backward
+        # Tables are not leaf tensors; this leaf makes autograd run the backward.
+        self._anchor = torch.empty(0, requires_grad=True)
         self._build(dtype, device)
 
     def _build(self, dtype: torch.dtype, device: torch.device | None) -> None:

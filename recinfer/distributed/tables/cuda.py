@@ -211,7 +211,7 @@ class ModuleTableGroup(TableGroup):
 
     @torch.no_grad()
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As :meth:`TableGroup.lookup`."""
+        """The vectors of ``indices``; see :meth:`TableGroup.lookup`."""
         return self._run(indices, offsets, per_sample_weights)
 
     def per_sample_weight_gradient(self, grad_output: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class ModuleDenseTableGroup(DenseTableGroup):
         return super()._differentiable(indices, offsets, per_sample_weights)
 
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As :meth:`TableGroup.lookup`."""
+        """The vectors of ``indices``; see :meth:`TableGroup.lookup`."""
         return self._looked_up(self.weights, indices, offsets, per_sample_weights)
 
     def _looked_up(self, rows: Tensor, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:

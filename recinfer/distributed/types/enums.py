@@ -97,8 +97,8 @@ class EmbeddingComputeKernel(Enum):
 
     DENSE = "dense"  # nn.EmbeddingBag, gradients as tensors
     FUSED = "fused"  # batched lookup with the optimizer in the backward; rows on the device
-    FUSED_UVM = "fused_uvm"  # as FUSED, with rows in host memory
-    FUSED_UVM_CACHING = "fused_uvm_caching"  # as FUSED, with rows in host memory and a cache on the device
+    FUSED_UVM = "fused_uvm"  # FUSED with rows in host memory
+    FUSED_UVM_CACHING = "fused_uvm_caching"  # FUSED with rows in host memory and a cache on the device
     QUANT = "quant"  # inference, packed rows on the device
     QUANT_UVM = "quant_uvm"
     QUANT_UVM_CACHING = "quant_uvm_caching"

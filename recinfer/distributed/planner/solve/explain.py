@@ -227,9 +227,8 @@ def _capacity(trial: _Trial, space: SearchSpace, memory: int) -> float | None:
         other = _resized(topology, topology.world_size, *tried)
         if not unequal:
             return trial.space_fits(space, other)
-        return space.shard_option.size <= _MAX_SHARDS and trial.fits(
-            space.tables, other
-        )  # unequal ranks need new pieces
+        # Pieces in proportion to the ranks' memory change with the memory, so the search space is built again.
+        return space.shard_option.size <= _MAX_SHARDS and trial.fits(space.tables, other)
 
     unequal = any(row_weights(topology, on_host) is not None for on_host in (False, True))
     sizes = (space.hbm, space.ddr)[memory]
