@@ -60,7 +60,8 @@ __getattr__, __dir__ = lazy_names(
         "PoolingType": "recinfer.modules.embedding_configs",
         "load": "recinfer.inference.predictor",
     },
-    # What TorchRec's own ``import torchrec`` makes reachable by attribute, and the packages of ours that docs/ names.
+    # The modules that TorchRec's ``import torchrec`` makes reachable by attribute, and recinfer's packages that docs/
+    # names.
     modules=(
         "archive",
         "checkpoint",

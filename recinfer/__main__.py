@@ -10,10 +10,10 @@ __all__ = ["main"]
 def main() -> None:
     """Run it, with handlers of signals that are there before the commands are imported."""
     try:
-        from recinfer.cli.interrupts import never_lost, set_first_handlers
+        from recinfer.cli.interrupts import redelivering_interrupts, set_first_handlers
 
         set_first_handlers(sys.argv[1:])
-        with never_lost():
+        with redelivering_interrupts():
             from recinfer.cli.main import main
 
             main()

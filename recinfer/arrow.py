@@ -15,7 +15,7 @@ def pyarrow_for(who: str) -> Any:
     """The module pyarrow. Raises UnavailableError, beginning with ``who``, if it is not installed."""
     try:
         import pyarrow
-        import pyarrow.compute  # which makes it an attribute
+        import pyarrow.compute  # makes ``compute`` an attribute of pyarrow
     except ImportError:
         raise UnavailableError(f"{who} pyarrow; install it with: pip install 'recinfer[arrow]'") from None
     return pyarrow

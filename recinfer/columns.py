@@ -279,7 +279,7 @@ def _weights(name: str, column: Any, lengths: NDArray[np.int32]) -> NDArray[np.f
         raise InputError(
             f"weights[{name!r}]: got a different structure than the ids, expected one weight per id of each sample"
         )
-    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, which the predictor refuses
+    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, which the predictor refuses
         return values.astype(np.float32)
 
 
@@ -327,7 +327,7 @@ def _pandas(name: str, column: Any, field: str) -> NDArray[Any]:
     if not missing.any():
         return np.asarray(column.to_numpy())
     found = column.to_numpy(dtype=object).copy()
-    dtype = getattr(column.dtype, "numpy_dtype", column.dtype)  # that of pandas' own Float64
+    dtype = getattr(column.dtype, "numpy_dtype", column.dtype)  # numpy_dtype is for pandas' own Float64
     if getattr(dtype, "kind", "") == "f" and field == "features":
         found[~missing] = _whole(name, found[~missing].astype(dtype))
     found[missing] = None

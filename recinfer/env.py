@@ -52,7 +52,7 @@ __all__ = [
     "torchrun_rank",
 ]
 
-_M_ARENA_MAX = -8  # of glibc's malloc.h
+_M_ARENA_MAX = -8  # a constant of glibc's malloc.h
 _HEAPS = 2
 
 _OFF = frozenset({"", "0", "false", "no", "off"})

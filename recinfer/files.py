@@ -83,7 +83,7 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-    except OSError as error:  # of a write it names no file
+    except OSError as error:  # an error of a write names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -51,6 +51,6 @@ def move_to(batch: Any, device: torch.device, *, non_blocking: bool = True) -> A
         )
     pin = getattr(batch, "pin_memory", None)
     if device.type == "cuda" and non_blocking and pin is not None:
-        with suppress(RuntimeError):  # it is on a GPU already, or there is no more such memory
+        with suppress(RuntimeError):  # the batch is on a GPU already, or page-locked memory is exhausted
             move = pin().to
     return move(device=device, non_blocking=non_blocking)

@@ -71,7 +71,7 @@ class Threads:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call.make()
-            del call  # what it refers to is not kept until the next one
+            del call  # frees the call's objects before the next call arrives
         self._ended.put(None)
 
     def __enter__(self) -> Threads:

@@ -1,5 +1,7 @@
 """Finds banned words in the documentation, error messages, logs, help texts and module docstrings.
 
+Docstrings and comments may not begin with a word that leaves their subject open, such as *what* or *those*.
+
 Run ``python tools/check_prose.py`` from the repository root. It prints file:line, the phrase and its replacement, and exits with 1
 if it found any. ``--write`` writes the list of this file into docs/glossary.md ("Words to avoid").
 """
@@ -7,8 +9,10 @@ if it found any. ``--write`` writes the list of this file into docs/glossary.md 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +72,46 @@ BANNED_IN_PAGES: list[tuple[str, str, str]] = [
 ]
 """The same for pages alone."""
 
+_VERB = "is|are|was|were|has|have|had|can|may|must|does|do|did|would|will"
+
+OPENINGS: list[tuple[str, str, str]] = [
+    ("What ..., That ..., Which ..., Whose ...", r"what|that|which|whose", "the noun that is meant"),
+    ("Who ..., Whoever ...", r"who|whoever", "the caller, client, process or rank that it is"),
+    ("It ..., Its ..., They ..., Their ...", r"it|its|they|them|their", "the noun that is meant"),
+    ("Those ..., Such ..., Ours ..., Theirs ...", r"those|such|ours|theirs", "the noun that is meant"),
+    ("This is ..., These are ...", rf"(?:this|these)(?= (?:{_VERB})\b)", "the noun that is meant"),
+    ("So many ..., So much ...", r"so (?:many|much)", "the number and its unit"),
+    (
+        "One of ..., One that ...",
+        r"one(?= (?:of|that|which|who|whose|with|without|more than|is|was|has)\b)",
+        "a or an, and the noun",
+    ),
+    (
+        "The one that ..., The others",
+        r"the (?:ones|others|one(?= (?:that|which|who|of|with|in|on)\b))",
+        "the noun that is meant",
+    ),
+    (
+        "The same as ..., The same for ...",
+        rf"the same(?= (?:as|of|for|by|from|with|without|in|on|to|{_VERB})\b|\W*$|[;:,])",
+        "the noun that is meant",
+    ),
+    ("Of a ..., Of each ...", r"of", "the noun before *of*"),
+    ("As :meth: ...", r"as(?! (?:in|long|soon)\b)", "a verb, then *like* or *see*"),
+    ("Nothing ..., Everything ...", r"nothing|everything", "no or all, and the noun"),
+    ("Else ...", r"else", "otherwise, or the condition"),
+]
+"""Words that may not begin a docstring or a comment, their regular expression, what to begin with instead."""
+
+_OPENING = re.compile(
+    "|".join(rf"(?P<r{i}>(?:{pattern})\b)" for i, (_, pattern, _) in enumerate(OPENINGS)), re.IGNORECASE
+)
+
+_SENTENCE = re.compile(r"(?<=[.;])\s")
+
+_OPENINGS_LATER = ("recinfer/serving/",)
+"""Folders whose openings are not checked. TEMPORARY: remove serving/ when its docstrings and comments are rewritten."""
+
 _TABLE = re.compile(r"(## Words to avoid\n.*?\n\|---\|---\|---\|\n).*", re.DOTALL)
 
 _SHOWS = {"error", "exception", "info", "note", "show", "warning"}
@@ -102,9 +146,46 @@ def user_strings(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.value
 
 
+def openings(source: str) -> Iterator[tuple[int, str]]:
+    """Gives line and text of every docstring, also of attributes, and of every comment; adjacent comment lines are one."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for statement in node.body:
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value.strip()
+    last = -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, alone = token.start[0], token.line.lstrip().startswith("#")
+            if not alone or line != last + 1:
+                yield line, token.string.lstrip("#: ")
+            last = line if alone else -1
+
+
+def find_openings(source: str) -> Iterator[tuple[int, str, str]]:
+    """Gives line number, phrase and what to do for the docstrings and comments of a module.
+
+    The first sentence may neither begin with one of :data:`OPENINGS` nor hold a phrase of :data:`BANNED`.
+    """
+    for line, text in openings(source):
+        first = _SENTENCE.split(" ".join(text.split()), 1)[0]
+        match = _OPENING.match(first)
+        if match is not None:
+            assert match.lastgroup is not None
+            yield line, " ".join(first.split()[:4]), f"begin with {OPENINGS[int(match.lastgroup[1:])][2]}"
+        for _, phrase, instead in find(first):
+            yield line, phrase, f"write {instead}"
+
+
 def with_words_to_avoid(page: str) -> str:
     """The glossary ``page`` with its table of words to avoid made from the lists above."""
-    listed = [(BANNED, "everywhere"), (BANNED_IN_PAGES, "on pages")]
+    listed = [
+        (BANNED, "everywhere"),
+        (BANNED_IN_PAGES, "on pages"),
+        (OPENINGS, "at the start of a docstring or comment"),
+    ]
     rows = [f"| {phrase} | {instead} | {where} |\n" for words, where in listed for phrase, _, instead in words]
     return _TABLE.sub(lambda head: head.group(1) + "".join(rows), page)
 
@@ -125,8 +206,11 @@ def check(root: Path) -> list[str]:
             ]
     for path in sorted((root / "recinfer").rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        for line, text in user_strings(path.read_text()):
+        source = path.read_text()
+        for line, text in user_strings(source):
             problems += [f"{name}:{n}: {phrase!r}: write {how}" for n, phrase, how in find(text, line)]
+        if not name.startswith(_OPENINGS_LATER) and not path.stem.endswith("_pb2"):
+            problems += [f"{name}:{n}: {phrase!r}: {todo}" for n, phrase, todo in find_openings(source)]
     glossary = root / "docs/glossary.md"
     if glossary.exists() and with_words_to_avoid(glossary.read_text()) != glossary.read_text():
         problems.append('docs/glossary.md: "Words to avoid" is not this list; run python tools/check_prose.py --write')

@@ -32,7 +32,7 @@ ANSWERS = "check/answers.safetensors"
 RELATIVE_TOLERANCE = 1e-5
 ABSOLUTE_TOLERANCE = 1e-6
 _BATCHES = (2, 1, 16)
-# Samples and ids of each bag: sizes at which programs fail, and which random bags seldom have.
+# Numbers of samples, and of ids of each bag, at which programs fail and which random bags seldom have.
 _UNIFORM = ((2, 0), (1, 1))
 
 
@@ -46,7 +46,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Its answer: per pooled module [B, D], per sequence output [ids, dim]; then the dense program's outputs."""
+    """The answer to a golden request: [B, D] per pooled module and [ids, dim] per sequence output, then the dense
+    outputs."""
 
     embeddings: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)
@@ -61,8 +62,8 @@ def golden_requests(
     longest: Mapping[str, int],
     seed: int = 0,
 ) -> list[Request]:
-    """Deterministic requests: the first and last id of every feature, random ids, bags of 0 to 3 ids; then one without any
-    id, and one of one sample with one id a feature.
+    """Deterministic requests: the first and last id of every feature, random ids, bags of 0 to 3 ids; then a request
+    without ids, and a request of one sample with one id per feature.
 
     Args:
         rows: ids of each feature are below this.

@@ -100,7 +100,7 @@ class _Found(Exception):
 
 
 class _Program(nn.Module):
-    """The dense part as a function of tensors: fills the stand-ins, calls the model, names its outputs."""
+    """The dense part as a function of tensors: it fills the stand-ins, calls the model and names its outputs."""
 
     def __init__(self, body: nn.Module, slots: Slots, dense_path: str) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def _inner_sizes(function: Any, args: Any) -> tuple[int, int]:
         return 0, 0
     if function is nn.functional.linear:
         return args[0].shape[-1], args[1].shape[-1]
-    if function in _PRODUCTS:  # crossnets multiply by their weights as they are
+    if function in _PRODUCTS:  # crossnets multiply by their weights without a transpose
         sizes = args[0].shape[-1], args[1].shape[-2]
         return max(sizes), min(sizes)
     return 0, 0
@@ -219,7 +219,7 @@ def _run(body: nn.Module, slots: Slots, path: str, width: int | None, batch: int
 
 
 def _left_out(body: nn.Module) -> str:
-    """Says which arguments of forward have the default None, which is what they are in an export; "" without any."""
+    """A hint for an error: the arguments of forward whose default is None, their value in an export; "" without any."""
     names = [repr(name) for name, p in inspect.signature(body.forward).parameters.items() if p.default is None]
     if not names:
         return ""

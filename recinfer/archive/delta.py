@@ -77,11 +77,11 @@ class Delta:
 
     Attributes:
         info: the content of its delta.json.
-        sha256: SHA-256 of ``delta.json``, which the next delta has as its ``previous``.
+        sha256: SHA-256 of ``delta.json``; the ``previous`` of the next delta.
         rows: per entry of ``info.tables``, int64 [n], ascending.
         packed: per entry, uint8 [n, row bytes].
         files: new contents by path.
-        path: the file it was read from; None while it is being written.
+        path: the delta's file; None while the delta is being written.
     """
 
     info: DeltaInfo
@@ -120,7 +120,7 @@ def read_delta(path: str | os.PathLike[str]) -> Delta:
         if not 0 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise ArchiveError(f"{path.name}: a header of {length} bytes in a file of {size}; it is cut", rule="X1")
         header = loads(file.read(length), f"{path.name} (header)")
-        # Copy-on-write, so that arrays count as writable; nothing writes to them.
+        # The mapping is copy-on-write, so that its arrays count as writable; recinfer never writes to them.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or metadata.keys() != {"format", "sha256"} or metadata["format"] != FILE_FORMAT:
@@ -265,7 +265,7 @@ def patch_rows(mapped: MappedShards, manifest: Manifest, delta: Delta) -> None:
     tables = {(t.module, t.name): t for t in manifest.tables}
     for entry, rows, packed in zip(delta.info.tables, delta.rows, delta.packed):
         table = tables[entry.module, entry.table]
-        for shard in mapped.module_shards.get(entry.module, ()):  # none where other ranks have them
+        for shard in mapped.module_shards.get(entry.module, ()):  # None if other ranks hold the rows
             rect = shard.rect
             if rect.table != entry.table:
                 continue

@@ -36,7 +36,7 @@ NEEDS_IDS = (
     ". A request may have no ids at all, and forward has to answer it: to_padded_dense(N) gives N places, "
     "to_padded_dense() none"
 )
-"""For messages: what to do about a dense part that fails where unpooled features have no ids."""
+"""Advice, for messages, on a dense part that fails when unpooled features have no ids."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | No
         return None, f"the ONNX exporter is not installed: {error}"
     except Exception as error:  # for any exporter error, the torch program is used
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
-            error = error.__cause__  # the outer ones tell how to write a bug report
+            error = error.__cause__  # the outer exceptions only describe how to report a bug
         return None, f"the ONNX export failed: {type(error).__name__}: {error}"
 
 
@@ -140,7 +140,7 @@ def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:
             raise ConfigError(f"the dense part cannot run on {sizes}: {_raised(error)}{todo}") from error
         try:
             found = onnx(tensors)
-        except Exception as error:  # its exception types are not public
+        except Exception as error:  # onnxruntime's exception types are not public
             raise ArchiveError(f"{_raised(error)}, for {sizes}") from error
         for a, b in zip(found, expected, strict=True):
             if a.shape != b.shape:
@@ -155,7 +155,7 @@ def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:
 
 
 def _without_ids(cut: Cut, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same samples, whose unpooled features have no ids."""
+    """The inputs ``tensors`` with the ids of unpooled features removed."""
     names = zip(cut.inputs, tensors)
     return [
         t[:0] if name.endswith("_values") else torch.zeros_like(t) if name.endswith("_lengths") else t
@@ -204,7 +204,7 @@ class OnnxEngine:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
             self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # its exception types are not public
+        except Exception as error:  # onnxruntime's exception types are not public
             raise ArchiveError(f"model.onnx does not load: {str(error)[:300]}", rule="D3") from None
         have = [i.name for i in self._session.get_inputs()], [o.name for o in self._session.get_outputs()]
         # The exporter drops inputs that the program does not read.
@@ -215,8 +215,8 @@ class OnnxEngine:
             )
         self._feeds = [(name, inputs.index(name)) for name in have[0]]
         self._outputs = list(outputs)
-        # Around the call itself onnxruntime's Python checks what is checked here already: some 10 us where nothing of it is
-        # in the caches.
+        # onnxruntime's Python wrapper repeats the checks of this class before each call: some 10 us when its code is
+        # not cached.
         self._run = getattr(getattr(self._session, "_sess", None), "run", self._session.run)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -224,7 +224,7 @@ class OnnxEngine:
         return [torch.from_numpy(output) for output in self._run(self._outputs, feeds, None)]
 
     def arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """As a call, but on numpy arrays; for one sample this saves a tenth of the time."""
+        """Run the program on numpy arrays; for one sample this saves a tenth of the time of a call with tensors."""
         return self._run(self._outputs, {name: arrays[index] for name, index in self._feeds}, None)  # type: ignore[no-any-return]
 
 
@@ -255,12 +255,12 @@ class TorchEngine:
             return list(self._module(*tensors).values())
 
     def arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """As a call, but on numpy arrays."""
+        """Run the program on numpy arrays."""
         return [output.cpu().numpy() for output in self([torch.from_numpy(array) for array in arrays])]
 
 
 def _output_names(program: ExportedProgram) -> list[str]:
-    """Keys of the dict that the program returns; none if it returns something else."""
+    """Keys of the dict that the program returns; empty if the program returns another type."""
     spec = program.call_spec.out_spec
     returned = None if spec is None else tree_unflatten([None] * spec.num_leaves, spec)
     return list(returned) if isinstance(returned, dict) else []

@@ -22,8 +22,8 @@ class Leaf:
 
     Attributes:
         path: of the collection, as the plan and the checkpoint name it.
-        module: what is replaced: the collection, or the feature-processed module around it.
-        module_path: where that is.
+        module: the module to replace: the collection, or the feature-processed module around it.
+        module_path: the path of ``module``.
         configs: its tables.
         pooled: EmbeddingBagCollection (True) or EmbeddingCollection.
         is_weighted: ids carry weights.

@@ -59,7 +59,8 @@ class QuantizationInfo:
 
 @dataclass(frozen=True)
 class TableInfo:
-    """One table. ``ranks`` are those that hold a piece of it, ascending; ``sharding`` a ``ShardingType`` value."""
+    """A table of the archive. ``ranks`` hold a piece of the table, ascending; ``sharding`` is a ``ShardingType``
+    value."""
 
     name: str
     module: str
@@ -85,7 +86,7 @@ class TableInfo:
 
 @dataclass(frozen=True)
 class FeatureInfo:
-    """One sparse feature and what happens to requests that lack it or carry ids beyond its table.
+    """A sparse feature, with its policies for requests that lack it or carry ids beyond its table.
 
     ``missing``: a prediction without the feature fails (``"reject"``, the default), or the feature is an empty bag
     (``"empty"``) or this id in every sample. ``out_of_range``: an id out of range fails the request, or becomes
@@ -156,7 +157,7 @@ class DenseInfo:
 
     @property
     def runs_on(self) -> str:
-        """The engine that runs it on the CPU, as text: ``onnxruntime``, or ``torch`` with the reason."""
+        """The engine that runs the dense program on the CPU, as text: ``onnxruntime``, or ``torch`` with the reason."""
         return engine_text(self.engine, self.onnx_refused)
 
 
@@ -208,7 +209,7 @@ class Manifest:
     def to_json(self) -> str:
         """Readable, deterministic JSON."""
         values = asdict(self)
-        if self.missing_shards == "reject":  # so that readers from before there was such a key take it
+        if self.missing_shards == "reject":  # older readers reject unknown keys
             del values["missing_shards"]
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
 

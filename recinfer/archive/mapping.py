@@ -99,7 +99,7 @@ def map_shards(
         edit(result)
         if mapped is not None:
             _protect(buffer)
-            if preload:  # populating a private mapping that can be written would copy all of it
+            if preload:  # MAP_POPULATE would copy every page of a writable private mapping
                 int(buffer[:: mmap.PAGESIZE].max())
     if lock:
         _lock(buffer)
@@ -107,7 +107,8 @@ def map_shards(
 
 
 def name_files_at_sigbus() -> None:
-    """From now on a line on stderr names the file, and why, when a page of a mapped file cannot be read, which ends the process."""
+    """Install a handler of SIGBUS: before an unreadable page ends the process, a line on stderr names the file and the
+    reason."""
     install()
 
 
@@ -123,7 +124,7 @@ def _place(files: Sequence[RankFile]) -> tuple[list[_InFile], int]:
             rect = piece.rect
             key = (piece.table.module, piece.table.table, rect.col_start, rect.col_stop)
             parts = regions.setdefault(key, [])
-            # A replicated table (data_parallel) is on every rank; one copy is enough on this host.
+            # Every rank has a replicated table (data_parallel); this host maps one copy.
             if all(other.rect.row_start != rect.row_start for _, other in parts[-1:]):
                 parts.append((file.path, piece))
     placed, at = [], 0
@@ -135,7 +136,8 @@ def _place(files: Sequence[RankFile]) -> tuple[list[_InFile], int]:
         for path, piece in parts:
             in_table = piece.rect.row_start * piece.row_bytes
             if previous is None or piece.rect.row_start != previous.rect.row_stop:
-                # Not the neighbour of the last one (whose rank is not opened): begin at a new page, at its phase.
+                # The shard does not follow the previous one, because the rank between them is not opened: begin at a
+                # new page, at its phase.
                 base = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE - in_table // mmap.PAGESIZE * mmap.PAGESIZE
             placed.append(_InFile(path, piece, base + in_table))
             end = base + in_table + piece.bytes
@@ -214,7 +216,7 @@ def _map(
 ) -> tuple[Tensor, int] | None:
     """The buffer of mapped pages and the number of copied bytes; None if the system cannot map the pages this way.
 
-    A ``private`` one can be written; :func:`_protect` ends that.
+    A ``private`` mapping is writable until :func:`_protect`.
     """
     if any((p.offset - p.piece.start) % mmap.PAGESIZE for p in placed):
         return None  # pages of this machine are larger than the format's phase
@@ -227,7 +229,7 @@ def _map(
     holder.owner = reservation  # type: ignore[attr-defined]  # the mapping lives as long as the tensor does
     base = ctypes.addressof(holder)
     page = mmap.PAGESIZE
-    shared: dict[int, list[_InFile]] = {}  # pages that cannot be a file's page alone
+    shared: dict[int, list[_InFile]] = {}  # pages with bytes of several shards, which cannot be a page of one file
     libc = _libc()
     runs_of: dict[str, list[tuple[int, int, int]]] = {}
     if private:  # without a reservation of swap: few pages will be written
@@ -243,7 +245,7 @@ def _map(
             for offset, file_offset, count in _runs(parts, shared, page):
                 got = libc.mmap(base + offset, count, prot, flags, file.fileno(), file_offset)
                 if got == _MAP_FAILED:
-                    _cannot(ctypes.get_errno())
+                    _assert_mapping_unsupported(ctypes.get_errno())
                     return None
                 runs_of.setdefault(path, []).append((base + offset, count, file_offset))
     for path, runs in runs_of.items():
@@ -253,7 +255,7 @@ def _map(
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     for offset, owners in shared.items():
         if libc.mmap(base + offset, page, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
-            _cannot(ctypes.get_errno())
+            _assert_mapping_unsupported(ctypes.get_errno())
             return None
         target = memoryview(np.frombuffer(holder, dtype=np.uint8))  # type: ignore[call-overload]
         for p in owners:
@@ -269,7 +271,8 @@ def _runs(parts: Sequence[_InFile], shared: dict[int, list[_InFile]], page: int)
     """(buffer offset, file offset, bytes) of page runs to map; pages with bytes of two shards are appended to
     ``shared``.
 
-    A piece's first page is its own only when it begins it; its last one when no other piece follows in it.
+    A piece owns its first page if the piece begins at the page's start, and its last page if no other piece follows
+    there.
     """
     runs: list[tuple[int, int, int]] = []
     for p in parts:
@@ -296,9 +299,9 @@ def _is_last(p: _InFile) -> bool:
     return p.piece.rect.row_stop == p.piece.table.num_embeddings
 
 
-def _cannot(code: int) -> None:
-    """Whether the error is too many mappings or a file system without mapping, for which the caller copies; others are
-    bugs."""
+def _assert_mapping_unsupported(code: int) -> None:
+    """Assert that mmap failed for too many mappings or a file system without mapping, where the caller copies; others
+    are bugs."""
     assert code in (errno.ENOMEM, errno.ENODEV, errno.EACCES, errno.EPERM, errno.EAGAIN), os.strerror(code)
 
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 __all__ = ["fold_gathers"]
 
-# Multiplications a sample that a fold may add. Gathering costs a nanosecond and more a column, 80 multiplications.
+# Multiplications per sample that a fold may add. Gathering a column costs over a nanosecond, as long as 80
+# multiplications.
 _MOST_MORE = 1 << 15
 _MOST_INPUTS = 4
 
@@ -57,7 +58,7 @@ class _Graph:
         joined = self.made_by.get(gemm.input[0])
         if given.get("transA", 0) or given.get("alpha", 1.0) != 1.0 or given.get("beta", 1.0) != 1.0:
             return False
-        if joined is None or joined.op_type != "Concat" or not self._is_its_own(joined, (1, -1)):
+        if joined is None or joined.op_type != "Concat" or not self._has_one_reader(joined, (1, -1)):
             return False
         if gemm.input[1] not in self.constants or not 2 <= len(joined.input) <= _MOST_INPUTS:
             return False
@@ -92,7 +93,7 @@ class _Graph:
         from onnx import numpy_helper
 
         gather = self.made_by.get(name)
-        if gather is None or gather.op_type != "Gather" or not self._is_its_own(gather, (1, -1)):
+        if gather is None or gather.op_type != "Gather" or not self._has_one_reader(gather, (1, -1)):
             return name, None
         matrix, chosen = gather.input
         flat = self.made_by.get(matrix)
@@ -102,8 +103,8 @@ class _Graph:
         places = numpy_helper.to_array(self.constants[chosen])
         return (matrix, places % self.widths[matrix]) if places.ndim == 1 and places.size else (name, None)
 
-    def _is_its_own(self, node: Any, axes: tuple[int, ...]) -> bool:
-        """Whether only one node reads the gather, and it is along one of ``axes``."""
+    def _has_one_reader(self, node: Any, axes: tuple[int, ...]) -> bool:
+        """Whether one node alone reads the output of ``node``, whose axis is one of ``axes``."""
         return self.readers[node.output[0]] == 1 and next((a.i for a in node.attribute if a.name == "axis"), 0) in axes
 
     def finish(self) -> None:

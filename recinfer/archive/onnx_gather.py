@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["gather_rows"]
 
-_MANY = 16  # columns; fewer are not worth two more nodes
+_MANY = 16  # least number of columns for which two more nodes pay off
 
 
 def gather_rows(model: Any) -> int:

@@ -29,7 +29,8 @@ class PositionWeights:
         names = list(weights)
         sizes = [weights[name].numel() for name in names]
         self._names = names
-        # One row of weights behind the other; feature i's begin at starts[i]. The last entry is the 1 of the others.
+        # The features' weights, concatenated; those of feature i begin at starts[i]. The last entry, 1, is for other
+        # features.
         self._flat = torch.cat([*(weights[name].float() for name in names), torch.ones(1)])
         self._starts = dict(zip(names, torch.tensor([0, *sizes]).cumsum(0).tolist()))
         self._sizes = dict(zip(names, sizes))

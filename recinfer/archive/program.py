@@ -61,7 +61,7 @@ def load_program(data: bytes) -> ExportedProgram:
     check_program(data)
     try:
         return torch.export.load(io.BytesIO(data))
-    except Exception as error:  # torch raises what its parsers happen to raise
+    except Exception as error:  # torch's parsers raise exceptions of many types
         raise ArchiveError(f"model.pt2 does not load: {type(error).__name__}: {str(error)[:300]}", rule="D2") from None
 
 

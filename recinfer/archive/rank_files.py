@@ -84,7 +84,7 @@ def rank_file(rects: Iterable[StoredRect], rank: int, plan_hash: str) -> RankFil
     entries: dict[str, Any] = {
         "__metadata__": {"format": SHARD_FORMAT, "rank": str(rank), "plan_hash": plan_hash},
     }
-    at = 0  # from the start of the data, which itself is at a multiple of PHASE
+    at = 0  # relative to the start of the data, which is at a multiple of PHASE
     placed: list[tuple[StoredRect, int]] = []
     for piece in rects:
         gap = (piece.rect.row_start * piece.row_bytes - at) % PHASE

@@ -147,7 +147,7 @@ def open_archive(
 
 
 def _chosen(manifest: Manifest, ranks: Iterable[int] | None) -> list[int]:
-    """The requested ranks; raises InputError for a rank that the archive does not have."""
+    """The requested ranks; raises InputError for a rank that the archive lacks."""
     world = manifest.world_size
     chosen = sorted(range(world) if ranks is None else set(ranks))
     if any(not 0 <= rank < world for rank in chosen):
@@ -175,7 +175,7 @@ def _read_checked(root: Path, file: FileInfo) -> bytes:
 def _read_plan(root: Path, manifest: Manifest) -> Plan:
     listed = next(file for file in manifest.files if file.path == "plan.json")
     data = _read_checked(root, listed)
-    loads(data, "plan.json")  # J1 and J2: the plan's own reader is not as strict
+    loads(data, "plan.json")  # for J1 and J2, which the plan's own reader does not check
     try:
         plan = Plan.from_json(data)
     except TilingError as error:

@@ -24,7 +24,8 @@ class UsedAsTensor(Exception):
     """Raised when forward uses an argument as a tensor; ``use`` describes the use, for messages."""
 
     def __init__(self, path: str, use: str) -> None:
-        self.path, self.use = path, use
+        self.path = path
+        self.use = use
 
 
 class Argument:
@@ -190,7 +191,7 @@ class Stub(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # Models read dims and names off their embedding modules; that is fine, and needs no weights.
+        # Models may read dims and names from their embedding modules, which needs no weights.
         try:
             return super().__getattr__(name)
         except AttributeError:

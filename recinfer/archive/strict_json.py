@@ -40,7 +40,7 @@ def loads(data: bytes, what: str) -> dict[str, Any]:
     _check_depth(text, what)
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
-        if "\\" in text:  # only an escape can smuggle a lone surrogate in
+        if "\\" in text:  # only an escape can contain a lone surrogate
             _check_surrogates(value)
     except (ValueError, RecursionError) as error:
         raise ArchiveError(f"{what} is not acceptable JSON: {_short(error)}", rule="J2") from None

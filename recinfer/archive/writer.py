@@ -27,7 +27,7 @@ from recinfer.threads import Threads
 
 __all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "exists", "partial_folder", "put_at", "remove_stale"]
 
-_PARTIAL = re.compile(r"\.[a-z0-9_]{8}\.partial")  # what partial_folder puts behind the target's name
+_PARTIAL = re.compile(r"\.[a-z0-9_]{8}\.partial")  # the suffix that partial_folder appends to the target's name
 _YOUNG_SECONDS = 10.0
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -44,7 +44,7 @@ def _start_writeback(descriptor: int, offset: int, count: int) -> None:
 class _HashedFile:
     """A file that is written in any order. Bytes written in order are hashed at once, the rest when the file is closed.
 
-    Written past the buffers of Python: a buffer that could not be written would be tried again by close.
+    Writes bypass Python's buffers, because close would retry a buffer that could not be written.
 
     Args:
         hasher: hashes concurrently with the writing thread; both take about the same time.
@@ -175,7 +175,7 @@ class ShardWriter:
                 for name, file in self._files.items():
                     self._folder.files.append(FileInfo(name, file.size, file.close()))
         finally:
-            self._hasher.close()  # before the descriptors go
+            self._hasher.close()  # before the descriptors are closed
             for file in self._files.values():
                 file.abandon()
 
@@ -215,14 +215,14 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
 def partial_folder(target: Path) -> Iterator[Path]:
     """A new, locked, hidden folder next to ``target``, removed at the end of the block and on any error.
 
-    The kernel releases the lock when the process ends in any way, so that :func:`remove_stale` can tell what is left
-    by a killed writer from what another is writing, on any host that shares the disk and its locks. Without lock
-    support nothing is removed.
+    The kernel releases the lock when the process ends in any way, so that :func:`remove_stale` can tell the folder of a
+    killed writer from that of a running one, on any host that shares the disk and its locks. Without lock support no
+    folder is removed.
     """
     root = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     lock: int | None = None
     mine = True
-    try:  # from before the folder is there: Ctrl-C may come while it is made
+    try:  # set before the folder exists, because Ctrl-C may arrive while it is created
         try:
             root.mkdir(mode=0o700)
         except FileExistsError:

@@ -102,7 +102,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
         return _tensors(folder, metadata)
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged or forged index can hold anything anywhere
+    except Exception as error:  # a damaged or forged index can hold values of any type
         raise CheckpointError(f"{folder / METADATA_FILE}: is not an index of tensors: {error!r}") from error
 
 
@@ -112,7 +112,7 @@ def _tensors(folder: Path, metadata: torch_metadata.Metadata) -> dict[str, Store
     tensors = {}
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, torch_metadata.TensorStorageMetadata):
-            continue  # numbers and strings of optimizers; torch pickles them, nothing here needs them
+            continue  # torch pickles numbers and strings of optimizers, which recinfer does not read
         found = {}
         for chunk in entry.chunks:
             index = torch_metadata.MetadataIndex(key, chunk.offsets)
@@ -200,7 +200,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _get_layout
         if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
-            return pathlib.PurePosixPath  # where it was saved; kept by torch, not used
+            return pathlib.PurePosixPath  # the folder of the save, which recinfer does not use
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):

@@ -19,7 +19,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The tensors that :func:`load_into` loaded, and those that it did not.
+    """The tensors that :func:`load_into` loaded, and the keys without a counterpart.
 
     Attributes:
         loaded: keys that were read.

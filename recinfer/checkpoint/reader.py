@@ -87,7 +87,7 @@ class CheckpointReader:
         return self._tensor(key)
 
     def stored(self, key: str) -> StoredTensor:
-        """As :meth:`tensor`, for a key of :meth:`stored_keys`."""
+        """The stored shards of ``key``, one of :meth:`stored_keys`; raises CheckpointError for an unknown key."""
         if key not in self._tensors:
             raise CheckpointError(f"{self.path}: has no {key!r}; it has {_some(self.stored_keys())}")
         return self._tensors[key]
@@ -100,7 +100,7 @@ class CheckpointReader:
         """
         tensor = self._tensor(key)
         for chunk in tensor.chunks:
-            _check_chunk(key, tensor, chunk)  # before memory is taken on the word of a damaged index
+            _check_chunk(key, tensor, chunk)  # checked before memory is allocated for a damaged index
         out = torch.empty(tensor.shape, dtype=tensor.dtype)
         self.read_into(key, out)
         return out
@@ -123,7 +123,8 @@ class CheckpointReader:
         return out
 
     def read_into(self, key: str, out: Tensor, start: int = 0, stop: int | None = None) -> None:
-        """As :meth:`read_rows`, into ``out`` (a CPU tensor of the slice's shape; other dtypes are converted)."""
+        """Read the rows of :meth:`read_rows` into ``out``, a CPU tensor of the slice's shape; other dtypes are
+        converted."""
         tensor = self._tensor(key)
         rows = tensor.shape[0] if tensor.shape else 1
         stop = rows if stop is None else stop
@@ -175,7 +176,8 @@ class CheckpointReader:
             yield first, last
 
     def read_ahead(self, key: str, start: int, stop: int) -> None:
-        """Ask the system to read rows ``start`` to ``stop`` of ``key`` from the disk in the background, where it can."""
+        """Ask the system to read rows ``start`` to ``stop`` of ``key`` from the disk in the background, if the system
+        supports this."""
         for chunk in self._tensor(key).chunks:
             if chunk.offsets:
                 low, high = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])

@@ -32,7 +32,7 @@ __all__ = ["keyed_optimizer", "load_checkpoint", "own_names", "read_rectangle"]
 
 _BLOCK_BYTES = 16 << 20
 _SEPARATORS = (".", "::")
-# The same state under the names of one process's optimizers and of fused kernels: of the Adagrads, of Adam and LAMB.
+# Names of one state in optimizers of one process and in fused kernels, for the Adagrads, Adam and LAMB.
 _ALIASES = {
     "sum": ("momentum1",),
     "momentum1": ("sum", "exp_avg"),
@@ -41,7 +41,7 @@ _ALIASES = {
     "step": ("iter",),
     "iter": ("step",),
 }
-_COUNTS = ("step", "iter")  # one number per parameter or table, for any sharding
+_COUNTS = ("step", "iter")  # states with one number per parameter or table, for any sharding
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def load_checkpoint(
             read_rectangle(stored, key, target, offsets)
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingModule):
-            module.purge()  # its kernels may have cached the rows that have just been replaced
+            module.purge()  # cached rows would be stale after the replacement
     for apply in plans:
         apply()
     if optimizer is not None:
@@ -223,7 +223,7 @@ def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weig
         return copy
     rows = weight.shape[0]
     spans = sorted({(c.offsets[1], c.offsets[1] + c.sizes[1]) for c in weight.chunks})
-    if shape in ((rows,), (rows, 1)):  # one number a row: the whole row is one piece
+    if shape in ((rows,), (rows, 1)):  # one number per row, so the whole row is one piece
         spans = [(0, weight.shape[1])]
     elif shape != (rows * len(spans),):
         raise CheckpointError(

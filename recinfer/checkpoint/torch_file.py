@@ -39,7 +39,7 @@ _STORAGE_DTYPES = {
     "BoolStorage": torch.bool,
 }
 _LOCAL_HEADER_BYTES = 30
-# What is not contiguous in the file passes through a buffer of this size.
+# Size of the buffer for tensors that are not contiguous in the file.
 _BUFFER_BYTES = 16 << 20
 
 
@@ -93,7 +93,7 @@ class TensorBytes:
                 if direct:
                     _pread(file, at, target)
                     continue
-                # The elements between the block's first and last, whatever the strides are.
+                # The span from the block's first element to its last, for any strides.
                 span = torch.empty(self._span(block), dtype=self.dtype)
                 _pread(file, at, span)
                 target.copy_(span.as_strided(block, strides))
@@ -113,7 +113,7 @@ class TensorBytes:
                 yield first, last
 
     def plain(self, dtype: torch.dtype) -> bool:
-        """Whether its bytes are those of a contiguous tensor of ``dtype`` with rows."""
+        """Whether the stored bytes are those of a contiguous tensor of ``dtype`` with rows."""
         return self.dtype == dtype and bool(self.shape) and _is_contiguous(self.shape, self.strides)
 
     def read_ahead(self, start: int, stop: int) -> None:
@@ -167,7 +167,11 @@ class _Records:
     """The records of one torch.save zip, by the part of their name after the top folder."""
 
     def __init__(self, path: Path, offset: int, length: int, view: io.RawIOBase, archive: zipfile.ZipFile) -> None:
-        self.path, self.offset, self.length, self.view, self.archive = path, offset, length, view, archive
+        self.path = path
+        self.offset = offset
+        self.length = length
+        self.view = view
+        self.archive = archive
         self.infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
 
     def read(self, name: str) -> bytes | None:
@@ -261,7 +265,10 @@ class _FileView(io.RawIOBase):
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
         super().__init__()
-        self.file, self.offset, self.length, self.at = file, offset, length, 0
+        self.file = file
+        self.offset = offset
+        self.length = length
+        self.at = 0
 
     def seekable(self) -> bool:
         return True
@@ -275,7 +282,7 @@ class _FileView(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.length}[whence]
         if base + offset < 0:
-            raise OSError(f"seek to {base + offset}")  # what a real file raises; zipfile expects it
+            raise OSError(f"seek to {base + offset}")  # zipfile expects the error of a real file
         self.at = base + offset
         return self.at
 

@@ -84,8 +84,7 @@ def save_checkpoint_async(
     model_name: str = "model",
     model_version: str = "1",
 ) -> Future[Path]:
-    """As :func:`save_checkpoint`, but a thread writes while training continues; the state is copied before this
-    returns.
+    """Write a checkpoint like :func:`save_checkpoint`, in a thread while training continues, from a copy of the state.
 
     With a process group every rank calls this and gets its own future; the first rank's is done when the folder has its
     name. Wait for one save before the next, and before the process ends.
@@ -95,7 +94,7 @@ def save_checkpoint_async(
     with saving.writing(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         saving.begin()
-        # Its own group: the collectives of the saving thread must not mix with those of training.
+        # The saving thread has a separate group, so that its collectives do not mix with those of training.
         group = dist.new_group(backend="gloo") if saving.together else None
         done: Any = dcp.async_save(
             saving.state,
@@ -121,9 +120,8 @@ def save_checkpoint_async(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Raises the operating system's error instead of the error that torch's serializer raises after it.
-
-    The errors of all ranks are pickled to the first, and what an error came from is lost on that way.
+    """Raises the operating system's error instead of the error that torch's serializer raises after it. The errors of
+    all ranks are pickled to the first rank, which loses the causes of errors.
     """
 
     def write_data(self, plan: Any, planner: Any) -> Any:

@@ -21,12 +21,13 @@ def show_addresses(
     tls: bool = False,
     engines: Sequence[str] = (),
 ) -> None:
-    """Print what is served and where: one line per port with an address to copy, then the lines of ``engines``.
+    """Print the served models and the addresses: one line per port with an address to copy, then the lines of
+    ``engines``.
 
     Args:
         what: the models, or ranks.
         tls: whether the ports speak TLS.
-        engines: of each model, what runs its dense part.
+        engines: a line per model that names the engine of its dense part.
     """
     secure = "s" if tls else ""
     output.show(styled("green", "serving", f" {what} on {join_address(host, port)}  (Ctrl-C stops)"))

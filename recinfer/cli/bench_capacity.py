@@ -130,7 +130,7 @@ class MeasuredServer:
 
     @property
     def what(self) -> str:
-        """Its name in :class:`recinfer.sizing.capacity.Measured`."""
+        """The value of ``what`` in :class:`recinfer.sizing.capacity.Measured`."""
         return "ranker and shard" if self.sharded else "server"
 
 

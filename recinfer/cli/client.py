@@ -69,7 +69,7 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class ClientOptions(ServerOptions):
-    """The same for commands that send requests to a model; ``--label`` of ``recinfer admin labels`` is another option."""
+    """:class:`ServerOptions` and ``--label``, for commands that send requests to a model."""
 
     label: Annotated[
         str,
@@ -103,13 +103,13 @@ def open_client(target: str, options: ServerOptions) -> InferenceClient:
     """A client of ``target``. With ``wait`` above 0, waits that many seconds for the server to be ready.
 
     Raises:
-        ConfigError: naming a file that cannot be read.
-        InputError: a target that is none.
-        UnavailableError: it takes none after ``wait`` seconds.
+        ConfigError: a file cannot be read; the message names it.
+        InputError: the target is not an address.
+        UnavailableError: the server is not ready after ``wait`` seconds.
     """
     from recinfer.serving.client.client import InferenceClient
 
-    client = InferenceClient(target, tensors=False, **client_arguments(options))  # torch is not imported for it
+    client = InferenceClient(target, tensors=False, **client_arguments(options))  # the client does not import torch
     if options.wait:
         try:
             client.wait_until_ready(options.wait)

@@ -35,8 +35,8 @@ __all__ = [
     "where_rules_are",
 ]
 
-EXIT_FAILED_CHECK = 1  # the command ran, and what it checked is not right
-EXIT_ERROR = 2  # the command could not do what was asked
+EXIT_FAILED_CHECK = 1  # the command ran, and its check failed
+EXIT_ERROR = 2  # the command could not run
 EXIT_PROVES_LITTLE = 3  # the command ran, and its check could not have failed
 EXIT_INTERRUPTED = 130  # Ctrl-C, as shells report it
 
@@ -44,7 +44,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 _PLAIN_WIDTH = 140  # columns when the output is a file or a pipe, which have no width of their own
 
-# The module that a missing extra brings, and how to name the extra.
+# Module -> the name of the extra that installs it.
 _RUNTIME = "cpu]' or 'recinfer[cuda"
 _EXTRA_OF_MODULE = {
     "torch": _RUNTIME,
@@ -88,7 +88,8 @@ class Output:
     """
 
     def __init__(self, as_json: bool, *, logs: bool = False) -> None:
-        self.as_json, self.logs = as_json, logs
+        self.as_json = as_json
+        self.logs = logs
         self.progress = _console(sys.stderr)
         self.result = self.progress if as_json else _console(sys.stdout)
 
@@ -151,8 +152,8 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(*args, **kwargs)
         except KeyboardInterrupt:
-            # CPython remembers one that left code made from text (dataclasses are, while torch loads) and would end
-            # `python -m` by SIGINT in spite of the exit code; the next such code makes it forget.
+            # CPython stores a KeyboardInterrupt that left code compiled from text (dataclasses, while torch loads) and
+            # would end `python -m` by SIGINT in spite of the exit code; running other such code clears the stored one.
             exec("")
             _console(sys.stderr).print("interrupted", style="yellow")
             raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -174,7 +175,7 @@ def _fail(error: Exception, message: str, *, as_json: bool, log_json: bool) -> N
     if log_json:
         from recinfer.serving.server.telemetry.observe import log_as_json
 
-        log_as_json()  # it may have failed before its verb did so
+        log_as_json()  # the command may have failed before its own call of log_as_json
         _log.error("%s", message)
     else:
         text = Text.assemble(("error:", "bold red"), (f" {message}", "red"))

@@ -26,7 +26,7 @@ def takes(options: type[O]) -> Callable[[Callable[[O], None]], Callable[..., Non
     def decorate(function: Callable[[O], None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(**given: Any) -> None:
-            function(_built(options, given))
+            function(_build(options, given))
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -49,11 +49,11 @@ def _parameters(options: Any) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _built(options: Any, given: Mapping[str, Any]) -> Any:
+def _build(options: Any, given: Mapping[str, Any]) -> Any:
     hints = get_type_hints(options)
     return options(
         **{
-            field.name: _built(hints[field.name], given)
+            field.name: _build(hints[field.name], given)
             if dataclasses.is_dataclass(hints[field.name])
             else given[field.name]
             for field in dataclasses.fields(options)

@@ -32,7 +32,7 @@ __all__ = ["EXAMPLE", "NAME", "run"]
 NAME = "demo"
 EXAMPLE = "Example: recinfer demo --data ratings.inter --format movielens"
 
-_REQUESTS = 300  # of each kind and batch size, for the latencies
+_REQUESTS = 300  # requests of each kind and batch size, for the latencies
 _BATCHES = (1, 32)
 _EPOCHS = {DataFormat.synthetic: 1, DataFormat.criteo: 4, DataFormat.movielens: 2}
 _LIMITS = {DataFormat.synthetic: 100_000}

@@ -132,7 +132,7 @@ class Action:
 
     @property
     def scales(self) -> bool:
-        """Whether the number of servers changes."""
+        """Whether the action changes the number of servers."""
         return self.scale is not None or self.scale_rankers is not None
 
     def check(self, archive: Path | None) -> None:

@@ -73,7 +73,7 @@ def run(
 
 
 def describe_archive(manifest: Manifest) -> dict[str, Any]:
-    """The manifest in short, as plain data: what ``inspect --json`` prints of an archive."""
+    """A summary of the manifest as plain data, the output of ``inspect --json`` for an archive."""
     from recinfer.archive.manifest import ENGINE_PACKAGES
 
     dense = manifest.dense
@@ -115,7 +115,7 @@ def describe_archive(manifest: Manifest) -> dict[str, Any]:
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """The plan in short, as plain data: what ``inspect --json`` prints of a plan."""
+    """A summary of the plan as plain data, the output of ``inspect --json`` for a plan."""
     return {
         "kind": "plan",
         "world_size": plan.world_size,
@@ -139,10 +139,10 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def describe_delta(delta: Delta, num_bytes: int) -> dict[str, Any]:
-    """A delta in short, as plain data: what ``inspect --json`` prints of it.
+    """A summary of a delta as plain data, the output of ``inspect --json`` for a delta.
 
     Args:
-        num_bytes: of its file.
+        num_bytes: size of the delta's file.
     """
     info = delta.info
     return {
@@ -198,7 +198,7 @@ def archive_tables(manifest: Manifest) -> list[Table]:
     about.add_row("raw rows", "yes, the archive has a feature contract" if manifest.contract else "no feature contract")
     if manifest.missing_shards == "default_rows":
         about.add_row("missing shards", "default rows instead, flagged")
-    tables = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)  # 80 columns are enough
+    tables = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)  # fits 80 columns
     for column in ("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max\nerror"):
         is_number = column in ("rows", "dim", "max\nerror")
         tables.add_column(column, justify="right" if is_number else "left", overflow="fold")

@@ -10,51 +10,51 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["cleaning_up_on_sigterm", "end_at_hangup", "never_lost", "set_first_handlers"]
+__all__ = ["cleaning_up_on_sigterm", "end_at_hangup", "redelivering_interrupts", "set_first_handlers"]
 
 _AGAIN_S = 0.01
 
 
 def set_first_handlers(arguments: Sequence[str]) -> None:
-    """Call this before anything is imported or loaded, which takes from a second to many minutes.
+    """Install signal handlers before modules and archives are loaded, which takes from a second to many minutes.
 
-    - SIGTERM ends a process that is process 1, of a container: for it the system discards signals without a handler.
-    - SIGHUP does not end a server that may have yet to load: those that reload at SIGHUP read all files once they serve, and
-      the others call :func:`end_at_hangup`.
+    - SIGTERM ends process 1 of a container too, for which the system discards signals without a handler.
+    - SIGHUP does not end a server that still loads. A server that reloads at SIGHUP reads all files once it serves; other
+      servers call :func:`end_at_hangup`.
 
     Args:
-        arguments: of the command line.
+        arguments: the command line's arguments.
     """
     if threading.current_thread() is not threading.main_thread():
         return
     if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit)
     if "serve" in arguments and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, _pass)
+        signal.signal(signal.SIGHUP, _ignore)
 
 
 def end_at_hangup() -> None:
-    """Let SIGHUP end this process again, unless it was started without that (nohup)."""
-    if signal.getsignal(signal.SIGHUP) is _pass:
+    """Let SIGHUP end this process again, unless the process was started with SIGHUP ignored (nohup)."""
+    if signal.getsignal(signal.SIGHUP) is _ignore:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    os._exit(128 + number)  # as shells report a process that a signal ended
+    os._exit(128 + number)  # the code that shells report for a process that a signal ended
 
 
-def _pass(number: int, frame: FrameType | None) -> None:
-    """No SIG_IGN, which workers would inherit."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Ignore a signal in this process alone; workers would inherit SIG_IGN."""
 
 
 @contextmanager
-def never_lost() -> Iterator[None]:
+def redelivering_interrupts() -> Iterator[None]:
     """Inside the block, raise a Ctrl-C again that Python dropped because it arrived in a ``__del__`` or a callback of C
     code.
 
     Imports run hundreds of such callbacks (importlib releases its locks in them). Python prints "Exception ignored in
     ..." there and continues. A dropped Ctrl-C is raised again by SIGALRM a moment later, and the message is not
-    printed. Does nothing outside the main thread, because only the main thread receives Ctrl-C.
+    printed. Outside the main thread the block has no effect, because only the main thread receives Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -73,7 +73,7 @@ def never_lost() -> Iterator[None]:
             frame = frame.f_back
         if frame is None:
             raise KeyboardInterrupt
-        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)  # nothing can be raised out of the hook either
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)  # an exception cannot leave the hook either
 
     sys.unraisablehook = lost
     try:
@@ -89,7 +89,8 @@ def never_lost() -> Iterator[None]:
 def cleaning_up_on_sigterm() -> Iterator[None]:
     """Inside the block, SIGTERM raises KeyboardInterrupt, so that cleanup code runs; then the process ends by SIGTERM.
 
-    A second SIGTERM has no effect. Does nothing outside the main thread, which has no signals.
+    A second SIGTERM has no effect. Outside the main thread the block has no effect, because other threads get no
+    signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -100,7 +100,7 @@ def parse_features(texts: list[str]) -> FeatureArrays:
 
 
 def _column(name: str, samples: list[list[tuple[int, float | None]]]) -> Any:
-    """Ids of each sample, with their weights where they have some."""
+    """Ids of each sample, with their weights if the text has weights."""
     ids = [[id_ for id_, _ in bag] for bag in samples]
     weights = [[weight for _, weight in bag if weight is not None] for bag in samples]
     count, given = sum(map(len, ids)), sum(map(len, weights))

@@ -32,7 +32,7 @@ from recinfer.cli import (
     verify,
 )
 from recinfer.cli.console import EXIT_INTERRUPTED, set_debug, verb
-from recinfer.cli.interrupts import never_lost, set_first_handlers
+from recinfer.cli.interrupts import redelivering_interrupts, set_first_handlers
 
 __all__ = ["app", "main"]
 
@@ -93,11 +93,11 @@ def main() -> None:
     # The modules that a command imports, torch above all, live until the process ends. Full collections over them took
     # a seventh of the import time.
     gc.set_threshold(*gc.get_threshold()[:2], 100)
-    # A name that the locale cannot print must not end a command. stderr does this by itself.
+    # A name that the locale cannot print must not end a command. Python already sets this for stderr.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with never_lost():
+        with redelivering_interrupts():
             app()
     except KeyboardInterrupt:  # between a command and the end of the process; inside one, `verb` has it
         sys.stderr.write("interrupted\n")

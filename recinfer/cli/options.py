@@ -27,7 +27,7 @@ class Device(StrEnum):
 
 
 class MissingShards(StrEnum):
-    """What a ranker does, or may do, when a rank is unavailable."""
+    """A ranker's behaviour when a rank is unavailable."""
 
     error = "error"
     default_rows = "default-rows"
@@ -39,7 +39,7 @@ class MissingShards(StrEnum):
 
 
 class RequestKind(StrEnum):
-    """What requests ask for."""
+    """Kinds of requests: a lookup or a prediction."""
 
     lookup = "lookup"
     predict = "predict"

@@ -33,7 +33,7 @@ NAME = "predict"
 EXAMPLE = "Example: recinfer predict --target 127.0.0.1:8500 --input rows.csv --out scores.csv"
 
 _SHOWN = 10
-_ALL_FAIL = 10_000  # rows, after which a file that only fails is given up
+_ALL_FAIL = 10_000  # rows after which a file without a valid row ends the command
 
 
 class InputFormat(StrEnum):
@@ -162,8 +162,8 @@ def run(options: PredictOptions) -> None:
 def _without(
     path: Path, rows: Iterator[Any], keep: Sequence[str], ignore: Sequence[str], kept: dict[int, list[str]]
 ) -> Iterator[Any]:
-    """``rows`` of ``path`` without the columns that are no inputs; ``kept`` gets the cells of those to keep, by number of
-    row."""
+    """``rows`` of ``path`` without the columns that are not inputs; ``kept`` gets the cells of the columns to keep, by
+    row number."""
     with naming(path):
         for at, row in enumerate(rows):
             if isinstance(row, dict) and (keep or ignore):
@@ -173,7 +173,8 @@ def _without(
 
 
 def _hinted(error: BaseException | None) -> str:
-    """An error of a row; one about an unknown column names the options for columns that are no inputs."""
+    """The error of a row; an error about an unknown column gets a hint at the options for columns that are not
+    inputs."""
     text = str(error)
     is_unknown = "unknown features" in text or "expected ids separated by spaces" in text
     return (
@@ -184,7 +185,7 @@ def _hinted(error: BaseException | None) -> str:
 
 
 def _header(keep: list[str], names: list[str]) -> list[str]:
-    """The columns of ``--out``, each name once: what comes after an output or a kept column of its name gets ``_``."""
+    """The columns of ``--out``: row number, kept columns, outputs, error. ``_`` after a name makes it unique."""
     from recinfer.columns import free_name
 
     kept = [free_name(name, names) for name in keep]
@@ -199,7 +200,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
 
     assert options.rows is not None
     keep, ignore, dense = list(options.keep or ()), list(options.ignore or ()), options.dense or DENSE
-    kept: dict[int, list[str]] = {}  # of rows that are not answered yet
+    kept: dict[int, list[str]] = {}  # cells of rows that have no scores yet
     rows = _without(options.rows, read_rows(options.rows, [*keep, *ignore], dense), keep, ignore, kept)
     out = options.out or Path(os.devnull)
     done, failed = 0, 0
@@ -207,7 +208,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
     errors: list[dict[str, Any]] = []
     names: list[str] | None = None
     missing: set[int] = set()
-    waiting: list[tuple[int, list[str], str]] = []  # rows that failed before one gave the outputs' names
+    waiting: list[tuple[int, list[str], str]] = []  # rows that failed before the first scores gave the outputs' names
     columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
     with (
         open_client(options.target, options.client) as client,

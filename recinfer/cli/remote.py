@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from recinfer.serving.shards.tables import ShardTables
     from recinfer.serving.wire.limits import Limits
 
-__all__ = ["parse_ranks", "serve_ranks", "set_serving_when_there", "shard_fan_out", "unchecked", "version_in"]
+__all__ = ["parse_ranks", "serve_ranks", "set_serving_when_reachable", "shard_fan_out", "unchecked", "version_in"]
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def shard_fan_out(path: Path, security: Security, missing: str | None, max_respo
 def unchecked(
     path: Path, fan_out: FanOut, store: Path | None, options: dict[str, Any], deltas: Sequence[Path] = ()
 ) -> Predictor:
-    """A ranker's predictor after ``deltas``, whose golden requests wait until its shards are there.
+    """A ranker's predictor after ``deltas``, whose golden requests run once its shards answer.
 
     Raises:
         ArchiveError: manifest, dense part or a delta break a rule.
@@ -140,7 +140,7 @@ def unchecked(
     predictor = Predictor(archive, lookups=lookups, **options)
     for delta in deltas:
         predictor.apply(read_delta(delta), check=False)
-    lookups.wait = True  # deltas that come later are there on all shards, or are refused
+    lookups.wait = True  # a later delta is applied if all shards have it, else refused
     return predictor
 
 
@@ -150,7 +150,7 @@ def version_in(store: Path | None, archive: Path) -> str:
     return archive.resolve().name if inside else ""
 
 
-def set_serving_when_there(
+def set_serving_when_reachable(
     predictors: list[Predictor],
     fan_out: FanOut,
     output: Output,
@@ -158,10 +158,11 @@ def set_serving_when_there(
     stopped: threading.Event,
     look: Callable[[threading.Event], None] = lambda _: None,
 ) -> None:
-    """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING.
+    """Start a thread that waits for the shards, replays the golden requests through them and sets the health status
+    SERVING.
 
     Args:
-        look: loads the other versions of the store that are to be served; its argument ends it.
+        look: loads the other versions of the store to serve, until its argument is set.
     """
     from recinfer.errors import RecinferError
 

@@ -15,7 +15,7 @@ from recinfer.files import NOT_GZIP, open_text, without_gz
 
 __all__ = ["read_rows"]
 
-_READ_ROWS = 4096  # of a parquet file at a time
+_READ_ROWS = 4096  # rows of a parquet file that are read at a time
 
 
 def read_rows(path: Path, as_text: Sequence[str] = (), dense: str = DENSE) -> Iterator[Any]:
@@ -133,7 +133,7 @@ def _number(text: str) -> float:
 
 
 def _plain(text: str) -> str:
-    """``text`` unless it has what only Python reads as part of a number: ``1_0``, or digits of other scripts."""
+    """``text``, unless Python alone would read it as a number: ``1_0``, or digits of other scripts."""
     if "_" in text or not text.isascii():
         raise ValueError(f"got {text[:60]!r}, expected a number")
     return text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from recinfer.cli.addresses import show_addresses
 from recinfer.cli.console import Output
-from recinfer.cli.remote import set_serving_when_there, shard_fan_out, unchecked, version_in
+from recinfer.cli.remote import set_serving_when_reachable, shard_fan_out, unchecked, version_in
 from recinfer.cli.serve_options import BatchOptions, LimitOptions, RoleOptions, ServeOptions, TableOptions
 from recinfer.errors import ArchiveError, ConfigError, NotFoundError
 
@@ -47,7 +47,7 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     state = None if link is None else link.restore
     fan_out = _fan_out(options.roles, options.limits, security)
     store = _store(options, fan_out)
-    following = _Following(options)
+    following = _StoreFollower(options)
     models = _models(options, fan_out, store, state, following)
     registry = ModelRegistry(models)
     if state is None:
@@ -72,14 +72,14 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     )
     if link is not None:
         link.attach(server, manager)
-    life = _Life(options, models, fan_out, output, server, following)
+    life = _LifeCycle(options, models, fan_out, output, server, following)
     stop = None if link is None else link.gone
     serve(server, on_ready=life.ready, on_hangup=_on_hangup(fan_out, following), stop=stop)
     life.end()
 
 
-def _on_hangup(fan_out: FanOut | None, following: _Following) -> Callable[[], None] | None:
-    """The action of SIGHUP; None if SIGHUP ends the process."""
+def _on_hangup(fan_out: FanOut | None, following: _StoreFollower) -> Callable[[], None] | None:
+    """The handler of SIGHUP; None if SIGHUP ends the process."""
     if fan_out is None and not following.wanted:
         return None
 
@@ -91,7 +91,7 @@ def _on_hangup(fan_out: FanOut | None, following: _Following) -> Callable[[], No
     return reload
 
 
-class _Following:
+class _StoreFollower:
     """Follows the model store as ``--poll`` and ``--model-config`` say. A supervisor does this for all its workers.
 
     Raises:
@@ -118,13 +118,13 @@ class _Following:
                     is_ranker=options.roles.shards is not None,
                 )
             except ConfigError:
-                if not options.worker:  # one that takes the place of another serves what the others do
+                if not options.worker:  # a restarted worker serves the versions of the other workers
                     raise
             if self._poller is not None and not options.worker:
                 self._loop = PollLoop(self._poller, models.poll)
 
     def choose(self, model: str, versions: list[str]) -> list[str]:
-        """Which versions of a model may be served first."""
+        """The subset of ``versions`` of a model that may be served first."""
         return versions if self._poller is None else self._poller.choice(model).of(versions)
 
     def begin(self, registry: ModelRegistry) -> None:
@@ -133,7 +133,7 @@ class _Following:
             self._poller.begin(registry)
 
     def look(self, stopped: threading.Event) -> None:
-        """Poll the store now, once it is being polled, and wait for that."""
+        """Poll the store now, if polling is on, and wait for the end of the poll."""
         if self._loop is not None:
             self._loop.look(stopped)
 
@@ -226,7 +226,7 @@ def _models(
     fan_out: FanOut | None,
     store: ModelStore | None,
     state: dict[str, Any] | None,
-    following: _Following,
+    following: _StoreFollower,
 ) -> list[ServedModel]:
     """The archives on the command line, then those of the store; a restarted worker loads the versions that it served
     before."""
@@ -236,7 +236,7 @@ def _models(
     if state is not None:
         models = restore(state, models, store)
     elif store is not None and fan_out is not None:
-        # As a shard server does: archives that are named are what it serves, and the store is where others come from.
+        # A ranker serves the named archives, like a shard server; without any, it takes the versions of the store.
         models += [] if options.archives else _newest_of_shards(options, fan_out, store, following)
     elif store is not None:
         models += _newest(store, models, following)
@@ -276,7 +276,7 @@ def _named(options: ServeOptions, fan_out: FanOut | None, *, restarted: bool) ->
     return models
 
 
-def _newest(store: ModelStore, named: list[ServedModel], following: _Following) -> list[ServedModel]:
+def _newest(store: ModelStore, named: list[ServedModel], following: _StoreFollower) -> list[ServedModel]:
     """The newest version of each model in the store, except versions that are ``named`` on the command line; all versions that the
     configuration chooses, where the store is followed: nothing is ready before it has what callers may ask for."""
     from recinfer.serving.engine.registry import ServedModel
@@ -291,7 +291,7 @@ def _newest(store: ModelStore, named: list[ServedModel], following: _Following) 
 
 
 def _newest_of_shards(
-    options: ServeOptions, fan_out: FanOut, store: ModelStore, following: _Following
+    options: ServeOptions, fan_out: FanOut, store: ModelStore, following: _StoreFollower
 ) -> list[ServedModel]:
     from recinfer.serving.engine.registry import ServedModel
 
@@ -318,7 +318,7 @@ def _engine_of(model: ServedModel) -> str:
     return f"the dense part of {model.name} {model.version} runs on {engine_text(predictor.engine, reason)}"
 
 
-class _Life:
+class _LifeCycle:
     """Reports the start, readiness and stop of the server to the user and to the supervisor."""
 
     def __init__(
@@ -328,7 +328,7 @@ class _Life:
         fan_out: FanOut | None,
         output: Output,
         server: Server,
-        following: _Following,
+        following: _StoreFollower,
     ) -> None:
         self._options = options
         self._models = list(models)
@@ -342,7 +342,7 @@ class _Life:
         address, output, port = self._options.address, self._output, self._server.port
         if self._fan_out is not None:
             predictors: list[Predictor] = [model.predictor for model in self._models]
-            set_serving_when_there(
+            set_serving_when_reachable(
                 predictors, self._fan_out, output, self._server.set_serving, self._stopped, self._following.look
             )
         served = [f"{m.name} {m.version}" for m in self._models]

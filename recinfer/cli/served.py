@@ -22,19 +22,19 @@ _STOP_S = 30.0
 def served(archive: Path, *options: str) -> Iterator[str]:
     """Serve ``archive`` with more ``options`` on a free loopback port and yield its target, ``"127.0.0.1:port"``.
 
-    The server has its own process, so that what is measured through it is what a user's client would see. It is stopped
-    by SIGTERM at the end of the block, also after an error.
+    The server is a separate process, so that measurements through it equal those of a user's client. SIGTERM stops it at
+    the end of the block, also after an error.
 
     Raises:
-        UnavailableError: it ended before it was ready, or did not stop cleanly; the message has its last line.
+        UnavailableError: the server ended before it was ready, or did not stop cleanly; the message has its last line.
     """
     command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--port", "0", "--json", *options]
     with tempfile.TemporaryFile("w+") as log:
-        # A session of its own: Ctrl-C in the terminal reaches us alone, and we stop the server.
+        # A separate session: Ctrl-C in the terminal reaches only this process, which stops the server.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
         assert process.stdout is not None
         try:
-            line = process.stdout.readline()  # one JSON object: where it listens, or why it does not
+            line = process.stdout.readline()  # one JSON object: the address, or the error
             if not line:
                 process.wait(_STOP_S)
                 raise UnavailableError(f"the server of {archive} ended before it was ready: {_last_line(log)}")

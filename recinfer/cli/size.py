@@ -151,7 +151,8 @@ def run(options: SizeOptions) -> None:
 
 
 def _read(options: SizeOptions, manifest: Manifest) -> tuple[Measured | None, Measured | None]:
-    """The measurements of --capacity: of a server, and of a ranker and shard server; None for one that is not given."""
+    """The measurements of --capacity for a server, and for a ranker with a shard server; None if --capacity lacks
+    one."""
     from recinfer.sizing.capacity import Measured
 
     found: dict[str, Measured] = {}

@@ -116,7 +116,7 @@ def run(
         output.note(f"rows: {data or 'synthetic, in the Criteo format'}")
     with cleaning_up_on_sigterm():
         report = run_job(job, world_size or 1)
-    if report is None:  # not the first of torchrun's ranks
+    if report is None:  # torchrun's other ranks have no report
         return
     _show(output, job, report, time.perf_counter() - started)
 

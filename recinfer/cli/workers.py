@@ -25,8 +25,8 @@ __all__ = ["supervise", "worker_command", "worker_options"]
 def worker_command(arguments: Sequence[str], port: int, http_port: int | None) -> list[str]:
     """The command of a worker of ``recinfer *arguments``.
 
-    The option that makes it a worker comes directly after the command: after the user's arguments it would be the value of an option
-    that lacks one, or the name of an archive, and the "worker" would start workers as well.
+    The option ``--worker`` comes directly after the command. After the user's arguments it could become the value of an
+    incomplete option, or the name of an archive, and the "worker" would start workers too.
     """
     at = arguments.index("serve") + 1
     options = ["--worker", "--json", "--worker-port", str(port)]
@@ -36,7 +36,7 @@ def worker_command(arguments: Sequence[str], port: int, http_port: int | None) -
 
 
 def worker_options(options: ServeOptions) -> ServeOptions:
-    """``options``, of a worker at the ports that its supervisor holds: what the user gave, which stands behind, may be 0."""
+    """``options`` of a worker, with the ports that its supervisor holds; the ports of the command line may be 0."""
     if options.worker_port is None:
         return options
     address = replace(options.address, port=options.worker_port, http_port=options.worker_http_port)
@@ -110,7 +110,7 @@ def supervise(
                 supervisor.hang_up()
 
         signal.signal(signal.SIGHUP, lambda *_: reload())
-    shown = _Shown(supervisor.status, host, metrics_port, security)
+    shown = _MetricsPort(supervisor.status, host, metrics_port, security)
 
     def ready(answer: dict[str, Any]) -> None:
         bound = shown.start()
@@ -135,8 +135,8 @@ def supervise(
     output.note("stopped")
 
 
-class _Shown:
-    """The metrics port, when there is one."""
+class _MetricsPort:
+    """The supervisor's metrics port, if the options name one."""
 
     def __init__(self, status: Any, host: str, port: int | None, security: Security) -> None:
         self._metrics: Any = None
@@ -148,13 +148,13 @@ class _Shown:
         from recinfer.serving.wire.address import check_address
 
         async def summed() -> Any:
-            return await asyncio.to_thread(status)  # it waits for the workers
+            return await asyncio.to_thread(status)  # status() waits for the workers
 
         check_address(host, port)
         self._metrics = metrics_server(summed, host, port, security)
 
     def start(self) -> int | None:
-        """Bind and answer; the port."""
+        """Bind and answer; returns the port, or None without one."""
         if self._metrics is None:
             return None
         from recinfer.serving.wire.loop import run_on_loop

@@ -46,7 +46,7 @@ def column(columns: Columns, name: str, needed_by: str) -> NDArray[Any]:
         if kinds == {int} or kinds == {float}:
             try:
                 return np.array(values)
-            except OverflowError:  # integers beyond 64 bits are text of digits, no more
+            except OverflowError:  # integers beyond 64 bits become text of digits
                 pass
         array = np.empty(len(values), dtype=object)
         array[:] = values
@@ -133,7 +133,7 @@ def to_numbers(values: NDArray[Any], name: str) -> NDArray[np.float64]:
     try:
         numbers[present] = values[present].astype(np.float64)
     except (TypeError, ValueError):
-        # The error path alone looks at values one by one, to name the first that is wrong.
+        # Only the error path checks values one by one, to name the first wrong value.
         bad = np.array([not _is_number(v) for v in values[present]], dtype=bool)
         _refuse(name, values, present, bad, "expected a number or nothing")
         raise
@@ -157,7 +157,7 @@ def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:
 def _floats_to_text(values: NDArray[Any]) -> list[str]:
     values = values.astype(np.float64)
     text = np.full(values.shape, "", dtype=object)
-    # Above 2^53 a float does not say which integer it was; its own text is the honest one.
+    # Above 2^53 a float no longer determines an integer, so the float's own text is used.
     whole = (np.abs(values) <= 2.0**53) & (values == np.floor(values))
     text[whole] = values[whole].astype(np.int64).astype(str)
     rest = ~whole & ~np.isnan(values)

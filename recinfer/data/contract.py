@@ -169,7 +169,7 @@ class FeatureContract:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FeatureContract:
-        """The contract of :meth:`to_dict`.
+        """The inverse of :meth:`to_dict`.
 
         Raises:
             ConfigError: another format, unknown or missing keys, or invalid values.

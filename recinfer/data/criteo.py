@@ -46,7 +46,7 @@ def read_criteo(path: str | os.PathLike[str], limit: int | None = None) -> dict[
 
 
 def header_of(path: str | os.PathLike[str], fields: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
-    """Whether the first line of a file is a header, and the names of its columns.
+    """Whether the first line of a file is a header, and the file's column names.
 
     Raises:
         InputError: neither a name among them nor the number of fields of the original form.

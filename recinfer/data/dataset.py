@@ -91,8 +91,8 @@ def load_dataset(
 
 
 def read_columns(path: str | os.PathLike[str], format: str, limit: int | None = None) -> dict[str, NDArray]:
-    """The raw rows of a file, as the feature contract of a model trained on ``format`` takes them, with labels if it
-    has them.
+    """The raw rows of a file for the feature contract of a model trained on ``format``, with labels if the file has
+    labels.
 
     Args:
         path: the rows.

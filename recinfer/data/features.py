@@ -21,7 +21,7 @@ __all__ = ["DenseFeature", "Label", "SparseFeature"]
 
 @dataclass(frozen=True)
 class SparseFeature:
-    """One bag of ids for each row.
+    """A feature with one bag of ids for each row.
 
     Attributes:
         name: the feature's name in the KeyedJaggedTensor.
@@ -72,7 +72,7 @@ class SparseFeature:
     def bags(
         self, columns: Columns, counters: dict[str, int] | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(ids ``[N]``, how many each row has ``[B]``).
+        """(ids ``[N]``, number of ids of each row ``[B]``).
 
         Args:
             columns: raw values by column name.
@@ -99,7 +99,7 @@ class SparseFeature:
 
     def _in_range(self, tokens: Tokens, ids: NDArray[np.int64], counters: dict[str, int] | None) -> NDArray[np.int64]:
         if not isinstance(self.transform, Identity):
-            return ids  # these cannot leave their table
+            return ids  # hashes and vocabularies give no id beyond their table
         outside = (ids < 0) | (ids >= self.num_embeddings)
         if not outside.any():
             return ids
@@ -116,10 +116,10 @@ class SparseFeature:
 
 @dataclass(frozen=True)
 class DenseFeature:
-    """One number for each row: fill, then clip, then log(1 + x), then ``(x - shift) / scale``.
+    """A feature with one number for each row: fill, then clip, then log(1 + x), then ``(x - shift) / scale``.
 
     Attributes:
-        name: what it is called.
+        name: the feature's name.
         column: the raw column; "" is ``name``.
         fill: the raw value used for a missing one; None makes a missing value an error.
         clip_min, clip_max: bounds of the raw value; None is no bound.

@@ -17,7 +17,7 @@ def standardized(feature: DenseFeature, columns: Columns) -> DenseFeature:
     values = dataclasses.replace(feature, shift=0.0, scale=1.0).values(columns)
     if not values.size:
         return feature
-    # Rounded, because the digits behind say nothing and model.json is read by people.
+    # The numbers are rounded, because further digits carry no information and people read model.json.
     shift, scale = float(f"{values.mean():.6g}"), float(f"{values.std():.6g}")
     return dataclasses.replace(feature, shift=shift, scale=scale if scale > 0 else 1.0)
 

@@ -71,8 +71,8 @@ def log_loss(labels: ArrayLike, probabilities: ArrayLike, eps: float = 1e-15) ->
 
 
 def normalized_entropy(labels: ArrayLike, probabilities: ArrayLike, eps: float = 1e-15) -> float:
-    """The log-loss divided by that of a constant prediction of the labels' mean (He et al., "Practical Lessons from
-    Predicting Clicks on Ads at Facebook", 2014): 1 is as good as the constant, lower is better.
+    """The log-loss divided by the log-loss of a constant prediction of the labels' mean (He et al., "Practical Lessons
+    from Predicting Clicks on Ads at Facebook", 2014): 1 is as good as the constant, lower is better.
 
     Args: as :func:`log_loss`.
 

@@ -43,7 +43,7 @@ _ZIP_BUCKETS = 1024
 
 
 def read_atomic(path: str | os.PathLike[str], limit: int | None = None) -> dict[str, NDArray[Any]]:
-    """One of RecBole's files as text columns, without the types in their names.
+    """A file of RecBole as text columns, without the types in their names.
 
     Raises:
         InputError: a header without ``name:type``, or rows that do not fit it; names path and line.

@@ -147,7 +147,7 @@ class _Block(abc.ABC):
 
     @abc.abstractmethod
     def joined(self, other: Any) -> Any:
-        """These rows followed by those of ``other``, a block of the same class."""
+        """A block of this block's rows followed by the rows of ``other``, a block of the same class."""
 
     @abc.abstractmethod
     def cut(self, rows: int) -> tuple[Any, Any]:
@@ -165,7 +165,7 @@ class _Lines(_Block):
     names: tuple[str, ...]
     rows: list[Any]
     file: Path
-    split: bool  # whether rows are fields already
+    split: bool  # whether rows are lists of fields
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -21,7 +21,7 @@ __all__ = ["NUM_DENSE", "NUM_SPARSE", "SyntheticRows", "generate_criteo"]
 NUM_DENSE = 13
 NUM_SPARSE = 26
 
-# Distinct values of C1..C26: a few large ones, many small ones, as in the real set.
+# Distinct values of C1..C26: a few columns with many values and many with few, as in the real set.
 CARDINALITIES = (
     1_400, 550, 40_000, 25_000, 300, 16, 11_000, 600, 3, 8_000, 5_000, 30_000, 3_000,
     26, 7_500, 20_000, 10, 4_000, 1_800, 4, 28_000, 14, 15, 12_000, 70, 9_000,
@@ -31,7 +31,7 @@ _DENSE_EMPTY = (0.45, 0.0, 0.2, 0.22, 0.03, 0.22, 0.04, 0.0, 0.04, 0.45, 0.04, 0
 _SPARSE_EMPTY = (0.0, 0.0, 0.03, 0.03, 0.0, 0.12, 0.0, 0.0, 0.0, 0.0, 0.0, 0.03, 0.0)
 _ZIPF_EXPONENT = 1.3
 _ZIPF_SHIFT = 2.0
-_NUM_PAIRS = 6  # pairs of categories that act together, which a model needs its interactions for
+_NUM_PAIRS = 6  # pairs of categories with a joint effect, for which a model needs interactions
 _SPREAD = {"dense": 1.0, "sparse": 1.6, "pairs": 0.7}  # standard deviations of the three parts of the log-odds
 _BIAS = -1.6
 
@@ -106,7 +106,8 @@ def _sparse_columns(
         mass = (np.arange(cardinality) + _ZIPF_SHIFT) ** -_ZIPF_EXPONENT
         mass /= mass.sum()
         traits = world.normal(size=(2, cardinality))
-        # Centred and scaled by how often the values come, so no frequent one decides the rate of clicks alone.
+        # The effects are centred and scaled by the values' frequencies, so that no frequent value alone decides the
+        # rate of clicks.
         traits -= (traits @ mass)[:, None]
         traits /= np.sqrt(traits**2 @ mass)[:, None]
         ranks = np.minimum(np.searchsorted(np.cumsum(mass), rng.random(num_rows), side="right"), cardinality - 1)

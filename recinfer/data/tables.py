@@ -47,7 +47,7 @@ def read_csv(
 def read_table(
     path: str | os.PathLike[str], delimiter: str, names: Sequence[str] | None, limit: int | None = None
 ) -> dict[str, NDArray[Any]]:
-    """As :func:`read_csv`; with ``names``, the table has no header line."""
+    """Read a table like :func:`read_csv`; with ``names``, the table has no header line."""
     path = Path(path)
     quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     try:

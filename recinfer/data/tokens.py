@@ -143,7 +143,7 @@ def parse_tokens(tokens: Tokens, name: str) -> NDArray[np.int64]:
         return tokens.strings.astype(np.int64)
     except (ValueError, OverflowError):
         pass
-    # Slower and only for columns like these: "7.0" is 7, and what is wrong is named.
+    # A slower path for columns with other spellings: "7.0" is 7, and an error names the wrong token.
     found = np.empty(len(tokens), dtype=np.int64)
     for at, token in enumerate(tokens.strings):
         try:

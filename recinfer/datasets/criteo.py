@@ -88,7 +88,9 @@ class CriteoIterDataPipe(IterDataPipe):
     def __init__(
         self, paths: Iterable[str], *, row_mapper: Callable[[list[str]], Any] | None = _named, **open_kw: Any
     ) -> None:
-        self.paths, self.row_mapper, self.open_kw = paths, row_mapper, open_kw
+        self.paths = paths
+        self.row_mapper = row_mapper
+        self.open_kw = open_kw
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -155,8 +157,11 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         if stage not in ("train", "val", "test"):
             raise ConfigError(f"stage is {stage!r}; expected one of train, val, test")
         check_path_manager(path_manager_key)
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.shuffle_batches, self.mmap_mode = shuffle_batches, mmap_mode
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle_batches = shuffle_batches
+        self.mmap_mode = mmap_mode
         self.hashes = None if hashes is None else np.array(hashes).reshape(1, CAT_FEATURE_COUNT)
         # TorchRec seeds numpy's global generator; a separate one gives the same numbers without side effects.
         self._random = np.random.RandomState(shuffle_training_set_random_seed)
@@ -200,7 +205,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
 
     def _take_shuffled_part(self) -> None:
         rows = [len(array) for array in self.dense_arrs]
-        place = self._random.permutation(sum(rows))  # of each row in the shuffled set
+        place = self._random.permutation(sum(rows))  # the place of each row in the shuffled set
         bounds = _even_bounds(sum(rows), self.world_size)
         first, end = bounds[self.rank], bounds[self.rank + 1]
         here = np.split(place, np.cumsum(rows)[:-1])

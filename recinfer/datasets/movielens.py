@@ -47,7 +47,10 @@ def _named(row: list[str]) -> dict[str, Any]:
 
 class _Ratings(IterDataPipe):
     def __init__(self, root: str, with_movies: bool, row_mapper: Callable[[list[str]], Any] | None, open_kw: Any):
-        self.root, self.with_movies, self.row_mapper, self.open_kw = Path(root), with_movies, row_mapper, open_kw
+        self.root = Path(root)
+        self.with_movies = with_movies
+        self.row_mapper = row_mapper
+        self.open_kw = open_kw
 
     def __iter__(self) -> Iterator[Any]:
         movies = {row[0]: row[1:] for row in _rows(self.root / MOVIES_FILENAME)} if self.with_movies else {}

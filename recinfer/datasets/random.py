@@ -56,7 +56,9 @@ class RandomRecDataset(IterableDataset[Batch]):
         super().__init__()
         if min_ids_per_feature is None:
             min_ids_per_feature = ids_per_feature
-        self.keys, self.batch_size, self.num_dense = keys, batch_size, num_dense
+        self.keys = keys
+        self.batch_size = batch_size
+        self.num_dense = num_dense
         self.hash_sizes = self._for_each("hash_sizes", hash_sizes, hash_size or _DEFAULT_ROWS)
         self.max_ids = self._for_each("ids_per_features", ids_per_features, ids_per_feature or _DEFAULT_IDS)
         self.min_ids = self._for_each("min_ids_per_features", min_ids_per_features, min_ids_per_feature or 0)
@@ -85,7 +87,7 @@ class RandomRecDataset(IterableDataset[Batch]):
         return sizes
 
     def _make_batch(self) -> Batch:
-        # In this order TorchRec's set draws too, so that the same seed gives the same batches.
+        # TorchRec's dataset draws in this order too, so that the same seed gives the same batches.
         size, generator = (self.batch_size,), self.generator
         lengths, values = [], []
         for rows, fewest, most in zip(self.hash_sizes, self.min_ids, self.max_ids):

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 PATH_MANAGER_KEY = "torchrec"
-"""The only supported ``path_manager_key``; it means files that ``open`` opens."""
+"""The only supported ``path_manager_key``, for files that ``open`` opens."""
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class LoadFiles(IterDataPipe):
     Args:
         datapipe: the paths.
         mode: of ``open``; ``"b"`` and ``"t"`` are ``"rb"`` and ``"rt"``.
-        length: what ``len`` gives; -1 where that is not known.
+        length: the result of ``len``; -1 if unknown.
         path_manager_key: only :data:`PATH_MANAGER_KEY`.
         **open_kw: other arguments of ``open``.
 
@@ -94,7 +94,9 @@ class LoadFiles(IterDataPipe):
         if mode not in ("b", "t", "r", "rb", "rt"):
             raise ConfigError(f"mode is {mode!r}; expected one of b, t, r, rb, rt")
         check_path_manager(path_manager_key)
-        self.datapipe, self.length, self.open_kw = datapipe, length, open_kw
+        self.datapipe = datapipe
+        self.length = length
+        self.open_kw = open_kw
         self.mode = mode if mode.startswith("r") else f"r{mode}"
 
     def __iter__(self) -> Iterator[tuple[str, IO[Any]]]:
@@ -118,7 +120,9 @@ class ReadLinesFromCSV(IterDataPipe):
 
     def __init__(self, datapipe: Iterable[tuple[str, IO[Any]]], skip_first_line: bool = False, **kw: Any) -> None:
         super().__init__()
-        self.datapipe, self.skip_first_line, self.kw = datapipe, skip_first_line, kw
+        self.datapipe = datapipe
+        self.skip_first_line = skip_first_line
+        self.kw = kw
 
     def __iter__(self) -> Iterator[list[str]]:
         for _, file in self.datapipe:
@@ -134,7 +138,8 @@ class Limit(IterDataPipe):
 
     def __init__(self, datapipe: Iterable[Any], limit: int) -> None:
         super().__init__()
-        self.datapipe, self.limit = datapipe, limit
+        self.datapipe = datapipe
+        self.limit = limit
 
     def __iter__(self) -> Iterator[Any]:
         for _, item in zip(range(self.limit), self.datapipe):
@@ -142,11 +147,13 @@ class Limit(IterDataPipe):
 
 
 class _Part(IterDataPipe):
-    """The items of a stream whose number passes the test of ``make_test()``, which is created anew for each pass."""
+    """The items of a stream whose number passes the test of ``make_test()``, which is called once per pass."""
 
     def __init__(self, datapipe: Iterable[Any], make_test: Callable[[], Callable[[int], bool]], wanted: bool) -> None:
         super().__init__()
-        self.datapipe, self.make_test, self.wanted = datapipe, make_test, wanted
+        self.datapipe = datapipe
+        self.make_test = make_test
+        self.wanted = wanted
 
     def __iter__(self) -> Iterator[Any]:
         in_training = self.make_test()
@@ -212,7 +219,7 @@ def safe_cast(val: T, dest_type: Callable[[T], T], default: T) -> T:
 
 
 def check_path_manager(key: str) -> None:
-    """Raise ConfigError for a path manager that is not the one for files that ``open`` opens."""
+    """Raise ConfigError unless the path manager is :data:`PATH_MANAGER_KEY`."""
     if key != PATH_MANAGER_KEY:
         raise ConfigError(
             f"path_manager_key is {key!r}: only Python's open is supported; leave it out, and copy or mount remote "

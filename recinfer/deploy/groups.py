@@ -16,7 +16,7 @@ MIB = 1 << 20
 _SHARD_OVERHEAD = 768 * MIB  # Python, torch, FBGEMM and gRPC, and requests under way
 _RANKER_OVERHEAD = 1024 * MIB  # the same and onnxruntime
 _DENSE_COPIES = 3  # the file, the session's copy of its weights, and what runs of it hold
-_LABEL = 40  # of a DNS label's 63 characters; the rest is for "-shard-NNN-NNN" behind it
+_LABEL = 40  # characters of a DNS label's 63; the rest is for the suffix "-shard-NNN-NNN"
 
 
 @dataclass(frozen=True)

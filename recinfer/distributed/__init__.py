@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     )
     from recinfer.distributed.utils import get_unsharded_module_names, sharded_model_copy
 
-# Lazy: everything below this package imports it first, also what needs no kernels.
+# Imports are lazy, because every module below this package imports it first, also modules that need no kernels.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {

@@ -204,7 +204,7 @@ def alltoall_sequence(
     group: dist.ProcessGroup | None = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """Send the row of every id back to the rank the id came from.
+    """Send the row of every id back to the rank that sent the id.
 
     Args:
         a2a_sequence_embs_tensor: ``[N, D]``, a row per id of (feature, rank, example).

@@ -46,7 +46,7 @@ _index_dedup = False
 
 
 def get_ec_index_dedup() -> bool:
-    """Whether sharded EmbeddingCollections send each distinct id once, by default."""
+    """Whether new sharded EmbeddingCollections send each distinct id only once."""
     return _index_dedup
 
 
@@ -62,7 +62,7 @@ class EmbeddingCollectionContext(ShardedCollectionContext[SequenceShardingContex
 
     Args:
         sharding_contexts: one per sharding.
-        input_features: the input, once.
+        input_features: a list of the input alone.
         reverse_indices: with index dedup, for each id, feature by feature, the position of the same id among those
             sent.
     """
@@ -127,7 +127,7 @@ def create_embedding_sharding(
 
 
 class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
-    """Awaitable of the rows: feature -> JaggedTensor. It waits when the result is first used.
+    """Awaitable of the rows, feature -> JaggedTensor, which waits when the result is first used.
 
     Args:
         awaitables: of each sharding, the column pieces of its outputs.
@@ -193,7 +193,8 @@ class ShardedEmbeddingCollection(ShardedCollection[dict[str, JaggedTensor], Embe
     """An EmbeddingCollection whose tables are sharded over the ranks of a process group.
 
     Args:
-        module: the collection. Its values are kept. On the meta device they are initialised instead, with the same
+        module: the collection. The collection's values are kept. Values on the meta device are initialised, with the
+            same
             values for any sharding if all ranks have the same seed.
         table_name_to_parameter_sharding: the plan of every table.
         env: the ranks.
@@ -256,7 +257,7 @@ class ShardedEmbeddingCollection(ShardedCollection[dict[str, JaggedTensor], Embe
         """
         ctx.input_features.append(features)
         if self._use_index_dedup:
-            check_distinct_keys(features.keys())  # from here on each key occurs once
+            check_distinct_keys(features.keys())  # each key occurs once below
             names = list(dict.fromkeys(self._feature_names))
             missing = [name for name in names if name not in features.index_per_key()]
             if missing:
@@ -315,7 +316,7 @@ class EmbeddingCollectionSharder(
         return super()._settings() | {"use_index_dedup": self._use_index_dedup}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types for unpooled tables: all but those that sum inside a host."""
+        """Sharding types for unpooled tables: all types that need no sum inside a host."""
         types = (
             ShardingType.DATA_PARALLEL,
             ShardingType.TABLE_WISE,

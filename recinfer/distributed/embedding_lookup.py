@@ -88,7 +88,7 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
         if replicas is not None:
             for kernel in self._kernels():
                 kernel.group.replicas = replicas if kernel.is_fused else None
-        self._nothing = torch.empty(0, device=device, requires_grad=True)
+        self._empty = torch.empty(0, device=device, requires_grad=True)
         fused = [(k.group, k.pieces) for k in self._kernels() if k.is_fused]
         self._fused_optimizer: FusedOptimizer = (
             GroupFusedOptimizer(fused, pg, self._mesh) if fused else EmptyFusedOptimizer()
@@ -278,14 +278,14 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
         pooled = [kernel(self._processed(kernel, features), factor) for kernel, features in calls]
         if sparse_features.variable_stride_per_key():
             return self._merge_ranks(pooled, calls)
-        nothing = fx_wrap_tensor_view2d(self._nothing, sparse_features.stride(), 0)
+        nothing = fx_wrap_tensor_view2d(self._empty, sparse_features.stride(), 0)
         return embeddings_cat_empty_rank_handle(pooled, nothing, dim=1)
 
     def _merge_ranks(self, pooled: list[Tensor], calls: list[tuple[GroupKernel, KeyedJaggedTensor]]) -> Tensor:
         """Merge one-dimensional outputs of several groups, each ordered by rank, into one that is ordered by rank, then
         group."""
         if len(pooled) < 2:
-            return embeddings_cat_empty_rank_handle(pooled, self._nothing)
+            return embeddings_cat_empty_rank_handle(pooled, self._empty)
         parts = []
         for (kernel, features), out in zip(calls, pooled):
             of_feature = zip(features.stride_per_key_per_rank(), kernel.group.feature_dims)
@@ -326,4 +326,4 @@ class GroupedEmbeddingsLookup(_GroupedLookup):
         vectors = self._rank(sparse_features)
         if len({v.shape[1] for v in vectors}) > 1:
             vectors = [v.reshape(-1) for v in vectors]
-        return embeddings_cat_empty_rank_handle(vectors, self._nothing)
+        return embeddings_cat_empty_rank_handle(vectors, self._empty)

@@ -58,7 +58,7 @@ EachContext = TypeVar("EachContext", bound="EmbeddingShardingContext | None")
 
 @dataclass
 class EmbeddingShardingInfo:
-    """One table and how it is sharded.
+    """A table and its sharding.
 
     Args:
         embedding_config: the table; its ``embedding_names`` name the outputs.
@@ -96,7 +96,7 @@ class Sent:
 
 @dataclass
 class EmbeddingShardingContext(Multistreamable):
-    """What one forward carries from the input exchange to the output exchange.
+    """Data that one forward passes from the input exchange to the output exchange.
 
     Args:
         batch_size_per_rank: examples that each rank sent.
@@ -113,20 +113,20 @@ class EmbeddingShardingContext(Multistreamable):
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive until ``stream`` has finished with them."""
 
-    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
-        """Record what is sent: ``features`` in the order sent, and how their ids were derived from the input."""
+    def record_sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+        """Record the sent ``features``, in the order sent, and how their ids were derived from the input."""
         self.variable_batch_per_feature = features.variable_stride_per_key()
         if self.variable_batch_per_feature:
             self.batch_size_per_feature_pre_a2a = features.stride_per_key()
 
-    def sizes_known(self, awaitable: Any) -> None:
-        """Record the exchanged sizes; ``awaitable`` is that of the tensors."""
+    def record_sizes(self, awaitable: Any) -> None:
+        """Record the exchanged sizes from ``awaitable``, the awaitable of the tensors."""
         strides = getattr(awaitable, "stride_per_rank", None)
         if strides is not None:
             self.batch_size_per_rank = list(strides)
 
-    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
-        """Record what ``awaitable`` received."""
+    def record_received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+        """Record the ``features`` that ``awaitable`` received."""
         if features.variable_stride_per_key():
             self.variable_batch_per_feature = True
             per_key = features.stride_per_key_per_rank()
@@ -137,7 +137,7 @@ class EmbeddingShardingContext(Multistreamable):
 
 @dataclass
 class ShardedCollectionContext(Multistreamable, Generic[EachContext]):
-    """What one forward of a sharded collection carries between its steps.
+    """Data that one forward of a sharded collection passes between its steps.
 
     Args:
         sharding_contexts: one per sharding.
@@ -156,7 +156,7 @@ class ShardedCollectionContext(Multistreamable, Generic[EachContext]):
 
 
 class BaseSparseFeaturesDist(abc.ABC, nn.Module, Generic[F]):
-    """Interface of the input exchange: it sends features to the ranks that hold their rows."""
+    """Interface of the input exchange, which sends features to the ranks that hold their rows."""
 
     @abc.abstractmethod
     def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[F]] | F:
@@ -164,7 +164,7 @@ class BaseSparseFeaturesDist(abc.ABC, nn.Module, Generic[F]):
 
 
 class BaseEmbeddingDist(abc.ABC, nn.Module, Generic[C, T, W]):
-    """Interface of the output exchange: it sends looked-up vectors to the ranks whose examples they belong to."""
+    """Interface of the output exchange, which sends looked-up vectors to the ranks of their examples."""
 
     @abc.abstractmethod
     def forward(self, local_embs: T, sharding_ctx: C | None = None) -> Awaitable[W] | W:
@@ -172,7 +172,7 @@ class BaseEmbeddingDist(abc.ABC, nn.Module, Generic[C, T, W]):
 
 
 class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
-    """A set of tables that are sharded together: it creates the three steps and describes the shards.
+    """A set of tables that are sharded together; creates the three steps and describes the shards.
 
     Args:
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
@@ -220,7 +220,7 @@ class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
         """Names of the outputs that each rank computes a part of, one for each shard and feature."""
 
     def embedding_tables(self) -> list[ShardedEmbeddingTable]:
-        """The shards on this rank. Not abstract, as in TorchRec."""
+        """The shards on this rank. The method is not abstract, as in TorchRec."""
         raise NotImplementedError(f"{type(self).__name__} must implement embedding_tables")
 
 
@@ -244,7 +244,7 @@ class KJTListAwaitable(Awaitable[KJTList]):
         features = [awaitable.wait() for awaitable in self.awaitables]
         for context, received, awaitable in zip(_contexts(self.ctx), features, self.awaitables):
             if isinstance(context, EmbeddingShardingContext):
-                context.received(received, awaitable)
+                context.record_received(received, awaitable)
         return KJTList(features)
 
 
@@ -262,17 +262,17 @@ class KJTListSplitsAwaitable(Awaitable[Awaitable[KJTList]], Generic[C]):
         self.ctx = ctx
 
     def _wait_impl(self) -> KJTListAwaitable:
-        return _sizes_known([awaitable.wait() for awaitable in self.awaitables], self.ctx)
+        return _record_sizes([awaitable.wait() for awaitable in self.awaitables], self.ctx)
 
 
 def _contexts(ctx: Any) -> Iterable[Any]:
     return ctx.sharding_contexts if isinstance(ctx, ShardedCollectionContext) else ()
 
 
-def _sizes_known(awaitables: list[Awaitable[KeyedJaggedTensor]], ctx: Any) -> KJTListAwaitable:
+def _record_sizes(awaitables: list[Awaitable[KeyedJaggedTensor]], ctx: Any) -> KJTListAwaitable:
     for context, awaitable in zip(_contexts(ctx), awaitables):
         if isinstance(context, EmbeddingShardingContext):
-            context.sizes_known(awaitable)
+            context.record_sizes(awaitable)
     return KJTListAwaitable(awaitables, ctx)
 
 
@@ -280,8 +280,8 @@ class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):
     """Awaitable of the sizes of several modules' features, in one exchange.
 
     Args:
-        requests: the result of each module's input_dist; members that are :class:`KJTSplitsAllToAllMeta` share the
-            exchange, others are waited for.
+        requests: the result of each module's input_dist; members of class :class:`KJTSplitsAllToAllMeta` share the
+            exchange, and other members are awaited.
         contexts: of the modules.
         pg: the ranks; None for one process.
     """
@@ -303,7 +303,7 @@ class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):
     def _wait_impl(self) -> list[KJTListAwaitable]:
         sizes = iter(self._exchange.wait() if self._exchange is not None else ())
         return [
-            _sizes_known([_begin(member, sizes) for member in members], ctx)
+            _record_sizes([_begin(member, sizes) for member in members], ctx)
             for members, ctx in zip(self._members, self._contexts)
         ]
 

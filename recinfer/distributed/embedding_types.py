@@ -276,7 +276,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         self._fused_params = fused_params
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types that are offered: all on a GPU; on CPU those without reduce-scatter."""
+        """The offered sharding types: all types on a GPU, and the types without reduce-scatter on CPU."""
         types = [ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE]
         if compute_device_type != "mtia":
             types.insert(0, ShardingType.DATA_PARALLEL)
@@ -333,7 +333,7 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
         return kernels
 
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
-        """Tables by name; only those in ``shardable_params`` when that was given."""
+        """Tables by name; if ``shardable_params`` was given, only its tables."""
         tables = embedding_parameters(module)
         return {n: p for n, p in tables.items() if not self._shardable_params or n in self._shardable_params}
 

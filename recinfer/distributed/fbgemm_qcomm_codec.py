@@ -44,7 +44,7 @@ class CommType(Enum):
     BF16 = "bf16"  # 2 bytes, the range of float32, 8 bits of precision
     FP8 = "fp8"  # 1 byte, and 4 bytes of scale per row where rows are asked for
     INT8 = "int8"  # 1 byte, and 8 bytes of scale and bias per row
-    MX4 = "mx4"  # only for compatibility; not supported
+    MX4 = "mx4"  # for compatibility; not supported
 
     def __str__(self) -> str:
         return self.value
@@ -52,13 +52,13 @@ class CommType(Enum):
 
 @dataclass
 class QCommsConfig:
-    """Formats that collectives on embeddings send.
+    """Wire formats of collectives on embeddings.
 
     Args:
         forward_precision: of embeddings.
         backward_precision: of gradients.
-        forward_loss_scale, backward_loss_scale: numbers are multiplied by it before they are sent and divided by it
-            afterwards, so that small ones survive FP16. Used for FP16 and BF16 only.
+        forward_loss_scale, backward_loss_scale: factor of the numbers on the wire, removed after the receive, so that
+            small ones survive FP16. Used for FP16 and BF16 only.
         fp8_quantize_dim, fp8_quantize_dim_bwd: numbers per row, for FP8; for gradients the default is the forward's.
             Without it numbers have no scale and are clamped to ±0.9375, with a warning. 64 is a good choice.
         fp8_bwd_uses_143: gradients in FP8 rows have 3 bits of mantissa (e4m3) like embeddings, not 2 (e5m2).
@@ -104,7 +104,7 @@ class RowContext:
 
 @dataclass(frozen=True)
 class _Format:
-    """A wire format. ``row_bytes`` are sent with each row; None: a format without rows."""
+    """A wire format. ``row_bytes`` is the number of extra bytes sent with each row; None: a format without rows."""
 
     dtype: torch.dtype
     encode: Callable[[Tensor], Tensor]
@@ -239,7 +239,7 @@ class QCommsCodec(QuantizedCommCodec[RowContext]):
 
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> QuantizedCommCodecs:
-    """The codecs of a config. For FP32 and without a config they leave numbers unchanged."""
+    """The codecs of a config. Codecs for FP32, or without a config, leave numbers unchanged."""
     codecs = QuantizedCommCodecs()
     if qcomms_config is None:
         return codecs

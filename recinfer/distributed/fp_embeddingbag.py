@@ -100,7 +100,9 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
         )
         self._feature_processors = _on(module._feature_processors, place)
         inner = self._embedding_bag_collection
-        self._input_dists, self._lookups, self._output_dists = inner._input_dists, inner._lookups, inner._output_dists
+        self._input_dists = inner._input_dists
+        self._lookups = inner._lookups
+        self._output_dists = inner._output_dists
 
     def create_context(self) -> _Context:
         """A new context for one forward."""
@@ -157,14 +159,14 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
         self._embedding_bag_collection.reset_parameters()
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """The tables; not the processors."""
+        """Names of the tables' parameters, without those of the processors."""
         yield from self._embedding_bag_collection.sharded_parameter_names(
             append_prefix(prefix, "_embedding_bag_collection")
         )
 
 
 def _on(processors: nn.Module, device: torch.device) -> nn.Module:
-    """Move to ``device``; processors without values are initialised."""
+    """Move ``module`` to ``device``; processors without values are initialised."""
     if not any(parameter.is_meta for parameter in processors.parameters()):
         return processors.to(device)
     processors = processors.to_empty(device=device)
@@ -189,12 +191,12 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
     _takes, _makes = FeatureProcessedEmbeddingBagCollection, ShardedFeatureProcessedEmbeddingBagCollection
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Those of tables without processors, and cuts by rows on every device, which plans have where constraints ask
-        for them."""
+        """The sharding types of tables without processors, and cuts by rows on every device, which planners use if
+        constraints ask for them."""
         offered = super().sharding_types(compute_device_type)
         by_rows = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
         return list(dict.fromkeys([*offered, *(kind.value for kind in by_rows)]))
 
     def shardable_parameters(self, module: FeatureProcessedEmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """Tables by name; not the processors."""
+        """Tables by name, without the processors."""
         return embedding_parameters(module.embedding_bag_collection())

@@ -32,13 +32,13 @@ __all__ = [
 class WeightDecayMode(Enum):
     """How ``weight_decay`` acts (FBGEMM's values)."""
 
-    NONE = 0  # only where it is part of the formula: not for SGD and the Adagrads
+    NONE = 0  # only formulas with an own weight decay apply it, so not SGD and the Adagrads
     L2 = 1  # SGD and the Adagrads add weight_decay * w to the gradient
     DECOUPLE = 2  # SGD and the Adagrads shrink w by lr * weight_decay * w, separate from the gradient
 
 
-# Documented keys that choose how FBGEMM places or caches rows. They change no number, so they are for the CUDA kernel
-# (recinfer.distributed.tables.cuda makes FBGEMM's own values of ours) and do nothing on CPU.
+# Documented keys that choose how FBGEMM places or caches rows. These keys change no number: the CUDA kernel reads them
+# (recinfer.distributed.tables.cuda converts them to FBGEMM's own values), and the CPU kernel ignores them.
 _PLACEMENT_KEYS = frozenset(
     {
         "cache_algorithm",
@@ -57,7 +57,7 @@ _PLACEMENT_KEYS = frozenset(
         "uvm_non_rowwise_momentum",
     }
 )
-# Arguments of torch's optimizers that no fused kernel has: fine as long as they are off.
+# Arguments of torch's optimizers that no fused kernel has; accepted only as long as they are off.
 _NEUTRAL = frozenset(
     {
         "amsgrad",
@@ -150,7 +150,7 @@ class FusedSettings:
 
     @property
     def has_cpu_kernel(self) -> bool:
-        """Whether FBGEMM has a CPU operator for exactly this update; its operators silently ignore weight decay and
+        """Whether FBGEMM has a CPU operator for exactly this update; those operators silently ignore weight decay and
         max_norm."""
         decays = self.weight_decay > 0 and self.weight_decay_mode is not WeightDecayMode.NONE
         cuts = self.max_norm > 0 and self.optimizer is OptimType.ROWWISE_ADAGRAD
@@ -288,7 +288,7 @@ def names_optimizer(params: Mapping[str, Any] | None) -> bool:
 
 
 def bounds_check_mode(params: Mapping[str, Any] | None) -> BoundsCheckMode:
-    """What happens to ids outside a table by a ``fused_params`` dictionary; an error by default."""
+    """The bounds check of ids in a ``fused_params`` dictionary; by default, an id outside its table is an error."""
     given = (params or {}).get("bounds_check_mode")
     mode: BoundsCheckMode = FusedSettings.bounds_check_mode if given is None else _member(BoundsCheckMode, given)
     return mode

@@ -31,11 +31,12 @@ class GroupedPositionWeightedModule(BaseGroupedFeatureProcessor):
     def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
         super().__init__()
         self.max_feature_lengths = max_feature_lengths
-        # Not in the module tree: a feature's name may hold dots, which keys of a ParameterDict may not.
+        # The weights are kept out of the module tree, because a feature's name may hold dots and a ParameterDict's key
+        # may not.
         self._position_weights = new_position_weights(max_feature_lengths, device)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same ids with the weights of their positions.
+        """The ids of ``features`` with the weights of their positions.
 
         Weights of ``features``, if any, are the positions: buckets of a table that is cut by rows no longer show them
             (see
@@ -71,7 +72,7 @@ class GroupedPositionWeightedModule(BaseGroupedFeatureProcessor):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Nothing."""
+        """No buffers."""
         yield from ()
 
     def state_dict(  # type: ignore[override]

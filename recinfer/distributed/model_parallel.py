@@ -153,7 +153,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         return module
 
     def init_data_parallel(self) -> None:
-        """Wrap the replicated part and broadcast rank 0's values. Further calls do nothing."""
+        """Wrap the replicated part and broadcast rank 0's values. Further calls have no effect."""
         if not self._ddp_done:
             self._data_parallel_wrapper.wrap(self, self._env, self.device)
             self._ddp_done = True
@@ -240,7 +240,8 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters with the model's own names, including the local parts of sharded ones.
 
-        Every rank names every table: one that other ranks hold is an empty parameter here, as in TorchRec.
+        Every rank names every table: a table that only other ranks hold is an empty parameter on this rank, as in
+        TorchRec.
         """
         seen: set[int] = set()
         for name, parameter in _named_parameters(get_module(self), prefix, recurse):
@@ -324,7 +325,7 @@ def _state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, kee
 
 
 def _load_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> tuple[list[str], list[str]]:
-    """Load; returns the missing and the unexpected keys (those under ``prefix`` that no module loaded)."""
+    """Load the state; returns the missing keys, and the keys under ``prefix`` that no module loaded."""
     module = get_module(module)
     missing: list[str] = []
     unexpected: list[str] = []

@@ -53,8 +53,8 @@ _FLOAT = tuple(k.value for k in (_Kernel.DENSE, _Kernel.FUSED, _Kernel.FUSED_UVM
 def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
     """A sharder for every embedding module, float ones before quantized ones.
 
-    On a machine without GPUs they include those of EmbeddingCollection; TorchEasyRec's function of this name leaves
-    them out there.
+    The list includes the sharders of EmbeddingCollection on a machine without GPUs too, where TorchEasyRec's function
+    of this name omits them.
     """
     from recinfer.distributed.embedding import EmbeddingCollectionSharder
     from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -117,7 +117,7 @@ def _evenly(rows: int, parts: int) -> list[int]:
 def _kernel(param: Any, sharder: ModuleSharder[nn.Module], kind: ShardingType, device: str, asked: str | None) -> str:
     """The requested kernel, or the default.
 
-    That is ``quant`` for quantized tables, and ``fused`` for a table whose optimizer runs in the backward: noted on
+    The default is ``quant`` for quantized tables, and ``fused`` for a table whose optimizer runs in the backward: noted on
     ``param`` by apply_optimizer_in_backward, or named in the sharder's ``fused_params``. Any other table is ``dense``:
     the caller's own optimizer steps its parameter. This holds for replicas too, as in TorchRec.
     """
@@ -146,7 +146,7 @@ def _sharding(
     compute_kernel: str | None = None,
     devices: list[str] | None = None,
 ) -> ParameterSharding:
-    # The types that a sharder offers on CPU are those that a planner should try; the others run too.
+    # The types that a sharder offers on CPU are the planner's candidates; other types run too.
     allowed = list(dict.fromkeys([*sharder.sharding_types(device_type), *sharder.sharding_types("cuda")]))
     if kind.value not in allowed:
         raise ConfigError(
@@ -314,7 +314,7 @@ def apply_to_all(
     parameter_sharding_generator: ParameterShardingGenerator,
     sharder: ModuleSharder[nn.Module] | None = None,
 ) -> dict[str, ParameterShardingGenerator]:
-    """The same generator for every table of ``module``."""
+    """A dictionary with the generator for every table of ``module``."""
     chosen = sharder or _default_sharder(module)
     return dict.fromkeys(chosen.shardable_parameters(module), parameter_sharding_generator)
 

@@ -47,7 +47,7 @@ _OPTIMIZERS = {
 }
 # Arguments of the classes that the formulas of fused kernels have.
 _NUMBERS = frozenset({"learning_rate", "eps", "beta1", "beta2", "weight_decay", "momentum", "eta"})
-# Their torch classes add weight_decay * w to the gradient; kernels do so in the mode L2 only.
+# Optimizers whose torch classes add weight_decay * w to the gradient; kernels do so in the mode L2 only.
 _L2 = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
 
 
@@ -62,10 +62,10 @@ def filter_state_dict(state_dict: Mapping[str, T], name: str) -> OrderedDict[str
 
 
 def optimizer_type_to_emb_opt_type(optimizer_class: type) -> OptimType:
-    """The fused optimizer that computes what an optimizer class does.
+    """The fused optimizer that computes the update of an optimizer class.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no fused optimizer computes it.
     """
     found = _OPTIMIZERS.get(optimizer_class.__name__)
     if found is None or optimizer_class.__module__.partition(".")[0] not in _PACKAGES:
@@ -170,7 +170,7 @@ def get_unsharded_module_names(model: nn.Module) -> list[str]:
 @contextmanager
 def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None]:
     """Context manager in which ``copy.deepcopy`` of a sharded model puts tensors on ``device`` and shares process
-    groups. It affects this thread only.
+    groups. Other threads are not affected.
 
     Args:
         device: None shares the tensors too, and copies only the modules.
@@ -182,7 +182,7 @@ def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None
         with sharded_model_copy("cpu"):
             on_cpu = copy.deepcopy(dmp.module)
     """
-    # Imported late: it imports DTensor, which servers do not need.
+    # A late import, because the module imports DTensor, which servers do not need.
     from recinfer.distributed.sharded.copying import module_copies_go_to
 
     with module_copies_go_to(None if device is None else torch.device(device)):

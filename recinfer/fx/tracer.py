@@ -18,10 +18,11 @@ __all__ = ["Tracer", "symbolic_trace"]
 
 
 class Tracer(fx.Tracer):
-    """As ``torch.fx.Tracer``; modules that read jagged data (:class:`~recinfer.sparse.opaque.Opaque`) are leaves.
+    """A ``torch.fx.Tracer`` for which modules that read jagged data (:class:`~recinfer.sparse.opaque.Opaque`) are leaves.
 
-    Those are the embedding collections, float, quantized and sharded, feature processors and KTRegroupAsDict. A graph is
-    for the model below DistributedModelParallel and DistributedDataParallel, which is :attr:`root` after :meth:`trace`.
+    The leaves are the embedding collections (float, quantized and sharded), feature processors and KTRegroupAsDict. A
+    graph is for the model below DistributedModelParallel and DistributedDataParallel, which is :attr:`root` after
+    :meth:`trace`.
 
     Args:
         leaf_modules: names of more classes whose modules are leaves.
@@ -79,7 +80,7 @@ def _resolve_annotations(graph: fx.Graph, function: Callable[..., Any]) -> None:
 
 
 class _Holder(nn.Module):
-    """A model that consists of one module."""
+    """A model whose only child is a module that is a leaf itself."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -23,8 +23,8 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["Bags", "Features", "bags_of", "merge_bags", "offsets_of"]
 
-# torch warns, once a process, that a tensor over memory that is not writable must not be written. Nothing behind this
-# module writes to ids: trigger that warning here, where it is hidden.
+# torch warns once per process about a tensor over read-only memory. Lookups never write to ids, so the warning is
+# triggered here, where it is hidden.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
@@ -66,7 +66,7 @@ class Bags:
         starts = edges[:-1]
         if starts[-1] < edges[-1] and (np.maximum.reduceat(unsigned, starts) < rows_F).all():
             return True
-        # A feature without ids: reduceat gave it its neighbour's first id (or would look beyond the last one).
+        # For a feature without ids, reduceat takes the neighbour's first id (or would read beyond the last id).
         filled = edges[1:] > starts
         return bool((np.maximum.reduceat(unsigned, starts[filled]) < rows_F[filled]).all())
 
@@ -81,7 +81,7 @@ class Bags:
         )
 
     def arranged(self, names: tuple[str, ...]) -> Bags:
-        """These features in the order of ``names``: absent features get empty bags, others are dropped."""
+        """The bags of the features ``names``, in that order; a name that is absent gets empty bags."""
         if names == self.keys:
             return self
         plan = _plan(self.keys, names)
@@ -97,12 +97,10 @@ class Bags:
         return Bags(names, batch, offsets_of(lengths_FB, values.dtype), values, weights)
 
     def with_context(self, context: Bags) -> Bags:
-        """These samples with the features of ``context`` added, one sample that applies to all; its bags are put in the
-        first sample.
+        """Add the features of ``context``, one sample that applies to all samples; its bags go to the first sample.
 
-        The other samples' bags of those features are empty; the lookup copies the first sample's vectors to them.
-        """
-        if not self.batch:  # nothing that the context could go with
+        The other samples get empty bags of those features; the lookup copies the first sample's vectors to them."""
+        if not self.batch:  # no sample takes the context
             return self.arranged(self.keys + context.keys)
         lengths_FB = np.zeros((len(self.keys) + len(context.keys), self.batch), np.int64)
         lengths_FB[: len(self.keys)] = self.lengths_FB
@@ -196,14 +194,15 @@ def merge_bags(requests: Sequence[Bags], names: tuple[str, ...], *, weighted: bo
         and values.size
         and lengths[:-1].min() == 1
     ):
-        # One id a bag, the same features in the same order: the ids are a block that is turned.
+        # Every bag has one id, and all requests have the same features in the same order: the ids are a block that is
+        # turned.
         turned = values.reshape(len(requests), len(names), batch).transpose(1, 0, 2).reshape(-1)
         return Bags(names, total, np.arange(len(turned) + 1, dtype=dtype), turned)
     order = _order(requests, names, len(lengths) - 1)
     ends = np.add.accumulate(lengths)
     taken = lengths[order]
     offsets = offsets_of(taken, dtype)
-    # Source of each id: its bag's first id in the requests, less the bag's first place in the merged batch.
+    # Each id's source is the first id of its bag in the requests, less the bag's first place in the merged batch.
     source = np.repeat((ends - lengths)[order] - offsets[:-1], taken)
     source += np.arange(len(source), dtype=dtype)
     weights = None
@@ -217,7 +216,7 @@ _NO_BAG = np.zeros(1, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """``taken``: which of the wanted features are present; ``source``: their positions."""
+    """The features to copy: ``taken`` are their indices among the wanted features, ``source`` among the given ones."""
 
     taken: NDArray[np.intp]
     source: NDArray[np.intp]
@@ -237,7 +236,8 @@ def _joined(array: NDArray[Any], pieces: Sequence[slice]) -> NDArray[Any]:
 
 
 def _order(requests: Sequence[Bags], names: tuple[str, ...], no_bag: int) -> NDArray[np.intp]:
-    """For each (feature, sample) of the merged batch ``[F * S]``, its bag among those of all requests, or ``no_bag``."""
+    """The index of the bag of each (feature, sample) of the merged batch ``[F * S]`` among all requests' bags, or
+    ``no_bag``."""
     blocks, base = [], 0
     for request in requests:
         plan, batch = _plan(request.keys, names), request.batch

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "RowDifference", "compare_archive", "compare_export"]
 
-_RELATIVE = 1e-4  # of the largest recorded value of an output: float32 sums in another order, on another machine
+_RELATIVE = 1e-4  # share of an output's largest recorded value, for float32 sums in another order
 _ABSOLUTE = 1e-6
 _DRAWS = 16
 _DEVIATIONS = 4.0
 _SHOWN = 10
 _GAP = 64  # rows of a table that are read rather than skipped
-_SMALL = 0.01  # of the largest recorded value: other blocks, other weights or dropout give larger differences
+_SMALL = 0.01  # share of the largest recorded value; other blocks, other weights or dropout differ by more
 
 PositionWeights = Mapping[str, Mapping[str, Tensor]]
 
@@ -96,7 +96,8 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether every recorded output is within its bound, and the bounds are narrow enough to prove something."""
+        """Whether every recorded output is within its bound, and no median bound exceeds the spread of the recorded
+        values."""
         return not self.num_wrong and not self.blunt
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +105,8 @@ class Comparison:
         return {"ok": self.ok, **asdict(self)}
 
     def message(self) -> str:
-        """What is not ok: the worst difference and its usual causes, or bounds that prove little."""
+        """The reason why :attr:`ok` is false: the worst difference and its usual causes, or bounds that prove
+        little."""
         if not self.wrong:
             return (
                 f"this comparison proves little for {', '.join(self.blunt)}: the precision's bound (at most {self.max_bound:.3g}) "
@@ -220,7 +222,8 @@ class _Tally:
         model: Literal["float", "archive"],
     ) -> None:
         assert manifest.dense is not None
-        self._reference, self._model = reference, model
+        self._reference = reference
+        self._model = model
         self._outputs = [output.name for output in manifest.dense.outputs]
         recorded = [torch.cat([batch.outputs[i] for batch in batches]) for i in range(len(self._outputs))]
         self._tight = [_RELATIVE * float(r.abs().max()) + _ABSOLUTE if r.numel() else _ABSOLUTE for r in recorded]
@@ -228,14 +231,17 @@ class _Tally:
         self._largest = max(_largest(r.abs()) for r in recorded)
         self._rows = sum(len(batch.outputs[0]) for batch in batches)
         self._num_wrong = 0
-        self._differences, self._bounds, self._archive = [0.0], [0.0], [0.0]
+        self._differences = [0.0]
+        self._bounds = [0.0]
+        self._archive = [0.0]
         self._median_bounds: list[list[float]] = [[] for _ in self._outputs]
         self._wrong: list[tuple[float, RowDifference]] = []
 
     def add(
         self, batch: RecordedBatch, found: Sequence[Tensor], archive: Sequence[Tensor], allowed: Sequence[Tensor]
     ) -> None:
-        """Add a batch: its float outputs, the archive's outputs, and the allowed differences apart from rounding."""
+        """Compare one batch. ``found`` are the compared model's outputs; ``allowed`` is added to the bound of float32
+        sums."""
         rows = len(batch.outputs[0])
         wrong = torch.zeros(rows, dtype=torch.bool)
         for i, name in enumerate(self._outputs):
@@ -244,7 +250,7 @@ class _Tally:
                 continue
             bound = allowed[i].reshape(rows, -1) + self._tight[i]
             difference = (here - recorded).abs()
-            over = ~(difference <= bound)  # also where it is NaN
+            over = ~(difference <= bound)  # also true for NaN
             excess = torch.where(over, (difference / bound).nan_to_num(torch.inf, torch.inf), 0.0)
             self._differences.append(_largest(difference))
             self._bounds.append(_largest(bound))
@@ -282,21 +288,22 @@ class _Tally:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest value; NaN if one is NaN."""
+    """The largest value; NaN if any value is NaN."""
     return float(values.max()) if values.numel() else 0.0
 
 
 def _spread(recorded: Tensor) -> float:
-    """How far recorded values [B, ...] are apart: what a comparison must see to prove something."""
+    """The largest standard deviation of recorded values [B, ...] over the rows; of one row, its largest absolute
+    value."""
     return _largest(recorded.std(0) if len(recorded) > 1 else recorded.abs())
 
 
 class _Draws:
-    """The rows of the recorded ids, moved at random by what they are uncertain by; and so the allowed differences.
+    """The allowed differences of outputs, from random changes of the recorded ids' rows within their bounds.
 
     Args:
         stored: the rows as they are.
-        bounds: (module path, table) -> by how much each element may be off, [ids, dim].
+        bounds: (module path, table) -> the largest error of each element, [ids, dim].
     """
 
     def __init__(
@@ -306,7 +313,8 @@ class _Draws:
         bounds: Mapping[tuple[str, str], Tensor],
         position_weights: PositionWeights,
     ) -> None:
-        self._manifest, self._position_weights = manifest, position_weights
+        self._manifest = manifest
+        self._position_weights = position_weights
         half = {(t.module, t.name): _half_precision(stored.rows(t, stored.ids(t))) for t in manifest.tables}
         self._pooling = _pooling_errors(manifest, half)
         bounds = dict(bounds)
@@ -320,12 +328,15 @@ class _Draws:
         self._rows = [
             []
             if exact
-            else [stored.with_rows(_moved(manifest, stored, bounds, self._generator, scale)) for _ in range(_DRAWS)]
+            else [
+                stored.with_rows(_shifted_rows(manifest, stored, bounds, self._generator, scale)) for _ in range(_DRAWS)
+            ]
             for scale in (1.0, _DEVIATIONS)
         ]
 
     def allowed(self, predictor: Predictor, request: Request, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """How far each element of the outputs may be from the recorded one, apart from the rounding of float32 sums."""
+        """The largest allowed difference of each output element from the record, apart from the rounding of float32
+        sums."""
         near, far = self._rows
         if not near:
             return [torch.zeros_like(output) for output in outputs]
@@ -404,7 +415,7 @@ def _runs(ids: Tensor) -> list[tuple[int, int]]:
     return [(first, last) for first, last in pairwise(edges) if first < last]
 
 
-def _moved(
+def _shifted_rows(
     manifest: Manifest,
     stored: FloatRows,
     bounds: Mapping[tuple[str, str], Tensor],

@@ -143,17 +143,17 @@ def make_delta(
                 check=manifest.check,
                 files=_listed(files),
             )
-            trial = predictor.tried(writer.contents(info, files))
+            trial = predictor.with_delta_applied(writer.contents(info, files))
             answers = [trial.replay(request) for request in requests]
             errors = compare_with_float(trial, rows, requests, answers, weights)
-            del trial  # its changed pages are its own, and the check below makes them again
+            del trial  # frees its changed pages, which the check below maps again
             dense_changed = tuple(sorted(files))
             files[ANSWERS] = pack_answers(answers)
             info = replace(info, check=CheckInfo(len(requests), *errors), files=_listed(files))
             writer.finish(info, files)
         finally:
             writer.close()
-        predictor.tried(read_delta(path))  # as any server would
+        predictor.with_delta_applied(read_delta(path))  # a server applies the finished file in this way
         size = path.stat().st_size
     changed = {".".join(part for part in (e.module, e.table) if part): e.rows for e in info.tables}
     return DeltaReport(info.sequence, changed, sum(changed.values()), size, dense_changed)

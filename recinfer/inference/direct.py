@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DirectLookup", "DirectPieces", "DirectTables"]
 
-_INT32_BYTES = 4  # of a length in a request
+_INT32_BYTES = 4  # size of a length in a request
 _ALL = 0, -1
 
 
@@ -60,11 +60,11 @@ class DirectPieces:
         self.widths = [read.rect.cols for read in batch.reads]
 
     def pool(self, steps: NDArray[np.int64], *bags: Any) -> Any:
-        """See ``recinfer.quant._tables.pool``; these are its arguments after ``steps``."""
+        """Call ``recinfer.quant._tables.pool``; the arguments are those after ``steps``."""
         return _pool(self._buffer, self._pieces, steps, *bags)
 
     def pack(self, steps: NDArray[np.int64], *bags: Any) -> Any:
-        """See ``recinfer.quant._tables.pack``; these are its arguments after ``steps``."""
+        """Call ``recinfer.quant._tables.pack``; the arguments are those after ``steps``."""
         return _pack(self._buffer, self._pieces, steps, *bags)
 
 

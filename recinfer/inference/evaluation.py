@@ -73,7 +73,7 @@ class Evaluation:
 
     @property
     def auc_drop(self) -> float:
-        """AUC of the float model minus that of the quantized one."""
+        """The float model's AUC minus the quantized model's AUC."""
         return self.float_model.auc - self.quantized_model.auc
 
 

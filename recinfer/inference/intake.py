@@ -22,7 +22,7 @@ from recinfer.lru import LruCache
 
 __all__ = ["FeatureIntake", "TakenFeatures"]
 
-_MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
+_MAX_ORDERS = 256  # stored orders of keys; clients send few different ones
 _INT64 = np.iinfo(np.int64)
 
 
@@ -38,10 +38,10 @@ class TakenFeatures:
 class _Order:
     """The prepared mapping for one order of keys."""
 
-    absent: tuple[str, ...]  # they become empty bags, but for those with a default
-    defaults: dict[str, int]  # absent ones that become one id each
+    absent: tuple[str, ...]  # features that become empty bags, unless ``defaults`` has them
+    defaults: dict[str, int]  # absent features with one default id per sample
     present: frozenset[str] | None
-    rejected: tuple[str, ...]  # absent ones that predict refuses
+    rejected: tuple[str, ...]  # absent features that predict refuses
     low: NDArray[np.int64] | None  # smallest and largest allowed id per key; None: nothing is replaced
     high: NDArray[np.int64] | None
     replacement: NDArray[np.int64] | None
@@ -164,7 +164,7 @@ class FeatureIntake:
 def _check_weights(features: Bags) -> None:
     weights = features.weights
     assert weights is not None
-    # One sum sees every NaN and infinity; finite weights whose sum overflows are looked at twice.
+    # A NaN or an infinity makes the sum non-finite. Finite weights whose sum overflows are checked one by one.
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.add.reduce(weights)
     if not np.isfinite(total) and not np.isfinite(weights).all():

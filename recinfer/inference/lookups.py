@@ -52,7 +52,7 @@ class Found:
     """The result of lookups.
 
     Attributes:
-        parts: per module ``[B, D]`` when pooled, else JaggedTensors by output; None for a module that was not asked.
+        parts: per module ``[B, D]`` when pooled, else JaggedTensors by output; None for a module without a lookup.
         missing: ranks that did not answer, so that their rows are the default rows.
     """
 
@@ -66,8 +66,8 @@ class Part:
 
     Attributes:
         names, dims: of its outputs.
-        positions: weights that ids get by their place in the bag.
-        order: the features that it reads, in the order in which they cost least.
+        positions: weights of ids by position in the bag.
+        order: the module's features, in the order of the cheapest lookup.
         columns_of: of features, first and last column of their vectors in this pooled module's output, neighbours as one.
     """
 
@@ -98,7 +98,7 @@ class Lookups(Protocol):
     def parts(self) -> Sequence[Part]: ...
     @property
     def mapped(self) -> MappedShards | None:
-        """The rows mapped into this process; None if there are none."""
+        """The rows mapped into this process; None without local rows."""
         ...
 
     @property
@@ -112,7 +112,7 @@ class Lookups(Protocol):
         ...
 
     def can_answer(self) -> bool:
-        """Whether a lookup would succeed now; never waits."""
+        """Whether a lookup can succeed now; the call never waits."""
         ...
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
@@ -213,7 +213,7 @@ class _LocalPart(Part):
         """``[B, D]`` of a pooled module, else vectors by output; features missing in ``bags`` are empty bags."""
         arranged = bags.arranged(self.order)
         if self.table_batch is not None and arranged.fits(self.rows):
-            # Only the op: each call on the way to it costs as much as its 26 lookups do.
+            # The op is called directly, because each Python call before it costs as much as its 26 lookups.
             weights = torch.from_numpy(arranged.weights) if self.needs_weights else None
             return self.table_batch(torch.from_numpy(arranged.values), torch.from_numpy(arranged.offsets), weights)
         features = KeyedJaggedTensor.from_parts_unchecked(

@@ -37,7 +37,7 @@ __all__ = ["LoadedModel"]
 
 
 class LoadedModel(States):
-    """One archive's tables and dense part; :mod:`recinfer.inference.together` runs requests on them.
+    """The tables and the dense part of one archive; :mod:`recinfer.inference.together` runs requests on them.
 
     Attributes:
         features: what lookup gives, in the model's order.
@@ -171,16 +171,16 @@ class LoadedModel(States):
         return self.run_checked(tensors)
 
     def run_checked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As :meth:`run_engine`, for this state, where an answer is checked: the engine's own exception becomes a
-        ConfigError that tells the batch."""
+        """Run :meth:`run_engine` on this state for a check; an engine's own exception becomes a ConfigError with the
+        batch's sizes."""
         try:
             return self.run_engine(tensors)
-        except Exception as error:  # what runs is the archive's own program: each engine raises its own types
+        except Exception as error:  # each engine raises its own types for errors of the archive's program
             assert self.manifest.dense is not None
             inputs = zip(self.manifest.dense.inputs, tensors)
             ids = {
                 i.feature: len(tensor) for i, tensor in inputs if i.kind == "values"
-            }  # the others are vectors by now
+            }  # other features are pooled vectors here
             told = "".join(f", {count} ids of {name}" for name, count in ids.items())
             todo = NEEDS_IDS if 0 in ids.values() else ""
             reason = " ".join(str(error).split())[:500]
@@ -201,7 +201,7 @@ class LoadedModel(States):
         onnxruntime's recurrent layers end the process.
         """
         assert self._engine is not None
-        if not len(tensors[-1]):  # the last input has the batch in front, whatever it is
+        if not len(tensors[-1]):  # the first dimension of the last input is always the batch
             return [torch.empty(shape) for shape in self._no_outputs]
         start = time.perf_counter()
         outputs = to_host(self._engine([self.to_device(tensor) for tensor in tensors]))
@@ -209,8 +209,7 @@ class LoadedModel(States):
         return outputs
 
     def run_engine_arrays(self, arrays: Sequence[NDArray[Any]], *, counted: bool = True) -> list[NDArray[Any]]:
-        """As :meth:`run_engine`, for this state, on the CPU and with numpy arrays; ``counted`` adds its time to the
-        stages."""
+        """Run the dense part of this state on numpy arrays on the CPU; ``counted`` adds its time to the stages."""
         assert self._engine is not None
         if not len(arrays[-1]):
             return [np.empty(shape, np.float32) for shape in self._no_outputs]
@@ -239,7 +238,7 @@ class LoadedModel(States):
         ):
             came = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else type(dense).__name__
             raise InputError(f"dense: got {came}; expected float32 [{batch}, {self.num_dense}] (batch, num_dense)")
-        # One sum sees every NaN and infinity; a finite batch whose sum overflows is looked at twice.
+        # A NaN or an infinity makes the sum non-finite. A finite batch whose sum overflows is checked one by one.
         if not math.isfinite(dense.sum().item()) and not bool(torch.isfinite(dense).all()):
             sample, column = (~torch.isfinite(dense)).nonzero()[0].tolist()
             raise InputError(

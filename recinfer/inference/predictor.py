@@ -50,7 +50,7 @@ class Predictor(LoadedModel):
 
     @at_one_state
     def lookup_steps(self, features: Features) -> Steps[LookupResult]:
-        """As :meth:`lookup`, as a generator for callers that do not block (see recinfer.inference.lookups)."""
+        """:meth:`lookup` as a generator for callers that do not block (see recinfer.inference.lookups)."""
         return lookup_one(self, features)
 
     def lookup_many(self, requests: Sequence[Features]) -> list[LookupResult | Exception]:
@@ -124,7 +124,7 @@ class Predictor(LoadedModel):
             given = self.replay(request)
         except RecinferError as error:
             raise ArchiveError(f"golden request {index} fails: {error}", rule="C2") from error
-        except Exception as error:  # of a lookup: on a GPU there are exceptions of many types
+        except Exception as error:  # a lookup on a GPU raises exceptions of many types
             reason = " ".join(str(error).split())[:500]
             raise ArchiveError(f"golden request {index} fails: {type(error).__name__}: {reason}", rule="C2") from error
         compare_answers(index, given, answer)

@@ -200,7 +200,7 @@ def _features(leaves: list[Leaf], contract: FeatureContract | None) -> tuple[Fea
     odd = sorted(set(contract.feature_names) ^ set(names))
     if odd:
         raise ConfigError(f"the feature contract's features differ from the model's: {', '.join(odd[:8])}")
-    # What the contract calls missing is a row without a value, whose feature is there all the same.
+    # A row that the contract calls missing lacks a value; the feature itself is always in the request.
     policies = {feature.name: feature for feature in contract.sparse}
     return tuple(FeatureInfo(n, "reject", policies[n].out_of_range, policies[n].default_row) for n in names)
 

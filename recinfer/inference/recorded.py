@@ -58,13 +58,13 @@ class RecordedReference:
         file = Path(path)
         if file.suffix not in (".npz", ".pt"):
             raise InputError(f"reference {file.name}: expected a file named *.npz (numpy.savez) or *.pt (torch.save)")
-        with file.open("rb"):  # what cannot be opened is an OSError that names it
+        with file.open("rb"):  # raises an OSError that names the file if it cannot be opened
             pass
         try:
             found = (
                 _read_npz(file) if file.suffix == ".npz" else torch.load(file, map_location="cpu", weights_only=True)
             )
-        except Exception as error:  # both libraries raise what their parsers met
+        except Exception as error:  # the exceptions of both libraries' parsers
             kind = "an .npz of plain arrays" if file.suffix == ".npz" else "a .pt of tensors (weights_only)"
             raise InputError(
                 f"reference {file.name} cannot be read as {kind}: {type(error).__name__}: {str(error)[:300]}"
@@ -158,7 +158,7 @@ class RecordedReference:
 
     def _floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.tensors[name]
-        same = [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]  # [B] and [B, 1] are one thing
+        same = [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]  # [B] equals [B, 1]
         if tensor.dtype not in _FLOATS or not same:
             raise InputError(
                 f"reference {self.path}: {name} is {_shape(tensor)}; expected float32 {list(shape)}, as the model "

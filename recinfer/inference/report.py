@@ -27,7 +27,7 @@ _NOT_COMPARED = (
 
 @dataclass(frozen=True)
 class TableReport:
-    """One table: bytes in the checkpoint and in the archive; errors of stored values over all rows.
+    """The bytes of one table in the checkpoint and in the archive, and the errors of its stored values over all rows.
 
     ``relative_error`` is the root mean square of the error over that of the weights.
     """
@@ -72,7 +72,7 @@ class ExportReport:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
-        table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)  # 80 columns are enough
+        table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)  # fits 80 columns
         table.add_column("table", overflow="fold")
         for column in ("precision", "rows", "dim", "before", "after", "max\nerror", "RMS", "relative"):
             table.add_column(column, justify="left" if column == "precision" else "right", no_wrap=True)

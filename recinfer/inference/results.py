@@ -14,7 +14,7 @@ from recinfer.inference.specs import FeatureSpec, Outputs
 from recinfer.quant.transfers import to_host
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-if TYPE_CHECKING:  # a client has what is here for its answers, and loads no kernels
+if TYPE_CHECKING:  # clients import this module for their results, and load no kernels
     from recinfer.archive.manifest import Manifest
     from recinfer.inference.lookups import Part
 
@@ -45,7 +45,7 @@ class LookupResult:
     missing: tuple[int, ...] = ()
 
     def keys(self) -> list[str]:
-        """All names: pooled ones first."""
+        """All names, pooled outputs first."""
         return [*(self.pooled.keys() if self.pooled is not None else ()), *self.sequences]
 
     def __getitem__(self, name: str) -> Tensor | JaggedTensor:

@@ -80,11 +80,11 @@ class States(abc.ABC):
         self.apply(read_delta(path))
 
     def apply(self: Self, delta: Delta, *, check: bool = True) -> None:
-        """As :meth:`apply_delta`, for an opened delta; ``check`` also replays its golden requests."""
+        """Apply an opened delta like :meth:`apply_delta`; ``check`` also replays its golden requests."""
         with self._delta_lock:
             now = self._state or self
-            state = self.tried(delta, check=check)
-            now._previous = None  # one undo is at hand, older ones are built again: memory stays bounded
+            state = self.with_delta_applied(delta, check=check)
+            now._previous = None  # one state is kept for undo; older ones are built again, so memory stays bounded
             state._previous = now
             self._state = state
 
@@ -104,12 +104,12 @@ class States(abc.ABC):
                 self._state = now._previous
             else:
                 state = self._base
-                for delta in now._deltas[:-2]:  # their manifests only; the rows come with the last one
+                for delta in now._deltas[:-2]:  # manifests only; with_delta_applied below maps the rows
                     state = state._with_manifest(delta)
-                self._state = state.tried(now._deltas[-2], at=state)
+                self._state = state.with_delta_applied(now._deltas[-2], at=state)
 
-    def tried(self, delta: Delta, *, at: Self | None = None, check: bool = True) -> Self:
-        """The state after ``delta``, with golden answers checked if ``check``; this predictor is unchanged.
+    def with_delta_applied(self, delta: Delta, *, at: Self | None = None, check: bool = True) -> Self:
+        """A predictor with ``delta`` applied, its golden answers checked if ``check``; this predictor is unchanged.
 
         Raises:
             ArchiveError: as :meth:`apply_delta`.
@@ -128,7 +128,7 @@ class States(abc.ABC):
         state._deltas = deltas
         state._archive = archive
         state._assemble(archive, edit)
-        if check and delta.sha256:  # else it is still being written, and its answers are not known
+        if check and delta.sha256:  # a delta without a hash is still being written and has no answers yet
             state._check_answers()
         return state
 

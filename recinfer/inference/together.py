@@ -34,8 +34,8 @@ class PredictInputs:
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """One checked request. ``shared`` names its context features, of which only the first bag is filled."""
+class _CheckedRequest:
+    """A checked predict request. ``shared`` names its context features; only the first sample has bags of them."""
 
     at: int
     dense: Tensor | None
@@ -55,7 +55,7 @@ def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[
     if len(requests) == 1 or not model.mergeable:
         alone = []
         for request in requests:
-            alone.append((yield from _alone(lookup_one(model, request))))
+            alone.append((yield from _result_or_error(lookup_one(model, request))))
         return alone
     answers: list[Any] = [None] * len(requests)
     taken = []
@@ -69,15 +69,15 @@ def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[
     batches = [mine.features.batch for _, mine in taken]
     try:
         found = yield from model.find([mine.features for _, mine in taken])
-    except UnavailableError as error:  # of none alone
+    except UnavailableError as error:  # not the fault of one request
         for at, _ in taken:
             answers[at] = error
         return answers
-    except Exception:  # one of them has a bad id: running each alone finds it
+    except Exception:  # a request has a bad id; separate runs find which
         for at, _ in taken:
-            answers[at] = yield from _alone(lookup_one(model, requests[at]))
+            answers[at] = yield from _result_or_error(lookup_one(model, requests[at]))
         return answers
-    for (at, mine), parts in zip(taken, _apart(on_host(found.parts), batches)):
+    for (at, mine), parts in zip(taken, _split_by_request(on_host(found.parts), batches)):
         answers[at] = model.select(parts, mine.present, found.missing)
     return answers
 
@@ -87,13 +87,13 @@ def predict_many(model: LoadedModel, requests: Sequence[PredictInputs]) -> Steps
     if len(requests) == 1 or not model.mergeable:
         alone = []
         for request in requests:
-            alone.append((yield from _alone(predict_one(model, request))))
+            alone.append((yield from _result_or_error(predict_one(model, request))))
         return alone
     answers: list[Any] = [None] * len(requests)
     taken = []
     for at, request in enumerate(requests):
         try:
-            taken.append(_take(model, at, request))
+            taken.append(_checked(model, at, request))
         except Exception as error:
             answers[at] = error
     if not taken:
@@ -101,15 +101,15 @@ def predict_many(model: LoadedModel, requests: Sequence[PredictInputs]) -> Steps
     outputs = None
     try:
         outputs = yield from _run(model, taken)
-    except UnavailableError as error:  # of none alone
+    except UnavailableError as error:  # not the fault of one request
         for mine in taken:
             answers[mine.at] = error
         return answers
-    except Exception:  # one of them is invalid: running each alone finds it
+    except Exception:  # a request is invalid; separate runs find which
         pass
     if outputs is None:
         for mine in taken:
-            answers[mine.at] = yield from _alone(predict_one(model, requests[mine.at]))
+            answers[mine.at] = yield from _result_or_error(predict_one(model, requests[mine.at]))
         return answers
     for mine, mine_outputs in zip(taken, outputs):
         answers[mine.at] = mine_outputs
@@ -118,25 +118,25 @@ def predict_many(model: LoadedModel, requests: Sequence[PredictInputs]) -> Steps
 
 def predict_one(model: LoadedModel, request: PredictInputs) -> Steps[Outputs]:
     """See ``Predictor.predict``."""
-    outputs = yield from _run(model, [_take(model, 0, request)])
+    outputs = yield from _run(model, [_checked(model, 0, request)])
     assert outputs is not None
     return outputs[0]
 
 
-def _alone(steps: Steps[Any]) -> Steps[Any]:
+def _result_or_error(steps: Steps[Any]) -> Steps[Any]:
     try:
         return (yield from steps)
     except Exception as error:
         return error
 
 
-def _take(model: LoadedModel, at: int, request: PredictInputs) -> _Taken:
+def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedRequest:
     intake = model.intake
     model.check_has_dense()
     candidates = bags_of(request.features)
     if request.context is None:
         features = intake.take(candidates, need_all=True).features
-        return _Taken(at, model.check_dense(request.dense, features.batch), features, frozenset())
+        return _CheckedRequest(at, model.check_dense(request.dense, features.batch), features, frozenset())
     context = bags_of(request.context)
     if context.batch != 1:
         raise InputError(f"context: got {context.batch} samples, expected 1; its features apply to every candidate")
@@ -146,11 +146,11 @@ def _take(model: LoadedModel, at: int, request: PredictInputs) -> _Taken:
         raise InputError(f"context: feature {min(twice)!r} is also in features; give it in only one of the two")
     features = intake.take(candidates, need_all=True, elsewhere=shared).features
     own = intake.take(context, need_all=False, fill=False).features
-    return _Taken(at, model.check_dense(request.dense, features.batch), features.with_context(own), shared)
+    return _CheckedRequest(at, model.check_dense(request.dense, features.batch), features.with_context(own), shared)
 
 
-def _apart(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
-    """Split results by request: per module ``[B, D]`` of a pooled module, JaggedTensors by feature of another."""
+def _split_by_request(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
+    """Split results by request: ``[B, D]`` of each pooled module, JaggedTensors by feature of the others."""
     columns: list[Sequence[Any]] = []
     for given in found:
         if isinstance(given, Tensor):
@@ -166,14 +166,14 @@ def _apart(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
     return [list(row) for row in zip(*columns)]
 
 
-def _run(model: LoadedModel, taken: Sequence[_Taken]) -> Steps[list[Outputs] | None]:
+def _run(model: LoadedModel, taken: Sequence[_CheckedRequest]) -> Steps[list[Outputs] | None]:
     """The outputs of each request; None if an output does not have one row per sample and cannot be split."""
     batches = [mine.features.batch for mine in taken]
     total = sum(batches)
     tensors = []
     if model.num_dense:
         given = [mine.dense for mine in taken if mine.dense is not None]
-        # Before the lookup, so that on a GPU the copy runs while the ids are prepared.
+        # The copy to a GPU starts before the lookup, so that it runs while the ids are prepared.
         tensors.append(model.to_device(given[0] if len(given) == 1 else torch.cat(given)))
     found = yield from model.find([mine.features for mine in taken])
     contexts = any(mine.shared for mine in taken)
@@ -193,7 +193,7 @@ def _run(model: LoadedModel, taken: Sequence[_Taken]) -> Steps[list[Outputs] | N
     return [Outputs(zip(model.output_names, row), missing=found.missing) for row in zip(*split)]
 
 
-def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken]) -> None:
+def _broadcast(part: Any, found: Tensor, taken: Sequence[_CheckedRequest]) -> None:
     """Write the context's columns of each request's first row ``[S, D]`` into its other rows."""
     rows: Any = found.numpy() if found.device.type == "cpu" else found
     start = 0
@@ -207,7 +207,7 @@ def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken]) -> None:
 
 
 def _repeat_sequences(
-    part: Any, found: Sequence[JaggedTensor], taken: Sequence[_Taken], batches: Sequence[int]
+    part: Any, found: Sequence[JaggedTensor], taken: Sequence[_CheckedRequest], batches: Sequence[int]
 ) -> list[Tensor]:
     """Per output values and lengths of the candidates; a context's list is repeated for every candidate."""
     tensors = []

@@ -13,7 +13,8 @@ __all__ = ["instead_of", "is_here"]
 
 @functools.cache
 def is_here(name: str) -> bool:
-    """Whether recinfer has an object at ``name``, as in ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``.
+    """Whether recinfer has the object that ``name`` means in torchrec, such as
+    ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``.
 
     Imports modules as needed. Attributes of classes are checked one level deep.
 
@@ -38,7 +39,7 @@ def is_here(name: str) -> bool:
 
 
 def instead_of(name: str) -> str:
-    """The replacement for a missing name: its own entry, or that of the nearest enclosing class or module."""
+    """The replacement for a missing name, from the entry of the name or of the nearest enclosing class or module."""
     found = INSTEAD.get(name, "")
     while not found and name:
         found = INSTEAD.get(f"{name}.*", "") or INSTEAD.get(name, "")

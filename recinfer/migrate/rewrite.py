@@ -71,12 +71,12 @@ class _Uses:
             self._line_starts.append(self._line_starts[-1] + len(line))
         self._places: set[int] = set()  # bytes of the source where "torchrec" is to be replaced
         self._bound: dict[str, str] = {}  # name in the file -> dotted name of torchrec
-        self._by_own_name = False  # whether `import torchrec` binds the name itself
+        self._by_own_name = False  # whether `import torchrec` binds the name torchrec
         nodes = list(ast.walk(self.tree))
         for node in nodes:
             if isinstance(node, ast.Import):
                 self._import(node)
-            elif isinstance(node, ast.ImportFrom) and not node.level and _is_theirs(node.module or ""):
+            elif isinstance(node, ast.ImportFrom) and not node.level and _is_torchrec(node.module or ""):
                 self._import_from(node, node.module or "")
         inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
         for node in nodes:
@@ -94,7 +94,7 @@ class _Uses:
 
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
-            if not _is_theirs(alias.name):
+            if not _is_torchrec(alias.name):
                 continue
             self._replace(alias, self._place(alias))
             self.names.append((alias.lineno, alias.name))
@@ -138,5 +138,5 @@ def _chain(node: ast.expr) -> Iterator[ast.expr]:
         yield node
 
 
-def _is_theirs(module: str) -> bool:
+def _is_torchrec(module: str) -> bool:
     return module.partition(".")[0] == _THEIRS

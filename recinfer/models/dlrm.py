@@ -3,8 +3,8 @@
 Shapes: ``B`` batch, ``F`` sparse features, ``D`` embedding dim, ``d`` dense features.
 """
 
-# Annotations stay classes here (no __future__ import): torch.fx writes text ones into its code, where TorchScript does not
-# know them.
+# Annotations stay classes in this module (no __future__ import): torch.fx would write their text into its code, where
+# TorchScript does not know the names.
 
 from typing import Any, Protocol
 
@@ -108,7 +108,8 @@ class InteractionArch(nn.Module):
         super().__init__()
         self.F = num_sparse_features
         size = num_sparse_features + 1
-        # Not a buffer: a buffer of a model on meta would have no numbers, and no checkpoint holds them.
+        # The pairs are not a buffer: a buffer of a model on meta would have no numbers, and checkpoints do not store
+        # them.
         with torch.device("cpu"):
             rows, columns = torch.triu_indices(size, size, offset=1)
         self._pairs = rows * size + columns
@@ -127,11 +128,11 @@ class InteractionArch(nn.Module):
             return dense_features
         vectors = _together(dense_features, sparse_features)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        if torch.jit.is_scripting():  # it has no dictionary by device
+        if torch.jit.is_scripting():  # TorchScript has no dictionary by device
             places = self._pairs.to(products.device)
         elif is_plain(products):
             places = self._pair_places(products.device)
-        else:  # a tracer's symbol, whose device is one too
+        else:  # a tracer's symbol, whose device is a symbol too
             places = self._pairs.to(products.device)
         pairs = products.index_select(1, places)
         return torch.cat((dense_features, pairs), dim=1)

@@ -1,7 +1,7 @@
 """Activation functions with trainable parameters."""
 
-# Annotations stay classes here (no __future__ import): torch.fx writes text ones into its code, where TorchScript does not
-# know them.
+# Annotations stay classes in this module (no __future__ import): torch.fx would write their text into its code, where
+# TorchScript does not know the names.
 
 import torch
 from torch import Tensor, nn

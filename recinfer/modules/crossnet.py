@@ -4,8 +4,8 @@ Shapes: ``B`` batch, ``N`` features, ``r`` low rank, ``E`` experts. Wang et al.,
 "DCN V2" (2020).
 """
 
-# Annotations stay classes here (no __future__ import): torch.fx writes text ones into its code, where TorchScript does not
-# know them.
+# Annotations stay classes in this module (no __future__ import): torch.fx would write their text into its code, where
+# TorchScript does not know the names.
 
 from collections.abc import Callable
 
@@ -146,7 +146,7 @@ class LowRankMixtureCrossNet(nn.Module):
             low = self._activation(torch.einsum("bn,ern->ber", x, v))
             low = self._activation(torch.einsum("ber,esr->bes", low, c))
             experts = input.unsqueeze(1) * (torch.einsum("ber,enr->ben", low, u) + bias.squeeze(1))
-            if hasattr(self, "gates"):  # TorchScript leaves the branch out where there are none
+            if hasattr(self, "gates"):  # TorchScript omits the branch if there are none
                 gates = torch.cat([gate(x) for gate in self.gates], dim=1).softmax(dim=1)
                 experts = experts * gates.unsqueeze(2)
             x = experts.sum(1) + x

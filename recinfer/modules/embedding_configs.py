@@ -122,7 +122,7 @@ _DYNAMIC_ROWS = (
 
 @dataclass
 class BaseEmbeddingConfig:
-    """One table.
+    """The config of one table.
 
     Args:
         num_embeddings: rows.

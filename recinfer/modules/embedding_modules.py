@@ -231,7 +231,7 @@ def _feature(by_name: dict[str, JaggedTensor], name: str) -> JaggedTensor:
 
 
 def _refuse_bad_ids(name: str, ids: Tensor, rows: int, error: Exception) -> None:
-    # Looked at only after torch has refused the lookup, so good batches pay nothing.
+    # The ids are checked only after torch has refused the lookup, so that valid batches cost no time.
     if not is_plain(ids):
         return
     bad = ((ids < 0) | (ids >= rows)).nonzero()
@@ -263,7 +263,7 @@ def _pool(bag: nn.EmbeddingBag, name: str, feature: JaggedTensor, weighted: bool
         _refuse_bad_ids(name, ids, bag.num_embeddings, error)
         raise
     if weighted and bag.mode == "mean":
-        # embedding_bag has no weighted mean; like FBGEMM's, ours divides by the number of ids of the bag.
+        # embedding_bag has no weighted mean. The sum is divided by the number of ids of the bag, as in FBGEMM.
         pooled = pooled / feature.lengths().clamp(min=1).unsqueeze(1)
     return pooled
 

@@ -25,7 +25,7 @@ class BaseFeatureProcessor(Opaque, nn.Module):
 
     @abc.abstractmethod
     def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """The same features, changed."""
+        """The processed features, with the same keys."""
 
 
 class BaseGroupedFeatureProcessor(Opaque, nn.Module):
@@ -33,7 +33,7 @@ class BaseGroupedFeatureProcessor(Opaque, nn.Module):
 
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same features, changed."""
+        """The processed features, with the same keys."""
 
 
 class PositionWeightedModule(BaseFeatureProcessor):

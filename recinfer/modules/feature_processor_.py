@@ -26,7 +26,7 @@ class FeatureProcessor(Opaque, nn.Module):
 
     @abc.abstractmethod
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        """The same ids with other weights."""
+        """The features with new weights for the same ids."""
 
 
 class FeatureProcessorsCollection(Opaque, nn.Module):
@@ -34,7 +34,7 @@ class FeatureProcessorsCollection(Opaque, nn.Module):
 
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same ids with other weights."""
+        """The features with new weights for the same ids."""
 
 
 class PositionWeightedModule(FeatureProcessor):

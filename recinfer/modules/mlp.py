@@ -1,7 +1,7 @@
 """Fully connected layers: a perceptron, and a stack of them."""
 
-# Annotations stay classes here (no __future__ import): torch.fx writes text ones into its code, where TorchScript does not
-# know them.
+# Annotations stay classes in this module (no __future__ import): torch.fx would write their text into its code, where
+# TorchScript does not know the names.
 
 from collections.abc import Callable
 
@@ -104,7 +104,7 @@ def _activation(
 
 
 def _made_by(function: Callable[..., object]) -> nn.Module | Callable[[Tensor], Tensor]:
-    # A function may make a module or be the activation itself; only calling it without arguments tells.
+    # A function may create a module or be the activation itself; a call without arguments tells which.
     try:
         made = function()
     except TypeError:

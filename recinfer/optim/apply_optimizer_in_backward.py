@@ -28,7 +28,7 @@ def apply_optimizer_in_backward(
         params: the parameters.
         optimizer_kwargs: the optimizer's arguments (``{"lr": 0.1}``).
     """
-    # Here: that package compiles eight optimizers as it is imported, half a second of every program that has this module.
+    # A late import, because that package compiles eight optimizers at import, which takes half a second.
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     # Torch's function does it, and notes class and arguments on the parameters (_optimizer_classes, _optimizer_kwargs),

@@ -92,7 +92,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
         """The norm of all gradients, and the gradients."""
         found = self._gradients()
-        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {pgs: [] for pgs in self._meetings()}
+        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {pgs: [] for pgs in self._group_tuples()}
         for param, grad in found:
             pgs = self._pgs.get(id(param), ()) if self._global else ()
             by_ranks.setdefault(pgs, []).append(_values(grad))
@@ -104,14 +104,14 @@ class GradientClippingOptimizer(OptimizerWrapper):
             return joined.max(), [grad for _, grad in found]
         return joined.sum() ** (1 / self._norm_type), [grad for _, grad in found]
 
-    def _meetings(self) -> list[tuple[dist.ProcessGroup, ...]]:
+    def _group_tuples(self) -> list[tuple[dist.ProcessGroup, ...]]:
         """The process groups that this rank reduces over, in an order common to all ranks.
 
         A rank without a part of a parameter, or without a gradient in this step, still has to meet the others, and does
         not have them: the ranks exchange them once.
         """
         if self._reductions is None:
-            self._reductions = _meetings_of_all(set(self._pgs.values())) if self._global else []
+            self._reductions = _shared_group_tuples(set(self._pgs.values())) if self._global else []
         return self._reductions
 
     def _reduced(self, grads: Sequence[Tensor], pgs: tuple[dist.ProcessGroup, ...]) -> Tensor:
@@ -157,7 +157,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The local elements: of a DTensor its local part, of a sparse gradient its values with duplicate rows added."""
+    """The local elements: a DTensor's local part, or a sparse gradient's values with duplicate rows added."""
     local = grad.to_local() if isinstance(grad, DTensor) else grad
     if not local.is_sparse:
         return local
@@ -168,8 +168,8 @@ def _values(grad: Tensor) -> Tensor:
     return local._values()
 
 
-def _meetings_of_all(own: set[tuple[dist.ProcessGroup, ...]]) -> list[tuple[dist.ProcessGroup, ...]]:
-    """Of the tuples of groups that any rank has, those that this rank belongs to, sorted by the groups' names."""
+def _shared_group_tuples(own: set[tuple[dist.ProcessGroup, ...]]) -> list[tuple[dist.ProcessGroup, ...]]:
+    """The tuples of groups on any rank that this rank belongs to, sorted by the groups' names."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return sorted(own, key=_names)
     named: list[Any] = [None] * dist.get_world_size()
@@ -188,7 +188,7 @@ def _names(pgs: Sequence[dist.ProcessGroup]) -> tuple[str, ...]:
 
 
 def _group_named(name: str) -> dist.ProcessGroup | None:
-    """The group of that name; None on a rank that is not in it."""
+    """The group of that name; None if this rank is not a member."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     try:
         return resolve(name)

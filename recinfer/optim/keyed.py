@@ -49,7 +49,7 @@ class KeyedOptimizer(Optimizer):
         state: Mapping[Any, Any],
         param_groups: Collection[Mapping[str, Any]],
     ) -> None:
-        # torch's own __init__ is left out: it takes no ShardedTensors, and groups and state exist already.
+        # torch's __init__ is not called: it takes no ShardedTensors, and groups and state exist already.
         for hooks in _HOOKS:
             self.__dict__[hooks] = OrderedDict()
         self.defaults: dict[str, Any] = {"_save_param_groups": False}
@@ -64,7 +64,7 @@ class KeyedOptimizer(Optimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's keeps three attributes and loses the names; copies need all of them.
+        # torch's method keeps three attributes and loses the names; copies need all attributes.
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ class KeyedOptimizer(Optimizer):
         self.post_load_state_dict()
 
     def _optional_state(self, key: str) -> bool:
-        """Whether a state may be missing in the loaded state dict; it is then unchanged."""
+        """Whether the loaded state dict may lack a state, which is then unchanged."""
         return False
 
     def _plan(self, name: str, own: Any, given: Any) -> Iterable[Callable[[], Any]]:
@@ -321,7 +321,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of the wrapped optimizer."""
+        """Step the wrapped optimizer."""
         self._optimizer.step(closure=closure)
 
 
@@ -343,7 +343,7 @@ class OptimizerWrapper(KeyedOptimizer):
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of the wrapped optimizer."""
+        """Step the wrapped optimizer."""
         self._optimizer.step(closure=closure)
 
     def add_param_group(self, param_group: Any) -> None:

@@ -36,7 +36,7 @@ def checked_copies(what: str, owner: Any, key: Any, given: Any) -> Iterable[Call
     """Checks ``given`` and returns the functions that copy it into ``owner[key]`` in place.
 
     Raises:
-        CheckpointError: it is of another form; ``what`` names it.
+        CheckpointError: ``given`` has another form; ``what`` names it in the message.
     """
     own = owner[key]
     if isinstance(own, dict):

@@ -19,7 +19,7 @@ def local_pieces(value: Tensor | ShardedTensor) -> list[tuple[Tensor, tuple[int,
     if isinstance(value, ShardedTensor):
         return [(shard.tensor.detach(), tuple(shard.metadata.shard_offsets)) for shard in value.local_shards()]
     if isinstance(value, DTensor):
-        local = value._local_tensor  # to_local() of one that needs gradients would be a view in the graph
+        local = value._local_tensor  # to_local() of a DTensor that needs gradients would be a view in the graph
         if isinstance(local, LocalShardsWrapper):
             return [(rows.detach(), tuple(at)) for rows, at in zip(local.local_shards(), local.local_offsets())]
         _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)

@@ -32,7 +32,7 @@ __all__ = [
 def in_backward_optimizer_filter(
     named_parameters: Iterator[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that no optimizer updates in the backward pass; with ``include``, those that one does."""
+    """The parameters without an optimizer in the backward pass; with ``include``, the parameters with one."""
     for name, parameter in named_parameters:
         if hasattr(parameter, "_in_backward_optimizers") == include:
             yield name, parameter
@@ -91,7 +91,7 @@ class _RowOptimizer(Optimizer):
             rows, values = slice(None), grad.reshape(weights.shape)
         tables = {n: state[n] if rowwise else state[n].view(weights.shape) for n, rowwise in update.states.items()}
         touched = {name: table[rows] for name, table in tables.items()}
-        # The mode is that of sgd and adagrad; the other formulas have their own decay.
+        # The mode applies to sgd and adagrad; other formulas have their own decay.
         numbers = {name: group[name] for name in self.numbers}
         hyper = Hyper(lr=float(group["lr"]), weight_decay_mode="l2", **numbers)
         weights[rows] = update.step(weights[rows].float(), values.float(), touched, hyper, int(state["step"])).to(

@@ -53,7 +53,7 @@ class RowUpdate:
     """The update formula of one optimizer.
 
     Attributes:
-        states: its state and whether that is row-wise (``[R]``) or has the weights' shape.
+        states: the optimizer's states: name -> whether row-wise (``[R]``), else of the weights' shape.
         counts_steps: whether the formula needs the number of the step.
         step: ``(weights, gradients, states, hyper, t) -> new weights``; changes ``states`` in place.
     """
@@ -117,7 +117,7 @@ def _lamb(rowwise: bool) -> _Step:
     def step(weight: Tensor, grad: Tensor, states: Rows, hyper: Hyper, t: int) -> Tensor:
         direction = _adam_direction(weight, grad, states, hyper, t, rowwise)
         length = direction.norm(dim=1, keepdim=True)
-        # A row without a direction stays where it is, where the bare formula would divide by 0.
+        # A row without a direction is unchanged; the plain formula would divide by 0.
         ratio = torch.where(length > 0, weight.norm(dim=1, keepdim=True) / length, torch.zeros_like(length))
         return weight - hyper.lr * ratio * direction
 

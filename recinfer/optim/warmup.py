@@ -35,12 +35,12 @@ class WarmupPolicy(Enum):
 
 @dataclass
 class WarmupStage:
-    """One stage of a schedule.
+    """A stage of a schedule.
 
     Attributes:
         policy: how the multiplier is computed.
         max_iters: the last step of the stage, counted from the start of training.
-        value: of the policy.
+        value: parameter of the policy.
         lr_scale: factor of every multiplier of the stage.
         decay_iters: of STEP; below 1 means 1.
         sgdr_period: steps of a period of the cosine.

@@ -26,7 +26,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 __all__ = ["FeatureArranger"]
 
 _SMALL_BAGS = 16384  # bags above which slicing beats FBGEMM's permute (measured at 26 features)
-_MAX_ORDERS = 64  # that are remembered; clients send a handful
+_MAX_ORDERS = 64  # stored orders; clients send few different orders
 
 
 class FeatureArranger:

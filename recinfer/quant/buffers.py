@@ -104,7 +104,7 @@ class Buffers:
         return placed.memory if self.managed is not None else "near"
 
     def rows(self, placed: Placed) -> Tensor:
-        """Its rows, uint8 ``[R, P]``, a view."""
+        """The rows of ``table``, uint8 ``[R, P]``, a view."""
         buffer = self.near if self.managed is None or placed.memory == "near" else self.managed
         span = buffer[placed.offset : placed.offset + placed.bytes(self.row_alignment)]
         return span.view(placed.rect.rows, placed.row_bytes(self.row_alignment))

@@ -221,7 +221,7 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
         per_table: Mapping[str, DataType] | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> EmbeddingCollection:
-        """As :meth:`EmbeddingBagCollection.from_float`, for ``embeddings[name].weight``."""
+        """Quantize like :meth:`EmbeddingBagCollection.from_float`, for ``embeddings[name].weight``."""
         of = "quant.embedding_modules.EmbeddingCollection.from_float"
         warn_ignored(of, "use_precomputed_fake_quant", use_precomputed_fake_quant)
         configs = list(module.embedding_configs())

@@ -27,7 +27,7 @@ class InputSizes(NamedTuple):
 
     @property
     def weights_at(self) -> int:
-        """The same of the weights, two to a word."""
+        """The 8-byte word at which weights begin; two weights share a word."""
         return self.ids_at + self.ids
 
     @property

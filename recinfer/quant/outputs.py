@@ -8,7 +8,7 @@ from recinfer.errors import ConfigError
 
 __all__ = ["keep_outputs"]
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # constants of glibc's malloc.h
 _MOST = (1 << 31) - 1  # mallopt takes an int
 
 

@@ -24,7 +24,7 @@ __all__ = ["CACHE_FIELDS", "FIRST_CACHE_FIELD", "LOAD_FACTOR", "RowCache", "cach
 LOAD_FACTOR = 0.2
 """Slots per row of a table, as of FBGEMM's cache; archives have no load factor."""
 CACHE_FIELDS = 3  # at the end of a program's description; see RowCache.fields
-FIRST_CACHE_FIELD = tl.constexpr(11)  # of these in the description
+FIRST_CACHE_FIELD = tl.constexpr(11)  # index of the first cache field in the description
 _MOST_VOTES = tl.constexpr(15)  # so that a row which is no longer asked for loses its slot soon
 _TABLE_ALIGNMENT = 128
 _TILE, _COPY_BYTES, _MOST_PROGRAMS = 64, 128, 512  # ids and bytes of a row at a time; programs per table
@@ -141,7 +141,8 @@ class RowCache:
         return start + self._rows.data_ptr() - self.buffers.near.data_ptr(), first_tag, slots
 
     def hits(self, table: Placed, rows: Tensor) -> Tensor:
-        """Of each of ``rows`` (int64, counted from the rectangle's first) whether the cache has it, bool. For tests and measurements."""
+        """Whether the cache has each of ``rows`` (int64, counted from the rectangle's first), bool; for tests and
+        measurements."""
         _, first_tag, slots = self._fields[table]
         return self.tags[first_tag + _slot.fn(rows, slots)] == rows
 

@@ -150,7 +150,7 @@ class TableBatch(nn.Module):
         self._op = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
         self._fbgemm_module: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
         if device.type == "cuda" and "cached" in memories:
-            self._through_cache = self.fbgemm_module()  # which keeps the cache's state and fills it before each lookup
+            self._through_cache = self.fbgemm_module()  # keeps the cache's state, and fills it before each lookup
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles: all but the lock."""

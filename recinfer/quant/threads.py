@@ -27,10 +27,10 @@ __all__ = ["SplitLookup", "Trial"]
 _LEAST_IDS = 16384
 """A lookup of fewer ids is never split: it takes less than waking a thread and copying (measured: 65 to 95 us plus 1 ns
 per byte)."""
-_TRIALS = 4  # of each way, before the faster one is kept
+_TRIALS = 4  # timed calls of each way before the faster way is kept
 _AGAIN = 128  # every so many lookups of a size the slower way is timed again: the machine's load changes
 _CLEARLY = 0.9  # a split must win by this much, so that noise never makes a lookup slower
-_KEEP = 0.75  # of the running time of a way, the rest is the newest measurement
+_KEEP = 0.75  # weight of a way's running time; the newest measurement has the rest
 
 
 class Trial:

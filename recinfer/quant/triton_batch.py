@@ -96,7 +96,7 @@ class TritonBatch:
         return again, (self.reads, self.pooling, self.storage)
 
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As ``TableBatch.forward`` of pooled tables: ``[B, columns]``. Waits for nothing on a GPU.
+        """Look up pooled tables like ``TableBatch.forward``: ``[B, columns]``. The call never waits for a GPU.
 
         Raises:
             InputError: an earlier call had ids out of range; names tables and counts.
@@ -120,7 +120,7 @@ class TritonBatch:
     def rows_per_read(
         self, indices: Tensor, offsets: Tensor, edges: Sequence[int], *, traced: bool = False
     ) -> list[Tensor]:
-        """As ``TableBatch.rows_per_read``, in one launch for all widths. Waits for nothing on a GPU.
+        """Look up rows like ``TableBatch.rows_per_read``, in one launch for all widths. The call never waits for a GPU.
 
         Raises:
             InputError: as of :meth:`forward`.
@@ -140,14 +140,14 @@ class TritonBatch:
         return found
 
     def _staging(self) -> Staging:
-        """Of this thread."""
+        """The staging memory of this thread."""
         own = self._own
         if own.staging is None:
             own.staging = Staging(self.weights.device)
         return own.staging
 
     def _of_host(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
-        """The same of inputs on the host, whose ids the caller has checked."""
+        """Look up inputs on the host, whose ids the caller has checked."""
         if self.graphs is not None:
             found = self.graphs(indices, offsets, weights, batch)
             if found is not None:

@@ -49,8 +49,8 @@ _FORMATS = {
 """The row formats of this kernel, each a power of two: one number says which of them occur."""
 _NUM_FORMATS = tl.constexpr(len(_FORMATS))
 _OUTPUT_DTYPES = (torch.float32, torch.float16)
-_MOST_COLUMNS = 256  # of a program; wider tables take several
-_FIELDS = FIRST_CACHE_FIELD.value + CACHE_FIELDS  # of a program's description, in the order in which _lookup reads them
+_MOST_COLUMNS = 256  # columns of a program; wider tables take several programs
+_FIELDS = FIRST_CACHE_FIELD.value + CACHE_FIELDS  # fields of a description, in the order of _lookup's reads
 
 
 @triton.jit

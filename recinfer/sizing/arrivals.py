@@ -145,7 +145,7 @@ def read_trace(path: Path) -> Trace:
             ids.append(total)
     except FileNotFoundError:
         raise NotFoundError(f"no trace {str(path)!r}; docs/how-to/measure-capacity.md describes the format") from None
-    except NOT_GZIP as error:  # one of them is an OSError
+    except NOT_GZIP as error:  # before OSError, because one of these classes is an OSError
         raise InputError(f"{path}: the compressed data is cut off or damaged: {error}") from None
     except OSError as error:
         raise InputError(f"cannot read trace {str(path)!r}: {error.strerror}") from None

@@ -98,13 +98,13 @@ class Measured:
     driver_late: bool = False
 
     def save(self, path: Path) -> None:
-        """Write it as JSON; an error leaves the file as it was."""
+        """Write the measured capacity as JSON; an error leaves an existing file unchanged."""
         data = {"format": FORMAT, "version": VERSION, "measured": asdict(self)}
         write_file(path, (json.dumps(_finite(data), indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Measured:
-        """Read what :meth:`save` wrote.
+        """Read a file of :meth:`save`.
 
         Raises:
             NotFoundError: no such file.
@@ -175,8 +175,15 @@ class _Search:
         cpu_s: Callable[[], dict[str, float]],
         say: Progress,
     ) -> None:
-        self._driver, self._trace, self._p99_s, self._seconds, self._seed = driver, trace, p99_s, seconds, seed
-        self._max_qps, self._cpu_s, self._say, self._done = max_qps, cpu_s, say, 0
+        self._driver = driver
+        self._trace = trace
+        self._p99_s = p99_s
+        self._seconds = seconds
+        self._seed = seed
+        self._max_qps = max_qps
+        self._cpu_s = cpu_s
+        self._say = say
+        self._done = 0
         self._measurements: dict[float, list[Measurement]] = {}
 
     def run(self) -> dict[str, Any]:
@@ -226,7 +233,8 @@ class _Search:
         return knee, {}
 
     def _kept(self, qps: float, at_least: int = 1) -> bool:
-        """Whether most of three measurements meet the objective; the first decides alone if it is far from it."""
+        """Whether most of three measurements meet the objective; a first measurement far from the objective decides
+        alone."""
         kept: list[bool] = []
         while len(kept) < _REPEATS:
             found = self._measure(qps)
@@ -245,7 +253,7 @@ class _Search:
         due = self._trace.at_rate(qps, count, self._seed + self._done)
         self._done += 1
         found = self._driver.run(due.times)
-        if seconds is None or seconds > self._seconds:  # other measurements are for warming up or deliberate overload
+        if seconds is None or seconds > self._seconds:  # shorter measurements are for warming up or deliberate overload
             self._measurements.setdefault(qps, []).append(found)
         return found
 

@@ -80,7 +80,7 @@ class Deployment:
 
     @property
     def meets(self) -> bool:
-        """Whether it meets the objective."""
+        """Whether the deployment meets the objective."""
         return not self.why_not
 
 

@@ -76,7 +76,7 @@ class Agreement:
     Attributes:
         qps: that rate.
         measured_s, carried_s: p99.
-        agrees: they differ by no more than the measured spread, or by 20 %.
+        agrees: the two differ by no more than the measured spread, or by 20 %.
     """
 
     qps: float

@@ -20,10 +20,10 @@ _WORKER_BYTES = 200 << 20  # GiB per server process, without tables, which the p
 
 @dataclass(frozen=True)
 class HostType:
-    """One kind of host.
+    """A kind of host.
 
     Attributes:
-        name: its name.
+        name: name of the kind.
         cores: hardware threads.
         memory_gib: GiB of memory.
         price: price per hour, in one currency for all kinds.

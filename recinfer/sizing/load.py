@@ -132,7 +132,9 @@ class Driver:
     """
 
     def __init__(self, target: str, call: Call, requests: Sequence[bytes], *, timeout: float, **client: Any) -> None:
-        self._call, self._requests, self._timeout = call.capitalize(), requests, timeout
+        self._call = call.capitalize()
+        self._requests = requests
+        self._timeout = timeout
         # Retries and throttling would hide refused requests.
         self._client = AsyncInferenceClient(target, **{**client, "retries": 0, "throttle": False, "timeout": timeout})
 

@@ -73,11 +73,11 @@ def check_id_dtype(values: Tensor) -> None:
 
 
 def ids_are_below(ids_N: Tensor, edges: np.ndarray, limits: np.ndarray) -> bool:
-    """Whether each feature's ids are 0 or more and below its limit: one vectorised pass, 0.2 ns an id.
+    """Whether each feature's ids are 0 or more and below its limit, in one vectorised pass of 0.2 ns per id.
 
     Args:
         ids_N: int32 or int64 on the CPU, feature after feature.
-        edges: where each feature begins, and the end: ``[F + 1]``.
+        edges: the start of each feature, and the end: ``[F + 1]``.
         limits: rows of each feature's table, uint64 ``[F]``.
     """
     # A negative id is a large unsigned one.
@@ -87,7 +87,7 @@ def ids_are_below(ids_N: Tensor, edges: np.ndarray, limits: np.ndarray) -> bool:
     starts = edges[:-1]
     if len(starts) and starts[-1] < edges[-1] and (np.maximum.reduceat(ids, starts) < limits).all():
         return True
-    # A feature without ids: reduceat gave it its neighbour's first id (or would look beyond the last one).
+    # For a feature without ids, reduceat takes the neighbour's first id (or would read beyond the last id).
     filled = edges[1:] > starts
     return bool((np.maximum.reduceat(ids, starts[filled]) < limits[filled]).all())
 
@@ -98,7 +98,7 @@ def check_jagged(
     """Check that ``values``, ``weights`` and ``lengths`` or ``offsets`` fit together.
 
     Args:
-        what: the name of the thing being built, for messages.
+        what: the name of the object to build, for messages.
         values: ``[N, ...]``.
         weights: ``[N, ...]`` or None.
         lengths: integers ``[n]`` or None.

@@ -68,8 +68,8 @@ def inverse_of(features: KeyedJaggedTensor, name: str) -> Tensor:
 
 
 def _positions(lengths: Tensor, rows: Tensor, num_values: int) -> Tensor:
-    """Positions, int64, of the values of the bags ``rows``, one bag after another; ``lengths`` are those of all bags. On
-    meta, where numbers are unknown, as many as there are values."""
+    """Positions, int64, of the values of the bags ``rows``, one bag after another; ``lengths`` are those of all bags.
+    On meta, where numbers are unknown, the result has one position per value."""
     starts = lengths.long().cumsum(0) - lengths
     chosen = lengths.index_select(0, rows).long()
     ends = chosen.cumsum(0)

@@ -83,8 +83,7 @@ class JaggedTensor(metaclass=Proxyable):
         """No rows and no values, of the dtypes and the device of ``jt``.
 
         Args:
-            device: given, the result has ``jt``'s sizes there, and memory with no numbers in it yet: what :meth:`copy_`
-                fills.
+            device: if given, the result has ``jt``'s sizes on this device, in uninitialised memory for :meth:`copy_`.
         """
         if device is not None:
             return jt._map(lambda tensor: torch.empty_like(tensor, device=device))
@@ -150,7 +149,7 @@ class JaggedTensor(metaclass=Proxyable):
 
         Args:
             desired_length: ``M``; the longest row if None (waits for the device).
-            padding_value: what short rows end with.
+            padding_value: the value that fills short rows.
         """
         return self._padded(self._values, desired_length, padding_value)
 
@@ -163,7 +162,8 @@ class JaggedTensor(metaclass=Proxyable):
         width: Any = desired_length
         if width is None:
             width = lengths.max().item() if lengths.numel() else 0  # torch.export follows item(), not int()
-        # Every place of the result reads a value, or the one row of padding behind them: operators that ONNX has too.
+        # Every place of the result reads a value or the row of padding behind the values, with operators that ONNX has
+        # too.
         column = torch.arange(width, device=flat.device)
         source = torch.where(column < lengths, starts + column, flat.shape[0])
         padded = torch.cat([flat, flat.new_full((1, *flat.shape[1:]), padding_value)])
@@ -224,7 +224,7 @@ class JaggedTensor(metaclass=Proxyable):
         return self._map(lambda t: t.pin_memory())
 
     def copy_(self, jt: JaggedTensor, non_blocking: bool = False) -> JaggedTensor:
-        """Copy the numbers of ``jt``, of the same sizes, into this one's memory; returns self."""
+        """Copy the numbers of ``jt``, of the same sizes, into the memory of ``self``; returns ``self``."""
         for name in self._fields:
             mine, theirs = getattr(self, name), getattr(jt, name)
             if mine is not None and theirs is not None:
@@ -261,7 +261,8 @@ class JaggedTensor(metaclass=Proxyable):
 
 
 def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
-    """Whether both hold equal values, weights and lengths (values to float closeness, as TorchRec compares)."""
+    """Whether the two have equal values, weights and lengths; values are compared to float closeness, as in
+    TorchRec."""
     if not (isinstance(jt_1, JaggedTensor) and isinstance(jt_2, JaggedTensor)):
         return False
     return (
@@ -272,7 +273,7 @@ def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:
 
 
 def same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether both are None, or have equal shapes and close values."""
+    """Whether the two tensors are both None, or have equal shapes and close values."""
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and a.device == b.device and torch.allclose(a, b.to(a.dtype))

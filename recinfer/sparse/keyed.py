@@ -23,7 +23,7 @@ class KeyedTensor(metaclass=Proxyable):
 
     Args:
         keys: the names, in order.
-        length_per_key: how wide each key's block is along ``key_dim``.
+        length_per_key: width of each key's block along ``key_dim``.
         values: ``[B, sum(length_per_key)]`` (or any shape whose ``key_dim`` is that sum).
         key_dim: the dimension that the keys share.
         offset_per_key, index_per_key: precomputed values, if the caller has them.
@@ -167,7 +167,7 @@ class KeyedTensor(metaclass=Proxyable):
             f"KeyedTensor.regroup_as_dict: got {len(groups)} groups and {len(keys)} keys; expected one key per group",
         )
         grouped = regroup_kts(keyed_tensors, groups)
-        return {key: grouped[i] for i, key in enumerate(keys)}  # by place: a symbol of torch.fx has no iterator
+        return {key: grouped[i] for i, key in enumerate(keys)}  # by index, because a symbol of torch.fx has no iterator
 
     def to(self, device: torch.device, non_blocking: bool = False) -> KeyedTensor:
         """A KeyedTensor on ``device``."""
@@ -196,7 +196,7 @@ class KeyedTensor(metaclass=Proxyable):
         return summary("KeyedTensor", self._keys, values=self._values)
 
 
-@fx.wrap  # one node in a graph that torch.fx traces: the keyed tensors are symbols there, with unknown keys
+@fx.wrap  # a single node in graphs of torch.fx, where keyed tensors are symbols with unknown keys
 def regroup_kts(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
     """The implementation of :meth:`KeyedTensor.regroup`: keys that stay adjacent are copied as one slice."""
     require(len(keyed_tensors) > 0, "KeyedTensor.regroup: got no keyed tensors; expected at least one")

@@ -96,7 +96,7 @@ class KeyedJaggedTensor(KeyedParts):
         """One key per JaggedTensor, in the dict's order; different batch sizes give a variable batch.
 
         Raises:
-            InputError: an empty dict, or weights for some keys only.
+            InputError: the dict is empty, or only some keys have weights.
         """
         return _from_jt_dict(jt_dict)
 
@@ -122,8 +122,8 @@ class KeyedJaggedTensor(KeyedParts):
         """No keys and no values, of the dtypes, the device and the batch sizes of ``kjt``.
 
         Args:
-            device: given, the result has ``kjt``'s keys and sizes there, and memory with no numbers in it yet: what
-                :meth:`copy_` fills.
+            device: if given, the result has ``kjt``'s keys and sizes on this device, in uninitialised memory for
+                :meth:`copy_`.
         """
         if device is not None:
 
@@ -192,7 +192,7 @@ class KeyedJaggedTensor(KeyedParts):
 
         Args:
             indices: places in :meth:`keys`.
-            indices_tensor: the same as an integer tensor, when the caller has one on the device.
+            indices_tensor: ``indices`` as an integer tensor, if the caller has it on the device.
 
         Raises:
             InputError: an index outside of the keys.
@@ -200,7 +200,7 @@ class KeyedJaggedTensor(KeyedParts):
         return rearrange.permute(self, indices, indices_tensor)
 
     def flatten_lengths(self) -> KeyedJaggedTensor:
-        """The same with ``lengths`` of one dimension."""
+        """A KeyedJaggedTensor with ``lengths`` flattened to one dimension."""
         flat = KeyedJaggedTensor.from_parts_unchecked(
             self._keys,
             self._values,
@@ -251,7 +251,7 @@ class KeyedJaggedTensor(KeyedParts):
         return self._map(lambda t: t.pin_memory(), lambda t: t.pin_memory())
 
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """Copy the numbers of ``kjt``, of the same keys and sizes, into this one's memory; returns self."""
+        """Copy the numbers of ``kjt``, of the same keys and sizes, into the memory of ``self``; returns ``self``."""
         mine_inverse, inverse = self._inverse_indices, kjt._inverse_indices
         pairs = [
             ("values", self._values, kjt._values),
@@ -364,7 +364,7 @@ def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
 
 
 def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
-    """Whether both have the same keys in the same order, the same batch sizes and equal numbers."""
+    """Whether the two have the same keys in the same order, the same batch sizes and equal numbers."""
     if not (isinstance(kjt_1, KeyedJaggedTensor) and isinstance(kjt_2, KeyedJaggedTensor)):
         return False
     return (

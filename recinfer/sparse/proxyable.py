@@ -12,7 +12,7 @@ __all__ = ["Proxyable"]
 class Proxyable(type):
     """``cls(proxy, ...)`` becomes a call in the traced graph; anything else builds the object as usual.
 
-    torch.fx has such a metaclass too; it warns once in every process that uses it, which a server's log can do without.
+    torch.fx has such a metaclass too, but it warns once in every process, which would reach a server's log.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:

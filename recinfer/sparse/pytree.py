@@ -22,7 +22,7 @@ from recinfer.sparse.keyed_jagged import KeyedJaggedTensor
 
 __all__ = ["flatten_kjt_list", "unflatten_kjt_list"]
 
-# What is static about a KeyedJaggedTensor: its keys, or (keys, keys of the inverse indices) when it has them.
+# The static part of a KeyedJaggedTensor: its keys, or (keys, keys of the inverse indices) if it has inverse indices.
 _Context = Any
 
 
@@ -96,7 +96,8 @@ def _kjt_in_order_of(kjt: KeyedJaggedTensor, spec: Any) -> list[Tensor | None]:
     return leaves
 
 
-# A list, for lists are what JSON gives back: the spec of a loaded program equals that of its inputs.
+# The keys are a list, as after a round trip through JSON, so that the spec of a loaded program equals that of its
+# inputs.
 def _flatten_kt(kt: KeyedTensor) -> tuple[list[Tensor], list[Any]]:
     return [kt._values], [kt._keys, kt._length_per_key, kt._key_dim]
 

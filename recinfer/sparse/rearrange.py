@@ -19,7 +19,7 @@ __all__ = ["by_key", "concat", "cut", "permute"]
 Keyed = TypeVar("Keyed", bound=KeyedParts)
 
 
-@fx.wrap  # one node in a graph that torch.fx traces: Python could not look into a list of symbols
+@fx.wrap  # a single node in graphs of torch.fx, because Python cannot iterate over a list of symbols
 def concat(kjt_list: Sequence[Keyed]) -> Keyed:
     """See :meth:`KeyedJaggedTensor.concat`."""
     require(len(kjt_list) > 0, "KeyedJaggedTensor.concat: got an empty list; expected at least one")
@@ -39,7 +39,7 @@ def concat(kjt_list: Sequence[Keyed]) -> Keyed:
         variable or len(strides) == 1,
         f"KeyedJaggedTensor.concat: got batch sizes (strides) {strides}; expected one",
     )
-    # One without keys may have batch sizes all the same (empty_like).
+    # A KeyedJaggedTensor without keys may still have batch sizes (empty_like).
     strides_of_keys = [s for k in kjt_list for s in k.stride_per_key_per_rank()[: len(k._keys)]]
     result = kjt_list[0].from_parts_unchecked(
         [key for k in kjt_list for key in k._keys],

@@ -20,7 +20,7 @@ def maybe_td_to_kjt(
     """``features`` as a KeyedJaggedTensor.
 
     Args:
-        features: a KeyedJaggedTensor, which is given back as it is; or key -> nested tensor of layout ``torch.jagged``
+        features: a KeyedJaggedTensor, which is returned unchanged; or key -> nested tensor of layout ``torch.jagged``
             (what a TensorDict holds) or JaggedTensor.
         keys: which keys of a mapping, in this order; default: all, in its order.
 

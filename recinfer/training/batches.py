@@ -24,7 +24,7 @@ __all__ = ["Batch", "Examples", "empty_batch"]
 
 @dataclass(frozen=True)
 class Batch(Pipelineable):
-    """One batch of training or evaluation.
+    """A batch of training or evaluation.
 
     Attributes:
         dense_features: float32 ``[B, d]``.
@@ -118,7 +118,7 @@ class Examples:
         return Examples(batch.dense_features, batch.sparse_features, batch.labels)
 
     def joined(self, other: Examples) -> Examples:
-        """These examples followed by ``other``."""
+        """The examples of this split followed by those of ``other``."""
         mine, theirs = self.batch(torch.arange(len(self))), other.batch(torch.arange(len(other)))
         values, lengths = [], []
         for part in (mine, theirs):

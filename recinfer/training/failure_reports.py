@@ -27,16 +27,14 @@ class FailureReports:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self._store, self._rank, self._world_size = (
-            dist.PrefixStore("recinfer/failure_reports", store),
-            rank,
-            world_size,
-        )
+        self._store = dist.PrefixStore("recinfer/failure_reports", store)
+        self._rank = rank
+        self._world_size = world_size
 
     def write(self, error: BaseException) -> None:
-        """Write this rank's failure report; it is empty for the loss of a peer, which another rank caused."""
+        """Write this rank's failure report; the report is empty for the loss of a peer, which another rank caused."""
         own = "" if is_lost_peer(error) else f"{type(error).__name__}: {error}"[:500]
-        with contextlib.suppress(RuntimeError):  # the store went with the rank that held it
+        with contextlib.suppress(RuntimeError):  # the store ended with its rank
             self._store.set(str(self._rank), own)
 
     def explain(self) -> UnavailableError | None:
@@ -47,7 +45,7 @@ class FailureReports:
         end = time.monotonic() + _WAIT_S
         said: dict[int, str] = {}
         reads = 0
-        with contextlib.suppress(RuntimeError):  # the store's rank may end first: then what was heard so far counts
+        with contextlib.suppress(RuntimeError):  # the store's rank may end first; the reports read so far then count
             while len(said) < len(others) and time.monotonic() < end:
                 for rank in others:
                     if rank not in said and self._store.check([str(rank)]):

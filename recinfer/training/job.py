@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainJob", "TrainReport", "run_job"]
 
-_STREAM_BYTES = 256 << 20  # parsed, rows take several times the bytes of their text, on every rank
-_CONTRACT_ROWS = 500_000  # that a contract is read off, where rows are streamed
+_STREAM_BYTES = 256 << 20  # parsed rows take several times the bytes of their text, on every rank
+_CONTRACT_ROWS = 500_000  # rows that the feature contract is fitted to, if rows are streamed
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TrainReport:
 
 
 def run_job(job: TrainJob, world_size: int = 1) -> TrainReport | None:
-    """Train; on the ranks of torchrun if this process is one, else on ``world_size`` ranks of this host.
+    """Train on the ranks of torchrun if this process is one of them, else on ``world_size`` ranks of this host.
 
     Returns:
         the report; None on every rank of torchrun but the first.

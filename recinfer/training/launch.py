@@ -66,7 +66,7 @@ def process_group(device: str = "cpu", timeout: float = 600.0) -> Iterator[tuple
     try:
         yield rank, world_size
     except BaseException as error:
-        # Before the others lose this rank, and fail too.
+        # The report is written before the other ranks lose this rank and fail too.
         if _report_error is not None:
             _report_error(error)
             raise
@@ -74,7 +74,7 @@ def process_group(device: str = "cpu", timeout: float = 600.0) -> Iterator[tuple
         if not is_lost_peer(error):
             raise
         lost = error  # type: ignore[assignment]
-        # What the frames hold would keep connections open that the others wait on.
+        # The frames' variables would keep connections open that other ranks wait on.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
     finally:
@@ -152,8 +152,8 @@ def _failures(ranks: list[Any]) -> dict[int, int]:
     failed: dict[int, int] = {}
     end: float | None = None
     while alive:
-        # A rank that ended by an error may only have lost its peer: the others get a moment to end too, since the first
-        # cause may be theirs. One that was killed is a cause.
+        # A rank that ended by an error may only have lost its peer, so the other ranks get time to end too: one of them
+        # may be the cause. A rank that was killed is always a cause.
         ready = wait(list(alive), None if end is None else max(0.0, end - time.monotonic()))
         if not ready:
             break

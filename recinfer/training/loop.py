@@ -37,9 +37,9 @@ __all__ = ["TrainResult", "TrainSettings", "fit", "train"]
 
 _SMALL_BATCH = 4096
 _SMALL_TABLES = 1 << 28  # bytes
-_WARMUP = 0.05  # part of the steps in which the learning rates rise; they then fall to 0 in a line
-_WARMUP_STEPS = 500  # where the number of steps is not known; the rates then stay
-_CURVE_POINTS = 200  # about so many rows of the curve in a run
+_WARMUP = 0.05  # share of the steps in which the learning rates rise; the rates then fall linearly to 0
+_WARMUP_STEPS = 500  # steps of the rise if the number of steps is unknown; the rates then stay constant
+_CURVE_POINTS = 200  # approximate number of the curve's rows in a run
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def fit(
 
     Args:
         source: this rank's batches.
-        settings: how.
+        settings: settings of the loop.
         out: folder of the checkpoint; None writes none. Checkpoints of the running training are in
             :func:`~recinfer.training.step_checkpoints.resume_folder` next to it and are removed when the run is done.
         curve: takes the losses and metrics; only the first rank's is used.
@@ -215,7 +215,10 @@ class _Run:
         out: str | os.PathLike[str] | None,
         curve: Curve,
     ) -> None:
-        self.source, self.settings, self.trainer, self.curve = source, settings, trainer, curve
+        self.source = source
+        self.settings = settings
+        self.trainer = trainer
+        self.curve = curve
         self.checkpoints = None if out is None else StepCheckpoints(resume_folder(out))
         self.epoch = self.step = self.skip = self.rows = 0
         self.losses: list[float] = []
@@ -275,7 +278,7 @@ class _Run:
         self.num_test_rows = 0
 
         def scored() -> Iterator[tuple[Tensor, Tensor]]:
-            for batch in _in_step(self.source):
+            for batch in _padded_held_out(self.source):
                 self.num_test_rows += batch.labels.numel()
                 yield self.trainer.logits(batch), batch.labels
 
@@ -327,8 +330,8 @@ def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:
             f"the source is for {source.world_size} ranks, but there is no process group; start the ranks with "
             "recinfer.training.launch or torchrun"
         )
-    # Small tables are made whole on every rank, so that any number of ranks starts from the same values; large ones
-    # come to life shard by shard.
+    # Every rank creates small tables whole, so that any number of ranks starts from the same values; large tables are
+    # created shard by shard.
     num_bytes = 4 * settings.embedding_dim * sum(f.num_embeddings for f in source.contract.sparse)
     device = torch.device("meta" if sharded and num_bytes > _SMALL_TABLES else "cpu")
     model = build_dlrm(source.contract, embedding_dim=settings.embedding_dim, seed=settings.seed, table_device=device)
@@ -346,8 +349,9 @@ def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:
     )
 
 
-def _in_step(source: BatchSource) -> Iterator[Batch]:
-    """The held-out batches of this rank, then empty ones while other ranks have more: lookups are collective."""
+def _padded_held_out(source: BatchSource) -> Iterator[Batch]:
+    """The held-out batches of this rank, then empty batches while other ranks have more, because lookups are
+    collective."""
     batches = source.held_out()
     while True:
         batch = next(batches, None)

@@ -48,8 +48,8 @@ class LogLoss(Metric):
 
 
 class NormalizedEntropy(LogLoss):
-    """The log-loss divided by that of a constant prediction of the labels' mean (He et al., "Practical Lessons from
-    Predicting Clicks on Ads at Facebook", 2014): 1 is as good as the constant, lower is better; nan with only one
+    """The log-loss divided by the log-loss of a constant prediction of the labels' mean (He et al., "Practical Lessons
+    from Predicting Clicks on Ads at Facebook", 2014): 1 is as good as the constant, lower is better; nan with only one
     class."""
 
     positives: Tensor
@@ -91,7 +91,7 @@ def evaluate(batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         InputError: no rows at all, or logits that are not finite.
     """
     metrics = held_out_metrics()
-    # So that a rank without rows takes part in the exchange like the others.
+    # The empty update lets a rank without rows take part in the exchange like the other ranks.
     metrics["auc"].update(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64))
     for logits, labels in batches:
         if not torch.isfinite(logits).all():

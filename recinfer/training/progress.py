@@ -10,7 +10,7 @@ __all__ = ["Report", "training_progress"]
 Report = Callable[[int, float], None]
 """Callback after each step, with the epoch (from 1) and the loss of the batch."""
 
-_KEEP = 0.98  # of the running mean of the loss, each step
+_KEEP = 0.98  # share of the loss's running mean that each step keeps
 
 
 @contextmanager

@@ -86,7 +86,8 @@ class MemorySource(BatchSource):
 
     def __init__(self, dataset: Dataset, batch_size: int, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(batch_size, rank, world_size)
-        self.name, self.contract = dataset.name, dataset.contract
+        self.name = dataset.name
+        self.contract = dataset.contract
         self._train = _examples(dataset, dataset.train, "training")
         self._test = _examples(dataset, dataset.test, "held-out")
         self.num_train_rows = len(self._train)
@@ -98,7 +99,7 @@ class MemorySource(BatchSource):
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
         """See :class:`BatchSource`."""
-        while len(self._orders) <= epoch:  # one generator for all passes, so that an order depends on the seed alone
+        while len(self._orders) <= epoch:  # all passes share one generator, so that an order depends on the seed alone
             self._orders.append(torch.randperm(len(self._train), generator=self._generator))
         for rows in list(self._orders[epoch].split(self.global_batch))[skip:]:
             share = _share(len(rows), self.rank, self.world_size)
@@ -148,7 +149,8 @@ class FileSource(BatchSource):
         self.num_train_rows = None
         self.num_test_rows: int | None = None
         self.positive_rate = positive_rate
-        self._seed, self._fraction = seed, test_fraction
+        self._seed = seed
+        self._fraction = test_fraction
         # Whole global batches a block, so that a batch never waits for the next block.
         per_block = max(1, round(_SHUFFLE_ROWS * (1 - test_fraction) / self.global_batch))
         self._block_rows = math.ceil(per_block * self.global_batch / (1 - test_fraction))

@@ -71,7 +71,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint that :meth:`save` wrote, on any number of ranks and with any sharding."""
+        """Continue from a checkpoint of :meth:`save`, written on any number of ranks and with any sharding."""
 
     def close(self) -> None:
         """Detach training from the model and put it in eval mode."""
@@ -85,7 +85,7 @@ class LocalTrainer(Trainer):
         model: the DLRM.
         dense_lr: peak learning rate of the MLPs (Adam).
         sparse_lr: peak learning rate of the tables (row-wise Adagrad).
-        device: where it computes, and where the model goes; None: the CPU.
+        device: device of the model and of the computation; None: the CPU.
     """
 
     def __init__(self, model: DLRM, dense_lr: float, sparse_lr: float, device: torch.device | None = None) -> None:
@@ -181,7 +181,7 @@ class ShardedTrainer(Trainer):
         made = _sharding_plan(with_loss, plan, sharding or {}, sharders, batch_size, self.device)
         for of_module in made.plan.values():
             for table in of_module.values():  # type: ignore[attr-defined]
-                if table.compute_kernel == "dense":  # a replica; it learns as the other tables do
+                if table.compute_kernel == "dense":  # a replica, which learns by the same optimizer as the other tables
                     table.compute_kernel = "fused"
         self._dmp = DistributedModelParallel(
             with_loss,

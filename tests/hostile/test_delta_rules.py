@@ -233,7 +233,7 @@ def attempt(path: Path, archive: Archive, predictor: Predictor) -> None:
     """Read and fit; what passes both is applied, and gives its golden answers or is refused."""
     try:
         with_delta(archive, read_delta(path))
-        predictor.tried(read_delta(path))
+        predictor.with_delta_applied(read_delta(path))
     except ArchiveError as error:
         assert error.rule
 

@@ -17,7 +17,7 @@ from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.planner import ParameterConstraints, Topology, create_planner, plan_inference
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.model.estimates import NO_ROW_FORMAT, packed_row_bytes, row_format_code
-from recinfer.distributed.planner.model.hardware import Company, HardwareProfile, LookupGrid
+from recinfer.distributed.planner.model.hardware import CacheSharers, HardwareProfile, LookupGrid
 from recinfer.distributed.planner.model.topology import topology_of
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
 from recinfer.distributed.planner.perf_models import NoopPerfModel, NoopStorageModel
@@ -484,27 +484,27 @@ def test_create_planner_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -
 def test_other_tables_make_a_small_table_slower_and_repeated_ids_make_it_faster() -> None:
     profile, one = hardware_of(bag_ns=5.0, far_ns=40.0), np.ones(1)
 
-    def ms(ids: float, company: Company | None = None) -> float:
+    def ms(ids: float, sharers: CacheSharers | None = None) -> float:
         figures = {"row_bytes": one * 64, "bits": one * 8, "rows": one * 100.0, "features": one * 0}
         return float(
-            profile.lookup_ms(ids=one * ids, bags=one * ids, vector_bytes=one * 64, company=company, **figures)[0]
+            profile.lookup_ms(ids=one * ids, bags=one * ids, vector_bytes=one * 64, sharers=sharers, **figures)[0]
         )
 
-    big = Company.of(np.array([100.0, 1e7]), np.array([50.0, 1e6]), np.array([64.0, 64.0]), np.array([1e4, 1e6]))
+    big = CacheSharers.of(np.array([100.0, 1e7]), np.array([50.0, 1e6]), np.array([64.0, 64.0]), np.array([1e4, 1e6]))
     assert ms(50, big) > 3 * ms(50)  # what the large table reads pushes the small one out between calls
     assert ms(5000, big) < 110 * ms(50, big) / 3  # within a call a row is fetched once
-    half = Company.of(np.array([1e6]), np.array([1e5]), np.array([64.0]), np.array([1e4]), share=0.5)
-    assert half.between(np.array([1e9]))[0] == pytest.approx(32e6)
-    assert (np.diff(big.between(np.array([1.0, 10.0, 1e3]))) > 0).all()
+    half = CacheSharers.of(np.array([1e6]), np.array([1e5]), np.array([64.0]), np.array([1e4]), share=0.5)
+    assert half.bytes_touched(np.array([1e9]))[0] == pytest.approx(32e6)
+    assert (np.diff(big.bytes_touched(np.array([1.0, 10.0, 1e3]))) > 0).all()
 
 
 def test_scattered_rows_of_a_large_table_fill_whole_cache_sectors() -> None:
     ids, out = np.array([1e3]), np.array([0.0])
-    lone = Company.of(np.array([1e7]), ids, np.array([68.0]), out)
-    assert lone.between(np.ones(1))[0] == pytest.approx(1e3 * (1 + 67 / 128) * 128, rel=0.01)
-    whole = Company.of(np.array([100.0]), np.array([1e5]), np.array([68.0]), out)
-    assert whole.between(np.ones(1))[0] == pytest.approx(6800, rel=0.01)  # side by side they share them
-    assert Company.of_set(1e6, 5.0).between(np.array([1.0, 50.0])) == pytest.approx((1 - np.exp(-1)) * 1e6)
+    lone = CacheSharers.of(np.array([1e7]), ids, np.array([68.0]), out)
+    assert lone.bytes_touched(np.ones(1))[0] == pytest.approx(1e3 * (1 + 67 / 128) * 128, rel=0.01)
+    whole = CacheSharers.of(np.array([100.0]), np.array([1e5]), np.array([68.0]), out)
+    assert whole.bytes_touched(np.ones(1))[0] == pytest.approx(6800, rel=0.01)  # side by side they share them
+    assert CacheSharers.of_set(1e6, 5.0).bytes_touched(np.array([1.0, 50.0])) == pytest.approx((1 - np.exp(-1)) * 1e6)
 
 
 def test_the_first_rows_of_a_short_call_cost_more() -> None:

@@ -88,7 +88,7 @@ class Tls:
 
 
 def missing_files(paths: list[str]) -> list[str]:
-    """Those of ``paths`` that are not readable files on this machine."""
+    """The ``paths`` that are not readable files on this machine."""
     missing = []
     for path in paths:
         try:

@@ -125,7 +125,7 @@ class _Starting(Function):
 
     @staticmethod
     def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients whose exchange the wait started."""
+        """The gradients from the exchange that the wait started."""
         return _request_grad(ctx)
 
 
@@ -198,12 +198,12 @@ class All2Allv_Req(_Starting):
 
     @staticmethod
     def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllVInfo, *inputs: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; :class:`All2Allv_Wait` returns the result. One argument per table: autograd sees no lists."""
+        """Start the exchange of ``inputs``, an argument per table because autograd ignores lists."""
         return _request(ctx, myreq, TablesExchange(pg, a2ai), inputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients whose exchange :class:`All2Allv_Wait` started."""
+        """The gradients from the exchange that :class:`All2Allv_Wait` started."""
         return _request_grad(ctx)
 
 

@@ -58,8 +58,8 @@ def get_gradient_division() -> bool:
 def set_gradient_division(val: bool) -> None:
     """Choose whether the backward of a collective divides gradients by the number of ranks.
 
-    With division the gradient of a table is that of the mean of the ranks' losses, as in DistributedDataParallel;
-    without it, that of their sum.
+    With division, a table has the gradient of the mean of the ranks' losses, as in DistributedDataParallel; without
+    division, of their sum.
     """
     global _gradient_division
     _gradient_division = val
@@ -102,7 +102,7 @@ class Exchange(abc.ABC):
             return flat
         if self.world_size & (self.world_size - 1):
             return flat.div_(self.world_size)
-        return flat.mul_(1.0 / self.world_size)  # the same number for a power of two, in half the time
+        return flat.mul_(1.0 / self.world_size)  # exact for a power of two, in half the time
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -136,12 +136,13 @@ class PooledExchange(Exchange):
         super().__init__(pg, info.codecs)
         self.batches = info.batch_size_per_rank
         self.dims = info.dim_sum_per_rank
-        self.batch, self.dim = self.batches[self.rank], self.dims[self.rank]
+        self.batch = self.batches[self.rank]
+        self.dim = self.dims[self.rank]
         self.out_blocks = [batch * self.dim for batch in self.batches]
         self.in_blocks = [self.batch * dim for dim in self.dims]
 
     def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """Rows of rank ``r``'s examples go to rank ``r``: they are one block already."""
+        """Rows of rank ``r``'s examples go to rank ``r``; these rows are one block."""
         return start_all_to_all(self.pg, _flat(inputs[0]), self.out_blocks, self.in_blocks, self.forward_codec)
 
     def receive(self, flat: Tensor) -> Tensor:
@@ -171,16 +172,16 @@ class TablesExchange(PooledExchange):
         return super().send([torch.cat(list(inputs), dim=1)])
 
     def receive(self, flat: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """One ``[B, D_r]`` a rank."""
+        """A tensor ``[B, D_r]`` for each rank ``r``."""
         return tuple(block.view(self.batch, dim) for block, dim in zip(flat.split(self.in_blocks), self.dims))
 
     def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """One block per rank."""
+        """Each rank's gradients as one block."""
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         return start_all_to_all(self.pg, flat, self.in_blocks, self.out_blocks, self.backward_codec)
 
     def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """One ``[B_global, D_t]`` a table."""
+        """A tensor ``[B_global, D_t]`` for each table ``t``."""
         return super().receive_grad(flat)[0].split(self.table_dims, dim=1)
 
 
@@ -197,10 +198,11 @@ class VariableBatchExchange(Exchange):
         if info.output_splits is None:
             rows = iter(info.batch_size_per_feature_pre_a2a)
             info.output_splits = [sum(next(rows) * dim for dim in dims) for dims in info.emb_dim_per_rank_per_feature]
-        self.out_blocks, self.in_blocks = info.input_splits, info.output_splits
+        self.out_blocks = info.input_splits
+        self.in_blocks = info.output_splits
 
     def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """Blocks by rank as they are."""
+        """The input's blocks, which are already by rank."""
         return start_all_to_all(self.pg, _flat(inputs[0]), self.out_blocks, self.in_blocks, self.forward_codec)
 
     def receive(self, flat: Tensor) -> Tensor:
@@ -212,7 +214,7 @@ class VariableBatchExchange(Exchange):
         return start_all_to_all(self.pg, _flat(grads[0]), self.in_blocks, self.out_blocks, self.backward_codec)
 
     def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """1-D, as the input."""
+        """A 1-D gradient of the input's shape."""
         return (flat,)
 
 
@@ -223,7 +225,7 @@ class SequenceExchange(Exchange):
         super().__init__(pg, info.codecs)
         self.dim = info.embedding_dim
         self.info = info
-        # Rows go back to the ranks from which the ids came.
+        # Rows go back to the ranks that sent the ids.
         self.out_blocks = [rows * self.dim for rows in info.output_splits]
         self.in_blocks = [rows * self.dim for rows in info.input_splits]
 
@@ -288,7 +290,7 @@ class ReduceExchange(Exchange):
         return start_all_gather(self.pg, _flat(grads[0]), self.blocks, self.backward_codec)
 
     def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """As the input."""
+        """A gradient of the input's shape."""
         return (flat.view(self.input_shape),)
 
 
@@ -312,12 +314,12 @@ class ReduceListExchange(ReduceExchange):
         self.blocks = [prod(size) for size in info.input_sizes]
 
     def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """All of them concatenated."""
+        """The concatenated tensors."""
         flat = torch.cat([part.reshape(-1) for part in inputs])
         return start_reduce_scatter(self.pg, flat, self.blocks, self.forward_codec)
 
     def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """One for each rank's tensor."""
+        """A gradient for each rank's tensor."""
         return tuple(part.view(shape) for part, shape in zip(flat.split(self.blocks), self.shapes))
 
 
@@ -342,5 +344,5 @@ class GatherExchange(Exchange):
         return start_reduce_scatter(self.pg, _flat(grads[0]), self.blocks, self.backward_codec)
 
     def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """As the input."""
+        """A gradient of the input's shape."""
         return (flat.view(self.input_shape),)

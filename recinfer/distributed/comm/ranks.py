@@ -1,4 +1,4 @@
-"""Which ranks share a host, and process groups inside hosts and across them.
+"""Positions of ranks in their hosts, and process groups inside hosts and across hosts.
 
 Ranks are numbered host by host, ``local_size`` on each, as torchrun numbers them: rank = group rank * local size +
     local rank.

@@ -24,12 +24,12 @@ __all__ = [
 
 @dataclass
 class All2AllPooledInfo:
-    """Of :func:`recinfer.distributed.comm_ops.alltoall_pooled`.
+    """Sizes of :func:`recinfer.distributed.comm_ops.alltoall_pooled`.
 
     Args:
         batch_size_per_rank: examples of each rank.
         dim_sum_per_rank: columns that each rank's tables have together.
-        dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor: the same as tensors; not used.
+        dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor: tensors of the same numbers; not used.
         codecs: compress the data that is sent, in the forward and the backward.
     """
 
@@ -42,7 +42,7 @@ class All2AllPooledInfo:
 
 @dataclass
 class VariableBatchAll2AllPooledInfo:
-    """Of :func:`recinfer.distributed.comm_ops.variable_batch_alltoall_pooled`.
+    """Sizes of :func:`recinfer.distributed.comm_ops.variable_batch_alltoall_pooled`.
 
     Args:
         batch_size_per_rank_per_feature: ``[ranks][features here]``: rows of each rank in this rank's features.
@@ -62,7 +62,7 @@ class VariableBatchAll2AllPooledInfo:
 
 @dataclass
 class All2AllSequenceInfo:
-    """Of :func:`recinfer.distributed.comm_ops.alltoall_sequence`.
+    """Sizes of :func:`recinfer.distributed.comm_ops.alltoall_sequence`.
 
     Args:
         embedding_dim: columns.
@@ -90,7 +90,7 @@ class All2AllSequenceInfo:
 
 @dataclass
 class All2AllVInfo:
-    """Of :func:`recinfer.distributed.comm_ops.alltoallv`.
+    """Sizes of :func:`recinfer.distributed.comm_ops.alltoallv`.
 
     Args:
         dims_sum_per_rank: columns that each rank's tables have together.
@@ -136,7 +136,7 @@ class All2AllDenseInfo:
 
 @dataclass
 class ReduceScatterInfo:
-    """Of :func:`recinfer.distributed.comm_ops.reduce_scatter_pooled`: the shape of the tensor for each rank."""
+    """Sizes of :func:`recinfer.distributed.comm_ops.reduce_scatter_pooled`: the shape of the tensor for each rank."""
 
     input_sizes: list[torch.Size]
     codecs: QuantizedCommCodecs | None = None
@@ -144,7 +144,7 @@ class ReduceScatterInfo:
 
 @dataclass
 class ReduceScatterBaseInfo:
-    """Of :func:`recinfer.distributed.comm_ops.reduce_scatter_base_pooled`: the shape of the whole input."""
+    """Sizes of :func:`recinfer.distributed.comm_ops.reduce_scatter_base_pooled`: the shape of the whole input."""
 
     input_sizes: torch.Size
     codecs: QuantizedCommCodecs | None = None
@@ -152,7 +152,7 @@ class ReduceScatterBaseInfo:
 
 @dataclass
 class AllGatherBaseInfo:
-    """Of :func:`recinfer.distributed.comm_ops.all_gather_base_pooled`: the shape of the input."""
+    """Sizes of :func:`recinfer.distributed.comm_ops.all_gather_base_pooled`: the shape of the input."""
 
     input_size: torch.Size
     codecs: QuantizedCommCodecs | None = None
@@ -160,12 +160,12 @@ class AllGatherBaseInfo:
 
 @dataclass
 class ReduceScatterVInfo:
-    """Of :func:`recinfer.distributed.comm_ops.reduce_scatter_v_pooled`.
+    """Sizes of :func:`recinfer.distributed.comm_ops.reduce_scatter_v_pooled`.
 
     Args:
         input_sizes: shape of the part for each rank.
         input_splits: rows for each rank.
-        equal_splits: whether they are all the same.
+        equal_splits: whether all ranks have equal numbers of rows.
         total_input_size: shape of the whole input.
         codecs: compress the data that is sent.
     """

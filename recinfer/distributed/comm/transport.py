@@ -56,7 +56,7 @@ class Pending:
             ) from error
         buffer, sent = self._buffer, self._sent
         if buffer.is_cuda and sent is not None:
-            # Both may have been allocated on another stream, which would reuse their memory too early.
+            # The buffers may have been allocated on another stream, which would reuse their memory too early.
             stream = torch.cuda.current_stream(buffer.device)
             buffer.record_stream(stream)
             sent.record_stream(stream)
@@ -196,7 +196,7 @@ def start_reduce_scatter(
 def _sum_blocks(flat: Tensor, num_blocks: int) -> Tensor:
     blocks = flat.view(num_blocks, -1)
     if flat.is_cuda or flat.dtype != torch.float32:
-        return blocks.sum(0)  # one kernel; half precision adds up in float32
+        return blocks.sum(0)  # a single kernel, which adds half precision in float32
     total = blocks[0]
     for block in blocks[1:]:
         total.add_(block)

@@ -41,7 +41,7 @@ class TableBatchedEmbeddingSlice(nn.Parameter):
     def __init__(
         self, data: Tensor, start_offset: int, end_offset: int, num_embeddings: int, embedding_dim: int
     ) -> None:
-        pass  # __new__ has made it
+        pass  # __new__ has built the object
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -67,7 +67,7 @@ class TableBatchedEmbeddingSlice(nn.Parameter):
             return found
         if self.untyped_storage()._cdata == self._flat.untyped_storage()._cdata:
             copied = TableBatchedEmbeddingSlice(copy.deepcopy(self._flat, memo), *self._span, *self.shape)
-        else:  # it was moved (``data`` assigned, Module.to): no slice any more
+        else:  # a slice that was moved (``data`` assigned, Module.to) has its own memory
             copied = TableBatchedEmbeddingSlice(copy.deepcopy(self.data, memo).view(-1), 0, self.numel(), *self.shape)
         memo[id(self)] = copied
         copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in _OWN})

@@ -18,7 +18,7 @@ __all__ = ["ColumnPlan", "JoinShardings", "Sum", "combine_sums"]
 
 @dataclass(frozen=True)
 class Sum:
-    """One column piece of one output, as the sum of received pieces.
+    """A column piece of an output, as the sum of received pieces.
 
     Attributes:
         sources: indices of the received pieces.
@@ -39,7 +39,7 @@ class ColumnPlan:
 
     def __init__(self, widths: Sequence[int], sums: Sequence[Sum]) -> None:
         starts = [0, *accumulate(widths)]
-        runs: list[list[list[int]]] = []  # of each run of sums: [start, stop] of every summand
+        runs: list[list[list[int]]] = []  # for each run of sums, [start, stop] of every summand
         self._divisors: list[int | None] = []
         for each in sums:
             spans = [[starts[i], starts[i + 1]] for i in each.sources]
@@ -75,7 +75,7 @@ class ColumnPlan:
 
 
 class JoinShardings:
-    """Maps the outputs of several shardings to those of the module.
+    """Maps the outputs of several shardings to the module's outputs.
 
     Args:
         widths: for each sharding the columns of its outputs.
@@ -93,7 +93,7 @@ class JoinShardings:
                 self._runs.append([sharding, start, stop])
 
     def __call__(self, outputs_BD: Sequence[Tensor]) -> Tensor:
-        """``[B, sum of dims]`` of the module, from that of each sharding."""
+        """``[B, sum of dims]`` of the module, from the ``[B, columns]`` of each sharding."""
         if len(self._runs) == 1 and len(outputs_BD) == 1:
             return outputs_BD[0]
         return torch.cat([outputs_BD[sharding][:, start:stop] for sharding, start, stop in self._runs], dim=1)

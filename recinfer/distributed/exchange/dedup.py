@@ -11,7 +11,7 @@ from recinfer.sparse.offsets import segment_sums
 
 __all__ = ["deduplicated"]
 
-_ID_BITS = 48  # of 63 for a feature number above the id; ids are far below 2^47
+_ID_BITS = 48  # bits of 63 for the id, below the feature's number; ids are far below 2^47
 
 
 def deduplicated(features: KeyedJaggedTensor, names: list[str]) -> tuple[KeyedJaggedTensor, Tensor]:

@@ -22,9 +22,9 @@ class KJTOneToAll(nn.Module):
     """Sends every device of this process the features of its tables.
 
     Args:
-        splits: how many of the keys, in order, go to each device.
+        splits: number of keys, in order, for each device.
         world_size: number of devices.
-        device: its type says what the devices are: ``cuda`` means ``cuda:0``, ``cuda:1`` and so on, ``cpu`` that all
+        device: its type determines the devices: ``cuda`` means ``cuda:0``, ``cuda:1`` and so on, ``cpu`` that all
             are the CPU. Default: CUDA where there is some, else CPU.
 
     Raises:
@@ -49,13 +49,14 @@ class KJTOneToAll(nn.Module):
 
 
 def sent_to(kjt: KeyedJaggedTensor, splits: list[int], devices: Sequence[torch.device | None]) -> KJTList:
-    """The first ``splits[0]`` keys on the first device, and so on; device None: not copied. The host waits for no copy to a GPU."""
+    """The first ``splits[0]`` keys on the first device, and so on; keys for device None are not copied. The host waits
+    for no copy to a GPU."""
 
     def sent(part: KeyedJaggedTensor, device: torch.device | None) -> KeyedJaggedTensor:
         if device is None or part.device() == device:
             return part
         if device.type == "cuda" and part.device().type == "cpu":
-            part = part.pin_memory()  # else the copy is not one that the host need not wait for
+            part = part.pin_memory()  # a copy from pageable memory would make the host wait
         return part.to(device, non_blocking=True)
 
     return KJTList([sent(part, device) for part, device in zip(kjt.split(splits), devices)])
@@ -79,12 +80,12 @@ class SeqEmbeddingsAllToOne(nn.Module):
         self._device = torch.device(device_str)
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors, in order, on the device.
+        """The tensors on the device, in order.
 
         Raises:
             InputError: not one tensor per device.
         """
-        return _brought(type(self).__name__, tensors, self._device, self._world_size)
+        return _copied_to(type(self).__name__, tensors, self._device, self._world_size)
 
 
 class EmbeddingsAllToOne(nn.Module):
@@ -107,8 +108,8 @@ class EmbeddingsAllToOne(nn.Module):
         self._device = torch.device(device_str)
 
     def forward(self, tensors: list[Tensor]) -> Tensor:
-        """One tensor on the device."""
-        return torch.cat(_brought(type(self).__name__, tensors, self._device, self._world_size), dim=self._cat_dim)
+        """The concatenated tensors, on the device."""
+        return torch.cat(_copied_to(type(self).__name__, tensors, self._device, self._world_size), dim=self._cat_dim)
 
 
 class EmbeddingsAllToOneReduce(nn.Module):
@@ -128,7 +129,7 @@ class EmbeddingsAllToOneReduce(nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> Tensor:
         """The sum, on the device."""
-        first, *rest = _brought(type(self).__name__, tensors, self._device, self._world_size)
+        first, *rest = _copied_to(type(self).__name__, tensors, self._device, self._world_size)
         if not rest:
             return first
         total = first + rest[0]
@@ -137,8 +138,8 @@ class EmbeddingsAllToOneReduce(nn.Module):
         return total
 
 
-def _brought(what: str, tensors: Sequence[Tensor], device: torch.device, world_size: int) -> list[Tensor]:
+def _copied_to(what: str, tensors: Sequence[Tensor], device: torch.device, world_size: int) -> list[Tensor]:
     if len(tensors) != world_size:
         raise InputError(f"{what}: got {len(tensors)} tensors; expected one from each of {world_size} devices")
-    # Between GPUs, torch orders the copy after what made the tensor and before what uses it.
+    # Between GPUs, torch orders the copy after the kernels that write the tensor and before the kernels that read it.
     return [tensor.to(device, non_blocking=True) for tensor in tensors]

@@ -29,8 +29,8 @@ __all__ = ["ShardFeaturesDist", "join_keys"]
 
 
 def join_keys(parts: Sequence[KeyedJaggedTensor], order: Sequence[int]) -> KeyedJaggedTensor:
-    """Join several KeyedJaggedTensors, with their keys, numbered consecutively, in ``order``; runs of keys are copied
-    as one.
+    """Join several KeyedJaggedTensors, with their keys, numbered consecutively, in ``order``; runs of adjacent keys are
+    copied together.
 
     Values, lengths and weights are copied once (not at all when the order is that of a single part).
     """
@@ -100,7 +100,7 @@ class _Expansion:
         self._place_edges([edges for _, edges in layout.cuts], device)
 
     def _place_edges(self, all_edges: list[tuple[int, ...]], device: torch.device) -> None:
-        """Store a block size where all blocks are equal (the last may be shorter), else the edges."""
+        """Store a block size if all blocks are equal (the last may be shorter), else the edges."""
         blocks = [edges[1] for edges in all_edges]
         even = all(
             all(start == i * block for i, start in enumerate(edges[:-1])) and edges[-1] - edges[-2] <= block
@@ -177,7 +177,7 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         """
         slots, sent = self._expand(self._weighted(sparse_features))
         if sharding_ctx is not None:
-            sharding_ctx.sent(slots, sent)
+            sharding_ctx.record_sent(slots, sent)
         if self._dist is None:
             return NoWait(NoWait(slots))
         return self._dist(slots)

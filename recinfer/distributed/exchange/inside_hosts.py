@@ -60,12 +60,13 @@ class HostPooledDist(ShardPooledDist):
         intra, cross = intra_and_cross_node_pg(device)
         assert intra is not None
         assert cross is not None
-        self._local_size, self._num_hosts = intra.size(), cross.size()
+        self._local_size = intra.size()
+        self._num_hosts = cross.size()
         self._local_rank = dist.get_rank(intra)
         self._reduce = PooledEmbeddingsReduceScatter(intra, codecs=inside)
         starts = [0, *accumulate(layout.slots_per_rank)]
         widths: list[int] = []
-        place: dict[int, int] = {}  # slot of a host's first rank -> column of sums that comes from the host
+        place: dict[int, int] = {}  # slot of a host's first rank -> column of the host's sums
         per_host = []
         for first in range(0, layout.world_size, self._local_size):
             slots = range(starts[first], starts[first + 1])
@@ -81,7 +82,7 @@ class HostPooledDist(ShardPooledDist):
         self._from_hosts = ColumnPlan(widths, sums)
 
     def forward(self, local_embs: Tensor, sharding_ctx: PooledContext | None = None) -> Awaitable[Tensor]:
-        """As :meth:`ShardPooledDist.forward`."""
+        """Start the exchange; see :meth:`ShardPooledDist.forward`."""
         ctx = sharding_ctx if sharding_ctx is not None else PooledContext()
         if ctx.variable_batch_per_feature:
             return super().forward(local_embs, ctx)
@@ -91,7 +92,7 @@ class HostPooledDist(ShardPooledDist):
         parts = keep_in_graph(local_embs).split(batches)
         by_place = torch.cat([parts[rank] for rank in order])
         of_place = [sum(batches[place :: self._local_size]) for place in range(self._local_size)]
-        return _ThenBetween(self._reduce(by_place, of_place), self, ctx)
+        return _BetweenHosts(self._reduce(by_place, of_place), self, ctx)
 
     def between(self, reduced: Tensor, ctx: PooledContext) -> Tensor:
         """Sums of a host, ``[B of this place on all hosts, columns of the host]`` -> this rank's outputs."""
@@ -99,7 +100,7 @@ class HostPooledDist(ShardPooledDist):
         return self._from_hosts(self._between(reduced, batches).wait(), ctx.divisors)
 
 
-class _ThenBetween(Awaitable[Tensor]):
+class _BetweenHosts(Awaitable[Tensor]):
     """Awaitable of the sums inside the host, followed by the exchange between hosts."""
 
     def __init__(self, inside: Awaitable[Tensor], output_dist: HostPooledDist, ctx: PooledContext) -> None:

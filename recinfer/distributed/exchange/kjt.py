@@ -38,7 +38,8 @@ __all__ = [
 
 
 def form_of(labels: Sequence[str], tensors: Sequence[Tensor]) -> int:
-    """What a rank sends, as one number: the dtype of its lengths, values and weights, and whether the batch is variable."""
+    """A rank's form of batch as a number: the dtypes of lengths, values and weights, and whether the batch is
+    variable."""
     known = {label: 1 + _DTYPES.index(t.dtype) if t.dtype in _DTYPES else 0 for label, t in zip(labels, tensors)}
     form = int("strides" in known)
     for label in ("lengths", "values", "weights"):
@@ -47,7 +48,8 @@ def form_of(labels: Sequence[str], tensors: Sequence[Tensor]) -> int:
 
 
 def check_forms(mine: int, of_ranks: Sequence[int], pg: dist.ProcessGroup) -> None:
-    """Raise InputError on every rank if a rank sends another form of batch than this one, before anything of it is read."""
+    """Raise InputError, before a batch is read, if a rank sends another form of batch than this rank; all ranks then
+    raise."""
     for rank, form in enumerate(of_ranks):
         if form != mine:
             raise InputError(
@@ -57,8 +59,8 @@ def check_forms(mine: int, of_ranks: Sequence[int], pg: dist.ProcessGroup) -> No
 
 
 def sizes_to_send(input: KeyedJaggedTensor, splits: list[list[int]], form: int, ranks: int) -> list[list[int]]:
-    """What is sent before a batch: its form, its batch size, and the ``splits`` of each label. As many numbers for every
-    form, so that ranks which differ can say so."""
+    """The numbers that are sent before a batch: its form, its batch size, and the ``splits`` of each label. Every form
+    has equally many numbers, so that ranks with different forms can report them."""
     numbers = [[form] * ranks, [input.stride()] * ranks, *splits]
     return numbers + [[0] * ranks] * (_MOST_LABELS - len(splits))
 
@@ -89,7 +91,8 @@ class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
 
     @classmethod
     def of_lists(cls, numbers: list[list[int]], pg: dist.ProcessGroup, device: torch.device) -> SplitsAllToAllAwaitable:
-        """The same from lists, which are copied to ``device`` without waiting."""
+        """Start the exchange of ``numbers``, a list of ``W`` integers per tensor, which are copied to ``device``
+        without waiting."""
         self = cls.__new__(cls)
         Awaitable.__init__(self)
         by_rank = torch.tensor(list(zip(*numbers)), dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -106,7 +109,7 @@ class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
 
 @dataclass
 class KJTSplitsAllToAllMeta:
-    """An exchange of features that has not started, so that the sizes of several can be exchanged together.
+    """An exchange of features that has not started, so that several exchanges can send their sizes together.
 
     Args:
         pg: the ranks.
@@ -140,7 +143,7 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
     """The first step: the exchange of sizes. ``wait()`` starts the second.
 
     Args:
-        tensor_splits: for each label, how many entries of its tensor go to each rank.
+        tensor_splits: for each label, the number of its tensor's entries for each rank.
 
     The other arguments are those of :class:`KJTAllToAllTensorsAwaitable`.
     """
@@ -205,7 +208,7 @@ class KJTAllToAll(nn.Module):
 
     Args:
         pg: the process group.
-        splits: how many of the keys, in order, go to each rank; the same on all ranks.
+        splits: number of keys, in order, for each rank; the same on all ranks.
         stagger: number of hosts by which the examples of a feature are interleaved: with ``s`` hosts of ``l`` ranks,
             ranks come in the order 0, l, 2l, ..., 1, l + 1, ...
 
@@ -224,7 +227,8 @@ class KJTAllToAll(nn.Module):
         self._splits = splits
         self._stagger = stagger
         ends = list(accumulate(splits, initial=0))
-        self._start, self._stop = ends[pg.rank()], ends[pg.rank() + 1]
+        self._start = ends[pg.rank()]
+        self._stop = ends[pg.rank() + 1]
         self._num_keys = ends[-1]
 
     def forward(self, input: KeyedJaggedTensor) -> Awaitable[KJTAllToAllTensorsAwaitable]:
@@ -251,7 +255,7 @@ class KJTAllToAll(nn.Module):
     def meta(
         pg: dist.ProcessGroup, splits: list[int], input: KeyedJaggedTensor, stagger: int = 1
     ) -> KJTSplitsAllToAllMeta:
-        """The exchange of ``input``, not started: the sizes of several exchanges can be sent together."""
+        """The exchange of ``input``, not started, so that several exchanges can send their sizes together."""
         tensor_splits = input.dist_splits(splits)
         labels, tensors = input.dist_labels(), input.dist_tensors()
         numbers = sizes_to_send(input, tensor_splits, form_of(labels, tensors), pg.size())

@@ -246,11 +246,11 @@ class SequenceEmbeddingsAwaitable(Awaitable[Tensor]):
 
 
 class SequenceEmbeddingsAllToAll(nn.Module):
-    """Sends the row of every id to the rank that the id came from; the counterpart of KJTAllToAll.
+    """Sends the row of every id to the rank that sent the id; the counterpart of KJTAllToAll.
 
     Args:
         pg: the process group.
-        features_per_rank: how many features each rank's tables have.
+        features_per_rank: number of features of each rank's tables.
         device: device of the lengths; buffers are on the input's device.
         codecs: compress the data that is sent, in the forward and the backward.
     """
@@ -303,7 +303,7 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         recat: Tensor | None = self._forward_recat
         back: Tensor | None = self._backward_recat
         if self._num_features <= 1:
-            recat = back = None  # rows by rank already
+            recat = back = None  # the rows are by rank
         elif unequal:
             if sparse_features_recat is None:
                 raise InputError(

@@ -44,7 +44,7 @@ class PooledContext(EmbeddingShardingContext):
     weights: Tensor | None = None
     pg: dist.ProcessGroup | None = None
 
-    def came(self, features: KeyedJaggedTensor, layout: ShardLayout) -> None:
+    def record_input(self, features: KeyedJaggedTensor, layout: ShardLayout) -> None:
         """Record divisors and inverse indices of this rank's input."""
         for i in layout.mean:
             lengths = features[layout.outputs[i][2]].lengths()
@@ -54,22 +54,22 @@ class PooledContext(EmbeddingShardingContext):
                 features.inverse_indices(), [feature for _, _, feature in layout.outputs]
             )
 
-    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
-        """Record what is sent, and the weights that need gradients."""
-        super().sent(features, ids)
+    def record_sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+        """Record the sent ``features``, and their weights if these need gradients."""
+        super().record_sent(features, ids)
         weights = features.weights_or_none()
         if weights is not None and weights.requires_grad and self.pg is not None:
             self.sent_weights = weights
 
-    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
-        """Record what is received; weights with gradients are connected to those that were sent."""
-        super().received(features, awaitable)
+    def record_received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+        """Record the received ``features``, and connect their weights to the sent weights if these have gradients."""
+        super().record_received(features, awaitable)
         if self.pg is not None and self.pg.size() > 1 and isinstance(awaitable, KJTAllToAllTensorsAwaitable):
             self.route = WeightRoute.of(awaitable, features.lengths(), self.pg)
         if self.sent_weights is not None:
-            self.tie(features, self.sent_weights, features.weights())
+            self.connect_weights(features, self.sent_weights, features.weights())
 
-    def tie(self, features: KeyedJaggedTensor, sent: Tensor, received: Tensor | None) -> None:
+    def connect_weights(self, features: KeyedJaggedTensor, sent: Tensor, received: Tensor | None) -> None:
         """Give ``features`` the weights ``sent``, with gradients; ``received`` is None when the weights have not been
         sent."""
         self.weights = sent if self.route is None else send_weights(sent, self.route, received)

@@ -53,14 +53,14 @@ class SequenceShardingContext(EmbeddingShardingContext):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)  # type: ignore[arg-type]
 
-    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
-        """Record what is sent, and the ids' original positions."""
-        super().sent(features, ids)
+    def record_sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+        """Record the sent ``features``, and the ids' original positions."""
+        super().record_sent(features, ids)
         self.sent_ids = ids
 
-    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
-        """Record what is received, and the numbers of ids by rank."""
-        super().received(features, awaitable)
+    def record_received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+        """Record the received ``features``, and the numbers of ids by rank."""
+        super().record_received(features, awaitable)
         if isinstance(awaitable, KJTAllToAllTensorsAwaitable):
             self.input_splits, self.output_splits = awaitable.input_splits["values"], awaitable.output_splits["values"]
             self.sparse_features_recat = awaitable.recat
@@ -71,8 +71,8 @@ class SequenceShardingContext(EmbeddingShardingContext):
 class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[Tensor]]):
     """Sends every id's row back to the rank of the id.
 
-    Rows of different widths share one exchange: each is sent as several rows whose width is the greatest common
-        divisor.
+    Rows of different widths share one exchange: each row is sent as several units, whose width is the greatest common
+    divisor.
 
     Args:
         layout: the slots.
@@ -116,12 +116,12 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
         ctx = sharding_ctx
         rows = keep_in_graph(local_embs.reshape(-1, self._unit))
         if self._pg is None or self._pg.size() == 1:
-            return _InOrder(NoWait(rows), self, ctx.sent_ids)
+            return _OrderedRows(NoWait(rows), self, ctx.sent_ids)
         lengths, recat = ctx.lengths_after_input_dist, ctx.sparse_features_recat
         assert lengths is not None
         input_splits, output_splits = ctx.input_splits, ctx.output_splits
         if not self._one_width:
-            lengths = self._scaled(lengths, ctx)
+            lengths = self._lengths_in_units(lengths, ctx)
             sent = [n * units for n, units in zip(ctx.sent_ids.sizes, self._units)]
             input_splits = [sum(sent[slots]) for slots in self._rank_slots]
             output_splits = self._received_units(lengths, ctx)
@@ -137,7 +137,7 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
             group=self._pg,
             codecs=self._codecs,
         )
-        return _InOrder(started, self, ctx.sent_ids)
+        return _OrderedRows(started, self, ctx.sent_ids)
 
     def _slot_batches(self, ctx: SequenceShardingContext) -> list[list[int]]:
         """Batch size of each own slot on each rank."""
@@ -145,14 +145,14 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
             return [list(sizes) for sizes in zip(*ctx.batch_size_per_rank_per_feature)]
         return [ctx.batch_size_per_rank] * len(self._own_units)
 
-    def _scaled(self, lengths: Tensor, ctx: SequenceShardingContext) -> Tensor:
-        """Lengths in rows of one unit."""
+    def _lengths_in_units(self, lengths: Tensor, ctx: SequenceShardingContext) -> Tensor:
+        """Lengths, counted in units."""
         batches = torch.tensor([sum(sizes) for sizes in self._slot_batches(ctx)], device=lengths.device)
         units = torch.tensor(self._own_units, dtype=lengths.dtype, device=lengths.device)
         return lengths * torch.repeat_interleave(units, batches, output_size=lengths.numel())
 
     def _received_units(self, scaled: Tensor, ctx: SequenceShardingContext) -> list[int]:
-        """Rows of one unit that go back to each rank."""
+        """Numbers of units that go back to each rank."""
         batches = self._slot_batches(ctx)
         ranks = len(self._rank_slots)
         if not batches:
@@ -161,7 +161,7 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
         return [sum(sums[rank::ranks]) for rank in range(ranks)]
 
     def in_order(self, rows: Tensor, sent: Sent) -> list[Tensor]:
-        """Rows of one unit in the order sent -> ``[ids, columns]`` of each column piece, in the order of its ids."""
+        """Units in the order sent -> ``[ids, columns]`` of each column piece, in the order of its ids."""
         by_slot = rows.split([n * units for n, units in zip(sent.sizes, self._units)])
         pieces = [part.reshape(-1, width) for part, width in zip(by_slot, self._layout.widths)]
         back = _Unbucketize(self._layout, sent) if sent.permute is not None else None
@@ -185,7 +185,7 @@ class _Unbucketize:
         device = sent.permute.device
         num_cuts = len(layout.cuts)
         starts = list(accumulate(sent.bucket_sizes, initial=0))[:-1]
-        shifts = []  # from a place among all buckets to one among the buckets of its feature
+        shifts = []  # shift of a bucket from its place among all buckets to its place in its feature
         before = [0] * num_cuts
         for bucket, start in enumerate(starts):
             shifts.append(before[bucket % num_cuts] - start)
@@ -196,12 +196,12 @@ class _Unbucketize:
         self._places = (permute + shift[permute]).split(sent.cut_sizes)
 
     def places(self, cut: int) -> Tensor:
-        """int64 ``[ids of the feature]``."""
+        """The positions, int64 ``[ids of the feature]``, for cut feature number ``cut``."""
         return self._places[cut]
 
 
-class _InOrder(Awaitable[list[Tensor]]):
-    """Rows on their way back, and then into order."""
+class _OrderedRows(Awaitable[list[Tensor]]):
+    """Awaitable of the rows in the order of their ids, from the awaitable of the received rows."""
 
     def __init__(self, rows: Awaitable[Tensor], output_dist: ShardSequenceDist, sent: Sent) -> None:
         super().__init__()

@@ -31,8 +31,8 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
     Args:
         pg: the process group.
         input: the KeyedJaggedTensor that is sent.
-        splits: how many of its keys go to each rank.
-        input_splits: for each label, how many entries of its tensor go to each rank.
+        splits: number of its keys for each rank.
+        input_splits: for each label, the number of its tensor's entries for each rank.
         output_splits: for each label, how many entries come from each rank.
         input_tensors: the tensors, one per label.
         labels: what they are: ``lengths``, ``values``, ``strides`` (batch size of each key), ``weights``.
@@ -97,7 +97,7 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         """int32: position of each received piece; None when they are in order.
 
         A piece is the lengths of a (rank, key) when all batch sizes are the same, else a single length. With a batch
-        size per key it is known after the wait.
+        size per key, the positions are known after the wait.
         """
         return self._recat
 
@@ -112,7 +112,7 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
             return self._input
         assert self._pending is not None
         sections = self._pending.wait().split([size for of_rank in self._sizes for size in of_rank])
-        self._pending = None  # frees the memory early, however long this awaitable lives
+        self._pending = None  # frees the memory before this awaitable ends
         step = len(self._labels)
         return self._arrange({label: sections[at::step] for at, label in enumerate(self._labels)})
 
@@ -163,7 +163,8 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
     def _permuted_on_device(
         self, lengths: Tensor, sections: dict[str, Sequence[Tensor]], moved: list[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same by FBGEMM's kernels, which read the sizes of pieces on the device: the host does not wait."""
+        """Permute the pieces with FBGEMM's kernels, which read the sizes on the device, so that the host does not
+        wait."""
         assert self._recat is not None
         tensors = [self._joined(sections[label], label) for label in moved]
         one_a_length = self._recat.numel() == lengths.numel()

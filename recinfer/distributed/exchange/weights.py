@@ -22,7 +22,7 @@ class WeightRoute:
     Attributes:
         pg: the ranks.
         input_splits: ids that this rank sent to each rank.
-        output_splits: ids that it received from each rank.
+        output_splits: ids that this rank received from each rank.
         recat: permutation of received pieces from (rank, feature) to (feature, rank); None when they were in order.
         lengths: ids of each (feature, rank, example) received.
     """
@@ -44,15 +44,15 @@ class WeightRoute:
 
     @property
     def single_lengths(self) -> bool:
-        """Whether ``recat`` counts single lengths, not pieces of a whole batch."""
+        """Whether ``recat`` permutes single lengths instead of pieces of a whole batch."""
         return self.recat is not None and self.recat.numel() == self.lengths.numel()
 
 
 def send_weights(sent: Tensor, route: WeightRoute, received: Tensor | None = None) -> Tensor:
     """Send the weights to the ranks of their ids' rows; gradients flow back to ``sent``.
 
-    The gradient is that of this rank's own loss: unlike the tables' gradients, it is not divided by the number of
-    ranks.
+    The weights get the gradient of this rank's own loss, which, unlike the tables' gradients, is not divided by the
+    number of ranks.
 
     Args:
         sent: float ``[ids sent]``, in the order sent.

@@ -18,10 +18,10 @@ __all__ = ["column_unit", "column_width", "even_rows", "grid", "heights_in_propo
 
 
 def even_rows(rows: Any, parts: Any, index: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """First row and height of piece number ``index`` of ``parts``: all have ``ceil(rows / parts)`` rows, except that
-    the last ones may have fewer.
+    """First row and height of piece number ``index`` of ``parts``.
 
-    Takes integers or arrays of integers.
+    Pieces have ``ceil(rows / parts)`` rows, and the last pieces may have fewer. Arguments are integers or integer
+    arrays.
     """
     height = -(-rows // parts)
     start = np.minimum(index * height, rows)

@@ -55,7 +55,7 @@ class Rect:
         return f"{self.table}[{self.row_start}:{self.row_stop}, {self.col_start}:{self.col_stop}]@{self.rank}"
 
     def overlap(self, other: Rect) -> Rect | None:
-        """The intersection of two rectangles of a table, on this one's rank; None if it is empty."""
+        """The intersection of two rectangles of a table, on this rectangle's rank; None if empty."""
         row_start, row_stop = max(self.row_start, other.row_start), min(self.row_stop, other.row_stop)
         col_start, col_stop = max(self.col_start, other.col_start), min(self.col_stop, other.col_stop)
         if self.table != other.table or row_start >= row_stop or col_start >= col_stop:
@@ -65,7 +65,7 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """One column range of a table, as non-empty rectangles from top to bottom that cover all rows."""
+    """A column range of a table, as non-empty rectangles from top to bottom that cover all rows."""
 
     col_start: int
     col_stop: int
@@ -78,7 +78,7 @@ class Strip:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """The row numbers of its cuts, from 0 to the table's rows: ``(0, rows)`` when it is whole."""
+        """The row numbers of the strip's cuts, from 0 to the table's rows: ``(0, rows)`` without cuts."""
         return (0, *(rect.row_stop for rect in self.rects))
 
 
@@ -97,7 +97,7 @@ def tile(
     Args:
         table: its name, for messages.
         rows, cols: its size.
-        rects: in any order. Those without rows are left out of the strips.
+        rects: the rectangles in any order. Rectangles without rows are left out of the strips.
         world_size: number of ranks; None: not checked.
         column_unit: strips begin at multiples of it.
         replicated: each rectangle is the whole table, on a different rank; the result is one strip, of the first

@@ -47,7 +47,7 @@ POOLING_FACTOR: float = 1.0
 NUM_POOLINGS: float = 1.0
 MIN_CW_DIM: int = 128
 UVM_CACHING_RATIO: float = 0.2
-BIGINT_DTYPE: int = 8  # bytes of one id
+BIGINT_DTYPE: int = 8  # bytes of an id
 
 BWD_COMPUTE_MULTIPLIER: float = 2
 WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER: float = 1

@@ -43,7 +43,7 @@ class DynamicProgrammingProposer(Proposer):
         self._proposals: list[list[int]] = []
 
     def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """Order each table's options by the memory that is planned; equal ones stay in their order."""
+        """Sort each table's options by the planned memory, in a stable order."""
         self._tables = by_table(search_space)
         on_device = any(o.total_storage.hbm for o in search_space)
 
@@ -71,7 +71,7 @@ class DynamicProgrammingProposer(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Compute the plans in the first call, which must pass the topology; then go on to the next plan."""
+        """Compute the plans in the first call, which must pass the topology; later calls advance to the next plan."""
         if self._planned:
             if self._proposals:
                 self._proposals.pop(0)
@@ -113,7 +113,8 @@ class DynamicProgrammingProposer(Proposer):
                 came.append(states[ok])
                 cell.append(m[ok].astype(np.int64) * columns + d[ok].astype(np.int64))
             all_perf, cells = np.concatenate(perf), np.concatenate(cell)
-            # The last writer of a cell wins: write from worst to best, and of equal ones the first option last.
+            # The last writer of a cell wins, so options are written from worst to best, and of equal options the first
+            # is last.
             order = np.lexsort((-np.arange(all_perf.size), -all_perf))
             best, used, used_d = (np.full(best.size, np.inf) for _ in range(3))
             choice, previous = np.full(best.size, -1), np.full(best.size, -1)

@@ -52,7 +52,9 @@ class EmbeddingEnumerator(Enumerator):
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size {batch_size}; expected at least 1")
-        self._topology, self._batch_size, self._constraints = topology, batch_size, constraints
+        self._topology = topology
+        self._batch_size = batch_size
+        self._constraints = constraints
         self._given: list[ShardEstimator] | None = None
         if estimator is not None:
             self._given = [estimator] if isinstance(estimator, ShardEstimator) else list(estimator)
@@ -72,7 +74,7 @@ class EmbeddingEnumerator(Enumerator):
 
     @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
-        """What the last :meth:`enumerate` returned."""
+        """The result of the last :meth:`enumerate`."""
         return self._last
 
     def space(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> SearchSpace | None:
@@ -94,7 +96,7 @@ class EmbeddingEnumerator(Enumerator):
         if self._given is None and all(k.startswith("quant") for t in tables for _, k in t.offers):
             return inference_estimate(topology, tables)
         perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
-        for given in self._given or ():  # by exact type: a subclass may have changed estimate()
+        for given in self._given or ():  # compared by exact type, because a subclass may have changed estimate()
             if type(given) is EmbeddingPerfEstimator:
                 perf = given
             elif type(given) is EmbeddingStorageEstimator:
@@ -115,7 +117,7 @@ class EmbeddingEnumerator(Enumerator):
             self._last = []
             return []
         if space is None:
-            space = build_space(self._tables, self._topology, _nothing)
+            space = build_space(self._tables, self._topology, _no_estimate)
             options = [option_object(space, o, self._batch_size, estimated=False) for o in range(space.num_options)]
             self.populate_estimates(options)
         else:
@@ -143,7 +145,8 @@ class EmbeddingEnumerator(Enumerator):
             estimator.estimate(sharding_options, sharders)
 
 
-def _nothing(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
+def _no_estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
+    """An estimate function that gives 0 milliseconds and 0 bytes for every shard."""
     zeros = np.zeros(arrays.kind.size, np.int64)
     return np.zeros((arrays.kind.size, 6)), zeros, zeros
 

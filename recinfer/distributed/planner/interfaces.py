@@ -43,7 +43,7 @@ class StorageReservation(abc.ABC):
     @property
     @abc.abstractmethod
     def last_reserved_topology(self) -> Topology | None:
-        """What the last :meth:`reserve` returned."""
+        """The result of the last :meth:`reserve`."""
 
 
 class PerfModel(abc.ABC):

@@ -77,7 +77,7 @@ class EmbeddingOffloadScaleupProposer(Proposer):
                 return
             cost = perf_rating if partitionable and perf_rating is not None else None
             self._search = LuusJaakolaSearch(0, float(budget), self._MAX_ROUNDS, left_cost=cost)
-            spend = float(budget)  # the whole budget is most likely the best: try it first
+            spend = float(budget)  # the whole budget comes first, because it is most likely the best
             self._search.next(math.inf)
             self._search._x = spend
         else:

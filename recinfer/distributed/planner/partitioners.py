@@ -95,7 +95,8 @@ class GreedyPerfPartitioner(Partitioner):
     """
 
     def __init__(self, sort_by: SortBy = SortBy.STORAGE, balance_modules: bool = False) -> None:
-        self._sort_by, self._balance_modules = sort_by, balance_modules
+        self._sort_by = sort_by
+        self._balance_modules = balance_modules
 
     def partition(
         self, proposal: list[ShardingOption], storage_constraint: Topology, hbm_per_device: int | None = None
@@ -182,7 +183,9 @@ class MemoryBalancedPartitioner(Partitioner):
     """
 
     def __init__(self, max_search_count: int = 10, tolerance: float = 0.02, balance_modules: bool = False) -> None:
-        self._max_search_count, self._tolerance, self._balance_modules = max_search_count, tolerance, balance_modules
+        self._max_search_count = max_search_count
+        self._tolerance = tolerance
+        self._balance_modules = balance_modules
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """``proposal`` with ranks, in place; raises PlannerError when not even the greedy placement fits."""

@@ -99,7 +99,8 @@ class EmbeddingPlannerBase(ShardingPlanner):
             percentage=heuristical_storage_reservation_percentage
         )
         self._stats = [EmbeddingStats()] if stats is None else stats if isinstance(stats, list) else [stats]
-        self._debug, self._callbacks = debug, callbacks or []
+        self._debug = debug
+        self._callbacks = callbacks or []
         self._timeout_seconds = timeout_seconds
 
     def collective_plan(

@@ -241,14 +241,14 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
                 proposer.feedback(*_as_feedback(seen[key], proposal, reserved))
         if best is None:
             kind = last_kind if space is None else error_type(make_problem(space, reserved))
-            raise PlannerError(self._why(space, reserved, last_error), kind)
+            raise PlannerError(self._reason(space, reserved, last_error), kind)
         bound = lower_bound(make_problem(space, reserved)).value if space is not None else float("nan")
         worst = NoopPerfModel(self._topology).rate(best)
         self.report = SearchReport(worst, bound, num_proposals=proposals, num_plans=plans, source="proposers")
         self.last_plan = None
         return best, proposals, plans
 
-    def _why(self, space: SearchSpace | None, reserved: Topology, last_error: str) -> str:
+    def _reason(self, space: SearchSpace | None, reserved: Topology, last_error: str) -> str:
         if space is None or not isinstance(self._enumerator, EmbeddingEnumerator):
             return f"No proposal could be placed. The last one failed because {last_error}"
         enumerator = self._enumerator
@@ -262,7 +262,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
     def _load(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption] | None:
         assert self._plan_loader is not None
         if not isinstance(self._enumerator, EmbeddingEnumerator):
-            self._enumerator.enumerate(module=module, sharders=sharders)  # the hash covers what it finds
+            self._enumerator.enumerate(module=module, sharders=sharders)  # the hash covers the tables found
         wanted = self._plan_loader.plan_context_hash()
         mine = self.hash_planner_context_inputs_str()
         if wanted is not None and wanted != mine:

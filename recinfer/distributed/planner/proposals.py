@@ -29,7 +29,7 @@ def _depth(option: ShardingOption) -> float:
 
 
 def rating(option: ShardingOption, use_depth: bool) -> float:
-    """Milliseconds of an option: of its slowest shard, or the sum over its shards."""
+    """Milliseconds of an option's slowest shard, or the sum over its shards."""
     return _depth(option) if use_depth else option.total_perf
 
 
@@ -55,5 +55,5 @@ class PreparedProposer(Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Go on to the next."""
+        """Advance to the next proposal."""
         self._current = next(self._rest, None)

@@ -35,11 +35,13 @@ class GreedyProposer(Proposer):
     """
 
     def __init__(self, use_depth: bool = True, threshold: int | None = None) -> None:
-        self._use_depth, self._threshold = use_depth, threshold
+        self._use_depth = use_depth
+        self._threshold = threshold
         self._tables: ByTable = OrderedDict()
         self._at: dict[str, int] = {}
         self._done = True
-        self._best, self._worse_in_a_row = math.inf, 0
+        self._best = math.inf
+        self._worse_in_a_row = 0
 
     def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
         """Sort the options of each table by perf."""
@@ -87,9 +89,8 @@ class GreedyProposer(Proposer):
 
 
 class UniformProposer(PreparedProposer):
-    """Proposes plans where all tables are sharded alike: each sharding type, then each type with each kernel.
-
-    There is no such plan if a table does not offer the type.
+    """Proposes plans with one sharding type for all tables, then with one type and kernel. A type that a table does not
+    offer has no such plan.
 
     Args:
         use_depth: rate options by their slowest shard.
@@ -146,7 +147,7 @@ class GridSearchProposer(PreparedProposer):
 def proposers_to_proposals_list(
     proposers_list: list[Proposer], search_space: list[ShardingOption]
 ) -> list[list[ShardingOption]]:
-    """All distinct proposals of ``proposers_list``, with the feedback that each of them can be placed."""
+    """All distinct proposals of ``proposers_list``, which get the feedback that each proposal can be placed."""
     found: list[list[ShardingOption]] = []
     seen: set[tuple[int, ...]] = set()
     for proposer in proposers_list:

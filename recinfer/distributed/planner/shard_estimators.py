@@ -80,7 +80,9 @@ class EmbeddingPerfEstimator(ShardEstimator):
         constraints: dict[str, ParameterConstraints] | None = None,
         is_inference: bool = False,
     ) -> None:
-        self._topology, self._constraints, self._is_inference = topology, constraints, is_inference
+        self._topology = topology
+        self._constraints = constraints
+        self._is_inference = is_inference
 
     def estimate_arrays(self, arrays: ShardArrays) -> FloatN:
         """[N, 6] milliseconds of shards given as arrays."""
@@ -224,7 +226,7 @@ def _batch_figures(input_lengths: list[float], num_poolings: list[float], batch_
 
 
 def _memory_figures(compute_kernel: str, caching_ratio: float | None, misses: float) -> dict[str, float | bool]:
-    """Where a kernel keeps rows, as ShardArrays names it; time does not depend on the optimizer's state."""
+    """The fields of ShardArrays about a kernel's memory; times do not depend on the optimizer's state."""
     return {
         "misses": misses,
         "cached": compute_kernel.endswith("_caching"),
@@ -270,8 +272,10 @@ class EmbeddingStorageEstimator(ShardEstimator):
         run_embedding_at_peak_memory: bool = False,
         is_inference: bool = False,
     ) -> None:
-        self._topology, self._constraints = topology, constraints
-        self._pipeline_type, self._at_peak = pipeline_type, run_embedding_at_peak_memory
+        self._topology = topology
+        self._constraints = constraints
+        self._pipeline_type = pipeline_type
+        self._at_peak = run_embedding_at_peak_memory
         self._is_inference = is_inference
 
     def estimate_arrays(self, arrays: ShardArrays) -> tuple[IntN, IntN]:
@@ -320,7 +324,8 @@ class EmbeddingOffloadStats(CacheStatistics):
             )
         if height <= 0:
             raise ConfigError(f"height {height}; expected at least 1 row")
-        self._cacheability, self._expected_lookups = cacheability, expected_lookups
+        self._cacheability = cacheability
+        self._expected_lookups = expected_lookups
         self._hist = mrc_hist_counts
         self._bins = torch.linspace(0, height, mrc_hist_counts.numel() + 1)
         self.height = height

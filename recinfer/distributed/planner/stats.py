@@ -62,7 +62,7 @@ class NoopEmbeddingStats(Stats):
     """Prints nothing."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """No effect."""
 
 
 class EmbeddingStats(Stats):
@@ -260,8 +260,11 @@ class _RankSums:
 
     def __init__(self, best_plan: list[ShardingOption], topology: Topology) -> None:
         world = topology.world_size
-        self.hbm, self.ddr, self.total = np.zeros(world), np.zeros(world), np.zeros(world)
-        self.inputs, self.outputs = np.zeros(world), np.zeros(world)
+        self.hbm = np.zeros(world)
+        self.ddr = np.zeros(world)
+        self.total = np.zeros(world)
+        self.inputs = np.zeros(world)
+        self.outputs = np.zeros(world)
         self.perf = np.zeros((world, 6))
         self.shards: list[Counter[str]] = [Counter() for _ in range(world)]
         for option in best_plan:
@@ -288,7 +291,7 @@ class _RankSums:
 
 
 def _traffic(option: ShardingOption, topology: Topology) -> tuple[float, float]:
-    """(bytes of ids in, bytes of vectors out per column) of one shard and iteration."""
+    """(bytes of received ids, bytes of sent vectors per column) of one shard and iteration."""
     poolings = option.num_poolings or [1.0] * len(option.input_lengths)
     ids = sum(n * p for n, p in zip(option.input_lengths, poolings)) * option.batch_size
     vectors = sum(poolings[: len(option.input_lengths)]) * option.batch_size

@@ -99,7 +99,7 @@ class _Reservation(StorageReservation):
 
     @property
     def last_reserved_topology(self) -> Topology | None:
-        """What the last ``reserve`` returned."""
+        """The result of the last ``reserve``."""
         return self._last
 
 
@@ -192,7 +192,7 @@ class _ModelReservation(_Reservation):
 
 
 class HeuristicalStorageReservation(_ModelReservation):
-    """For training: a margin, dense parameters with gradients and optimizer state, features in flight.
+    """A reservation for training: a margin, dense parameters with gradients and optimizer state, features in flight.
 
     Args:
         percentage: margin, 0 to 1.
@@ -209,7 +209,7 @@ class HeuristicalStorageReservation(_ModelReservation):
 
 
 class InferenceStorageReservation(_ModelReservation):
-    """For inference: a margin, the dense parameters once, the features of one batch.
+    """A reservation for inference: a margin, the dense parameters once, the features of one batch.
 
     Args:
         percentage: margin, 0 to 1.

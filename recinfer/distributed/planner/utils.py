@@ -67,14 +67,16 @@ def storage_repr_in_gb(storage: Storage | None) -> str:
 
 
 class BinarySearchPredicate:
-    """The largest x in [A, B] for which a monotone predicate holds, to within ``tolerance``.
+    """A search for the largest x in [A, B] for which a monotone predicate holds, to within ``tolerance``.
 
     ``next(prior_result)`` returns the next x to try, given the result for the last one (ignored the first time); None
     when done.
     """
 
     def __init__(self, A: int, B: int, tolerance: int) -> None:
-        self.left, self.right, self.tolerance = A, B, tolerance
+        self.left = A
+        self.right = B
+        self.tolerance = tolerance
         self._at: int | None = None
 
     def next(self, prior_result: bool) -> int | None:
@@ -98,7 +100,8 @@ class LuusJaakolaSearch:
     """
 
     def __init__(self, A: float, B: float, max_iterations: int, seed: int = 42, left_cost: float | None = None) -> None:
-        self.left, self.right = A, B
+        self.left = A
+        self.right = B
         self.iteration = -1
         self.max_iterations = max_iterations
         self._random = random.Random(seed)

@@ -147,7 +147,7 @@ class _MetaLookup(InferGroupedLookupMixin, nn.Module):  # type: ignore[misc]
 
 
 class MetaInferGroupedPooledEmbeddingsLookup(_MetaLookup):
-    """Pooled vectors of one device's packed shards; rows are zero bytes until a state is loaded.
+    """Pooled vectors of one device's packed shards; rows are zeros until a state is loaded.
 
     Args:
         grouped_configs: the groups; features come in their order.
@@ -231,7 +231,7 @@ class _InferLookup(InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[Te
 
     @property
     def lookups(self) -> list[_MetaLookup]:
-        """One per rank."""
+        """The lookup of each rank."""
         return self._embedding_lookups_per_rank
 
     def forward(self, sparse_features: KJTList) -> list[Tensor]:
@@ -249,7 +249,7 @@ class InferGroupedPooledEmbeddingsLookup(_InferLookup):
         grouped_configs_per_rank: the groups of each device.
         world_size: devices.
         fused_params: as :class:`MetaInferGroupedPooledEmbeddingsLookup`.
-        device: its type says what the devices are, as for KJTOneToAll.
+        device: its type determines the devices, as for KJTOneToAll.
     """
 
     _one_device = MetaInferGroupedPooledEmbeddingsLookup

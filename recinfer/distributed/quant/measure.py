@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from recinfer.distributed.planner.model.estimates import row_alignment
-from recinfer.distributed.planner.model.hardware import FEATURES_PER_CALL, Company, HardwareProfile, LookupGrid
+from recinfer.distributed.planner.model.hardware import FEATURES_PER_CALL, CacheSharers, HardwareProfile, LookupGrid
 from recinfer.distributed.quant.measure_machine import copies_per_ms, memory_per_ms, processor
 from recinfer.distributed.quant.timings import Call, Timings
 from recinfer.errors import ConfigError, UnavailableError
@@ -26,26 +26,23 @@ __all__ = ["calibrate", "random_module", "random_request"]
 
 logger = logging.getLogger(__name__)
 
-# Widths in pairs, one whose rows just fill memory lines and the next: the op prefetches whole lines of a row from its
-# start, so costs rise towards full lines and fall behind them. INT4's fill them less one step: rows of exactly 64 bytes
-# never lie across two lines, and would make all widths around them look cheap.
+# Widths come in pairs, a width whose rows just fill memory lines and the next width: the op prefetches whole lines of a
+# row from its start, so costs rise towards full lines and fall behind them. INT4's widths are one step below full
+# lines, because rows of exactly 64 bytes never lie across two lines and would make all widths around them look cheap.
 _DIMS = (16, 32, 56, 64, 120, 128, 248, 256, 512)
 _DIMS_OF = {DataType.INT4: (16, 32, 48, 64, 112, 128, 240, 256, 512)}
 _SET_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)
 _PRECISIONS = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32)
-# Bags of two random lengths, as those of a model are not predictable; few of the long ones, as other work on the
-# machine hits fewer short calls.
+# Bags have two random lengths, because a model's lengths are not predictable. Long bags are few, because other work on
+# the machine disturbs fewer short calls.
 _IDS_AND_BAGS = ((0.0, 512), (0.5, 512), (1.0, 512), (1.5, 512), (4.5, 512), (16.5, 128), (64.5, 32))
-_NARROW_DIM, _WIDE_DIM, _WIDE = (
-    16,
-    256,
-    (1, 2, 4, 8),
-)  # features that write the wide vectors; 16 times as many the narrow
+_NARROW_DIM, _WIDE_DIM = 16, 256
+_WIDE = (1, 2, 4, 8)  # features that write wide vectors; 16 times the number write narrow vectors
 _WRITTEN = [(_WIDE_DIM, n) for n in _WIDE] + [(_NARROW_DIM, 16 * n) for n in _WIDE]
 _FIRST_DIM, _FIRST_IDS = 120, (2, 8, 32, 128, 512)  # ids of a feature in short calls
-_MIXED = 16  # collections of random tables that the whole estimate is checked with
+_MIXED = 16  # collections of random tables that check the whole estimate
 _ROUNDS = 4
-_AGREEMENT = 1.25  # factor between the rounds' figures that an idle machine stays below
+_AGREEMENT = 1.25  # largest factor between the rounds' figures on an idle machine
 _FILL = 0x3C  # a byte that decodes to a finite number in every precision
 
 
@@ -184,12 +181,13 @@ class _Measure:
     """The timings of a calibration on one device, with one buffer that serves as tables of any shape."""
 
     def __init__(self, device: str, sets: tuple[int, ...]) -> None:
-        self.device, self.sets = device, sets
+        self.device = device
+        self.sets = sets
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
         rows = torch.full((max(sets) + SLACK_BYTES,), _FILL, dtype=torch.uint8, device=device)
         self._buffers = Buffers(rows, row_alignment=row_alignment(device))
         self._timings = Timings(self.synchronize, on_device=device != "cpu")
-        self._mixed: list[tuple[_Mixed, Call]] = []
+        self._mixed: list[tuple[_RandomCollection, Call]] = []
         self._first = _PRECISIONS[0]
 
     def round(self, precisions: Sequence[DataType], seconds: float) -> None:
@@ -205,10 +203,10 @@ class _Measure:
         written = {(dim, num): self._call([64] * num, dim, DataType.INT8, 1, 512) for dim, num in _WRITTEN}
         self._timings.add(written, 4 * seconds)
         if not self._mixed:
-            drawn = [_Mixed.draw(i, precisions, max(self.sets)) for i in range(_MIXED)]
+            drawn = [_RandomCollection.draw(i, precisions, max(self.sets)) for i in range(_MIXED)]
             self._mixed = [(mixed, mixed.call(self.device)) for mixed in drawn]
         self._timings.add({mixed: call for mixed, call in self._mixed}, 4 * seconds, settle=0.05)
-        for size in self.sets:  # outermost: all lookups of a set keep it where steady traffic keeps it
+        for size in self.sets:  # outermost, so that all lookups of a set keep it in the cache level of steady traffic
             self._timings.add({"settle": self._call_of(64, precisions[0], size, *_IDS_AND_BAGS[-1])}, 0.0, settle=0.15)
             first = {("first", size, n): self._call_of(_FIRST_DIM, precisions[0], size, 1.0, n) for n in _FIRST_IDS}
             self._timings.add(first, 2 * seconds)
@@ -260,7 +258,7 @@ class _Measure:
                 rows=np.array(max(size // row, 8)),
                 features=np.array(1.0),
                 vector_bytes=np.array(_FIRST_DIM * 4.0),
-                company=Company.of_set(size, FEATURES_PER_CALL * ids * _FIRST_DIM * 4.0),
+                sharers=CacheSharers.of_set(size, FEATURES_PER_CALL * ids * _FIRST_DIM * 4.0),
             ).sum()
             took = self._timings.ms(("first", size, ids)) - profile.call_ms
             return max(float(took - planned), 0.0) / FEATURES_PER_CALL * 1e6
@@ -316,8 +314,8 @@ class _Measure:
 
 
 @dataclass(frozen=True)
-class _Mixed:
-    """A collection of random tables, like those of a rank: of all widths, sizes and bag lengths."""
+class _RandomCollection:
+    """A collection of random tables like a rank's, with all widths, sizes and bag lengths."""
 
     number: int
     precision: DataType
@@ -327,8 +325,9 @@ class _Mixed:
     pooling: tuple[float, ...]
 
     @classmethod
-    def draw(cls, number: int, precisions: Sequence[DataType], max_bytes: int) -> _Mixed:
-        """The same for the same number; at most ``max_bytes`` of rows."""
+    def draw(cls, number: int, precisions: Sequence[DataType], max_bytes: int) -> _RandomCollection:
+        """The collection number ``number``, with at most ``max_bytes`` of rows; equal numbers give equal
+        collections."""
         random = np.random.default_rng(number)
         precision = precisions[number % len(precisions)]
         batch = 16 << (number * 3 % 7)  # 16 to 1024
@@ -354,12 +353,12 @@ class _Mixed:
         return module, lambda seed: random_request(self.rows, self.pooling, self.batch, device, seed)
 
     def planned_ms(self, profile: HardwareProfile, alignment: int) -> float:
-        """Planned milliseconds of its lookups, without the call."""
+        """Planned milliseconds of the collection's lookups, without the call."""
         rows, dims, pooling = (np.array(x, float) for x in (self.rows, self.dims, self.pooling))
         stored = row_format(self.precision)
         row = stored.row_bytes(dims.astype(int), alignment).astype(float)
         ids, bags = pooling * self.batch, np.full(dims.shape, float(self.batch))
-        together = Company.of(rows, ids, row, bags * dims * 4)
+        together = CacheSharers.of(rows, ids, row, bags * dims * 4)
         each = {
             "ids": ids,
             "bags": bags,
@@ -368,7 +367,7 @@ class _Mixed:
             "rows": rows,
         }
         features, vector = np.ones(dims.shape), dims * 4
-        return float(profile.lookup_ms(**each, features=features, vector_bytes=vector, company=together).sum())
+        return float(profile.lookup_ms(**each, features=features, vector_bytes=vector, sharers=together).sum())
 
 
 def _dims(precision: DataType) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ def memory_per_ms(device: torch.device, synchronize: Callable[[], None]) -> floa
 
 
 def copies_per_ms(device: str, synchronize: Callable[[], None]) -> tuple[float, float]:
-    """(host to device, device to device) bytes per millisecond; 0 where there is nothing to measure."""
+    """(host to device, device to device) bytes per millisecond; 0 without a device to measure."""
     if device != "cuda":
         return 0.0, 0.0
     host = torch.ones(1 << 24, dtype=torch.float32).pin_memory()

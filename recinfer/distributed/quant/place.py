@@ -76,7 +76,7 @@ class PackedTables:
     """Sharded tables and the positions of their packed rows.
 
     Attributes:
-        shards: every shard that has rows; of a replicated table the one that is read.
+        shards: every shard that has rows; for a replicated table, the shard that is read.
         rows_of: a shard's packed rows, uint8 ``[rows, row bytes]`` at row alignment 1, on CPU.
         devices: rank -> device.
         buffers: the buffers that the shards' offsets refer to, on CPU; None: shards are cut from whole tables on
@@ -94,7 +94,7 @@ class PackedTables:
 def place_module(
     module: Any, params: Mapping[str, ParameterSharding], env: ShardingEnv, *, fused: bool | None
 ) -> PackedTables:
-    """Shard the tables of a quantized collection by ``params``; nothing is copied for ranks on the CPU.
+    """Shard the tables of a quantized collection by ``params``; rows of ranks on the CPU are not copied.
 
     Raises:
         ConfigError: a table has no plan, or shards that do not tile it.
@@ -119,7 +119,7 @@ def place_module(
     devices = _rank_devices(params, env)
     whole = None
     if fused is not False and all(d.type in ("cpu", "meta") for d in [*devices.values(), module.device]):
-        # Whole rows stay in the unsharded module's memory, which the ranks of one host share.
+        # Whole rows stay in the unsharded module's memory, shared by the ranks of one host.
         whole = WholeTables({name: (placed,) for name, placed in module.placed.items()}, module.storage)
     return PackedTables(tuple(shards), rows_of, devices, None, whole)
 
@@ -198,7 +198,7 @@ def place_buffer(
     placed = [by_rect[name][rect] for name, found in strips.items() for strip in found for rect in strip.rects]
     kind, here = torch.device(device).type, Buffers(buffer)
     devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
-    # Our kernel copies ids from the host itself; with FBGEMM's the steps copy them.
+    # recinfer's kernel copies ids from the host itself; with FBGEMM's kernel, the steps copy the ids.
     if kind == "cuda" and world_size == 1 and fused is not False:
         check_devices(devices)  # checked before a kernel is chosen
         if choose_kernel(device).name == "triton":
@@ -242,7 +242,7 @@ def on_one_device(
 def _merged(
     strips: Mapping[str, Sequence[Strip]], by_rect: Mapping[str, Mapping[Rect, Placed]], buffers: Buffers
 ) -> WholeTables | None:
-    """Whole strips of every table if the row pieces of each strip are adjacent in memory; else None."""
+    """Whole strips of every table, or None if the row pieces of a strip are not adjacent in memory."""
     pieces: dict[str, list[Placed]] = {}
     for name, of_table in strips.items():
         for strip in of_table:
@@ -258,9 +258,9 @@ def _merged(
 def _joined(configs: Sequence[BaseEmbeddingConfig], whole: WholeTables) -> WholeTables:
     """Join the column pieces of tables.
 
-    A cut table costs per row's cache misses once per piece, and its ids once more for the op to read. Whole rows cost
-    their bytes per second time, in memory that no other process shares. Where the uncut tables are no more than the cut
-    ones, all move: the op checks ids itself only where all tables lie in one buffer, in order.
+    The op reads ids, and misses the cache, once per piece of a row. Whole rows need their bytes a second time, in
+    memory that no other process shares. All tables move if the uncut tables have no more bytes than the cut tables,
+    because the op checks ids itself only if all tables lie in one buffer, in order.
     """
     tables = {c.name: whole_table(c) for c in configs}
     cut = [c for c in configs if len(whole.pieces[c.name]) > 1]

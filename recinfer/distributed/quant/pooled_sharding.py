@@ -32,7 +32,7 @@ class InferPooledSharding(PooledSharding):
         sharding_infos: the tables in module order; ``param`` holds packed rows, uint8 ``[rows, row_bytes]`` at row
             alignment 1, or is on meta (rows then come with a state).
         env: ``ShardingEnv.from_local(world_size, 0)``.
-        device: its type says what the devices are.
+        device: its type determines the devices.
     """
 
     def embedding_tables(self) -> list[ShardedEmbeddingTable]:
@@ -54,7 +54,7 @@ class InferPooledSharding(PooledSharding):
         """Create the lookup, with the tables' rows if they are known.
 
         Args:
-            device: its type says what the devices are.
+            device: its type determines the devices.
             fused_params: as InferGroupedPooledEmbeddingsLookup.
             feature_processor: None.
 
@@ -99,7 +99,7 @@ def create_infer_embedding_bag_sharding(
         sharding_type: a ``ShardingType`` value except data_parallel.
         sharding_infos: the tables; ``param`` holds packed rows, uint8 ``[rows, row_bytes]``, or is on meta.
         env: ``ShardingEnv.from_local(world_size, 0)``.
-        device: its type says what the devices are; default CPU.
+        device: its type determines the devices; default CPU.
 
     Raises:
         ConfigError: an unsupported type, or tables of another type.

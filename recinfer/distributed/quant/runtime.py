@@ -86,7 +86,7 @@ class GroupLookup:
 
 
 class PackedLookup(RankLookup[GroupLookup]):
-    """The op calls of a rank's packed tables, one per grouped config.
+    """The op calls of a rank's packed tables, a call per grouped config.
 
     Args:
         groups: the groups; features come in their order.
@@ -107,7 +107,8 @@ class PackedLookup(RankLookup[GroupLookup]):
         is_weighted: bool = False,
         output_dtype: Callable[[GroupedEmbeddingConfig], torch.dtype] = lambda group: torch.float32,
     ) -> None:
-        self.tables, self.buffers = list(tables), buffers
+        self.tables = list(tables)
+        self.buffers = buffers
         kernels, rest = [], iter(self.tables)
         for group in groups:
             mine = list(islice(rest, len(group.embedding_tables)))
@@ -129,14 +130,15 @@ class FeaturesToDevices(BaseSparseFeaturesDist[KJTList]):
 
     Args:
         layout: the slots.
-        devices: of each rank.
+        devices: device of each rank.
         want_permute: unpooled rows will be put back into the order of the ids.
     """
 
     def __init__(self, layout: ShardLayout, devices: Sequence[torch.device | None], want_permute: bool = False) -> None:
         super().__init__()
         self._expand = ShardFeaturesDist(layout, None, want_permute)
-        self._splits, self._devices = layout.slots_per_rank, list(devices)
+        self._splits = layout.slots_per_rank
+        self._devices = list(devices)
 
     def forward(
         self, sparse_features: KeyedJaggedTensor, sharding_ctx: EmbeddingShardingContext | None = None
@@ -173,7 +175,7 @@ class RowsFromDevices(BaseEmbeddingDist[SequenceShardingContext, list[Tensor], l
 
     @torch.no_grad()
     def forward(self, local_embs: list[Tensor], sharding_ctx: SequenceShardingContext | None = None) -> list[Tensor]:
-        """Of each column piece of each output, in module order, ``[ids, columns]``.
+        """A tensor ``[ids, columns]`` for each column piece of each output, in module order.
 
         Args:
             local_embs: the rows of each device, slot by slot, in one dimension.

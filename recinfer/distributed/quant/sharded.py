@@ -112,7 +112,7 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
         kernels: Mapping[str, str] | None = None,
         join_columns: bool = False,
     ) -> ShardedQuantEmbeddingBagCollection:
-        """Build it from packed shards in ``buffer`` (an archive's mapping), without a copy on CPU.
+        """Build the module from packed shards in ``buffer`` (an archive's mapping), without a copy on CPU.
 
         Args:
             tables: configs in module order, ``data_type`` the packed precision.
@@ -140,12 +140,13 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
 
     @property
     def fused_lookup(self) -> PooledLookup | None:
-        """The one call, for callers whose features are already in its order."""
+        """The call over all ranks' shards, for callers with features in its order; None if the shards need several
+        calls."""
         found: PooledLookup | None = self._fused
         return found
 
     def create_context(self) -> PooledContext:
-        """A context for the steps: bag lengths, for MEANs that are divided after the sum."""
+        """A context for the steps, with bag lengths for MEANs that are divided after the sum."""
         return PooledContext()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
@@ -157,10 +158,10 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
         return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
 
     def _note(self, ctx: PooledContext, arranged: KeyedJaggedTensor) -> None:
-        ctx.came(arranged, self._built().layout)
+        ctx.record_input(arranged, self._built().layout)
 
     def compute(self, ctx: PooledContext, dist_input: ListOfKJTList) -> list[list[Tensor]]:
-        """Each rank's sums, on its device: [B, its columns]."""
+        """Each rank's sums ``[B, columns of the rank]``, on its device."""
         return [[lookup.pooled(features) for lookup, features in self._looked_up(dist_input)]]
 
     def output_dist(self, ctx: PooledContext, output: list[list[Tensor]]) -> KeyedTensor:  # type: ignore[override]
@@ -239,7 +240,7 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
         kernels: Mapping[str, str] | None = None,
         join_columns: bool = False,
     ) -> ShardedQuantEmbeddingCollection:
-        """As :meth:`ShardedQuantEmbeddingBagCollection.from_packed`."""
+        """Build the module from packed shards; see :meth:`ShardedQuantEmbeddingBagCollection.from_packed`."""
         packed = place_buffer(
             tables,
             shards,
@@ -256,12 +257,13 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
 
     @property
     def fused_lookup(self) -> SequenceLookup | None:
-        """The one call, for callers whose features are already in its order."""
+        """The call over all ranks' shards, for callers with features in its order; None if the shards need several
+        calls."""
         found: SequenceLookup | None = self._fused
         return found
 
     def create_context(self) -> SequenceShardingContext:
-        """A context for the steps: the ids, and the rank of each."""
+        """A context for the steps, with the ids and the rank of each id."""
         return SequenceShardingContext()
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
@@ -276,7 +278,7 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
         ctx.features_before_input_dist = arranged
 
     def compute(self, ctx: SequenceShardingContext, dist_input: ListOfKJTList) -> list[list[Tensor]]:
-        """Each rank's rows, on its device, one after another in one dimension."""
+        """Each rank's rows, concatenated in one dimension, on its device."""
         found = []
         for lookup, features in self._looked_up(dist_input):
             rows = [part.reshape(-1) for part in lookup(features)]

@@ -82,8 +82,8 @@ class _Steps:
 class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, Ctx], Generic[C, Ctx]):
     """Base of the sharded quantized collections.
 
-    With a fused lookup, forward is that one call; the ranks' own lookups are built on first use (``tbes_configs``,
-    ``input_dist``). Without one they are built here, on their devices.
+    With a fused lookup, forward is a single call, and the ranks' own lookups are built on first use (``tbes_configs``,
+    ``input_dist``). Without a fused lookup, the constructor builds the ranks' lookups on their devices.
 
     Args:
         configs: tables in module order, ``data_type`` the packed precision.
@@ -119,7 +119,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         self.weighted = weighted
         self._names = embedding_names(configs)
         self._dims = [c.embedding_dim for c in configs for _ in c.feature_names]
-        # Ids are checked before they are split by table, once per feature, however many tables read it.
+        # Ids are checked before they are split by table, once per feature even if several tables read it.
         least: dict[str, int] = {}
         for config in configs:
             for feature in config.feature_names:
@@ -205,7 +205,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
 
     @property
     def fused(self) -> bool:
-        """Whether forward is one call over all ranks' shards in this host's memory."""
+        """Whether forward is a single call over all ranks' shards in this host's memory."""
         return self._fused is not None
 
     @property
@@ -214,7 +214,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         return self._packed.shards
 
     def sharding_plan(self) -> dict[str, ParameterSharding]:
-        """The plan it was built with, table by table (empty when built from packed shards)."""
+        """The plan of the module, table by table; empty if the module was built from packed shards."""
         return dict(self._plans)
 
     @property
@@ -263,7 +263,7 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         return {group.batch.fbgemm_module(): group.config for lookup in lookups for group in lookup.kernels}
 
     def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
-        """The same as :meth:`tbes_configs`; the name that TorchRec's registration looks for."""
+        """:meth:`tbes_configs` under the name that TorchRec's registration uses."""
         return self.tbes_configs()
 
 

@@ -59,7 +59,7 @@ class Timings:
                 spent, number = spent + times[-1], number + 1
 
     def ms(self, name: Any) -> float:
-        """Milliseconds of one name."""
+        """Milliseconds of the call ``name``."""
         return statistics.median(itertools.chain.from_iterable(self._rounds[name]))
 
     def disagreement(self) -> float:

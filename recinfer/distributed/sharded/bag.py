@@ -36,7 +36,7 @@ __all__ = ["EmbeddingAwaitable", "EmbeddingBagSharder", "ShardedEmbeddingBag"]
 
 
 class EmbeddingAwaitable(LazyAwaitable[Tensor]):
-    """Awaitable of the pooled vectors of one table. It waits when the tensor is first used.
+    """Awaitable of the pooled vectors of one table, which waits when the tensor is first used.
 
     Args:
         awaitable: of the collection that the table is in.
@@ -50,7 +50,7 @@ class EmbeddingAwaitable(LazyAwaitable[Tensor]):
         return self._awaitable.wait().values()
 
 
-_TABLE = "embedding_bag"  # name of the one table inside; also that of its feature
+_TABLE = "embedding_bag"  # name of the only table, and of its feature
 
 
 class ShardedEmbeddingBag(
@@ -96,7 +96,7 @@ class ShardedEmbeddingBag(
         # Weights are allowed with mode sum only, as in nn.EmbeddingBag.
         self._weighted = module.mode == "sum"
         plan = EmbeddingModuleShardingPlan({_TABLE: table_name_to_parameter_sharding["weight"]})
-        # Kept out of the module tree: the names of this module are those of nn.EmbeddingBag.
+        # The inner collection is kept out of the module tree, so that this module has the names of nn.EmbeddingBag.
         self._collection = [
             ShardedEmbeddingBagCollection(
                 _as_collection(module, self._weighted), plan, env, fused_params, device, qcomm_codecs_registry
@@ -127,7 +127,7 @@ class ShardedEmbeddingBag(
             InputError: ``offsets`` that do not fit ``input``; weights with mode mean.
         """
         features = self._features(input, offsets, per_sample_weights)
-        return _FirstOfTwo(self._collection[0].input_dist(ctx, features))
+        return _FirstOfList(self._collection[0].input_dist(ctx, features))
 
     def _features(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> KeyedJaggedTensor:
         if (input.dim() == 1) == (offsets is None):
@@ -207,13 +207,13 @@ class ShardedEmbeddingBag(
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Nothing."""
+        """No buffers."""
         yield from ()
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This module alone."""
+        """This module, without its inner collection."""
         yield from [(prefix, self)]
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
@@ -223,17 +223,17 @@ class ShardedEmbeddingBag(
 
 
 class _RenamedOptimizer(FusedOptimizer):
-    """The optimizer of the one table, its parameter named as nn.EmbeddingBag names it."""
+    """The optimizer of the only table, with nn.EmbeddingBag's name for its parameter."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing: the backward has updated the rows."""
+        """No effect: the backward has updated the rows."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing to clear."""
+        """No effect: there are no gradients."""
 
 
-class _FirstOfTwo(Awaitable[Any]):
-    """The one KeyedJaggedTensor of an awaitable (of an awaitable) of a KJTList."""
+class _FirstOfList(Awaitable[Any]):
+    """Awaitable of the first KeyedJaggedTensor of a KJTList, which ``depth`` nested awaitables return."""
 
     def __init__(self, awaitable: Awaitable[Any], depth: int = 2) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _FirstOfTwo(Awaitable[Any]):
 
     def _wait_impl(self) -> Any:
         value = self._awaitable.wait()
-        return _FirstOfTwo(value, self._depth - 1) if self._depth > 1 else value[0]
+        return _FirstOfList(value, self._depth - 1) if self._depth > 1 else value[0]
 
 
 def _as_collection(module: nn.EmbeddingBag, is_weighted: bool) -> EmbeddingBagCollection:

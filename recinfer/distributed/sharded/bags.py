@@ -63,7 +63,7 @@ def construct_output_kt(embeddings: list[Tensor], embedding_names: list[str], em
 
 
 class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
-    """Awaitable of pooled vectors. It waits when the KeyedTensor is first used.
+    """Awaitable of pooled vectors, which waits when the KeyedTensor is first used.
 
     Args:
         awaitables: of each sharding, ``[B, its columns]``.
@@ -92,7 +92,7 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
 
 @dataclass
 class EmbeddingBagCollectionContext(ShardedCollectionContext[EmbeddingShardingContext | None]):
-    """What one forward carries between its steps: a context for each sharding."""
+    """Data that one forward passes between its steps: a context for each sharding."""
 
 
 def create_sharding_infos_by_sharding(
@@ -148,7 +148,7 @@ def create_embedding_bag_sharding(
         sharding_infos: the tables.
         env: the ranks.
         device: device of rows and buffers.
-        permute_embeddings: does nothing (:mod:`recinfer.ignored`): outputs are always in module order.
+        permute_embeddings: has no effect (:mod:`recinfer.ignored`): outputs are always in module order.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
 
     Raises:
@@ -171,7 +171,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection[KeyedTensor, EmbeddingBagC
     """An EmbeddingBagCollection whose tables are sharded over the ranks of a process group.
 
     Args:
-        module: the collection. Its values are kept. On the meta device they are initialised instead, with the same
+        module: the collection. The collection's values are kept. Values on the meta device are initialised, with the
+            same
             values for any sharding if all ranks have the same seed.
         table_name_to_parameter_sharding: the plan of every table.
         env: the ranks.
@@ -230,7 +231,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection[KeyedTensor, EmbeddingBagC
         """Send the weights of ``features``, whose ids have gone already, to ``dist_input``; with gradients."""
         steps: Any = zip(self._input_dists, ctx.sharding_contexts, dist_input)
         for input_dist, context, received in steps:
-            context.tie(received, input_dist.weights_in_order(features), None)
+            context.connect_weights(received, input_dist.weights_in_order(features), None)
 
     def _outputs(
         self, ctx: EmbeddingBagCollectionContext, awaitables: list[Awaitable[Tensor]]

@@ -84,7 +84,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         self._infos = [_placed_on(info, self._device, env) for info in infos]
         self._check_ids = IdCheck(self._infos)
         self._shardings = [
-            self.sharding_class(members, env, self._device, qcomm_codecs_registry) for members in self._deal()
+            self.sharding_class(members, env, self._device, qcomm_codecs_registry) for members in self._group_tables()
         ]
         self._input_dists = [
             sharding.create_input_dist(self._device, not weights_later) for sharding in self._shardings
@@ -102,16 +102,18 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
             [where[id(info), name] for info in self._infos for name in info.names()],
         )
 
-    def _deal(self) -> list[list[EmbeddingShardingInfo]]:
-        """Divide the tables into as few shardings as possible; see :meth:`_sort`."""
+    def _group_tables(self) -> list[list[EmbeddingShardingInfo]]:
+        """Divide the tables into as few shardings as possible; see :meth:`_group_of`."""
         members_of: dict[str, list[EmbeddingShardingInfo]] = {}
         for info in self._infos:
-            members_of.setdefault(self._sort(info), []).append(info)
+            members_of.setdefault(self._group_of(info), []).append(info)
         return list(members_of.values())
 
-    def _sort(self, info: EmbeddingShardingInfo) -> str:
-        """Replicas need no exchange, and their kernels make either row updates or gradients. Pooled tables with sums
-        over ranks form a separate sharding if they are summed inside hosts first, or have another codec."""
+    def _group_of(self, info: EmbeddingShardingInfo) -> str:
+        """The group of a table; the tables of a group form one sharding.
+
+        Replicas need no exchange, and their kernels make either row updates or gradients. Pooled tables with sums over
+        ranks form a separate sharding if they are summed inside hosts first, or have another codec."""
         kind = info.param_sharding.sharding_type
         if kind == ShardingType.DATA_PARALLEL.value:
             dense = info.param_sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
@@ -146,7 +148,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
             mine = local.get(name, [])
             tables[name] = TableState(
                 [rect for rect, _ in mine],
-                [p for _, p in mine] or [_held_elsewhere(info, self._device)],
+                [p for _, p in mine] or [_empty_parameter(info, self._device)],
                 tilings[name],
                 self._env.process_group,
                 self._env.state_mesh,
@@ -230,7 +232,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         return self._outputs(ctx, [output_dist(vectors, context) for output_dist, vectors, context in steps])
 
     def compute_and_output_dist(self, ctx: Context, input: KJTList) -> LazyAwaitable[Out]:
-        """Both steps; a sharding's vectors are sent while the next one is looked up."""
+        """Run both steps; a sharding's vectors are sent while the next sharding is looked up."""
         steps: Any = zip(self._output_dists, self._lookups, input, ctx.sharding_contexts)
         return self._outputs(
             ctx, [output_dist(lookup(features), context) for output_dist, lookup, features, context in steps]
@@ -241,7 +243,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         """The module's outputs, from awaitables of each sharding's vectors."""
 
 
-def _held_elsewhere(info: EmbeddingShardingInfo, device: torch.device) -> nn.Parameter:
+def _empty_parameter(info: EmbeddingShardingInfo, device: torch.device) -> nn.Parameter:
     """The empty parameter for a table of which this rank holds no shard, with the same attributes as on other ranks."""
     dtype = data_type_to_dtype(info.embedding_config.data_type)
     parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
@@ -251,8 +253,8 @@ def _held_elsewhere(info: EmbeddingShardingInfo, device: torch.device) -> nn.Par
 
 
 def _placed_on(info: EmbeddingShardingInfo, device: torch.device, env: ShardingEnv) -> EmbeddingShardingInfo:
-    """``info`` with shards placed on this kind of device, those of this rank on ``device``: a plan for GPUs runs on CPU,
-    rank by rank the same, and one for CPU on GPUs."""
+    """``info`` with its shards placed on ``device``'s kind of device, and this rank's shards on ``device``. A plan for
+    GPUs thus runs on CPU and a plan for CPU on GPUs, with the same ranks."""
     sharding = info.param_sharding
     shards = getattr(sharding.sharding_spec, "shards", [])
     places = [shard.placement for shard in shards]

@@ -33,12 +33,13 @@ T = TypeVar("T")
 _SHARED = (dist.ProcessGroup, DeviceMesh)
 # Objects with their own __deepcopy__ are copied by it; their contents are in the memo.
 _COPIERS = (Tensor.__deepcopy__, nn.Parameter.__deepcopy__)
-# Types that deepcopy does not copy either.
+# Types that deepcopy does not copy.
 _PROGRAM = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
 
 
 def copied_to(value: T, device: torch.device | None) -> T:
-    """A deep copy of ``value`` that shares process groups and meshes, with its tensors on ``device``; None: they are shared.
+    """A deep copy of ``value`` that shares process groups and meshes, with its tensors on ``device``; None shares them
+    too.
 
     Tensors that share a storage share one in the copy too.
     """
@@ -46,14 +47,14 @@ def copied_to(value: T, device: torch.device | None) -> T:
 
 
 class _Memo(dict[int, Any]):
-    """deepcopy's memo of copies by the id of what was copied; it makes those of known objects when they are asked for."""
+    """The memo of deepcopy (id of an object -> its copy), which creates the copies of known objects on demand."""
 
     def __init__(self, value: object, device: torch.device | None) -> None:
         super().__init__()
         self._device = device
-        # References to them, so that each id stays its own.
-        self._known = {id(each): each for each in _below(value) if _is_known(each)}
-        self._storages: dict[int, Tensor] = {}  # by the storage copied from
+        # References keep the objects alive, so that no other object gets their ids.
+        self._known = {id(each): each for each in _reachable(value) if _is_known(each)}
+        self._storages: dict[int, Tensor] = {}  # original storage -> copy
 
     def get(self, key: int, default: Any = None) -> Any:
         if key in self._known and key not in self:
@@ -97,7 +98,7 @@ class _Memo(dict[int, Any]):
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
         elif tensor.requires_grad and tensor.is_leaf:
-            moved.requires_grad_()  # fused lookups need such a tensor: without it their backward would not run
+            moved.requires_grad_()  # fused lookups need a tensor with requires_grad to run their backward
         self[id(tensor)] = moved
         if isinstance(tensor, nn.Parameter):
             moved.__dict__.update({name: copy.deepcopy(each, self) for name, each in tensor.__dict__.items()})
@@ -105,7 +106,8 @@ class _Memo(dict[int, Any]):
 
 
 def _copy_of(flat: Tensor, device: torch.device) -> Tensor:
-    """``flat`` on ``device``; what lies in host memory for a GPU to read (FBGEMM's UVM) does so again."""
+    """A copy of ``flat`` on ``device``; the copy of memory on the host that a GPU reads (FBGEMM's UVM) is such memory
+    too."""
     if fbgemm.HAS_CUDA and flat.is_cuda and device.type == "cuda" and torch.ops.fbgemm.is_uvm_tensor(flat):
         like = torch.empty(0, dtype=flat.dtype, device=device)
         return torch.ops.fbgemm.new_unified_tensor(like, [flat.numel()], False).copy_(flat)  # type: ignore[no-any-return]
@@ -116,8 +118,8 @@ def _is_known(value: object) -> bool:
     return isinstance(value, _SHARED) or (isinstance(value, Tensor) and type(value).__deepcopy__ in _COPIERS)
 
 
-def _below(value: object) -> Iterator[object]:
-    """``value`` and all objects that it refers to: a superset of those that deepcopy visits."""
+def _reachable(value: object) -> Iterator[object]:
+    """``value`` and all objects that it refers to, a superset of the objects that deepcopy visits."""
     seen: set[int] = set()
     ahead = [value]
     while ahead:

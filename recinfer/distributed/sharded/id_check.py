@@ -20,13 +20,12 @@ __all__ = ["IdCheck"]
 
 logger = logging.getLogger(__name__)
 
-_ANY = np.iinfo(np.uint64).max  # the limit of a feature that is not checked
+_ANY = np.iinfo(np.uint64).max  # limit of a feature without a check
 
 
 class IdCheck:
-    """Checks ids on the CPU against the tables that read them; the same for all sharding types and kernels.
-
-    Ids on a GPU are left to its kernels, since a look at them would wait for the device.
+    """Checks ids on the CPU against the tables that read them; the check is the same for all sharding types and
+    kernels. Ids on a GPU are checked by its kernels, because a check on the host would wait for the device.
 
     Args:
         infos: the tables. ``bounds_check_mode`` in the fused params of a table says what happens to an id outside of it:

@@ -33,11 +33,12 @@ def table_infos(
     fused_params: Mapping[str, Any] | None,
     is_weighted: bool,
 ) -> list[EmbeddingShardingInfo]:
-    """One info per table, in module order.
+    """An info per table, in module order.
 
     Args:
         configs: the tables.
-        parameters: the values of each, or meta tensors; with what apply_optimizer_in_backward noted on them.
+        parameters: the values of each, or meta tensors; with the attributes that apply_optimizer_in_backward set on
+            them.
         table_name_to_parameter_sharding: the plan.
         fused_params: kernel settings of all tables; those of a table's optimizer and plan take precedence. They are for
             fused kernels: the caller's own optimizer steps a table that the plan keeps dense, with a warning if an

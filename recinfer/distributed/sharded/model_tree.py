@@ -33,7 +33,7 @@ def sharded_parameter_names(module: nn.Module, prefix: str = "") -> Iterator[str
 def materialise(module: nn.Module, device: torch.device) -> None:
     """Allocate and initialise parameters and buffers on the meta device; move the others to ``device``."""
     if isinstance(module, ShardedModule):
-        return  # its sharder built it on the device
+        return  # the sharder has built the module on its device
     for child in module.children():
         materialise(child, device)
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -70,5 +70,5 @@ def fused_optimizers(
 
 
 def some_of(keys: list[str]) -> str:
-    """The first few, for a message."""
+    """The first few names, as text for a message."""
     return ", ".join(keys[:5]) + (" ..." if len(keys) > 5 else "") if keys else "none"

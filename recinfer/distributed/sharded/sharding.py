@@ -91,8 +91,8 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
         self._exchange_pg = None if self.replicated else env.process_group
 
     def _groups(self, fused_params: dict[str, Any] | None, processed: bool = False) -> list[GroupedEmbeddingConfig]:
-        """This rank's groups, with ``fused_params`` as defaults of the tables' own, and weighted if there is a
-        processor."""
+        """This rank's groups. ``fused_params`` are defaults for the tables' own; a processor makes the groups
+        weighted."""
         groups = self.layout.groups_per_rank[self._rank]
         if not fused_params and not processed:
             return groups
@@ -210,7 +210,7 @@ class PooledSharding(TableSharding):
 
         Args:
             device: device of the rows.
-            fused_params: settings of the fused kernels; those of a table's own info win.
+            fused_params: settings of the fused kernels; the settings of a table's own info take precedence.
             feature_processor: computes the weights of the received ids, as GroupedPositionWeightedModule does.
 
         Raises:
@@ -271,7 +271,7 @@ class PooledSharding(TableSharding):
     def create_context(self, features: KeyedJaggedTensor) -> PooledContext:
         """The context of one forward on ``features``."""
         ctx = PooledContext(pg=self._exchange_pg)
-        ctx.came(features, self.layout)
+        ctx.record_input(features, self.layout)
         return ctx
 
 
@@ -290,7 +290,7 @@ class SequenceSharding(TableSharding):
 
         Args:
             device: device of the rows.
-            fused_params: settings of the fused kernels; those of a table's own info win.
+            fused_params: settings of the fused kernels; the settings of a table's own info take precedence.
             feature_processor: must be None: unpooled rows have no weights.
 
         Raises:

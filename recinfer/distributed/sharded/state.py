@@ -21,17 +21,17 @@ __all__ = ["TableState"]
 
 
 class TableState(nn.Module):
-    """One table of a sharded collection.
+    """The parameters of one table of a sharded collection.
 
-    ``weight`` is the parameter of the first local rectangle and ``weight_1``, ``weight_2`` ... those of further ones (a
-    table cut in columns may have several on a rank). A rank without a rectangle has an empty ``weight``, of shape
-    ``[0]``, as in TorchRec: so parameters have the same names on all ranks, and an optimizer never gets an empty list.
-    The state dict always has one entry, ``weight``: a ShardedTensor or DTensor, or the plain tensor of a
-    replica.
+    ``weight`` is the parameter of the first local rectangle; ``weight_1``, ``weight_2`` ... are the parameters of
+    further rectangles (a table cut in columns may have several on a rank). A rank without a rectangle has an empty
+    ``weight`` of shape ``[0]``, as in TorchRec, so that parameters have the same names on all ranks, and an optimizer
+    never gets an empty list. The state dict always has one entry, ``weight``: a ShardedTensor or DTensor, or the plain
+    tensor of a replica.
 
     Args:
         rects: the local rectangles.
-        parameters: their rows, in the same order, views on what the kernel reads; an empty one where there are none.
+        parameters: their rows, in the same order, views on the kernel's rows; an empty tensor without rectangles.
         tiling: all ranks' rectangles.
         pg: the ranks.
         mesh: the same ranks, where the entry shall be a DTensor.
@@ -74,7 +74,7 @@ class TableState(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._tiling.metadata is None or self._pg is None:
-            # A replica; or one rank without a process group, where ShardedTensor is not possible.
+            # The table is a replica, or there is one rank without a process group, where ShardedTensor is not possible.
             destination[prefix + "weight"] = self._whole(keep_vars)
             return
         local = [(rows, self._tiling.shards[rect]) for rect, rows in self.shards()]

@@ -43,5 +43,5 @@ class TypedSharder(ModuleSharder[M], Generic[M, S]):
 
     @property
     def module_type(self) -> type[M]:
-        """The class of modules that it shards."""
+        """The class of modules that this sharder shards."""
         return self._takes

@@ -84,9 +84,8 @@ class TableGroup(nn.Module):
         self.param_group: dict[str, Any] = {"lr": settings.learning_rate}
         self.replicas: Replicas | None = None
         self.feature_dims = [s.dim for s in shapes for _ in range(s.num_features)]
-        self._anchor = torch.empty(
-            0, requires_grad=True
-        )  # no table is a leaf tensor; this one makes autograd run the backward
+        # Tables are not leaf tensors; this leaf makes autograd run the backward.
+        self._anchor = torch.empty(0, requires_grad=True)
         self._build(dtype, device)
 
     def _build(self, dtype: torch.dtype, device: torch.device | None) -> None:
@@ -181,7 +180,7 @@ class TableGroup(nn.Module):
         try:
             out = self._differentiable(indices, offsets, per_sample_weights)
         except RuntimeError as error:
-            # The operators check ids themselves, but for -1, which sharded modules refuse before they send ids.
+            # The operators check all ids except -1, which sharded modules refuse before they send ids.
             if _OUTSIDE not in str(error):
                 raise
             indices = self._within_bounds(error, indices, offsets)
@@ -205,7 +204,7 @@ class TableGroup(nn.Module):
         return (None,)
 
     def _within_bounds(self, error: RuntimeError, indices: Tensor, offsets: Tensor) -> Tensor:
-        """``indices`` with row 0 for those outside their table, where the settings say so."""
+        """``indices``, with row 0 instead of ids outside their table if the settings allow such ids."""
         mode = self.settings.bounds_check_mode
         if mode not in (BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE):
             raise InputError(
@@ -214,10 +213,11 @@ class TableGroup(nn.Module):
             ) from error
         indices = indices.clone()
         torch.ops.fbgemm.bounds_check_indices(self._rows_per_feature, indices, offsets, mode.value, self._warnings)
-        return indices.clamp_(min=0)  # that operator accepts -1, as a pruned row
+        return indices.clamp_(min=0)  # the operator accepts -1 as a pruned row
 
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As :meth:`forward`, without bounds check and without gradients; ``offsets`` of ``indices``' dtype."""
+        """The vectors of :meth:`forward`, without bounds check and without gradients; ``offsets`` has ``indices``'
+        dtype."""
         ops, output = torch.ops.fbgemm, OUTPUT[self.settings.output_dtype]
         tables = (self.weights, self._weights_offsets)
         out: Tensor
@@ -251,8 +251,8 @@ class TableGroup(nn.Module):
 
     @torch.no_grad()
     def update(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, grad_output: Tensor) -> None:
-        """One optimizer step on the rows of ``indices``, given the gradient of :meth:`lookup`'s output."""
-        call = self._of_all_replicas(indices, offsets, per_sample_weights, grad_output)
+        """Step the optimizer on the rows of ``indices``, given the gradient of :meth:`lookup`'s output."""
+        call = self._gathered_from_replicas(indices, offsets, per_sample_weights, grad_output)
         if self.steps is not None:
             self.steps += 1
         if not call.indices.numel():
@@ -262,10 +262,10 @@ class TableGroup(nn.Module):
         else:
             self._update_by_formula(call)
 
-    def _of_all_replicas(
+    def _gathered_from_replicas(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, grad_output: Tensor
     ) -> LookupGradient:
-        """The lookup and its clipped gradient, with those of other replicas if there are any."""
+        """The lookup and its clipped gradient, joined with the lookups of other replicas if the table has replicas."""
         if self.settings.gradient_clipping:
             grad_output = grad_output.clamp(-self.settings.max_gradient, self.settings.max_gradient)
         call = LookupGradient(indices, offsets, per_sample_weights, grad_output.contiguous())
@@ -338,7 +338,7 @@ class TableGroup(nn.Module):
     def _sources(
         self, span: Span, call: LookupGradient, ids: slice, lengths: Tensor, order: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A matrix of gradients; for each id, in ``order``, its row there; and the weight of that row."""
+        """A matrix of gradients; for each id, in ``order``, its row in the matrix; and the weight of that row."""
         scales = None if call.per_sample_weights is None else call.per_sample_weights[ids]
         if self.pooling is PoolingType.NONE:
             return call.grad_output[ids], order, None
@@ -354,10 +354,10 @@ class TableGroup(nn.Module):
     # ------------------------------------------------------------------------------------------------- caches
 
     def flush(self) -> None:
-        """Does nothing: there is no cache on CPU."""
+        """No effect: there is no cache on CPU."""
 
     def purge(self) -> None:
-        """Does nothing: there is no cache on CPU."""
+        """No effect: there is no cache on CPU."""
 
     def prefetch(
         self,
@@ -366,14 +366,14 @@ class TableGroup(nn.Module):
         forward_stream: Any = None,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Does nothing: there is no cache on CPU."""
+        """No effect: there is no cache on CPU."""
 
     def drop_prefetched(self) -> None:
-        """Does nothing: there is no cache on CPU."""
+        """No effect: there is no cache on CPU."""
 
     @property
     def keeps_prefetched(self) -> bool:
-        """Whether rows may be prefetched before the previous lookup's backward; always true without a cache."""
+        """Whether rows may be prefetched before the previous lookup's backward; always True without a cache."""
         return True
 
 
@@ -393,7 +393,7 @@ class _Lookup(torch.autograd.Function):
         indices, offsets, weights = ctx.saved_tensors
         grad_output = grad_output.contiguous()
         grad_weights = None
-        if weights is not None and ctx.needs_input_grad[3]:  # first: an update changes the rows that it reads
+        if weights is not None and ctx.needs_input_grad[3]:  # before the update, which changes the rows read here
             grad_weights = ctx.group.per_sample_weight_gradient(grad_output, indices, offsets)
         gradients = ctx.group._leaf_gradients(LookupGradient(indices, offsets, weights, grad_output))
         return None, None, None, grad_weights, *gradients

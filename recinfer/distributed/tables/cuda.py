@@ -74,7 +74,7 @@ def make_table_group(
 
     Args:
         settings: of the update in the backward; None gives a dense group, whose tables are parameters.
-        location: where the rows of a GPU's group lie; nothing on CPU.
+        location: memory of the rows of a GPU's group; ignored on CPU.
 
     Raises:
         UnavailableError: a GPU, and FBGEMM's build here is the one for CPU.
@@ -182,7 +182,7 @@ class ModuleTableGroup(TableGroup):
         per_sample_weights: Tensor | None = None,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """As :meth:`TableGroup.forward`."""
+        """Look up with the module; see :meth:`TableGroup.forward`."""
         self.tbe.set_learning_rate(float(self.param_group["lr"]))
         if self.replicas is not None or self.pooling is PoolingType.NONE:
             return super().forward(indices, offsets, per_sample_weights, batch_sizes)
@@ -195,7 +195,7 @@ class ModuleTableGroup(TableGroup):
         per_sample_weights: Tensor | None,
         batch_sizes: list[list[int]] | None = None,
     ) -> Tensor:
-        """The module's forward. It counts an optimizer step each time, which is right if its own backward follows;
+        """The module's forward. The module counts an optimizer step per call, which is right if its backward follows;
         after a lookup without gradients the count is restored."""
         steps = int(self.tbe.iter_cpu)
         out: Tensor = self.tbe(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank=batch_sizes)
@@ -211,7 +211,7 @@ class ModuleTableGroup(TableGroup):
 
     @torch.no_grad()
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As :meth:`TableGroup.lookup`."""
+        """The vectors of ``indices``; see :meth:`TableGroup.lookup`."""
         return self._run(indices, offsets, per_sample_weights)
 
     def per_sample_weight_gradient(self, grad_output: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
@@ -229,8 +229,8 @@ class ModuleTableGroup(TableGroup):
         return torch.cat(found)
 
     def update(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, grad_output: Tensor) -> None:
-        """As :meth:`TableGroup.update`: the module looks up again and runs its own backward."""
-        call = self._of_all_replicas(indices, offsets, per_sample_weights, grad_output)
+        """Update the rows like :meth:`TableGroup.update`: the module looks up again and runs its own backward."""
+        call = self._gathered_from_replicas(indices, offsets, per_sample_weights, grad_output)
         with torch.enable_grad():
             self._run(call.indices, call.offsets, call.per_sample_weights).backward(call.grad_output)
 
@@ -254,14 +254,14 @@ class ModuleTableGroup(TableGroup):
         ranks, which the module would take for the prefetched lookup."""
         if self.replicas is not None:
             return
-        if batch_sizes is not None and self.pooling is PoolingType.NONE:  # as forward
+        if batch_sizes is not None and self.pooling is PoolingType.NONE:  # as in forward
             offsets, batch_sizes = padded_offsets(offsets, batch_sizes), None
         self.tbe.prefetch(indices, offsets, forward_stream, _lists(batch_sizes))
 
     def drop_prefetched(self) -> None:
         """Drop calls of :meth:`prefetch` that no lookup will follow from the module's queue."""
         for places in self.tbe.lxu_cache_locations_list:
-            if self.tbe.prefetch_pipeline:  # they are locked until their backward
+            if self.tbe.prefetch_pipeline:  # prefetched rows are locked until their backward
                 torch.ops.fbgemm.lxu_cache_locking_counter_decrement(self.tbe.lxu_cache_locking_counter, places)
         self.tbe.lxu_cache_locations_list.clear()
         self.tbe.timesteps_prefetched.clear()
@@ -279,7 +279,7 @@ def _lists(batch_sizes: Sequence[Sequence[int]] | None) -> list[list[int]] | Non
 
 
 def _placement(settings: FusedSettings) -> dict[str, Any]:
-    """The settings of the caches, with FBGEMM's own enumerations: it compares by identity."""
+    """The settings of the caches, in FBGEMM's own enumerations, which FBGEMM compares by identity."""
     given = dict(settings.placement)
     if "cache_algorithm" in given:
         given["cache_algorithm"] = FbgemmCacheAlgorithm[given["cache_algorithm"].name]
@@ -309,7 +309,7 @@ class ModuleDenseTableGroup(DenseTableGroup):
         return super()._differentiable(indices, offsets, per_sample_weights)
 
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As :meth:`TableGroup.lookup`."""
+        """The vectors of ``indices``; see :meth:`TableGroup.lookup`."""
         return self._looked_up(self.weights, indices, offsets, per_sample_weights)
 
     def _looked_up(self, rows: Tensor, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:

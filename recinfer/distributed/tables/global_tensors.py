@@ -44,14 +44,15 @@ def global_tensor(
 def dtensor_of(
     local: Sequence[tuple[Tensor, tuple[int, ...]]], size: torch.Size, mesh: DeviceMesh, placement: Placement
 ) -> DTensor:
-    """A DTensor over arbitrary rectangles; its local part describes them."""
+    """A DTensor over arbitrary rectangles, which its local part describes."""
     wrapped = LocalShardsWrapper([tensor for tensor, _ in local], [offsets for _, offsets in local])
     stride = (size[1], 1) if len(size) == 2 else (1,)
     return DTensor.from_local(wrapped, mesh, [placement], run_check=False, shape=size, stride=stride)
 
 
 def _placement(whole: ShardedTensorMetadata) -> Placement:
-    """As TorchRec names them: by rows, by columns; a table on one rank counts as replicated, state of rows is by rows."""
+    """The placement of ``whole`` by rows or by columns, as in TorchRec; a table on one rank counts as replicated, and
+    state of one number per row as by rows."""
     shards = whole.shards_metadata
     if len(whole.size) == 1:
         return ShardPlacement(0)

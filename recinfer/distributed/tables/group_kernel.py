@@ -45,7 +45,7 @@ class CommOpGradientScaling(torch.autograd.Function):
 
 
 class GroupKernel(nn.Module):
-    """One grouped config and the tables that its kernel looks up."""
+    """A grouped config and the tables that its kernel looks up."""
 
     def __init__(self, config: GroupedEmbeddingConfig, pooling: PoolingType, device: torch.device | None) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def bucketize_kjt_before_all2all(
     bucketize_pos: bool = False,
     block_bucketize_row_pos: list[Tensor] | None = None,
 ) -> tuple[KeyedJaggedTensor, Tensor | None]:
-    """Split the ids of every feature into buckets of adjacent rows; ids become relative to their bucket.
+    """Split the ids of every feature into buckets of adjacent rows, and make the ids relative to their bucket.
 
     Args:
         kjt: ids of ``F`` features.

@@ -35,7 +35,7 @@ _STEPS = "iter"
 
 @dataclass(frozen=True)
 class TablePiece:
-    """One local shard of one table, with its rows and state in its group."""
+    """A local shard of a table, with its rows and state in its group."""
 
     table: ShardedEmbeddingTable
     parameter: nn.Parameter
@@ -45,8 +45,8 @@ class TablePiece:
 class UnnamedOptimizer:
     """Raises in the first backward of fused tables whose settings name neither an optimizer nor a learning rate.
 
-    They would be updated by SGD at FBGEMM's default rate, and the caller's own optimizer would do nothing. A rate that
-    was set later in the kernel's ``param_groups`` counts as named.
+    SGD would update the tables at FBGEMM's default rate, and the caller's own optimizer would have no effect. A rate
+    that was set later in the kernel's ``param_groups`` counts as named.
 
     Args:
         group: the tables.
@@ -132,10 +132,10 @@ class GroupFusedOptimizer(FusedOptimizer):
         super().__init__(params, state, param_groups)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing is left to do: the backward has updated the rows, with the rates of ``param_groups``."""
+        """No effect: the backward has updated the rows, with the rates of ``param_groups``."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing to clear: there are no gradients."""
+        """No effect: there are no gradients."""
 
     def _optional_state(self, key: str) -> bool:
         return key.endswith(f".{_STEPS}")
@@ -159,7 +159,7 @@ def sharded_or_local(
     pg: dist.ProcessGroup | None,
     mesh: DeviceMesh | None = None,
 ) -> Tensor | ShardedTensor:
-    """One tensor of all ranks from one table's pieces, if their metadata is known; else the first piece."""
+    """A tensor of all ranks from one table's pieces, or the first piece if the pieces have no metadata."""
     whole, places = pieces[0].table.global_metadata, [p.table.local_metadata for p in pieces]
     if pg is None or whole is None or None in places:
         return tensors[0]

@@ -54,8 +54,8 @@ class Replicas:
     def gather(self, local: LookupGradient, num_features: int, pooled: bool) -> LookupGradient:
         """Gather the lookups of all ranks into one, with the gradients divided by ``W``.
 
-        Its update is that of the mean of the ranks' table gradients. It uses two collectives: sizes, and one tensor of
-        bytes per rank.
+        The update equals that of the mean of the ranks' table gradients. Two collectives exchange the sizes, and a
+        tensor of bytes per rank.
         """
         world = self.pg.size()
         if world == 1:

@@ -18,7 +18,7 @@ from recinfer.optim._adagrad import step_table
 __all__ = ["RowwiseAdagrad"]
 
 _MOST_ROWS = 1 << 32  # a sort key has 32 bits for the row
-_THREADS = 2  # of torch, at most: FBGEMM's kernel divides the rows among them, and this one does not
+_THREADS = 2  # most threads of torch: FBGEMM's kernel divides the rows among threads, this class does not
 
 
 class RowwiseAdagrad:
@@ -55,13 +55,13 @@ class RowwiseAdagrad:
         ]
 
     def takes(self, weights: Tensor, grad_output: Tensor) -> bool:
-        """Whether these tensors can be stepped here, and faster than by FBGEMM's kernel."""
+        """Whether this class can step the tensors, and faster than FBGEMM's kernel."""
         return (
             self._fits and weights.dtype == grad_output.dtype == torch.float32 and torch.get_num_threads() <= _THREADS
         )
 
     def step(self, weights: Tensor, momentum: Tensor, call: LookupGradient, rate: float, eps: float) -> None:
-        """One step, in place.
+        """Step the rows in place.
 
         Args:
             weights: float32, the rows of all tables.

@@ -32,8 +32,8 @@ __all__ = ["ShardLayout", "Slot", "Tiling", "check_kind", "later", "tiling_of"]
 
 
 def later(weight: torch.Tensor) -> None:
-    """The ``init_fn`` of kernels, which does nothing: values are set afterwards by
-    :mod:`recinfer.distributed.tables.values`."""
+    """The ``init_fn`` of kernels, without effect: :mod:`recinfer.distributed.tables.values` sets the values
+    afterwards."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,17 @@ class Tiling:
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether some rectangle has only a part of the rows."""
+        """Whether a rectangle has only a part of the rows."""
         return any(len(strip.rects) > 1 for strip in self.strips)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One feature read from one rectangle."""
+    """A feature and one rectangle that it reads."""
 
     rect: Rect
     feature: str
-    name: str  # of the output: feature, or feature@table
+    name: str  # name of the output: feature, or feature@table
 
 
 def tiling_of(info: EmbeddingShardingInfo, world_size: int) -> Tiling:
@@ -223,7 +223,8 @@ class ShardLayout:
     def _divided_later(self, info: EmbeddingShardingInfo) -> bool:
         """Whether sums of a MEAN table are divided by the bag's length after the exchange, not by the kernel.
 
-        A row piece does not have the whole bag; and the backward of FBGEMM's CPU kernel does not divide weighted bags.
+        The rank of a row piece lacks a part of the bag, and the backward of FBGEMM's CPU kernel does not divide
+        weighted bags.
         """
         config = info.embedding_config
         mean = self.pooled and getattr(config, "pooling", None) is PoolingType.MEAN

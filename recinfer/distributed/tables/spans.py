@@ -14,7 +14,7 @@ from recinfer.modules.embedding_configs import PoolingType
 
 __all__ = ["OUTPUT", "POOLING", "Span", "TableShape", "rows_of", "spans_of", "sums_of"]
 
-# FBGEMM's numbers for how bags are pooled and for the element type of the output.
+# FBGEMM's numbers of pooling types and of the output's element types.
 POOLING = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 OUTPUT = {torch.float32: 0, torch.float16: 1}
 

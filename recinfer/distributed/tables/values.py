@@ -32,8 +32,8 @@ def fill(weight: Tensor, info: EmbeddingShardingInfo, rect: Rect, seed: int) -> 
     Args:
         weight: ``[rect.rows, rect.cols]``, written.
         info: the table; its ``param`` holds the values ``[rows, columns]``, or is on the meta device.
-        rect: which rectangle.
-        seed: seed of random values; a different one for each table.
+        rect: the rectangle.
+        seed: seed of random values, different for each table.
     """
     if weight.is_meta:
         return

@@ -69,7 +69,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         self._loader = self._source = None
 
     def detach(self) -> nn.Module:
-        """As :meth:`TrainPipelineSparseDist.detach`; the iterator is no longer read."""
+        """Detach the pipeline (see :meth:`TrainPipelineSparseDist.detach`) and stop reading the iterator."""
         self._stop_loading()
         return super().detach()
 

@@ -21,7 +21,7 @@ class BaseForward:
 
     Args:
         name: path of the module in the model.
-        args: positions of its arguments in a batch.
+        args: positions of the module's arguments in a batch.
         module: the sharded module.
         context: of the pipeline.
         stream: CUDA stream on which the ids are received; None without CUDA.
@@ -51,7 +51,7 @@ class BaseForward:
         """Positions of the arguments in a batch."""
         return self._args
 
-    def _hand_over(self, *used: Any) -> None:
+    def _use_on_current_stream(self, *used: Any) -> None:
         """Let the current stream wait for ``stream`` and keep ``used`` alive on it."""
         if self._stream is None:
             return
@@ -69,7 +69,7 @@ class PipelinedForward(BaseForward):
         with on_stream(self._stream):
             data = request.wait()
         context = self._context.module_contexts.pop(self._name)
-        self._hand_over(data, context)
+        self._use_on_current_stream(data, context)
         return self._module.compute_and_output_dist(context, data)
 
 
@@ -93,7 +93,7 @@ class PrefetchPipelinedForward(BaseForward):
     def __call__(self, *input: Any, **kwargs: Any) -> Any:
         data = self._context.module_input_post_prefetch.pop(self._name)
         context = self._context.module_contexts_post_prefetch.pop(self._name)
-        self._hand_over(data, context)
+        self._use_on_current_stream(data, context)
         return self._module.compute_and_output_dist(context, data)
 
 

@@ -44,8 +44,8 @@ class DataLoadingThread(threading.Thread, Generic[In]):
         if memcpy_stream is None and self._device.type == "cuda":
             memcpy_stream = torch.cuda.Stream(device=self._device, priority=memcpy_stream_priority)
         self._memcpy_stream = memcpy_stream
-        self._changed = threading.Condition()  # of the four below
-        self._ready: list[In] = []  # one batch or none
+        self._changed = threading.Condition()  # guards the four attributes below
+        self._ready: list[In] = []  # at most one batch
         self._error: BaseException | None = None
         self._ended = False
         self._stopped = False

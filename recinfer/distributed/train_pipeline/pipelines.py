@@ -62,13 +62,13 @@ class _Steps(TrainPipeline[In, Out]):
         return torch.cuda.Stream(device=self._device, priority=-1) if self._on_gpu else None
 
     def _take(self, dataloader_iter: Iterator[In]) -> In | None:
-        """Start copying the next batch to the device; None when there is no more."""
+        """Start copying the next batch to the device; returns None after the last batch."""
         batch = next(dataloader_iter, None)
         with on_stream(self._memcpy_stream):
             return move_to(batch, self._device)
 
-    def _arrive(self, batch: In, stream: torch.cuda.Stream | None) -> None:
-        """Let the current stream wait until ``batch`` is copied."""
+    def _wait_for_copy(self, batch: In, stream: torch.cuda.Stream | None) -> None:
+        """Let the current stream wait for the copy of ``batch``."""
         if stream is None:
             return
         current = torch.cuda.current_stream(self._device)
@@ -90,8 +90,8 @@ class _Steps(TrainPipeline[In, Out]):
     def _trains(self) -> bool:
         return self._model.training
 
-    def _in_one_mode(self, num_held: int) -> bool:
-        """Whether to train; raises if ``num_held`` batches were taken from an iterator in the other mode."""
+    def _checked_mode(self, num_held: int) -> bool:
+        """Whether to train; raises ConfigError if the pipeline holds ``num_held`` batches of the other mode."""
         training = self._trains()
         if num_held and training is not self._taken_to_train:
             was, now = ("train", "eval") if self._taken_to_train else ("eval", "train")
@@ -124,15 +124,15 @@ class TrainPipelineBase(_Steps[In, Out]):
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train (or, in eval mode, run) one batch; see :class:`TrainPipelineSparseDist` for a switch of the mode."""
-        training = self._in_one_mode(int(self._next is not None))
-        if not self._started or self._next is None:  # after the end of an iterator a new one may follow
+        training = self._checked_mode(int(self._next is not None))
+        if not self._started or self._next is None:  # a new iterator may follow the end of an iterator
             self._next, self._started = self._take(dataloader_iter), True
         batch = self._next
         if batch is None:
             raise StopIteration
         if training:
             self._optimizer.zero_grad()
-        self._arrive(batch, self._memcpy_stream)
+        self._wait_for_copy(batch, self._memcpy_stream)
         losses, output = self._forward(batch)
         self._next = self._take(dataloader_iter)
         if training:
@@ -186,7 +186,7 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
     # ------------------------------------------------------------------------------------------------- the model
 
     def attach(self) -> None:
-        """Replace the forwards in the model by pipelined ones; the first batch does so automatically."""
+        """Replace the forwards in the model by pipelined forwards; the first batch does so automatically."""
         if self._attached:
             return
         core = get_module(self._model)
@@ -228,7 +228,7 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
         context.module_contexts_next_batch.clear()
         context.fused_splits_awaitables.clear()
         with on_stream(self._data_dist_stream):
-            self._arrive(batch, self._memcpy_stream)
+            self._wait_for_copy(batch, self._memcpy_stream)
             for module in self._pipelined:
                 forward: Any = module.forward
                 args, kwargs = build_args(forward.args, batch)
@@ -276,16 +276,17 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
 
         Raises:
             StopIteration: the iterator and the pipeline are empty.
-            ConfigError: the model went to eval mode, or back, while the pipeline holds batches; it can be set back.
+            ConfigError: the model changed to eval mode, or back, while the pipeline holds batches; the change can be
+                undone.
         """
-        training = self._in_one_mode(len(self._batches))
+        training = self._checked_mode(len(self._batches))
         self._fill(dataloader_iter)
         if not self._batches or (self._exhausted and not self._execute_all_batches):
             self._forget()
             raise StopIteration
         if training:
             self._optimizer.zero_grad()
-        self._arrive(self._batches[0], self._memcpy_stream)
+        self._wait_for_copy(self._batches[0], self._memcpy_stream)
         self._before_forward()
         if not self._exhausted:
             self._enqueue(dataloader_iter)

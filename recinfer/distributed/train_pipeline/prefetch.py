@@ -20,9 +20,9 @@ __all__ = ["PrefetchTrainPipelineSparseDist"]
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
-    """Four stages: as :class:`TrainPipelineSparseDist`, and the rows of the next batch are prefetched into the caches.
+    """Four stages: those of :class:`TrainPipelineSparseDist`, and a prefetch of the next batch's rows into the caches.
 
-    That happens between the forward and the backward of this batch, so that it overlaps with the backward: the caches
+    The prefetch runs between the forward and the backward of this batch, and overlaps with the backward: the caches
     must keep the rows of both batches, which needs the setting ``prefetch_pipeline``. Useful for tables with the kernel
     ``fused_uvm_caching``; without them the extra stage does nothing.
 
@@ -46,13 +46,13 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         self._prefetch_stream = self._stream()
 
     def attach(self) -> None:
-        """As :meth:`TrainPipelineSparseDist.attach`."""
+        """Attach the pipeline (see :meth:`TrainPipelineSparseDist.attach`), and check the caches of the model."""
         super().attach()
         for module in self._pipelined:
             _check_caches(module)
 
     def detach(self) -> nn.Module:
-        """As :meth:`TrainPipelineSparseDist.detach`; prefetched rows are dropped too."""
+        """Detach the pipeline (see :meth:`TrainPipelineSparseDist.detach`), and drop prefetched rows."""
         self._drop_prefetched()
         return super().detach()
 
@@ -99,7 +99,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
             self._start_sparse_data_dist(self._batches[2])
 
     def _forget(self) -> None:
-        self._wait_sparse_data_dist()  # other ranks have sent the sizes too
+        self._wait_sparse_data_dist()  # the other ranks have sent their sizes and wait for this rank's
         super()._forget()
         self._drop_prefetched()
 

@@ -76,7 +76,7 @@ class Tracer(fx.Tracer):
         self._leaf_modules = leaf_modules or []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a call of ``m`` is one node."""
+        """Whether a call of ``m`` is a single node."""
         if isinstance(m, ShardedModule) or module_qualified_name in self._leaf_modules:
             return True
         return super().is_leaf_module(m, module_qualified_name)
@@ -110,25 +110,25 @@ def find_sharded_calls(model: nn.Module) -> dict[str, list[ArgInfo]]:
         if node.target in calls:
             called_twice.add(node.target)
         pairs = [(None, arg) for arg in node.args] + list(node.kwargs.items())
-        infos = [_way(arg, first, name) for name, arg in pairs]
+        infos = [_path_to(arg, first, name) for name, arg in pairs]
         if all(info is not None for info in infos):
             calls[node.target] = [info for info in infos if info is not None]
-    for name in called_twice:  # one request per batch and module: a second call uses the module's own forward
+    for name in called_twice:  # a batch has one request per module; a second call uses the module's own forward
         calls.pop(name, None)
     return calls
 
 
 def _without_sharded(model: nn.Module) -> list[str]:
-    """Modules without sharded modules in them. They are leaves: their outputs are computed, so they cannot be inputs
-    that are read from the batch."""
+    """Modules without sharded modules in them. These modules are leaves: their outputs are computed, so they cannot be
+    inputs that are read from the batch."""
     names = list(model.named_modules(remove_duplicate=False))  # a sharded module may have a second parent
     found = [path for path, module in names if isinstance(module, ShardedModule)]
     holders = {path[:at] for path in found for at, letter in enumerate(path) if letter == "."} | set(found)
     return [path for path, _ in names if path and path not in holders]
 
 
-def _way(arg: Any, batch: fx.Node | None, name: str | None) -> ArgInfo | None:
-    """The path from the batch to ``arg`` by attributes and items; None if there is none."""
+def _path_to(arg: Any, batch: fx.Node | None, name: str | None) -> ArgInfo | None:
+    """The path from the batch to ``arg`` by attributes and items; None without such a path."""
     info = ArgInfo(name=name)
     if arg is None:
         return info

@@ -20,7 +20,7 @@ QuantizationContext = TypeVar("QuantizationContext")
 class QuantizedCommCodec(Generic[QuantizationContext]):
     """Encodes a float32 tensor before a collective and decodes it afterwards.
 
-    As in TorchRec its methods are not abstract: a codec may omit those that its collective does not call.
+    The methods are not abstract, as in TorchRec, because a codec may omit methods that its collective does not call.
     """
 
     def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:

@@ -83,7 +83,7 @@ class CacheAlgorithm(Enum):
 
 
 class BoundsCheckMode(Enum):
-    """What a lookup does with an id outside its table (FBGEMM's values)."""
+    """A lookup's treatment of ids outside their table (FBGEMM's values)."""
 
     FATAL = 0
     WARNING = 1
@@ -97,8 +97,8 @@ class EmbeddingComputeKernel(Enum):
 
     DENSE = "dense"  # nn.EmbeddingBag, gradients as tensors
     FUSED = "fused"  # batched lookup with the optimizer in the backward; rows on the device
-    FUSED_UVM = "fused_uvm"  # the same; rows in host memory
-    FUSED_UVM_CACHING = "fused_uvm_caching"  # the same; rows in host memory, a cache on the device
+    FUSED_UVM = "fused_uvm"  # FUSED with rows in host memory
+    FUSED_UVM_CACHING = "fused_uvm_caching"  # FUSED with rows in host memory and a cache on the device
     QUANT = "quant"  # inference, packed rows on the device
     QUANT_UVM = "quant_uvm"
     QUANT_UVM_CACHING = "quant_uvm_caching"

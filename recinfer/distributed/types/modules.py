@@ -69,7 +69,7 @@ class ShardedModule(Opaque, abc.ABC, nn.Module, Generic[CompIn, DistOut, Out, Sh
         """Start the output exchange."""
 
     def compute_and_output_dist(self, ctx: ShrdCtx, input: CompIn) -> LazyAwaitable[Out]:
-        """Both steps; overridden where they overlap."""
+        """Run both steps; subclasses override this if the steps overlap."""
         return self.output_dist(ctx, self.compute(ctx, input))
 
     def forward(self, *input: Any, **kwargs: Any) -> Any:

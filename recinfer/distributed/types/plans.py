@@ -33,8 +33,8 @@ __all__ = [
 class KeyValueParams:
     """Settings of TorchRec's kernels that keep rows on SSD or in a key-value store.
 
-    recinfer has no such kernel: a plan that names one is an error. The settings are stored with the plan but have no
-    effect, and creating them warns (:mod:`recinfer.ignored`).
+    recinfer has no such kernel: a plan that names such a kernel is an error. The settings are stored with the plan but
+    have no effect, and creating them warns (:mod:`recinfer.ignored`).
 
     Args:
         ssd_storage_directory ... load_ckpt_without_opt: of the store on SSD; sizes are in GB (l2) and MB (l1).
@@ -67,7 +67,7 @@ class KeyValueParams:
 
 @dataclass
 class ParameterSharding:
-    """How one parameter (a table) is sharded.
+    """The sharding of one parameter (a table).
 
     Args:
         sharding_type: a :class:`ShardingType` value.
@@ -126,7 +126,7 @@ def _text_table(heads: list[str], rows: list[list[str]]) -> str:
 
 @dataclass
 class ShardingPlan:
-    """The plan of a model: module path -> plan of that module. The path is the one in the wrapped model."""
+    """The plan of a model: module path -> plan of that module. The path is that of the module in the wrapped model."""
 
     plan: dict[str, ModuleShardingPlan]
 
@@ -173,7 +173,7 @@ class ShardingEnv:
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The ranks of the process group as a mesh; None without one."""
+        """The ranks of the process group as a mesh; None without a process group."""
         if self._device_mesh is None and self.process_group is not None:
             from torch.distributed.device_mesh import DeviceMesh
 

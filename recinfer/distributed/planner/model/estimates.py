@@ -25,7 +25,7 @@ from recinfer.distributed.planner.constants import (
     WEIGHTED_KERNEL_MULTIPLIER,
 )
 from recinfer.distributed.planner.model.facts import TableFacts
-from recinfer.distributed.planner.model.hardware import Company
+from recinfer.distributed.planner.model.hardware import CacheSharers
 from recinfer.distributed.planner.model.links import CollectiveType
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.types import PipelineType, ShardingType
@@ -80,13 +80,13 @@ class ShardArrays:
     """
 
     kind: IntN  # sharding type code
-    rows: IntN  # of the shard
+    rows: IntN  # rows of the shard
     cols: IntN
     table_rows: IntN
     table_cols: IntN
     batch_inputs: FloatN
     batch_outputs: FloatN
-    filled_outputs: FloatN  # the same without empty bags
+    filled_outputs: FloatN  # batch_outputs without empty bags
     features: FloatN
     pooled: npt.NDArray[np.bool_]
     weighted: npt.NDArray[np.bool_]
@@ -102,8 +102,8 @@ class ShardArrays:
     cached: npt.NDArray[np.bool_]  # rows in host memory behind a device cache
     on_host: npt.NDArray[np.bool_]  # rows in host memory
     cache_ratio: FloatN
-    optimizer_full: FloatN  # optimizer state: this many times the table
-    optimizer_row_bytes: FloatN  # and this many bytes per row
+    optimizer_full: FloatN  # optimizer state, in multiples of the table's bytes
+    optimizer_row_bytes: FloatN  # further optimizer state, in bytes per row
 
     def take(self, index: Any) -> ShardArrays:
         """The entries at ``index``."""
@@ -142,14 +142,15 @@ def _element_bits(row_formats: IntN) -> FloatN:
 
 
 def row_weights(topology: Topology, on_host: bool) -> list[int] | None:
-    """The memory of each rank, in proportion to which row-wise tables are cut; None where all have as much."""
+    """Bytes of each rank's memory, in proportion to which row-wise tables are cut; None if all ranks have equal
+    memory."""
     in_ddr = on_host or topology.compute_device == "cpu"
     caps = [d.storage.ddr if in_ddr else d.storage.hbm for d in topology.devices]
     return None if len(set(caps)) == 1 else caps
 
 
 def spread_of(a: ShardArrays, topology: Topology) -> FloatN:
-    """Over how many ranks the ids of a table go; of pieces of unequal ranks: rows of the table over those of the piece."""
+    """Number of ranks that share the ids of a table; if ranks are unequal, rows of the table over rows of the piece."""
     by_host = (a.kind == TWRW) | (a.kind == GRID)
     spread = np.where(a.kind == RW, topology.world_size, np.where(by_host, topology.local_world_size, 1)).astype(float)
     for on_host in (False, True):
@@ -224,12 +225,12 @@ def training_time(
     return out
 
 
-def inference_time(a: ShardArrays, topology: Topology, alignment: int, company: Company | None = None) -> FloatN:
-    """Milliseconds [N, 6] of one process that looks one batch up: no batch per rank, no backward.
+def inference_time(a: ShardArrays, topology: Topology, alignment: int, sharers: CacheSharers | None = None) -> FloatN:
+    """Milliseconds [N, 6] of one process that looks up one batch, without a batch per rank and without a backward.
 
     A rank reads its share of the ids and the packed rows (whole memory lines) and writes its vectors; on a GPU ids come
     and vectors go over the host link. On a CPU all ranks share memory and nothing travels. With a measured profile
-    (``topology.hardware``) the compute part is that of the profile, among the tables of ``company``.
+    (``topology.hardware``) the compute part is that of the profile, among the tables of ``sharers``.
     """
     ids = a.batch_inputs / spread_of(a, topology)
     vectors = np.where(a.pooled, a.batch_outputs, ids)
@@ -246,7 +247,7 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int, company: 
             rows=a.rows.astype(float),
             features=a.features,
             vector_bytes=a.cols * a.output_bytes,
-            company=company,
+            sharers=sharers,
         )
         slow = topology.hbm_mem_bw if topology.compute_device != "cpu" else topology.ddr_mem_bw
         out[:, 0] *= np.where(a.on_host & (topology.compute_device != "cpu"), slow / a.device_bw, 1.0)
@@ -286,8 +287,8 @@ def storage_bytes(
     else:
         table = np.ceil(a.rows * a.cols * a.element_bytes)
         optimizer = np.ceil(table * a.optimizer_full) + a.rows * a.optimizer_row_bytes
-        # Partial sums of row pieces go home by all-to-all and are added up there: as much comes in as the lookup gave. Inside
-        # several hosts a reduce-scatter does it, which needs no such memory.
+        # An all-to-all returns partial sums of row pieces, which are added on the receiving rank: the rank receives as
+        # many bytes as its lookup wrote. Inside several hosts a reduce-scatter adds them, without this memory.
         one_host = topology.local_world_size == world
         summed_at_home = (a.kind == RW) | (((a.kind == TWRW) | (a.kind == GRID)) & one_host)
         outputs *= np.where(a.pooled & summed_at_home & (world > 1), 2, 1)
@@ -325,23 +326,23 @@ def inference_estimate(topology: Topology, tables: Sequence[TableFacts] = ()) ->
     known yet, so every shard is taken to share its rank with an equal part of ``tables``.
     """
     alignment = row_alignment(topology.compute_device)
-    company = _company_of(tables, topology) if tables and topology.hardware is not None else None
+    sharers = _average_sharers(tables, topology) if tables and topology.hardware is not None else None
 
     def estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
-        perf = inference_time(arrays, topology, alignment, company)
-        perf[np.asarray(arrays.rows) == 0] = 0.0  # an empty piece is not even looked at
+        perf = inference_time(arrays, topology, alignment, sharers)
+        perf[np.asarray(arrays.rows) == 0] = 0.0  # an empty piece gets no lookup
         hbm, ddr = storage_bytes(arrays, topology, is_inference=True, alignment=alignment)
         return perf, hbm, ddr
 
     return estimate
 
 
-def _company_of(tables: Sequence[TableFacts], topology: Topology) -> Company:
+def _average_sharers(tables: Sequence[TableFacts], topology: Topology) -> CacheSharers:
     """The lookups of an average rank."""
     alignment = row_alignment(topology.compute_device)
     row_bytes = [row_format(t.precision).row_bytes(t.cols, alignment) for t in tables]
     written = [(t.batch_outputs if t.pooled else t.batch_inputs) * t.cols * t.output_bytes for t in tables]
-    return Company.of(
+    return CacheSharers.of(
         rows=np.array([t.rows for t in tables], float),
         ids=np.array([t.batch_inputs for t in tables], float),
         row_bytes=np.array(row_bytes, float),

@@ -19,7 +19,7 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, dt
 
 __all__ = ["TableFacts", "kjt_bytes", "per_feature", "table_facts"]
 
-# Mean ids per bag, bags per sample, samples: one figure per feature.
+# Mean ids per bag, bags per sample and samples, a figure per feature.
 PerFeature = tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]
 
 
@@ -83,12 +83,12 @@ class TableFacts:
 
     @property
     def batch_outputs(self) -> float:
-        """Vectors of one batch, if pooled."""
+        """Vectors of one batch, if the table is pooled."""
         return float(sum(p * b for p, b in zip(self.num_poolings, self.batch_sizes)))
 
     @property
     def filled_outputs(self) -> float:
-        """Vectors of one batch that are not of empty bags, as TorchRec's training model counts them."""
+        """Vectors of one batch without those of empty bags, as in TorchRec's training model."""
         return float(sum(min(n, 1) * p * b for n, p, b in zip(self.input_lengths, self.num_poolings, self.batch_sizes)))
 
 
@@ -111,7 +111,7 @@ def table_facts(
     """The facts of a table ``name`` of the collection ``module`` at ``path``.
 
     Args:
-        config: its config; without one its size is that of ``tensor``.
+        config: its config; None takes the size of ``tensor``.
         tensor: its weight; None for a table that exists only in packed form.
         precision: of the packed rows, where it is not the config's.
         sharder: its sharder, for settings and codecs.

@@ -19,20 +19,18 @@ import numpy.typing as npt
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.files import write_file
 
-__all__ = ["FEATURES_PER_CALL", "SECTOR_BYTES", "Company", "HardwareProfile", "LookupGrid"]
+__all__ = ["FEATURES_PER_CALL", "SECTOR_BYTES", "CacheSharers", "HardwareProfile", "LookupGrid"]
 
 FEATURES_PER_CALL = 8
-"""Features of a measured call: enough that the call itself does not count, few enough that outputs stay small."""
+"""Features of a measured call, enough to make the call's own cost negligible and few enough for small outputs."""
 
 SECTOR_BYTES = 128
-"""Bytes that a cache miss loads: a line and its neighbour, which adjacent rows share."""
+"""Bytes that a cache miss loads, a line and its neighbour, which adjacent rows share."""
 
 PROFILE_FORMAT = "recinfer.hardware/2"
 FloatN = npt.NDArray[np.float64]
-_FARTHEST = (
-    64  # times the largest measured set: costs go on growing with it so far, as page tables leave the caches too
-)
-_CALLS = np.logspace(0, 10, 41)  # calls between two touches of a row, at which a company is tabled
+_FARTHEST = 64  # multiple of the largest measured set up to which costs grow, as page tables leave the caches too
+_CALLS = np.logspace(0, 10, 41)  # numbers of calls for which CacheSharers.touched has an entry
 
 
 @dataclass(frozen=True)
@@ -111,12 +109,13 @@ def _interpolate(x: FloatN, points: Sequence[tuple[float, float]]) -> FloatN:
 
 
 def _unique(pool: FloatN, draws: FloatN) -> FloatN:
-    """Expected number of distinct items among that many uniform draws from ``pool``."""
+    """Expected number of distinct items among ``draws`` uniform draws from ``pool`` items."""
     return pool * -np.expm1(-draws / np.maximum(pool, 1.0))
 
 
 def _touched_bytes(rows: FloatN, ids: FloatN, row_bytes: FloatN) -> FloatN:
-    """Of the memory sectors that uniform ids touch: lone rows of a large table fill more of a cache than their bytes."""
+    """Bytes of the memory sectors that uniform ids touch; scattered rows of a large table fill more of a cache than
+    their bytes."""
     sectors = np.maximum(rows * row_bytes / SECTOR_BYTES, 1.0)
     return _unique(sectors, ids * (1 + (row_bytes - 1) / SECTOR_BYTES)) * SECTOR_BYTES
 
@@ -129,30 +128,31 @@ def _tuples(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Company:
-    """The lookups that share the caches with a table: bytes that all lookups of a rank touch in a number of calls.
+class CacheSharers:
+    """The lookups that share a rank's caches: the bytes that all lookups of the rank touch in a number of calls.
 
     Args:
-        touched: bytes at each of a fixed ladder of calls.
-        output_bytes: of the vectors of one call.
+        touched: bytes for each number of calls in ``_CALLS``.
+        output_bytes: bytes of the vectors of one call.
     """
 
     touched: FloatN
     output_bytes: float
 
     @classmethod
-    def of(cls, rows: FloatN, ids: FloatN, row_bytes: FloatN, output_bytes: FloatN, share: float = 1.0) -> Company:
-        """Of tables with ``rows`` rows that get ``ids`` ids per call; ``share`` of them, when a rank holds only that."""
+    def of(cls, rows: FloatN, ids: FloatN, row_bytes: FloatN, output_bytes: FloatN, share: float = 1.0) -> CacheSharers:
+        """The lookups of tables with ``rows`` rows that get ``ids`` ids per call; a rank holds the fraction ``share``
+        of the tables."""
         touched = np.array([float(_touched_bytes(rows, calls * ids, row_bytes).sum()) for calls in _CALLS])
         return cls(touched * share, float(output_bytes.sum()) * share)
 
     @classmethod
-    def of_set(cls, set_bytes: float, output_bytes: float) -> Company:
-        """Of features that all draw their rows from one set of memory."""
+    def of_set(cls, set_bytes: float, output_bytes: float) -> CacheSharers:
+        """The lookups of features that all draw their rows from one set of memory of ``set_bytes`` bytes."""
         return cls(np.full(_CALLS.shape, set_bytes * -np.expm1(-1.0)), output_bytes)
 
-    def between(self, calls: FloatN) -> FloatN:
-        """Bytes touched [N] in as many calls."""
+    def bytes_touched(self, calls: FloatN) -> FloatN:
+        """Bytes touched [N] in ``calls`` calls."""
         return np.interp(np.log(calls), np.log(_CALLS), self.touched)
 
 
@@ -213,7 +213,7 @@ class HardwareProfile:
         rows: FloatN,
         features: FloatN,
         vector_bytes: FloatN,
-        company: Company | None = None,
+        sharers: CacheSharers | None = None,
     ) -> FloatN:
         """Milliseconds [N] of looking up ``ids`` rows into ``bags`` bags, each entry one shard of one table.
 
@@ -222,7 +222,7 @@ class HardwareProfile:
         the root of the sum of squares. Ids are assumed to be uniform. Excludes ``call_ms``, which a rank pays once.
 
         Args:
-            company: the other lookups of the rank; None: there are none.
+            sharers: all lookups of the rank; None: the table's own lookup alone.
         """
         shape = np.broadcast_shapes(*(np.shape(x) for x in (ids, bags, row_bytes, bits, rows)))
         ids, bags, row, bits, rows, vector = (
@@ -233,14 +233,15 @@ class HardwareProfile:
         own = _touched_bytes(rows, drawn, row)
         touches = drawn * (1 + (row - 1) / SECTOR_BYTES)
         new = _unique(np.maximum(table / SECTOR_BYTES, 1.0), touches) / touches
-        if company is None:
+        if sharers is None:
             whole, written = table, bags * vector
         else:
-            # In a grid's set of w bytes the uses of a row lie (1 - 1/e) w apart on average, some nearer; in a company,
-            # where tables take turns, all of them do. So a company is read as the set of the same average.
-            apart = company.between(np.maximum(rows / drawn, 1.0))
+            # In a grid's set of w bytes, two uses of a row are (1 - 1/e) w bytes apart on average, and some are nearer.
+            # With sharers, where tables take turns, all uses are as far apart, so sharers count as a set with that
+            # average.
+            apart = sharers.bytes_touched(np.maximum(rows / drawn, 1.0))
             whole = np.maximum(apart / -np.expm1(-1.0), own)
-            written = np.full(shape, company.output_bytes)
+            written = np.full(shape, sharers.output_bytes)
         write = self._write_ns(written, vector)
         out = np.zeros(shape)
         known = np.array(sorted(self.grids))
@@ -258,7 +259,8 @@ class HardwareProfile:
         return ((bags * out + first) * 1e-6 + features * self.feature_ms) * self.mixed
 
     def _first_rows_ns(self, set_bytes: FloatN, ids: FloatN) -> FloatN:
-        """Nanoseconds per feature [N] with that many ids per call from rows that come from such a set; linear in logarithms."""
+        """Nanoseconds per feature [N] for ``ids`` ids per call from rows in a set of ``set_bytes``; linear in
+        logarithms."""
         if not self.first_rows_ns:
             return np.zeros(set_bytes.shape)
         at_sets = np.stack([_interpolate(ids, figures) for _, figures in self.first_rows_ns])
@@ -269,7 +271,7 @@ class HardwareProfile:
         return (1 - share) * at_sets[i, n] + share * at_sets[above, n]
 
     def _write_ns(self, call_bytes: FloatN, vector_bytes: FloatN) -> FloatN:
-        """Nanoseconds of writing one vector, by what the whole call writes."""
+        """Nanoseconds of writing one vector in a call that writes ``call_bytes`` in all."""
         sizes, a_bag, a_byte = np.array(self.write_ns, float).T
         at, known = np.log(np.maximum(call_bytes, 1.0)), np.log(sizes)
         return np.interp(at, known, a_bag) + np.interp(at, known, a_byte) * vector_bytes

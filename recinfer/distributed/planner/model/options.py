@@ -68,7 +68,7 @@ class Shard:
 
 
 class ShardingOption:
-    """One way to shard one table.
+    """An option: one way to shard one table.
 
     Args:
         name: table name.

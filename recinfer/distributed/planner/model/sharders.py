@@ -46,9 +46,10 @@ def sharder_name(t: type[Any]) -> str:
 
 
 def codec_bytes(codec: Any) -> float | None:
-    """Bytes of an element that a communication codec sends; None without a codec, or for one that changes nothing."""
+    """Bytes of an element on the wire with a communication codec; None without a codec, or if the codec keeps
+    float32."""
     dtype = getattr(codec, "quantized_dtype", None)
-    dtype = dtype() if callable(dtype) else dtype  # the no-op codec has it as a method
+    dtype = dtype() if callable(dtype) else dtype  # quantized_dtype is a method of the no-op codec
     return None if dtype is None else float(dtype.itemsize)
 
 

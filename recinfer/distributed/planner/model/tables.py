@@ -159,7 +159,7 @@ def inference_tables(
 
 
 def _configs(module: nn.Module) -> dict[str, BaseEmbeddingConfig]:
-    """Table configs by name; of the collection inside when ``module`` is a feature-processed one."""
+    """Table configs by name; a feature-processed ``module`` gives the configs of its collection."""
     for holder in (module, getattr(module, "_embedding_bag_collection", None)):
         for method in ("embedding_bag_configs", "embedding_configs"):
             get = getattr(holder, method, None)
@@ -179,8 +179,8 @@ def _offers(
     for kind in sharder.sharding_types(device):
         if asked_types is not None and kind not in asked_types:
             continue
-        # As in TorchRec, these are offered only if the constraints ask for them: a grid, which has many shards, and cuts by
-        # rows behind feature processors.
+        # A grid, which has many shards, and cuts by rows behind feature processors are offered only if the constraints
+        # ask for them, as in TorchRec.
         if asked_types is None and kind in (_ASKED_FOR_PROCESSORS if processed else _ASKED):
             continue
         for kernel in sharder.compute_kernels(kind, device):

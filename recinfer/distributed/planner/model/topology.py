@@ -132,7 +132,7 @@ class CustomTopologyData:
         return self._data[key]
 
     def has_data(self, key: str) -> bool:
-        """Whether ``key`` was given."""
+        """Whether the data has ``key``."""
         return key in self._data
 
 
@@ -303,12 +303,13 @@ class Topology:
 
     @property
     def intra_host_bw(self) -> float:
-        """Within a host, bytes per millisecond; of an all-to-all where the bandwidths do not name it."""
+        """Bytes per millisecond within a host; if the bandwidths do not name it, of an all-to-all."""
         return self._comms.intra_host_bw or self.collective_bw(CollectiveType.ALL_TO_ALL, self._local_world_size)
 
     @property
     def inter_host_bw(self) -> float:
-        """Between hosts, bytes per millisecond; of an all-to-all of a rank a host where they do not name it."""
+        """Bytes per millisecond between hosts; if the bandwidths do not name it, of an all-to-all with one rank per
+        host."""
         hosts = max(self._world_size // self._local_world_size, 2)
         return self._comms.inter_host_bw or self.collective_bw(CollectiveType.ALL_TO_ALL, hosts, 1)
 

@@ -20,7 +20,7 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
     """Embedding collections of ``model``, outermost first: (module path, module, table configs, pooled).
 
     A collection is any module with ``embedding_bag_configs()`` (pooled) or ``embedding_configs()``; its children are
-    not searched. The path of the model itself is ``""``. A module with several names comes once, with the first.
+    not searched. The path of the model itself is ``""``. A module with several names appears once, under the first.
 
     Raises:
         ConfigError: a module of managed collisions or in-table pruning.
@@ -41,12 +41,12 @@ def _configs(module: nn.Module) -> tuple[list[BaseEmbeddingConfig], bool] | None
     return None
 
 
-# How the names of TorchRec's modules that change ids by a state of their own begin -> what they do.
+# Prefix of a class name of TorchRec's modules that change ids by their own state -> the change, as text.
 _REMAPPING = {"ManagedCollision": "managed collisions", "ITEP": "in-table pruning"}
 
 
 def _remapping(module: nn.Module) -> str | None:
-    """What ``module`` does to ids before the lookup if it is one of TorchRec's classes that remap them, by name."""
+    """The change of ids by ``module``, as text, if its class is by name one of TorchRec's that remap ids; else None."""
     names = [kind.__name__ for kind in type(module).__mro__]
     return next((what for part, what in _REMAPPING.items() if any(n.startswith(part) for n in names)), None)
 
@@ -63,8 +63,8 @@ def _refuse_remapping(path: str, module: nn.Module) -> None:
 def sharded_modules(
     module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
-    """(path, module, sharder) of every module that a sharder supports, outermost first; modules inside it are
-    skipped. A module with several names comes once, with the first.
+    """(path, module, sharder) of every module that a sharder supports, outermost first; modules inside it are skipped.
+    A module with several names appears once, under the first.
 
     Raises:
         ConfigError: a module of managed collisions or in-table pruning that no sharder supports.

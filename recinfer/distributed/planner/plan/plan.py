@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_RANKS", "Plan", "PlanChange", "misfits"]
 
 PLAN_FORMAT = "recinfer.plan/1"
-MAX_RANKS = 1 << 16  # an archive has a file for each, so a wrong number would fill the disk and the memory
+MAX_RANKS = 1 << 16  # an archive has a file per rank, so a wrong number would fill the disk and the memory
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Plan:
     # ------------------------------------------------------------------ TorchRec's plan
 
     def to_sharding_plan(self) -> ShardingPlan:
-        """The same placement as TorchRec's ShardingPlan."""
+        """The placement as TorchRec's ShardingPlan."""
         modules: dict[str, EmbeddingModuleShardingPlan] = {}
         for t in self.tables:
             spec = None
@@ -274,7 +274,7 @@ class Plan:
 
 
 def misfits(plan: Plan, model: nn.Module) -> str:
-    """How the tables of ``model`` differ from those of ``plan``; empty if they are the same with the same shapes."""
+    """The differences between the tables of ``model`` and of ``plan``, as text; empty if names and shapes are equal."""
     have = {(p, c.name): (c.num_embeddings, c.embedding_dim) for p, _, cs, _ in embedding_tables(model) for c in cs}
     planned = {(t.module, t.table): (t.num_embeddings, t.embedding_dim) for t in plan.tables}
     problems = [f"{_dotted(k)} of the model is not planned" for k in sorted(have.keys() - planned.keys())]

@@ -23,7 +23,7 @@ _KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}
 T = TypeVar("T")
 
 
-ShardRect = Rect  # its name among the planner's
+ShardRect = Rect  # the planner's name of the class
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class TablePlan:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> TablePlan:
-        """The inverse of :meth:`placement_data`, with ``estimates`` when there."""
+        """The inverse of :meth:`placement_data`, with ``estimates`` if ``data`` has them."""
         known = {f.name for f in dataclasses.fields(cls)}
         check_keys("a table of the plan", data, known - {"estimates"}, known)
         what = f"table {str(data['table'])[:80]!r} of the plan"

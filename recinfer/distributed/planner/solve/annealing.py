@@ -22,30 +22,30 @@ from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, HOST_F
 
 __all__ = ["anneal"]
 
-_MAX_UNITS, _MAX_FIGURES = 64, 1_000_000  # larger problems, and more figures of places, are left to the local search
-_PLACEMENTS = 192  # annealed at once
+_MAX_UNITS, _MAX_FIGURES = 64, 1_000_000  # problems with more units or figures of places are left to the local search
+_PLACEMENTS = 192  # placements that are annealed together
 _STEPS_A_UNIT, _MIN_STEPS = 50, 1000
 _TURN = 50  # steps between two selections, in which the best eighth replaces the worst
 _HOT, _COLD = 0.5, 0.005  # accepted rise of the busiest rank at first and at last, in mean loads of a unit
-_CHEAP, _DEAR = 0.3, 1e4  # price of an overflow as large as a rank's memory, in loads of the bound
+_CHEAP, _DEAR = 0.3, 1e4  # price of an overflow of a rank's whole memory, in multiples of the bound
 _MAX_WAYS = 150  # ways to place several equal shards, if all are tried
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Every place of every unit, sorted by unit and option."""
+    """Every place (an option and the ranks of its shards) of every unit, sorted by unit and option."""
 
-    adds: FloatN  # [K, A] what it adds to each rank: load over the bound, then shares of the memories
+    adds: FloatN  # [K, A] additions to each rank: load over the bound, then shares of the memories
     option: IntN  # [A]
     ranks: list[IntN]  # [A]
-    group: IntN  # [A] places of one option are a group: its number here, below its first place and how many it has
+    group: IntN  # [A] number of the place's group, the places of one option
     first: IntN
     count: IntN
-    unit_first: IntN  # [U] first group of each unit and how many it has
+    unit_first: IntN  # [U] first group and number of groups of each unit
     unit_count: IntN
 
     def draw(self, units: IntN, random: np.random.Generator) -> IntN:
-        """A random place of each unit; its options are equally likely."""
+        """A random place of each unit; the options of a unit are equally likely."""
         group = self.unit_first[units] + (random.random(units.shape) * self.unit_count[units]).astype(np.int64)
         return self.first[group] + (random.random(units.shape) * self.count[group]).astype(np.int64)
 
@@ -57,7 +57,7 @@ class _Places:
 
 
 def _ways(problem: Problem, option: int) -> list[IntN]:
-    """Ranks of the shards of ``option``: all ways when they are few, else shard by shard on neighbours."""
+    """Ways to place the shards of ``option`` on ranks: all ways if there are few, else shards on successive ranks."""
     p, world, local = problem, problem.world_size, problem.local_world_size
     s = p.shards_of(option)
     index, mode = np.arange(s.stop - s.start), int(p.mode[option])
@@ -74,7 +74,7 @@ def _ways(problem: Problem, option: int) -> list[IntN]:
 
 
 def _places(problem: Problem, alternatives: list[IntN], bound: float) -> _Places | None:
-    """All places, or None when there are too many."""
+    """All places, or None if there are too many."""
     p, world = problem, problem.world_size
     sizes = [(p.perf, np.full(world, bound))]
     sizes += [(used, np.maximum(cap, 1.0)) for used, cap in ((p.hbm, p.hbm_cap), (p.ddr, p.ddr_cap)) if used.any()]
@@ -128,7 +128,7 @@ def anneal(
         one, other = random.integers(units, size=(2, _TURN, _PLACEMENTS))
         one_place, other_place = places.draw(one, random), places.draw(other, random)
         chance = random.exponential(size=(_TURN, _PLACEMENTS))
-        figures = places.adds[:, at].sum(axis=1)  # [K, C] afresh: sums of many changes are not exact
+        figures = places.adds[:, at].sum(axis=1)  # [K, C] recomputed, because sums of many changes are not exact
         for i in range(_TURN):
             share = (turn + i) / steps
             heat = world / units * _HOT * (_COLD / _HOT) ** share
@@ -138,7 +138,8 @@ def anneal(
                 order = np.argsort(cost, kind="stable")
                 worst, best = order[-(_PLACEMENTS // 8) :], order[: _PLACEMENTS // 8]
                 at[:, worst], figures[:, worst], cost[worst] = at[:, best], figures[:, best], cost[best]
-            # In turn: one unit anywhere, two units anywhere, two units in one another's places.
+            # Steps alternate between a new place for one unit, new places for two units, and an exchange of two units'
+            # places.
             a, b = one[i], other[i]
             old_a, old_b = at[a, lines], at[b, lines]
             new_a, new_b = one_place[i], other_place[i]
@@ -154,8 +155,8 @@ def anneal(
             taken = np.flatnonzero(after_cost - cost < heat * chance[i])
             figures[:, taken], cost[taken] = after[:, taken], after_cost[taken]
             at[b[taken], taken] = new_b[taken]
-            at[a[taken], taken] = new_a[taken]  # last: it holds where both are one unit
-    return _that_fit(problem, placer, places, at)
+            at[a[taken], taken] = new_a[taken]  # written last, which counts if both are the same unit
+    return _fitting_placements(problem, placer, places, at)
 
 
 def _cost(figures: FloatN, world: int, price: float) -> FloatN:
@@ -163,7 +164,7 @@ def _cost(figures: FloatN, world: int, price: float) -> FloatN:
     return figures[:world].max(axis=0) + price * np.maximum(figures[world:] - 1, 0).sum(axis=0)
 
 
-def _that_fit(problem: Problem, placer: Placer, places: _Places, at: IntN) -> list[Placement]:
+def _fitting_placements(problem: Problem, placer: Placer, places: _Places, at: IntN) -> list[Placement]:
     """The placements that fit, each once, best first."""
     found: list[Placement] = []
     for line in np.unique(at.T, axis=0):

@@ -13,19 +13,20 @@ __all__ = ["MAX_UNITS", "branch_and_bound", "is_small"]
 
 MAX_UNITS = 6
 _MAX_NODES = 40_000
-_MAX_PLACES = 400  # ways to place one option; options with more are left to the local search
+_MAX_PLACES = 400  # ways to place an option; options with more ways are left to the local search
 _Place = tuple[float, int, tuple[int, ...], tuple[tuple[int, float, float, float], ...]]
 
 
 def is_small(problem: Problem) -> bool:
-    """Whether :func:`branch_and_bound` searches ``problem``: few units, none of which must stay on a host."""
+    """Whether :func:`branch_and_bound` searches ``problem``, which has few units and no unit that must stay on one
+    host."""
     return problem.num_units <= MAX_UNITS and all(int(mode) in (FREE, FIXED) for mode in problem.mode)
 
 
 def branch_and_bound(problem: Problem, placer: Placer, best: Placement | None) -> tuple[Placement | None, bool]:
-    """A placement no worse than ``best`` (None: none is known), and whether it is proven optimal. It is, unless the
+    """A placement no worse than ``best`` (None: no known placement), and whether the placement is proven optimal.
 
-    tree has over ``_MAX_NODES`` nodes or an option has more ways to be placed than are tried.
+    A proof is missing if the tree has over ``_MAX_NODES`` nodes or an option has untried ways to be placed.
 
     Effort is counted in nodes, so that the same problem gives the same placement on every machine. Problems with more
     than ``MAX_UNITS`` units, or with options that must stay on a host, are returned unchanged.
@@ -56,7 +57,7 @@ def branch_and_bound(problem: Problem, placer: Placer, best: Placement | None) -
         for place in places[order[i]]:
             nodes += 1
             if nodes > _MAX_NODES or (total + place[0] + rest[i + 1]) / world >= limit:
-                return  # places come cheapest first, so the others cost no less
+                return  # places are sorted by cost, so the others cost no less
             touched = place[3]
             if all(
                 load[r] + p < limit and hbm[r] + h <= caps_h[r] and ddr[r] + d <= caps_d[r] for r, p, h, d in touched
@@ -80,9 +81,8 @@ def branch_and_bound(problem: Problem, placer: Placer, best: Placement | None) -
 
 
 def _places(problem: Problem, unit: int) -> tuple[list[_Place], bool]:
-    """The ways to place per unit, cheapest first, and whether they are all: (load in all, option, rank of each shard,
-    what
-    it adds to each rank)."""
+    """The places of a unit, cheapest first, as (total load, option, rank of each shard, additions to each rank); and
+    whether these are all places."""
     found: list[_Place] = []
     whole = True
     for option in range(int(problem.unit_ptr[unit]), int(problem.unit_ptr[unit + 1])):

@@ -28,8 +28,8 @@ _MAX_SHARDS = 400_000  # above this, changes that need a new search space are no
 def error_type(problem: Problem) -> PlannerErrorType:
     """The error type when no plan fits, as in TorchRec.
 
-    INSUFFICIENT_STORAGE: all ranks' memory together is less than the tables need at least. STRICT_CONSTRAINTS: it is
-    enough, but the pieces that the constraints and sharders allow do not fit the single ranks.
+    INSUFFICIENT_STORAGE: the memory of all ranks together is below the tables' least need. STRICT_CONSTRAINTS: the
+    memory suffices, but the pieces that the constraints and sharders allow do not fit the single ranks.
     """
     p = problem
     needs = ((p.option_hbm, p.hbm_cap), (p.option_ddr, p.ddr_cap), (p.option_hbm + p.option_ddr, p.hbm_cap + p.ddr_cap))
@@ -46,20 +46,20 @@ def explain(
     pinned: Sequence[TablePlan] = (),
     smaller_tables: Sequence[TableFacts] | None = None,
 ) -> str:
-    """The message of the error, in two lines. Its advice was verified by planning with the change, including pins.
+    """The message of the error, in two lines. Each advised change was verified by planning with it, including pins.
 
     Args:
         estimator: returns the estimate function for another topology, to try more ranks.
-        pinned: entries of an earlier plan that stay where they are.
+        pinned: entries of an earlier plan that keep their places.
         smaller_tables: the same tables in the next smaller precision, to try that.
     """
-    binds, memory = _what_binds(space, problem)
-    helps = _what_helps(_Trial(topology, estimator, pinned), space, smaller_tables, memory)
+    binds, memory = _limiting_memory(space, problem)
+    helps = _helpful_changes(_Trial(topology, estimator, pinned), space, smaller_tables, memory)
     advice = "; ".join(helps) if helps else "no single change of ranks, capacity, precision or kernel is enough"
     return f"No plan fits. {binds}\nWhat would help: {advice}."
 
 
-def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
+def _limiting_memory(space: SearchSpace, problem: Problem) -> tuple[str, int]:
     """A sentence about the limiting memory, and that memory (0 hbm, 1 ddr)."""
     p = problem
     unit_possible = np.logical_or.reduceat(p.possible, p.unit_ptr[:-1])
@@ -123,7 +123,8 @@ def _single_shard(space: SearchSpace, p: Problem, units: np.ndarray) -> tuple[st
 
 
 def _packing(space: SearchSpace, p: Problem) -> tuple[str, int]:
-    """The sum fits but the pieces do not: place with unlimited capacities and report the rank that overflows most."""
+    """Explain pieces that do not fit though their sum does: place with unlimited capacities and report the largest
+    overflow."""
     bytes_of = p.option_hbm / max(p.hbm_cap.max(), 1.0) + p.option_ddr / max(p.ddr_cap.max(), 1.0)
     cost = np.where(p.possible, bytes_of, np.inf)
     choice = np.array([p.unit_ptr[u] + cost[p.unit_ptr[u] : p.unit_ptr[u + 1]].argmin() for u in range(p.num_units)])
@@ -164,11 +165,11 @@ class _Trial:
     pinned: Sequence[TablePlan]
 
     def fits(self, tables: Sequence[TableFacts], topology: Topology) -> bool:
-        """Whether a plan of ``tables`` on ``topology`` is found."""
+        """Whether the search finds a plan of ``tables`` on ``topology``."""
         return self.space_fits(build_space(tables, topology, self.estimator(topology)), topology)
 
     def space_fits(self, space: SearchSpace, topology: Topology) -> bool:
-        """Whether a plan of the options of ``space`` on ``topology`` is found."""
+        """Whether the search finds a plan of the options of ``space`` on ``topology``."""
         try:
             pins = pin_tables(space, self.pinned, topology)
         except PlannerError:  # the pinned pieces are not among these options
@@ -176,7 +177,7 @@ class _Trial:
         return search(make_problem(space, topology, pins), max_moves=0)[0] is not None
 
 
-def _what_helps(
+def _helpful_changes(
     trial: _Trial, space: SearchSpace, smaller_tables: Sequence[TableFacts] | None, memory: int
 ) -> list[str]:
     helps, topology = [], trial.topology
@@ -226,7 +227,8 @@ def _capacity(trial: _Trial, space: SearchSpace, memory: int) -> float | None:
         other = _resized(topology, topology.world_size, *tried)
         if not unequal:
             return trial.space_fits(space, other)
-        return space.shard_option.size <= _MAX_SHARDS and trial.fits(space.tables, other)  # recompute the pieces
+        # Pieces in proportion to the ranks' memory change with the memory, so the search space is built again.
+        return space.shard_option.size <= _MAX_SHARDS and trial.fits(space.tables, other)
 
     unequal = any(row_weights(topology, on_host) is not None for on_host in (False, True))
     sizes = (space.hbm, space.ddr)[memory]
@@ -271,7 +273,7 @@ def _ranks(trial: _Trial, space: SearchSpace) -> int | None:
 
 
 def _with_host_memory(tables: Sequence[TableFacts], topology: Topology) -> list[TableFacts] | None:
-    """The tables, each also offered in host memory; None when nothing is added."""
+    """The tables, each also offered in host memory; None if no option is new."""
     if topology.compute_device != "cuda":
         return None
     wider = []
@@ -282,7 +284,7 @@ def _with_host_memory(tables: Sequence[TableFacts], topology: Topology) -> list[
 
 
 def _with_row_wise(tables: Sequence[TableFacts]) -> list[TableFacts] | None:
-    """The tables, each also offered row-wise with its kernels; None when nothing is added."""
+    """The tables, each also offered row-wise with its kernels; None if no option is new."""
     wider = []
     for t in tables:
         kernels = dict.fromkeys(k for _, k in t.offers if k != "dense")

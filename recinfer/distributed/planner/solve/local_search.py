@@ -19,8 +19,8 @@ _SINGLE, _UNIFORM, _HOST_ROWS, _OTHER = range(4)
 
 
 @dataclass(frozen=True)
-class _Without:
-    """Loads of the ranks without each of n units: [n, W]; and the most loaded of its old ranks [n]."""
+class _LoadsWithout:
+    """Loads [n, W] of the ranks without each of n units, and the load of the unit's most loaded old rank [n]."""
 
     perf: FloatN
     hbm: FloatN
@@ -41,17 +41,19 @@ class LocalSearch:
         max_moves: int,
         alternatives: list[IntN] | None = None,
     ) -> None:
-        self.problem, self.placer = problem, placer
-        self.deadline, self.max_moves = deadline, max_moves
+        self.problem = problem
+        self.placer = placer
+        self.deadline = deadline
+        self.max_moves = max_moves
         self.moves = 0
         self.alternatives = self._prune() if alternatives is None else alternatives
         self.by_kind = self._kinds()
 
     def _prune(self) -> list[IntN]:
-        """Options of each unit that no other option of it beats in load and both memories, in all and a shard.
+        """Options of each unit that no other option of the unit beats in load and both memories, in all and per shard.
 
-        The bytes of a shard count too: four small pieces may fit where one large piece does not. An option with fixed
-        ranks never beats one with free ranks.
+        The bytes of a shard count too, because four small pieces may fit where one large piece does not. An option with
+        fixed ranks never beats an option with free ranks.
         """
         p = self.problem
         starts = p.shard_ptr[:-1]
@@ -135,7 +137,7 @@ class LocalSearch:
         after[:, busy] = np.inf
         best = int(after.argmin())
         move_value, (mi, rank) = after.flat[best], divmod(best, p.world_size)
-        # Swaps with shards on the least busy ranks: [mine, theirs]
+        # Swaps with shards on the least busy ranks: [this rank's shards, the other ranks' shards]
         idle = np.argsort(at.perf, kind="stable")[: max(4, min(16, p.world_size // 4))]
         theirs = np.flatnonzero(np.isin(self.item_rank, idle[idle != busy]))
         swap_value, pair = self._best_swap(at, mine, theirs, busy) if theirs.size else (np.inf, (0, 0))
@@ -152,7 +154,7 @@ class LocalSearch:
 
     def _best_swap(self, at: Placement, mine: IntN, theirs: IntN, busy: int) -> tuple[float, tuple[int, int]]:
         p = self.problem
-        if mine.size * theirs.size > 2_000_000:  # keep the largest and smallest of mine
+        if mine.size * theirs.size > 2_000_000:  # the largest and smallest of this rank's shards
             mine = mine[np.argsort(-self.item_perf[mine], kind="stable")[: max(1, 2_000_000 // theirs.size)]]
         gain = self.item_perf[mine, None] - self.item_perf[None, theirs]
         other = self.item_rank[theirs]
@@ -202,7 +204,7 @@ class LocalSearch:
         units = np.flatnonzero(load > 0)
         return units[np.argsort(-load[units], kind="stable")]
 
-    def _without(self, at: Placement, units: IntN) -> _Without:
+    def _without(self, at: Placement, units: IntN) -> _LoadsWithout:
         """Loads and bytes [n, W] as they would be with each of ``units`` taken out, and the top of its old ranks [n]."""
         p = self.problem
         counts = np.array([at.ranks[u].size for u in units])
@@ -217,15 +219,15 @@ class LocalSearch:
         touched = np.zeros((units.size, p.world_size), bool)
         touched[row, ranks] = True
         old_top = np.where(touched, tables[0], -np.inf).max(axis=1)
-        return _Without(tables[0], tables[1], tables[2], old_top, at)
+        return _LoadsWithout(tables[0], tables[1], tables[2], old_top, at)
 
     def _pairs(self, units: IntN, kind: int) -> tuple[IntN, IntN]:
         """(row in ``units``, option) of all alternatives of ``kind``."""
         lists = [self.by_kind[kind][u] for u in units]
         return np.repeat(np.arange(units.size), [x.size for x in lists]), np.concatenate(lists)
 
-    def _try_single(self, units: IntN, w: _Without) -> tuple[float, int, int, IntN] | None:
-        """One shard on the best rank."""
+    def _try_single(self, units: IntN, w: _LoadsWithout) -> tuple[float, int, int, IntN] | None:
+        """Try options with one shard, on the best rank."""
         p = self.problem
         row, option = self._pairs(units, _SINGLE)
         if not row.size:
@@ -238,8 +240,8 @@ class LocalSearch:
         i = int(value.argmin())
         return float(value[i]), int(units[row[i]]), int(option[i]), np.array([rank[i]])
 
-    def _try_rows(self, units: IntN, w: _Without) -> tuple[float, int, int, IntN] | None:
-        """One shard on every rank of the world (uniform), or of the best host."""
+    def _try_rows(self, units: IntN, w: _LoadsWithout) -> tuple[float, int, int, IntN] | None:
+        """Try options with one shard on every rank of the world (uniform), or of the best host."""
         p = self.problem
         best = None
         for kind, size in ((_UNIFORM, p.world_size), (_HOST_ROWS, p.local_world_size)):
@@ -261,8 +263,8 @@ class LocalSearch:
                 best = found
         return best
 
-    def _try_pieces(self, units: IntN, w: _Without) -> tuple[float, int, int, IntN] | None:
-        """Everything else: several free shards, or groups of them on hosts."""
+    def _try_pieces(self, units: IntN, w: _LoadsWithout) -> tuple[float, int, int, IntN] | None:
+        """Try all other options: several free shards, or groups of shards on hosts."""
         p = self.problem
         row, option = self._pairs(units, _OTHER)
         best = None
@@ -292,7 +294,8 @@ class LocalSearch:
         return best
 
     def _even_memory(self, at: Placement) -> Placement:
-        """The same options with free shards moved and swapped so that the fullest rank is less full."""
+        """A placement of the same options, whose free shards are moved and swapped to make the fullest rank less
+        full."""
         p = self.problem
         hbm_first = float((at.hbm / np.maximum(p.hbm_cap, 1)).max()) >= float((at.ddr / np.maximum(p.ddr_cap, 1)).max())
         amount, used = (p.hbm, at.hbm) if hbm_first else (p.ddr, at.ddr)
@@ -367,7 +370,8 @@ class LocalSearch:
         return best
 
     def _unsettle(self, at: Placement, random: np.random.Generator) -> bool:
-        """Take units off the busiest rank and some others and put them back in another order, some changed."""
+        """Remove units from the busiest rank and some others and place them again in another order, some with other
+        options."""
         p, placer = self.problem, self.placer
         ranks = {int(at.perf.argmax()), *random.integers(p.world_size, size=int(random.integers(1, 4))).tolist()}
         share = random.uniform(0.3, 1.0)

@@ -18,7 +18,7 @@ from recinfer.distributed.planner.model.estimates import (
     row_alignment,
     spread_of,
 )
-from recinfer.distributed.planner.model.hardware import Company
+from recinfer.distributed.planner.model.hardware import CacheSharers
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan.plan import Plan
 from recinfer.distributed.planner.plan.table_plan import TablePlan
@@ -119,7 +119,7 @@ def _entry(space: SearchSpace, option: int, ranks: IntN, keep_empty: bool) -> Ta
 
 
 def _traffic(space: SearchSpace, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of ids in and of vectors out, each shard, one iteration."""
+    """Bytes of ids received and of vectors sent by each shard in one iteration."""
     a = shard_arrays(space, topology)
     quant = np.char.startswith(np.array([option_label(space, o)[1] for o in range(space.num_options)]), "quant")
     replicas = np.where(quant[space.shard_option] | (a.kind == DP), 1, topology.world_size)
@@ -144,13 +144,13 @@ def _predicted(space: SearchSpace, problem: Problem, placement: Placement, topol
             found.append(0.0)
             continue
         ids = mine.batch_inputs / spread_of(mine, topology)
-        company = Company.of(
+        sharers = CacheSharers.of(
             rows=mine.rows.astype(float),
             ids=ids,
             row_bytes=packed_row_bytes(mine.cols, mine.row_format, alignment).astype(float),
             output_bytes=np.where(mine.pooled, mine.batch_outputs, ids) * mine.cols * mine.output_bytes,
         )
-        ms = inference_time(mine, topology, alignment, company)
+        ms = inference_time(mine, topology, alignment, sharers)
         found.append(float(ms[:, [0, 1, 5]].sum()) + hardware.call_ms)
     return found
 

@@ -45,7 +45,7 @@ class Placer:
         self.base = np.zeros(problem.world_size) if base is None else base
 
     def empty(self) -> Placement:
-        """Nothing placed."""
+        """A placement without units."""
         p = self.problem
         zeros = np.zeros(p.world_size)
         return Placement(
@@ -53,7 +53,7 @@ class Placer:
         )  # fmt: skip
 
     def find(self, at: Placement, option: int) -> IntN | None:
-        """Ranks for the shards of ``option`` in addition to ``at``; None when it does not fit."""
+        """Ranks for the shards of ``option`` in addition to ``at``; None if the option does not fit."""
         p = self.problem
         s, mode = p.shards_of(option), p.mode[option]
         if mode == FIXED:
@@ -71,7 +71,7 @@ class Placer:
         return self._multi_host(at, s)
 
     def _free(self, at: Placement, s: slice, first: int, last: int) -> IntN | None:
-        """Each shard on the least loaded rank of [first, last) that has room, largest first."""
+        """Place each shard, the largest first, on the least loaded rank of [first, last) with enough memory."""
         p = self.problem
         perf, hbm, ddr = p.perf[s], p.hbm[s], p.ddr[s]
         if perf.size == 1:
@@ -104,7 +104,7 @@ class Placer:
         return ranks
 
     def _host_rows(self, at: Placement, s: slice) -> IntN | None:
-        """Shard i on rank i of the host where the busiest of its ranks is least busy."""
+        """Place shard i on rank i of the host whose busiest rank is least busy."""
         p, local = self.problem, self.problem.local_world_size
         load = (at.perf.reshape(-1, local) + p.perf[s]).max(axis=1)
         room = (at.hbm.reshape(-1, local) + p.hbm[s] <= p.hbm_cap.reshape(-1, local)).all(axis=1)
@@ -114,7 +114,7 @@ class Placer:
         return host * local + np.arange(local) if load[host] < np.inf else None
 
     def _best_host(self, at: Placement, s: slice) -> IntN | None:
-        """All shards on the ranks of one host; the hosts are tried by their load."""
+        """Place all shards on the ranks of one host, the least loaded host on which they fit."""
         local = self.problem.local_world_size
         order = np.argsort(at.perf.reshape(-1, local).mean(axis=1), kind="stable")
         for host in order:
@@ -124,7 +124,7 @@ class Placer:
         return None
 
     def _multi_host(self, at: Placement, s: slice) -> IntN | None:
-        """Each group of ``local`` shards on one host."""
+        """Place each group of ``local`` shards on one host."""
         local = self.problem.local_world_size
         trial = at.copy()
         found = []
@@ -194,9 +194,9 @@ class Placer:
 
 
 def packer(problem: Problem) -> Placer:
-    """A placer by size: a shard's load is its share of a rank's memory, and a smaller rank begins as if partly filled.
+    """A placer by size. A shard's load is its share of a rank's memory, and a smaller rank begins as if partly filled.
 
-    Its placements are of another problem: :func:`refresh` restores the loads.
+    The placements are those of another problem; :func:`refresh` restores the loads.
     """
     p = problem
     hbm, ddr = max(float(p.hbm_cap.max()), 1.0), max(float(p.ddr_cap.max()), 1.0)
@@ -210,7 +210,7 @@ def packer(problem: Problem) -> Placer:
 
 
 def refresh(problem: Problem, at: Placement) -> Placement:
-    """The same placement with recomputed sums, without the rounding errors of many moves."""
+    """The placement with recomputed sums, without the rounding errors of many moves."""
     fresh = Placer(problem).empty()
     placer = Placer(problem)
     for unit in range(problem.num_units):

@@ -18,7 +18,7 @@ from recinfer.distributed.planner.solve.space import SearchSpace
 
 __all__ = ["Bound", "Problem", "lower_bound", "make_problem", "problem_of"]
 
-# How the shards of an option may be placed.
+# Modes of placing the shards of an option.
 FREE, FIXED, HOST, HOST_FREE, MULTI_HOST = range(5)
 
 
@@ -42,7 +42,7 @@ class Problem:
     hbm_cap: FloatN  # [W]
     ddr_cap: FloatN
     local_world_size: int
-    members: tuple[tuple[int, ...], ...] | None  # [O] options of the space; None: option o is option o
+    members: tuple[tuple[int, ...], ...] | None  # [O] option of the space for each option; None: the same number
 
     @property
     def world_size(self) -> int:
@@ -59,7 +59,7 @@ class Problem:
         return slice(int(self.shard_ptr[option]), int(self.shard_ptr[option + 1]))
 
     def space_options(self, option: int) -> tuple[int, ...]:
-        """The options of the search space that form an option: one per table of the unit."""
+        """The options of the search space that form an option, one for each table of the unit."""
         return (option,) if self.members is None else self.members[option]
 
 
@@ -70,7 +70,7 @@ def make_problem(space: SearchSpace, topology: Topology, pinned: dict[int, tuple
     """The problem of ``space`` on ``topology``.
 
     Args:
-        pinned: table -> (option, ranks of its shards): that option only, there.
+        pinned: table -> (option, ranks of its shards), the table's only option and place.
 
     Raises:
         PlannerError: co-located tables with no option in common.
@@ -196,7 +196,8 @@ def problem_of(
 
 @dataclass(frozen=True)
 class Bound:
-    """``value`` ms: no plan has a rank below it. ``prices`` are ms a byte of (hbm, ddr) at which it was found."""
+    """A lower bound: the busiest rank of any plan has at least ``value`` ms. ``prices``, in ms per byte of (hbm, ddr),
+    give it."""
 
     value: float
     prices: tuple[float, float]

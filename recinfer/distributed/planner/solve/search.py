@@ -31,7 +31,7 @@ def search(
     deadline: float = float("inf"),
     max_moves: int = 20_000,
 ) -> tuple[Placement | None, SearchReport]:
-    """The best placement found, or None when none fits; and the report.
+    """The best placement found, or None if no placement fits; and the report.
 
     Args:
         deadline: ``time.monotonic()`` value after which the best so far is returned.
@@ -49,7 +49,7 @@ def search(
     local = LocalSearch(problem, found.placer, deadline, max_moves)
     best = _improved(found, local, memory_binds=any(bound.prices) and max_moves > 0)
     if max_moves:
-        best = _unlocked(found, local, best)
+        best = _escaped(found, local, best)
     if best is None or (max_moves and best.worst > bound.value * GOOD):
         best, report.proven = branch_and_bound(problem, found.placer, best)
     if best is None:
@@ -62,7 +62,7 @@ def search(
 
 
 def _improved(found: Starts, local: LocalSearch, *, memory_binds: bool) -> Placement | None:
-    """The best placement found from the best starts; None without a start."""
+    """The best placement that the local search finds from the best starts; None without a start."""
     good = found.bound.value * GOOD
     # When memory is the limit, a start can be judged only after its search: a balanced one may have the wrong replicas.
     seeds = sorted(found.placed, key=lambda s: s.worst)[: _STARTS_BY_MEMORY if memory_binds else _STARTS]
@@ -83,10 +83,10 @@ def _improved(found: Starts, local: LocalSearch, *, memory_binds: bool) -> Place
     return best
 
 
-def _unlocked(found: Starts, local: LocalSearch, best: Placement | None) -> Placement | None:
+def _escaped(found: Starts, local: LocalSearch, best: Placement | None) -> Placement | None:
     """A placement no worse than ``best``, by annealing, or by perturbing it and searching again.
 
-    Annealed are problems of few tables, and of full memory; those that are searched exactly after this are not.
+    Annealing is for problems with few tables or full memory, except problems that are later searched exactly.
     """
     problem, bound = found.problem, found.bound.value
     if best is not None and (best.worst <= bound * GOOD or is_small(problem)):
@@ -100,6 +100,6 @@ def _unlocked(found: Starts, local: LocalSearch, best: Placement | None) -> Plac
 
 
 def _fullest(problem: Problem, at: Placement) -> float:
-    """Share of its memory that the fullest rank uses."""
+    """Share of memory in use on the fullest rank."""
     pairs = ((at.hbm, problem.hbm_cap), (at.ddr, problem.ddr_cap))
     return max(float((used / np.maximum(cap, 1.0)).max()) for used, cap in pairs)

@@ -16,13 +16,13 @@ class SearchReport:
     """
 
     max_perf: float  # ms on the busiest rank
-    lower_bound: float  # ms; no plan is below it
+    lower_bound: float  # ms; no plan has a lower max_perf
     seconds: float = 0.0
     num_proposals: int = 0
     num_plans: int = 0
     moves: int = 0
     source: str = "search"
-    proven: bool = False  # the plan is optimal: it reaches the bound, or all others were tried or excluded
+    proven: bool = False  # the plan is optimal: max_perf equals the bound, or all other plans were tried or excluded
 
     @property
     def gap(self) -> float:

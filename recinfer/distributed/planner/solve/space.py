@@ -129,7 +129,8 @@ def _geometry(
 ) -> tuple[IntN, IntN, IntN, IntN]:
     """Rectangles of all options, vectorised: a grid of ``down`` x ``across`` pieces, column by column.
 
-    Pieces are alike, but for the rows of a row-wise table over ranks of unequal memory: they are in proportion to it.
+    Pieces are alike, except the rows of a row-wise table over ranks of unequal memory, which are in proportion to the
+    memory.
     """
     world, local = topology.world_size, topology.local_world_size
     rows = np.array([t.rows for t in tables], np.int64)[option_table]

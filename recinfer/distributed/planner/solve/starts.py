@@ -19,8 +19,12 @@ class Starts:
     """Collects starts of the local search: choices of an option per unit, each placed greedily."""
 
     def __init__(self, problem: Problem, bound: Bound, deadline: float, report: SearchReport) -> None:
-        self.problem, self.bound, self.deadline, self.report = problem, bound, deadline, report
-        self.placer, self.packer = Placer(problem), packer(problem)
+        self.problem = problem
+        self.bound = bound
+        self.deadline = deadline
+        self.report = report
+        self.placer = Placer(problem)
+        self.packer = packer(problem)
         self.placed: list[Placement] = []
         self._seen: set[bytes] = set()
 
@@ -45,7 +49,8 @@ class Starts:
         return True
 
     def around_memory_prices(self) -> None:
-        """For problems where memory is the limit: choices around the price at which the sums just fit."""
+        """Consider choices around the memory price at which the sums just fit, for problems where memory is the
+        limit."""
         problem, prices = self.problem, self.bound.prices
         if not any(prices):
             return
@@ -55,7 +60,7 @@ class Starts:
                 self.consider(first_of_least(problem, cost, least), np.minimum(cost, problem.option_perf * 1e6))
 
     def near_bound(self) -> None:
-        """Choices whose units are all below a multiple of the bound, a larger multiple each time."""
+        """Consider choices whose units are all below a multiple of the bound, for growing multiples."""
         for factor in (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, np.inf):
             if self.late() and self.placed:
                 return
@@ -64,9 +69,8 @@ class Starts:
                 return
 
     def row_wise_and_packed(self) -> None:
-        """The k largest units cut over all ranks, the rest packed by size: the first k of 0, 1, 2 ... that fits.
-
-        Above 32, k grows by some percent: one table more or less of many is cut.
+        """Consider the choice with the k largest units cut over all ranks and the rest packed by size, for the first k
+        of 0, 1, 2 ... that fits. Above 32, k grows by some percent, since a few more cut tables of many matter little.
         """
         p = self.problem
         size = np.where(p.possible, self.packer.problem.option_perf, np.inf)
@@ -105,7 +109,7 @@ class Starts:
 
 
 def _price_ladder(problem: Problem, bound: Bound) -> list[tuple[float, float]]:
-    """Prices of memory to try in turn when a choice does not fit: those of the bound, then higher ones."""
+    """Prices of memory to try in turn when a choice does not fit, from the bound's prices to higher prices."""
     perf = float(np.median(problem.option_perf))
     unit_h = perf / max(float(np.median(problem.option_hbm)), 1.0)
     unit_d = perf / max(float(np.median(problem.option_ddr)), 1.0)
