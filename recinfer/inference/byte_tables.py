@@ -47,6 +47,7 @@ class PreparedLookup:
         names, dims: of the outputs, in the module's order.
         columns: sum of ``dims``.
         complete: whether every feature of the model is there.
+        keys: of the request, and of its context.
         heads: bytes that a caller writes before responses, by key.
     """
 
@@ -54,6 +55,7 @@ class PreparedLookup:
     dims: tuple[int, ...]
     columns: int
     complete: bool
+    keys: tuple[tuple[str, ...], tuple[str, ...]]
     heads: LruCache[Any, bytes] = field(default_factory=partial(LruCache, MAX_HEADS), kw_only=True)
 
 

@@ -149,6 +149,7 @@ class DirectTables(ByteTables):
             tuple(dims),
             column,
             complete,
+            (tuple(places), tuple(beside)),
             self._pieces,
             np.array(steps, np.int64).reshape(-1, 3),
             np.array(beside_steps, np.int64).reshape(-1, 3),

@@ -1,4 +1,4 @@
-"""Prepares a request's features for lookup: checks them, fills in missing ones and replaces ids out of range.
+"""Prepares a request's features for lookup: checks them, runs the id steps and fills in missing ones.
 
 Everything that depends on the names alone is computed once per order of keys; the rest is a few array ops.
 Shape suffixes: F features, B batch, N ids.
@@ -12,18 +12,17 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from recinfer.archive.manifest import FeatureInfo, Manifest
+from recinfer.archive.manifest import Manifest
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
+from recinfer.inference.id_steps import IdSteps
 from recinfer.inference.results import weighted_features
 from recinfer.lru import LruCache
 
 __all__ = ["FeatureIntake", "TakenFeatures"]
 
 _MAX_ORDERS = 256  # stored orders of keys; clients send few different ones
-_INT64 = np.iinfo(np.int64)
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,6 @@ class _Order:
     defaults: dict[str, int]  # absent features with one default id per sample
     present: frozenset[str] | None
     rejected: tuple[str, ...]  # absent features that predict refuses
-    low: NDArray[np.int64] | None  # smallest and largest allowed id per key; None: nothing is replaced
-    high: NDArray[np.int64] | None
-    replacement: NDArray[np.int64] | None
 
 
 class FeatureIntake:
@@ -57,20 +53,20 @@ class FeatureIntake:
         replaced_ids: ids out of range that became the default row, since the start.
         replaced: the same by feature.
         missing: predictions that lacked a feature and had it filled, by feature.
+        steps: change the ids of requests before the lookup.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self._features = {feature.name: feature for feature in manifest.features}
         self.names = tuple(self._features)
-        self._rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
         self.weighted = weighted_features(manifest)
         self.needs_weights = bool(self.weighted)
-        self._replaces = any(feature.out_of_range == "default_row" for feature in manifest.features)
         self._orders: LruCache[tuple[str, ...], _Order] = LruCache(_MAX_ORDERS)
         self.replaced_ids = 0
         self.replaced: Counter[str] = Counter()
         self.missing: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self.steps = IdSteps(manifest, self.count_replaced)
 
     def take(
         self, features: Bags, *, need_all: bool, elsewhere: Set[str] = frozenset(), fill: bool = True
@@ -100,8 +96,7 @@ class FeatureIntake:
             if features.weights is None:
                 features = replace(features, weights=np.ones(features.values.size, np.float32))
             _check_weights(features)
-        if order.low is not None and features.values.size:
-            features = self._replace(features, order)
+        features = self.steps.apply(features)
         if order.absent:
             if need_all:
                 with self._lock:
@@ -121,38 +116,12 @@ class FeatureIntake:
         if not keys:
             raise InputError(f"features: got none; this model has {_some(list(self._features))}")
         absent = [feature for name, feature in self._features.items() if name not in keys]
-        low = high = replacement = None
-        if self._replaces:
-            mine = [self._features[name] for name in keys]
-            low = np.array([0 if f.out_of_range == "default_row" else _INT64.min for f in mine], np.int64)
-            high = np.array([self._highest(f) for f in mine], np.int64)
-            replacement = np.array([f.default_row for f in mine], np.int64)
         return _Order(
             absent=tuple(f.name for f in absent),
             defaults={f.name: f.missing for f in absent if isinstance(f.missing, int)},
             present=frozenset(keys) if absent else None,
             rejected=tuple(f.name for f in absent if f.missing == "reject"),
-            low=low,
-            high=high,
-            replacement=replacement,
         )
-
-    def _highest(self, feature: FeatureInfo) -> int:
-        return self._rows[feature.name] - 1 if feature.out_of_range == "default_row" else _INT64.max
-
-    def _replace(self, features: Bags, order: _Order) -> Bags:
-        assert order.low is not None and order.high is not None and order.replacement is not None
-        values = features.values
-        counts = np.diff(features.offsets[:: features.batch])
-        feature_of_id = np.repeat(np.arange(len(counts)), counts)
-        bad = (values < order.low[feature_of_id]) | (values > order.high[feature_of_id])
-        count = int(bad.sum())
-        if not count:
-            return features
-        by_feature = np.bincount(feature_of_id[bad], minlength=len(counts)).tolist()
-        self.count_replaced({name: n for name, n in zip(features.keys, by_feature) if n})
-        values = np.where(bad, order.replacement[feature_of_id].astype(values.dtype), values)
-        return Bags(features.keys, features.batch, features.offsets, values, features.weights)
 
     def count_replaced(self, by_feature: Mapping[str, int]) -> None:
         """Count out-of-range ids that were replaced by the default row, here or when raw rows were converted."""

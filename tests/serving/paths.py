@@ -77,7 +77,7 @@ class BytePath:
         plain = self.read(data)
         if plain is None or (call == "Predict" and (not plain.can_predict() or plain.dense() is None)):
             return None
-        return plain.order.split(data, plain.bags)  # type: ignore[attr-defined]
+        return plain.order.split(plain.bag_data, plain.bags)  # type: ignore[attr-defined]
 
     def begin(self, call: CallName, data: bytes, reply: Any, seconds: float = LONG) -> bool:
         """Send requests to the shards; ``reply`` gets the answer. False: only the decoded path can answer."""

@@ -50,7 +50,7 @@ def lookup_now(request: PlainRequest, stats: RequestStats) -> bytes | None:
         return None
     start = time.perf_counter()
     assert isinstance(request.order, ReadyLookup)
-    answer = request.order.after(request.head(), request.data, request.bags)
+    answer = request.order.after(request.head(), request.bag_data, request.bags)
     if answer is None:
         return None
     stats.batch.add(request.batch)

@@ -52,6 +52,7 @@ class PlainRequest(NamedTuple):
 
     Attributes:
         order: the lookup of its keys.
+        bag_data: the bytes in which the bags lie: ``data``, unless id steps changed the ids.
         bags: of the samples; ``context``: of what goes with all of them.
         dense_at, dense_bytes: where its dense inputs are, and their size.
     """
@@ -60,6 +61,7 @@ class PlainRequest(NamedTuple):
     model: ServedModel
     state: Predictor
     order: PreparedLookup
+    bag_data: bytes
     bags: BagPlaces
     dense_at: int
     dense_bytes: int
@@ -73,7 +75,7 @@ class PlainRequest(NamedTuple):
     def fill(self, into: NDArray[np.float32], part: tuple[int, int] | None) -> bool:
         """See recinfer.serving.engine.byte_path.Fill; of rows in this process."""
         assert isinstance(self.order, ReadyLookup)
-        return self.order.fill(into, self.data, self.bags, part, self.context)
+        return self.order.fill(into, self.bag_data, self.bags, part, self.context)
 
     def head(self) -> bytes:
         """All of its LookupResponse but the floats at the end."""
@@ -146,7 +148,14 @@ class PlainReader:
             order = tables.order(blocks) or tables.learn(blocks, *map(_keys, blocks))
         if order is None or bags.batch * order.columns > self._most_floats:
             return None
-        return PlainRequest(data, model, state, order, bags, parts.dense_at, parts.dense_bytes, context)
+        bag_data = data
+        if state.intake.steps.in_bytes:
+            given = [(order.keys[0], bags)] if context is None else list(zip(order.keys, (bags, context)))
+            if (rewritten := state.intake.steps.rewrite(data, given)) is None:
+                return None
+            bag_data, (bags, *beside) = rewritten
+            context = beside[0] if beside else None
+        return PlainRequest(data, model, state, order, bag_data, bags, parts.dense_at, parts.dense_bytes, context)
 
 
 def _keys(block: bytes) -> tuple[str, ...]:

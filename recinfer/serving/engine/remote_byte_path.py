@@ -83,7 +83,7 @@ class FanOuts:
         lookup = plain.order
         assert isinstance(lookup, AwaitedLookup)
         answered = functools.partial(self._answered, request, plain, start)
-        if not lookup.start(plain.data, plain.bags, request.deadline, answered):
+        if not lookup.start(plain.bag_data, plain.bags, request.deadline, answered):
             with self._lock:
                 self._under_way -= 1
             self._scheduler.done(0, 0, 0.0)

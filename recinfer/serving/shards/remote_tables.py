@@ -177,6 +177,7 @@ class RemoteTables(ByteTables):
             tuple(self._dims[number] for number in firsts),
             column,
             complete,
+            (tuple(places), ()),
             self,
             np.array([self._rows[key] for key in places], np.int64),
             ranks,

@@ -1,0 +1,176 @@
+"""The steps that change a request's ids between its intake and the lookup: one ordered list for every path of a request.
+
+A step is made from an archive's manifest, so that each process that serves the archive runs the same steps. To add a step, write
+a class of :class:`IdStep` and a function that makes it, and name the function in ``STEPS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.archive.manifest import Manifest
+from recinfer.errors import InputError
+from recinfer.inference.bags import Bags
+from recinfer.lru import LruCache
+from recinfer.quant.bags import BagPlaces
+
+__all__ = ["STEPS", "CountReplaced", "IdStep", "IdSteps", "MakeStep", "out_of_range"]
+
+_MAX_ORDERS = 256  # stored orders of keys; clients send few different ones
+_INT64 = np.iinfo(np.int64)
+_LENGTH_BYTES = 4  # of a length in a request
+
+CountReplaced = Callable[[Mapping[str, int]], None]
+"""Counts ids that became the default row, by feature."""
+
+
+class IdStep(Protocol):
+    """Changes ids. Any thread may call it.
+
+    Attributes:
+        compiled: whether the compiled loops of the byte paths leave a request that this step would change to the decoded path,
+            so that the byte paths may omit the step.
+    """
+
+    @property
+    def compiled(self) -> bool: ...
+
+    def __call__(self, ids: NDArray[Any], keys: tuple[str, ...], edges: NDArray[Any]) -> NDArray[Any]:
+        """The ids that the lookup reads in place of ``ids``.
+
+        Args:
+            ids: int32 or int64 ``[N]``, read-only.
+            keys: features, in the request's order.
+            edges: ``[F + 1]``, first id of each feature.
+
+        Returns:
+            int32 or int64 ``[N]``: one id per id; ``ids`` if none changes.
+
+        Raises:
+            InputError: an id that has no row.
+        """
+        ...
+
+
+MakeStep = Callable[[Manifest, CountReplaced], "IdStep | None"]
+"""Makes a step of an archive; None if the archive has no use for it."""
+
+
+class IdSteps:
+    """The steps of one archive, in the order of ``STEPS``.
+
+    Args:
+        manifest: the archive's.
+        count: receives the numbers of replaced ids.
+
+    Attributes:
+        in_bytes: whether the byte paths have to run steps (:meth:`rewrite`).
+    """
+
+    def __init__(self, manifest: Manifest, count: CountReplaced) -> None:
+        self._steps = [step for make in STEPS if (step := make(manifest, count)) is not None]
+        self._byte_steps = [step for step in self._steps if not step.compiled]
+        self.in_bytes = bool(self._byte_steps)
+
+    def apply(self, features: Bags) -> Bags:
+        """The features with the ids that the lookup reads; raises InputError for an id that has no row."""
+        if not self._steps or not features.values.size:
+            return features
+        edges = features.offsets[:: features.batch]
+        ids = _run(self._steps, features.values, features.keys, edges)
+        if ids is features.values:
+            return features
+        offsets = features.offsets.astype(ids.dtype, copy=False)
+        return Bags(features.keys, features.batch, offsets, ids, features.weights)
+
+    def rewrite(
+        self, data: bytes, parts: Sequence[tuple[tuple[str, ...], BagPlaces]]
+    ) -> tuple[bytes, list[BagPlaces]] | None:
+        """New bytes with the lengths and the new ids of bags in ``data``, and their places there.
+
+        Args:
+            data: a request.
+            parts: keys and places of its bags, and of its context's bags.
+
+        Returns:
+            None where the decoded path has to answer: lengths that do not sum up to the ids, or an id that has no row.
+        """
+        pieces: list[bytes] = []
+        places: list[BagPlaces] = []
+        size = 0
+        for keys, bags in parts:
+            ids = np.frombuffer(data, np.int64 if bags.wide else np.int32, bags.ids, bags.ids_at)
+            lengths = np.frombuffer(data, np.int32, bags.keys * bags.batch, bags.lengths_at).reshape(
+                bags.keys, bags.batch
+            )
+            edges = np.concatenate(([0], lengths.sum(1, dtype=np.int64).cumsum()))
+            if edges[-1] != bags.ids or (lengths < 0).any():
+                return None
+            try:
+                changed = _run(self._byte_steps, ids, keys, edges)
+            except InputError:
+                return None
+            lengths_size = lengths.size * _LENGTH_BYTES
+            pieces += [
+                data[bags.lengths_at : bags.lengths_at + lengths_size],
+                changed.astype(np.int64, copy=False).tobytes(),
+            ]
+            places.append(bags._replace(lengths_at=size, ids_at=size + lengths_size, wide=True))
+            size += lengths_size + 8 * bags.ids
+        return b"".join(pieces), places
+
+
+def _run(steps: Sequence[IdStep], ids: NDArray[Any], keys: tuple[str, ...], edges: NDArray[Any]) -> NDArray[Any]:
+    for step in steps:
+        ids = step(ids, keys, edges)
+    return ids
+
+
+class _OutOfRange:
+    """Replaces ids outside the table by the feature's default row, where the archive was exported with that policy."""
+
+    compiled = True
+
+    def __init__(self, manifest: Manifest, count: CountReplaced) -> None:
+        rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
+        self._default = {f.name: f.default_row for f in manifest.features if f.out_of_range == "default_row"}
+        self._rows = {name: rows[name] for name in self._default}
+        self._count = count
+        self._orders: LruCache[tuple[str, ...], tuple[NDArray[np.int64], ...]] = LruCache(_MAX_ORDERS)
+
+    def __call__(self, ids: NDArray[Any], keys: tuple[str, ...], edges: NDArray[Any]) -> NDArray[Any]:
+        """See :class:`IdStep`."""
+        bounds = self._orders[keys]
+        if bounds is None:
+            bounds = self._orders[keys] = self._bounds(keys)
+        low, high, replacement = bounds
+        counts = np.diff(edges)
+        feature_of_id = np.repeat(np.arange(len(counts)), counts)
+        bad = (ids < low[feature_of_id]) | (ids > high[feature_of_id])
+        if not bad.any():
+            return ids
+        by_feature = np.bincount(feature_of_id[bad], minlength=len(counts)).tolist()
+        self._count({name: n for name, n in zip(keys, by_feature) if n})
+        return np.where(bad, replacement[feature_of_id].astype(ids.dtype), ids)
+
+    def _bounds(self, keys: tuple[str, ...]) -> tuple[NDArray[np.int64], ...]:
+        """Smallest and largest allowed id and the replacement per key; a key without the policy allows all ids."""
+        low = [0 if key in self._default else _INT64.min for key in keys]
+        high = [self._rows[key] - 1 if key in self._default else _INT64.max for key in keys]
+        replacement = [self._default.get(key, 0) for key in keys]
+        return np.array(low, np.int64), np.array(high, np.int64), np.array(replacement, np.int64)
+
+
+def out_of_range(manifest: Manifest, count: CountReplaced) -> IdStep | None:
+    """Makes the step of ``recinfer export --out-of-range FEATURE=default``."""
+    if all(feature.out_of_range != "default_row" for feature in manifest.features):
+        return None
+    return _OutOfRange(manifest, count)
+
+
+STEPS: list[MakeStep] = [out_of_range]
+"""Makes the steps of an archive, in their order."""
