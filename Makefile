@@ -3,6 +3,7 @@
 #
 #   make demo    train, plan, export, check, serve and query a model: the whole pipeline in one run
 #   make test    the test suite
+#   make test-all  also the nightly tests: every mutation, the whole parity matrix, Ray, TorchServe beside the other protocols
 #   make check   lint, and the tests that train, export and serve nothing
 #   make parity  sharded training against the unsharded module: every type, batch and kernel, on 1 to 4 ranks
 #   make lint    ruff (lint and format), mypy, and that the generated code is what proto/ says
@@ -21,7 +22,7 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 EXTRAS ?= cpu,onnx,train
-TEST_ARGS ?= -n 2 --dist worksteal
+TEST_ARGS ?= -n 2 --dist worksteal -m "not nightly"
 DEMO_ARGS ?=
 TORCH_PIP_ARGS ?=
 
@@ -31,7 +32,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml | head -
 STAMP := $(VENV)/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check parity lint format bench bench-report docs proto clean install install-dev
+.PHONY: help demo test test-all check parity lint format bench bench-report docs proto clean install install-dev
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -72,9 +73,13 @@ demo: $(STAMP)/run
 test: $(STAMP)/dev
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TEST_ARGS)
 
+# A test of the parity matrix takes longer than the suite's limit for one test.
+test-all: $(STAMP)/dev
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --full-matrix -o faulthandler_timeout=2400
+
 # tests/tiers.py says which tests these are.
 check: lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TEST_ARGS) -m "(pure or in_process) and not slow"
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -m "(pure or in_process) and not slow and not nightly"
 
 # A test here runs some 300 cases, which may take longer than the suite's limit for one test.
 parity: $(STAMP)/dev

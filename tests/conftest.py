@@ -50,7 +50,11 @@ DATA = ROOT.parent / "shared" / "data"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--congruence", type=int, default=1000, help="how many random requests go through every protocol")
-    parser.addoption("--full-matrix", action="store_true", help="sharded training: all of the parity matrix")
+    parser.addoption(
+        "--full-matrix",
+        action="store_true",
+        help="all of the parity matrix, and 10,000 mutated messages in place of 1,000",
+    )
     parser.addoption("--torchrec-python", help="an interpreter that has torchrec, for trials beside it")
     parser.addoption("--update-surface", action="store_true", help="write the snapshot of the public surface anew")
     parser.addoption("--mutations", help="examples of each hostile mutation test, instead of a few hundred in all")

@@ -25,6 +25,8 @@ from recinfer.serving.client.client import InferenceClient
 from tests.deploy.local import Running, until
 from tests.serving.conftest import build_model, export, make_request
 
+pytestmark = pytest.mark.nightly
+
 TOKEN = "a-token-of-this-test"
 
 

@@ -60,7 +60,7 @@ def test_options_that_do_not_go_together(arguments: list[str], message: str):
     assert done.exit_code == 2 and message in done.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not HAS_RAY, reason="needs the extra ray")
 def test_a_deployment_from_its_beginning_to_its_end(archive: Path, tmp_path: Path):
     if os.geteuid() or subprocess.run([*SPACE, "true"], capture_output=True, check=False).returncode:

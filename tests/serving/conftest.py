@@ -98,6 +98,12 @@ def server(predictor: Predictor) -> Iterator[Server]:
 
 
 @pytest.fixture
+def num_mutated(request: pytest.FixtureRequest) -> int:
+    """How many mutated messages a test sends."""
+    return 10_000 if request.config.getoption("--full-matrix") else 1_000
+
+
+@pytest.fixture
 def client(server: Server) -> Iterator[InferenceClient]:
     """A client of it."""
     with InferenceClient(server.target, timeout=60) as open_client:

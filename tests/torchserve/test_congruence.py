@@ -19,7 +19,7 @@ from recinfer.serving.wire import codec
 from tests.serving.requests import BAD, TOLERANCE, Asked, kjt_of, nth_request
 from tests.torchserve.instance import TorchServe
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 OCTETS = "application/octet-stream"
 
