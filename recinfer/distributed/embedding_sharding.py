@@ -282,7 +282,7 @@ class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):
     Args:
         requests: the result of each module's input_dist; members of class :class:`KJTSplitsAllToAllMeta` share the
             exchange, and other members are awaited.
-        contexts: of the modules.
+        contexts: contexts of the modules.
         pg: the ranks; None for one process.
     """
 

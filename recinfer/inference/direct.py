@@ -39,10 +39,10 @@ class DirectOrder:
 
     Attributes:
         steps: int64 ``[S, 3]``: key, piece and first column of each part of the answer.
-        names, dims: of the outputs, in the module's order.
+        names, dims: names and columns of the outputs, in the module's order.
         columns: sum of ``dims``.
         complete: whether every feature of the model is there.
-        context_steps: as ``steps``, of the request's context.
+        context_steps: ``steps`` of the request's context.
         heads: bytes that a caller writes before responses, by key.
     """
 
@@ -60,7 +60,7 @@ class DirectPieces:
 
     Args:
         batch: tables in this process's memory, all of them ``"near"``.
-        means: of its features, whether bags are averaged.
+        means: for each of its features, whether bags are averaged.
 
     Attributes:
         widths: columns of each feature.
@@ -98,8 +98,8 @@ class DirectTables:
 
     Args:
         lookup: the module's.
-        means: of its op's features, whether bags are averaged.
-        features, names, dims: of the module's outputs.
+        means: for each feature of the module's op, whether bags are averaged.
+        features, names, dims: feature, name and columns of each output of the module.
     """
 
     def __init__(

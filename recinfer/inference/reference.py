@@ -124,9 +124,9 @@ def _module_floats(
 def rounding_bound(table: TableInfo, vectors: Tensor) -> Tensor:
     """Largest rounding error per element of whole rows [N, dim], which are the float ones or the stored ones.
 
-    Of integer rows: half a step of the row's own range. A row of one value has no step, although FBGEMM stores the scale
-    1 for it. Where the range is so small that its scale is below fp16's normal numbers, the scale is off by up to
-    2**-25, and the largest code by that times itself.
+    The bound of integer rows is half a step of the row's own range. A row of one value has no step, although FBGEMM
+    stores the scale 1 for it. Where the range is so small that its scale is below fp16's normal numbers, the scale is
+    off by up to 2**-25, and the largest code by that times itself.
     """
     if not vectors.shape[0]:
         return torch.zeros_like(vectors)

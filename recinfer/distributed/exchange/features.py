@@ -75,7 +75,7 @@ class _Expansion:
     Args:
         layout: the slots.
         keys: keys of the input.
-        device: where the ids are.
+        device: device of the ids.
 
     Raises:
         InputError: a key occurs twice.

@@ -30,7 +30,7 @@ class PooledContext(EmbeddingShardingContext):
 
     Args:
         divisors: 1 / bag length, ``[B of the feature]``, of each output that is divided after the exchange.
-        inverse_indices: of a variable batch, int64 ``[outputs, full batch]``; None without.
+        inverse_indices: inverse indices of a variable batch, int64 ``[outputs, full batch]``, or None.
         sent_weights: the ids' weights in the order sent, when they have gradients.
         route: sizes and order of the ids' exchange.
         weights: the received weights, when they have gradients.

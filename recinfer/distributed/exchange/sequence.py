@@ -34,7 +34,7 @@ class SequenceShardingContext(EmbeddingShardingContext):
         sparse_features_recat: the permutation of the received (rank, feature) pieces.
         unbucketize_permute_tensor: position of each id of the cut features.
         lengths_after_input_dist: lengths of the features received.
-        sent_ids: how many ids each slot sent, and their original positions.
+        sent_ids: number of ids that each slot sent, and their original positions.
     """
 
     features_before_input_dist: KeyedJaggedTensor | None = None
