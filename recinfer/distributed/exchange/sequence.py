@@ -53,14 +53,14 @@ class SequenceShardingContext(EmbeddingShardingContext):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)  # type: ignore[arg-type]
 
-    def record_sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
         """Record the sent ``features``, and the ids' original positions."""
-        super().record_sent(features, ids)
+        super().sent(features, ids)
         self.sent_ids = ids
 
-    def record_received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
         """Record the received ``features``, and the numbers of ids by rank."""
-        super().record_received(features, awaitable)
+        super().received(features, awaitable)
         if isinstance(awaitable, KJTAllToAllTensorsAwaitable):
             self.input_splits, self.output_splits = awaitable.input_splits["values"], awaitable.output_splits["values"]
             self.sparse_features_recat = awaitable.recat
