@@ -56,7 +56,7 @@ def cut_model(
 
     Args:
         model: not changed; its dense parameters may be on meta.
-        leaves: its embedding modules; their tables are neither copied nor read.
+        leaves: the model's embedding modules, whose tables are neither copied nor read.
         load: fills the parameters and buffers of the model without its leaves.
         num_dense: columns of the dense input, if no Linear layer or matrix product determines them.
 

@@ -21,10 +21,10 @@ class Leaf:
     """An embedding collection of the model.
 
     Attributes:
-        path: of the collection, as the plan and the checkpoint name it.
+        path: path of the collection, as the plan and the checkpoint name it.
         module: the module to replace: the collection, or the feature-processed module around it.
         module_path: the path of ``module``.
-        configs: its tables.
+        configs: the collection's tables.
         pooled: EmbeddingBagCollection (True) or EmbeddingCollection.
         is_weighted: ids carry weights.
         position_weights: feature -> (state-dict key, positions), for position-weighted modules.

@@ -183,8 +183,8 @@ class FileInfo:
 class Manifest:
     """The content of ``manifest.json``; ``FORMAT.md`` defines each part and its rules.
 
-    ``missing_shards`` is whether rows of unavailable ranks may be replaced by default rows. It is the only optional
-    key; its default is ``"reject"``.
+    ``missing_shards`` says whether default rows may replace rows of unavailable ranks. No other key is optional; its
+    default is ``"reject"``.
     """
 
     format: str

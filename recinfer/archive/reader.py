@@ -26,11 +26,12 @@ class Archive:
     """An opened, checked archive.
 
     Attributes:
-        root: its folder.
-        manifest: what is inside.
-        plan: where each rectangle is.
+        root: the archive's folder.
+        manifest: the content of manifest.json.
+        plan: the rank of each rectangle of each table.
         rank_files: the checked shard files, one per rank, of the ranks that it was opened for.
-        manifest_sha256: of manifest.json, which lists the hashes of all else: what deltas name as their base.
+        manifest_sha256: SHA-256 of manifest.json, which lists the hashes of all other files; deltas name it as their
+            base.
         replaced: files that deltas have replaced, by path; the manifest is then the one after them.
     """
 
@@ -111,7 +112,7 @@ def open_archive(
     Args:
         path: the archive's folder.
         check_hashes: hash the shards too; reads every byte.
-        ranks: those whose shard files are wanted; the others' need not be in the folder. Default all.
+        ranks: the ranks whose shard files are wanted, by default all. Other shard files need not be in the folder.
         dense: False to open shards only: the dense part and the golden requests need not be in the folder.
 
     Raises:

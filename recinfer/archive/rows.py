@@ -23,8 +23,8 @@ __all__ = ["RowReader", "row_chunks"]
 class RowReader:
     """Reads rows of an archive's tables in bounded memory. A context manager; for one thread at a time.
 
-    Row-wise shards are read in place and column-wise shards are joined, which is exact: each carries the scale and
-    bias of its whole row. Of a replicated table the first copy is read.
+    Row-wise shards are read in place and column-wise shards are joined, which is exact: each carries the scale and bias
+    of its whole row. The first copy of a replicated table is read.
     """
 
     def __init__(self, archive: Archive) -> None:

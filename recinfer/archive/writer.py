@@ -99,7 +99,7 @@ class ArchiveFolder:
 
     Attributes:
         root: the temporary folder.
-        files: what was added, in order.
+        files: the added files, in order.
     """
 
     def __init__(self, root: Path) -> None:

@@ -2,8 +2,8 @@
 
 The files are not trusted. ``.metadata`` is a pickle, and torch reads it with the full unpickler, which can run code
 from the file. Here it is read by an unpickler that allows only torch's few metadata classes, so a folder of unknown
-origin can be opened. Its content is then checked: shards lie inside their tensor, cover it once, and name files of the
-folder.
+origin can be opened. The index's content is then checked: shards lie inside their tensor, cover it once, and name files
+of the folder.
 """
 
 from __future__ import annotations

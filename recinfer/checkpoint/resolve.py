@@ -16,8 +16,8 @@ __all__ = ["resolve_model"]
 def resolve_model(spec: str) -> nn.Module:
     """Import ``pkg.module`` (the working directory counts) and call its ``function`` with no arguments.
 
-    The function returns the module; build embedding tables with ``device="meta"``, so that they cost no memory. This
-    runs the user's code.
+    The function returns the module; build embedding tables with ``device="meta"``, so that they cost no memory. The
+    call runs the user's code.
 
     Raises:
         ConfigError: not of the form ``pkg.module:function``, or the function does not return a module.

@@ -112,7 +112,7 @@ def _given(optimizer: Optimizer) -> Callable[[Any], Optimizer]:
 def own_names(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, str]:
     """Parameter name in ``optimizer`` -> the model's own name for it.
 
-    They differ by a prefix where the optimizer was made for a module around the model (DLRMTrain around DLRM).
+    The names differ by a prefix if the optimizer was made for a module around the model (DLRMTrain around DLRM).
 
     Raises:
         CheckpointError: no prefix makes them fit.

@@ -32,7 +32,7 @@ def state_of_all_ranks(
 
     Args:
         optimizer: over parameters of the model.
-        names: its name of a parameter -> the model's.
+        names: the optimizer's name of a parameter -> the model's name.
         model: the model's state dict; sharded tables are ShardedTensors or DTensors in it.
 
     Returns:

@@ -51,7 +51,7 @@ class TensorBytes:
         path: the file.
         offset: byte offset of the tensor's first element in the file.
         available: bytes of its storage from ``offset`` on.
-        dtype, shape, strides: as of a torch tensor; strides count elements.
+        dtype, shape, strides: those of the torch tensor; strides count elements.
     """
 
     path: Path

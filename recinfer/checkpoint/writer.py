@@ -54,10 +54,10 @@ def save_checkpoint(
     writes its own shards.
 
     Args:
-        folder: where to; an earlier checkpoint there is replaced.
+        folder: the folder to write, which replaces an earlier checkpoint there.
         model: no tensor on meta; its state may hold ShardedTensors.
-        optimizer: one or several over the model's parameters, torch's or keyed ones.
-        contract: how raw rows become the model's inputs.
+        optimizer: an optimizer, or several, over the model's parameters: torch's or keyed optimizers.
+        contract: the feature contract, by which raw rows become the model's inputs.
         model_name, model_version: under which the model is served.
 
     Raises:
@@ -238,7 +238,7 @@ def check_target(folder: str | os.PathLike[str]) -> Path:
     training.
 
     Raises:
-        CheckpointError: it is a file, or a folder with something else in it.
+        CheckpointError: ``folder`` is a file, or a folder with other content than a checkpoint.
     """
     target = Path(folder).absolute()
     if target.is_symlink() or (target.exists() and not target.is_dir()):

@@ -1,6 +1,7 @@
 """The feature contract: plain data that defines how raw columns become a model's inputs, in training and serving.
 
-It is stored in ``model.json`` and in an archive's manifest, so that every user of the model can convert raw rows:
+The contract is stored in ``model.json`` and in an archive's manifest, so that every user of the model can convert raw
+rows:
 
     contract = FeatureContract(
         sparse=(SparseFeature("C1", Hash(1000)), SparseFeature("genres", Vocabulary(("Comedy", "Drama")), separator=" ")),

@@ -72,7 +72,7 @@ def criteo_contract(columns: Columns, *, max_buckets: int = 1 << 20, seed: int =
     Args:
         columns: raw rows with I1..I13 and C1..C26.
         max_buckets: bound on the rows of a table.
-        seed: of the hash.
+        seed: seed of the hash.
 
     Raises:
         InputError: a column is missing, or a count is not a number.

@@ -28,7 +28,7 @@ class Dataset:
     """Raw rows with their contract and split.
 
     Attributes:
-        name: of the data, and of a model trained on it.
+        name: name of the data, and of a model trained on it.
         columns: raw values by column, all of one length.
         contract: made from the training rows alone, so held-out rows may hold values it has not seen.
         train, test: int64 row numbers, disjoint.
@@ -65,7 +65,7 @@ def load_dataset(
         format: ``"criteo"`` (csv with header, or tsv without), ``"movielens"`` (RecBole's .inter, with .user and .item
             if they are next to it) or ``"synthetic"``.
         limit: use only that many rows, the first of a file; None for all (synthetic: 50,000).
-        seed: of the split, and of synthetic rows.
+        seed: seed of the split, and of synthetic rows.
         test_fraction: part of the rows to hold out, chosen at random.
 
     Raises:

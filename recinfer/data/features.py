@@ -31,7 +31,7 @@ class SparseFeature:
         missing: a row with no value gets an empty bag ("empty"), the id given, or fails the call ("reject"). Rows without
             the column always fail.
         out_of_range: an id outside the table fails the call ("reject"), or reads ``default_row`` ("default_row").
-        default_row: that row.
+        default_row: the default row's id.
     """
 
     name: str

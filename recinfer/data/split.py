@@ -18,7 +18,7 @@ def split_rows(
     Args:
         num_rows: at least 2.
         test_fraction: share of the rows to hold out, in (0, 1); each side gets at least one row.
-        seed: of the choice.
+        seed: seed of the choice.
 
     Returns:
         int64 arrays, each ascending, that together hold 0..num_rows-1 once.

@@ -28,7 +28,7 @@ class Tokens:
 
     Attributes:
         joined: all text, a NUL between the pieces.
-        data: its UTF-8 bytes (between the pieces of one row a 1, not a 0), and 8 zeros.
+        data: the UTF-8 bytes of ``joined`` (between the pieces of one row a 1, not a 0), and 8 zeros.
         counts: int64 ``[B]``, tokens of each row (empty ones do not count).
         rows: int64 ``[T]``, the row of each token.
         starts, lengths: int64 ``[T]``, each token's bytes in ``joined`` encoded as UTF-8.

@@ -122,13 +122,13 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         stage: ``"train"`` uses all rows; ``"val"`` the first half of the first file, ``"test"`` the second.
         dense_paths, sparse_paths, labels_paths: files of float ``[rows, 13]``, ids ``[rows, 26]``, labels ``[rows, 1]``.
         batch_size: rows of a rank's batch.
-        rank, world_size: which batches, of how many ranks.
+        rank, world_size: this rank, and the number of ranks.
         drop_last: leave out the rows left over.
         shuffle_batches: shuffle the rows of each batch.
         shuffle_training_set: for ``"train"``, shuffle all rows first, alike on all ranks, and give each its part.
-        shuffle_training_set_random_seed: of both ways to shuffle.
+        shuffle_training_set_random_seed: seed of both ways to shuffle.
         mmap_mode: leave the files on disk and read them as they are used.
-        hashes: for each of the 26, ids are taken modulo this.
+        hashes: for each of the 26 features, the modulus of its ids.
         path_manager_key: only :data:`PATH_MANAGER_KEY`.
 
     Raises:

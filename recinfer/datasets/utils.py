@@ -73,7 +73,7 @@ class LoadFiles(IterDataPipe):
 
     Args:
         datapipe: the paths.
-        mode: of ``open``; ``"b"`` and ``"t"`` are ``"rb"`` and ``"rt"``.
+        mode: mode of ``open``; ``"b"`` and ``"t"`` are ``"rb"`` and ``"rt"``.
         length: the result of ``len``; -1 if unknown.
         path_manager_key: only :data:`PATH_MANAGER_KEY`.
         **open_kw: other arguments of ``open``.
@@ -171,7 +171,7 @@ def idx_split_train_val(
     Args:
         datapipe: the items.
         train_perc: part of the items in the first stream, in (0, 1).
-        decimal_places: how many digits of ``train_perc`` count.
+        decimal_places: number of digits of ``train_perc`` that count.
         key_fn: the number that decides, from an item's place in the stream.
 
     Raises:

@@ -254,7 +254,7 @@ def alltoallv(
     possible.
 
     Args:
-        inputs: one ``[B_global, D_t]`` a table here.
+        inputs: a tensor ``[B_global, D_t]`` for each table of this rank.
         out_split: columns that each rank's tables have together.
         per_rank_split_lengths: tables of each rank, instead of ``out_split``; all tables then have the same number of
             columns.
@@ -290,7 +290,7 @@ def reduce_scatter_pooled(
     """Sum the tensors that all ranks hold for this rank.
 
     Args:
-        inputs: one tensor for each rank, of the shape that rank expects.
+        inputs: a tensor for each rank, of the shape that this rank expects.
         group, codecs: as in :func:`alltoall_pooled`.
 
     Returns:

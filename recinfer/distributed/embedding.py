@@ -130,8 +130,8 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
     """Awaitable of the rows, feature -> JaggedTensor, which waits when the result is first used.
 
     Args:
-        awaitables: of each sharding, the column pieces of its outputs.
-        pieces: for each output (sharding, how many column pieces).
+        awaitables: for each sharding, the column pieces of its outputs.
+        pieces: for each output (sharding, number of column pieces).
         names: names of the outputs, in module order.
         features: the feature of each output.
         ctx: the input, and how it was deduplicated.
@@ -194,8 +194,7 @@ class ShardedEmbeddingCollection(ShardedCollection[dict[str, JaggedTensor], Embe
 
     Args:
         module: the collection. The collection's values are kept. Values on the meta device are initialised, with the
-            same
-            values for any sharding if all ranks have the same seed.
+            same values for any sharding if all ranks have the same seed.
         table_name_to_parameter_sharding: the plan of every table.
         env: the ranks.
         fused_params: settings of the fused kernels.

@@ -113,19 +113,19 @@ class EmbeddingShardingContext(Multistreamable):
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive until ``stream`` has finished with them."""
 
-    def record_sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
         """Record the sent ``features``, in the order sent, and how their ids were derived from the input."""
         self.variable_batch_per_feature = features.variable_stride_per_key()
         if self.variable_batch_per_feature:
             self.batch_size_per_feature_pre_a2a = features.stride_per_key()
 
-    def record_sizes(self, awaitable: Any) -> None:
+    def sizes_known(self, awaitable: Any) -> None:
         """Record the exchanged sizes from ``awaitable``, the awaitable of the tensors."""
         strides = getattr(awaitable, "stride_per_rank", None)
         if strides is not None:
             self.batch_size_per_rank = list(strides)
 
-    def record_received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
         """Record the ``features`` that ``awaitable`` received."""
         if features.variable_stride_per_key():
             self.variable_batch_per_feature = True
@@ -244,7 +244,7 @@ class KJTListAwaitable(Awaitable[KJTList]):
         features = [awaitable.wait() for awaitable in self.awaitables]
         for context, received, awaitable in zip(_contexts(self.ctx), features, self.awaitables):
             if isinstance(context, EmbeddingShardingContext):
-                context.record_received(received, awaitable)
+                context.received(received, awaitable)
         return KJTList(features)
 
 
@@ -272,7 +272,7 @@ def _contexts(ctx: Any) -> Iterable[Any]:
 def _record_sizes(awaitables: list[Awaitable[KeyedJaggedTensor]], ctx: Any) -> KJTListAwaitable:
     for context, awaitable in zip(_contexts(ctx), awaitables):
         if isinstance(context, EmbeddingShardingContext):
-            context.record_sizes(awaitable)
+            context.sizes_known(awaitable)
     return KJTListAwaitable(awaitables, ctx)
 
 
@@ -282,7 +282,7 @@ class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):
     Args:
         requests: the result of each module's input_dist; members of class :class:`KJTSplitsAllToAllMeta` share the
             exchange, and other members are awaited.
-        contexts: of the modules.
+        contexts: contexts of the modules.
         pg: the ranks; None for one process.
     """
 

@@ -55,8 +55,8 @@ class QCommsConfig:
     """Wire formats of collectives on embeddings.
 
     Args:
-        forward_precision: of embeddings.
-        backward_precision: of gradients.
+        forward_precision: format of embeddings.
+        backward_precision: format of gradients.
         forward_loss_scale, backward_loss_scale: factor of the numbers on the wire, removed after the receive, so that
             small ones survive FP16. Used for FP16 and BF16 only.
         fp8_quantize_dim, fp8_quantize_dim_bwd: numbers per row, for FP8; for gradients the default is the forward's.

@@ -1,8 +1,8 @@
 """Sharded FeatureProcessedEmbeddingBagCollection for training, and its sharder.
 
 Processors are replicated and run on each rank's own batch; their weights are sent after the ids, in an exchange with
-gradients. So every processor works with every sharding type, and a pipeline that sends ids ahead still uses the newest
-weights.
+gradients. Every processor thus works with every sharding type, and a pipeline that sends ids ahead still uses the
+newest weights.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class FusedSettings:
         max_norm: rows longer than this are scaled down to it after a row-wise Adagrad step; 0 means never.
         gradient_clipping, max_gradient: clamp every element of the output's gradient to ``±max_gradient``.
         stochastic_rounding: round float16 rows at random where the kernel can (CUDA); to the nearest on CPU.
-        bounds_check_mode: what happens to ids outside a table: FATAL is an error; WARNING and IGNORE read and train row 0.
+        bounds_check_mode: treatment of ids outside a table: FATAL is an error; WARNING and IGNORE read and train row 0.
         output_dtype: element type of the looked-up vectors.
         placement: settings of FBGEMM's CUDA caches: ``cache_algorithm`` a CacheAlgorithm, ``cache_precision`` a torch.dtype,
             others as FBGEMM takes them.

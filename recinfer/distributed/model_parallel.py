@@ -1,6 +1,6 @@
 """DistributedModelParallel: a model whose embedding modules are sharded by a plan and whose rest is replicated.
 
-Names, arguments and meaning are TorchRec's (``torchrec.distributed.model_parallel``). It works in three steps. Every
+Names, arguments and meaning are TorchRec's (``torchrec.distributed.model_parallel``). Sharding takes three steps. Every
 module that the plan names is replaced by the one that its sharder builds. Parameters on the meta device are allocated
 on this rank's device. All parameters that the sharded modules do not synchronise themselves go into one
 DistributedDataParallel.
@@ -55,11 +55,11 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         device: device of this rank; default: ``cpu``, or ``cuda:<local rank>`` under an nccl group, unless
             ``init_process_group(device_id=...)`` or ``torch.cuda.set_device`` named another GPU.
         plan: the sharding; default: ``EmbeddingShardingPlanner().collective_plan``, the same on every rank.
-        sharders: one for every class of module to shard; default: all of recinfer's.
+        sharders: a sharder for every class of module to shard; default: all of recinfer's.
         init_data_parallel: wrap the replicated part now; otherwise call :meth:`init_data_parallel` later, for example
             after loading weights.
         init_parameters: allocate and initialise parameters on the meta device.
-        data_parallel_wrapper: how to replicate; default :class:`DefaultDataParallelWrapper`.
+        data_parallel_wrapper: the wrapper of the replicated part; default :class:`DefaultDataParallelWrapper`.
 
     Raises:
         ConfigError: no process group, a plan that names modules which do not exist or have no sharder.

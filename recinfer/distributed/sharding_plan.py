@@ -119,7 +119,7 @@ def _kernel(param: Any, sharder: ModuleSharder[nn.Module], kind: ShardingType, d
 
     The default is ``quant`` for quantized tables, and ``fused`` for a table whose optimizer runs in the backward: noted on
     ``param`` by apply_optimizer_in_backward, or named in the sharder's ``fused_params``. Any other table is ``dense``:
-    the caller's own optimizer steps its parameter. This holds for replicas too, as in TorchRec.
+    the caller's own optimizer steps its parameter. The rule holds for replicas too, as in TorchRec.
     """
     quantized = EmbeddingComputeKernel.QUANT.value in sharder.compute_kernels(kind.value, device)
     known = _QUANTIZED if quantized else _FLOAT

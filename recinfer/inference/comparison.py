@@ -71,7 +71,7 @@ class Comparison:
 
     Attributes:
         reference: the file's name.
-        model: what was compared: ``"float"``, the checkpoint's float model as an export built it, or ``"archive"``.
+        model: the compared model: ``"float"``, the checkpoint's float model as an export built it, or ``"archive"``.
         rows, num_wrong: recorded rows; those with an output over its bound.
         max_difference: largest difference of the compared model from the record.
         max_bound: the largest difference that was allowed.

@@ -1,7 +1,7 @@
 """Creates a delta from an archive and a new checkpoint: packs every row and keeps those that differ.
 
 The delta is tested before the file appears: applied to the archive, it must be as close to the new float model as an
-export must be. Its answers to the golden requests are stored in it.
+export must be. The delta's answers to the golden requests are stored in the file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DeltaReport:
     """The report of a written delta.
 
     Attributes:
-        sequence: its place in the chain.
+        sequence: the delta's place in the chain.
         changed: table -> changed rows, of tables that have some.
         rows, num_bytes: changed rows of all tables; the file's size.
         dense_changed: files of the dense part that differ.
@@ -82,7 +82,7 @@ def make_delta(
 
     Args:
         base: the archive.
-        model: its tables on meta, as it was exported; only numbers may differ.
+        model: the exported model with its tables on meta; only numbers may differ.
         checkpoint: the new weights.
         out: the delta's path, by custom ``*.rqd``.
         after: deltas that are applied before this one, in their order.
@@ -166,8 +166,8 @@ def _listed(files: dict[str, bytes]) -> tuple[FileInfo, ...]:
 def _check_contract(old: FeatureContract | None, new: FeatureContract | None) -> None:
     """Raises ConfigError if the new checkpoint was trained on inputs that the archive's feature contract does not give.
 
-    Its weights would then be looked up by other ids and run on other dense numbers than in training, without an error.
-    What an id out of range does is the archive's policy.
+    The weights would then be looked up by other ids and run on other dense numbers than in training, without an error.
+    The policy for ids out of range stays the archive's.
     """
     if old is None or new is None:
         return

@@ -35,7 +35,7 @@ class DirectPieces:
 
     Args:
         batch: tables in this process's memory, all of them ``"near"``.
-        means: of its features, whether bags are averaged.
+        means: for each of its features, whether bags are averaged.
 
     Attributes:
         widths: columns of each feature.
@@ -108,8 +108,8 @@ class DirectTables(ByteTables):
 
     Args:
         lookup: the module's.
-        means: of its op's features, whether bags are averaged.
-        features, names, dims: of the module's outputs.
+        means: for each feature of the module's op, whether bags are averaged.
+        features, names, dims: feature, name and columns of each output of the module.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Evaluation:
     """Metrics of both models on the same rows.
 
     Attributes:
-        rows: how many.
+        rows: number of rows.
         float_model, quantized_model: their figures.
         worst: tables by AUC drop, the largest first; empty unless requested.
     """

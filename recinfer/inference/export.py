@@ -86,12 +86,12 @@ def export_archive(
     """Quantize and shard ``model`` with the weights of ``checkpoint`` into an archive.
 
     Args:
-        model: its tables (and the rest, if wanted) on meta; it is not changed.
+        model: a model with its tables (and the rest, if wanted) on meta, which is not changed.
         checkpoint: float weights under the model's keys.
         plan: covers exactly the model's tables; brings their precisions.
         out: the archive's folder, by custom ``*.rqa``.
-        name, version: of the model, to be served under.
-        contract: how raw rows become features.
+        name, version: name and version that the model is served under.
+        contract: the feature contract, by which raw rows become features.
         num_dense: columns of the dense input; default the contract's, or read off the first Linear that takes it.
         missing: feature -> what predict does without it: ``"reject"`` (the default of each), ``"empty"`` (no ids), or the id
             that every sample gets; ``"*"``: all features that are not named. It decides about features left out of a

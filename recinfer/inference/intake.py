@@ -51,7 +51,7 @@ class FeatureIntake:
         weighted: features whose ids may have weights; an id without one weighs 1.
         needs_weights: whether there are any.
         replaced_ids: ids out of range that became the default row, since the start.
-        replaced: the same by feature.
+        replaced: ``replaced_ids`` by feature.
         missing: predictions that lacked a feature and had it filled, by feature.
         steps: change the ids of requests before the lookup.
     """

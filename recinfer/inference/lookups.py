@@ -65,10 +65,11 @@ class Part:
     """One embedding module.
 
     Attributes:
-        names, dims: of its outputs.
+        names, dims: names and columns of its outputs.
         positions: weights of ids by position in the bag.
         order: the module's features, in the order of the cheapest lookup.
-        columns_of: of features, first and last column of their vectors in this pooled module's output, neighbours as one.
+        columns_of: function from features to the columns (first, end) of their vectors in the pooled output, neighbours
+            joined.
     """
 
     info: ModuleInfo
@@ -235,7 +236,7 @@ class LocalLookups:
 
     Args:
         archive: opened for all ranks.
-        mapped: its rows.
+        mapped: the archive's rows.
         device: ``"cpu"``, or ``"cuda"``: rank r's rows go to GPU r.
         threads: on CPU, threads that one large pooled lookup may use.
         join_columns: on CPU, copy tables that are cut by columns into whole rows.
@@ -343,7 +344,7 @@ def sharded_module(
         mapped: the archive's rows.
         device: ``"cpu"``, where all rows stay mapped, or ``"cuda"``: rank r's rows go to GPU r, but those of
             ``quant_uvm`` and ``quant_uvm_caching`` tables stay in host memory.
-        join_columns: as :class:`LocalLookups` has it.
+        join_columns: see :class:`LocalLookups`.
     """
     tables, shards = archive.manifest.configs(info.path), mapped.module_shards[info.path]
     common: dict[str, Any] = {

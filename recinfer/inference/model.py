@@ -40,11 +40,11 @@ class LoadedModel(States):
     """The tables and the dense part of one archive; :mod:`recinfer.inference.together` runs requests on them.
 
     Attributes:
-        features: what lookup gives, in the model's order.
+        features: the outputs of lookup, in the model's order.
         num_dense: columns of the dense input of predict; 0 without one.
-        contract: how raw rows become inputs, or None.
+        contract: the feature contract, by which raw rows become inputs, or None.
         loaded_at: when it was loaded, seconds since the epoch.
-        stages: how long lookups and dense runs took.
+        stages: durations of lookups and dense runs.
         mergeable: whether requests may share one run; false where the golden requests together get other answers than
             each alone (a model whose samples see each other).
         runs_on_arrays: whether :meth:`run_engine_arrays` may be called.

@@ -47,7 +47,7 @@ def reshard_archive(
         path: the archive.
         plan: covers exactly its tables, with the precisions they are stored in.
         out: the new archive's folder.
-        missing_shards: as recinfer.inference.export.export_archive has it; None: as in the archive.
+        missing_shards: see recinfer.inference.export.export_archive; None: the archive's value.
         max_chunk_bytes: packed bytes in memory at a time; about three times this is used.
         progress: show a bar on stderr.
         overwrite: replace an archive that is at ``out``.

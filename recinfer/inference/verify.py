@@ -23,13 +23,13 @@ class VerifyReport:
     """The result of :func:`verify`; rich prints it as a table.
 
     Attributes:
-        model, version: what the archive holds.
+        model, version: name and version of the archive's model.
         num_files, num_bytes: files whose sizes and hashes were checked.
         num_requests: golden requests replayed.
         engines: dense engines they were replayed on.
-        problems: what is wrong: rule C2 (answers differ) or F6 (files that the manifest does not list); empty if there
-            are none.
-        seconds: how long it took.
+        problems: the broken rules: rule C2 (answers differ) or F6 (files that the manifest does not list); empty if
+            there are none.
+        seconds: duration of the checks.
     """
 
     model: str

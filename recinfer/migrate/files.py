@@ -41,8 +41,8 @@ class FileChange:
 
     Attributes:
         path: the file.
-        before, after: its text.
-        encoding: of the text on disk.
+        before, after: text of the file.
+        encoding: encoding of the text on disk.
         missing: the names that recinfer lacks.
         by_hand: (line, description) of uses of torchrec that are not rewritten, such as a string.
     """

@@ -28,8 +28,8 @@ def migrate_file(path: Path) -> FileChange:
     """The migration of ``path``; the file is not written.
 
     Raises:
-        InputError: it is not Python, or Python of another version.
-        OSError: it cannot be read.
+        InputError: the file is not Python, or Python of another version.
+        OSError: the file cannot be read.
     """
     text, encoding = read_text(path)
     if _THEIRS not in text:

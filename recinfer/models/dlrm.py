@@ -81,7 +81,7 @@ class DenseArch(nn.Module):
     Args:
         in_features: ``d``.
         layer_sizes: columns after each layer; the last is ``D``.
-        device: where the parameters are made.
+        device: device of the parameters.
     """
 
     def __init__(self, in_features: int, layer_sizes: list[int], device: torch.device | None = None) -> None:
@@ -192,7 +192,7 @@ class OverArch(nn.Module):
     Args:
         in_features: columns of the interaction.
         layer_sizes: columns after each layer, at least two layers.
-        device: where the parameters are made.
+        device: device of the parameters.
 
     Raises:
         ConfigError: fewer than two layers.
@@ -220,7 +220,7 @@ class DLRM(nn.Module):
         dense_in_features: ``d``.
         dense_arch_layer_sizes: columns of the bottom MLP; the last is ``D``.
         over_arch_layer_sizes: columns of the top MLP, at least two layers; the last is 1 for one logit.
-        dense_device: where the dense parameters are made.
+        dense_device: device of the dense parameters.
 
     Raises:
         ConfigError: inconsistent sizes.

@@ -14,7 +14,7 @@ class SwishLayerNorm(nn.Module):
 
     Args:
         input_dims: the trailing dimensions that are normalised over.
-        device: where the parameters are made.
+        device: device of the parameters.
     """
 
     def __init__(self, input_dims: int | list[int] | torch.Size, device: torch.device | None = None) -> None:

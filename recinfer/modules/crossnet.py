@@ -30,7 +30,7 @@ class CrossNet(nn.Module):
 
     Args:
         in_features: ``N``.
-        num_layers: how many layers.
+        num_layers: number of layers.
     """
 
     def __init__(self, in_features: int, num_layers: int) -> None:
@@ -52,7 +52,7 @@ class LowRankCrossNet(nn.Module):
 
     Args:
         in_features: ``N``.
-        num_layers: how many layers.
+        num_layers: number of layers.
         low_rank: ``r``, at least 1.
 
     Raises:
@@ -82,7 +82,7 @@ class VectorCrossNet(nn.Module):
 
     Args:
         in_features: ``N``.
-        num_layers: how many layers.
+        num_layers: number of layers.
     """
 
     def __init__(self, in_features: int, num_layers: int) -> None:
@@ -106,7 +106,7 @@ class LowRankMixtureCrossNet(nn.Module):
 
     Args:
         in_features: ``N``.
-        num_layers: how many layers.
+        num_layers: number of layers.
         num_experts: ``E``, at least 1; a single expert has no gate.
         low_rank: ``r``, at least 1.
         activation: ``g``.

@@ -197,7 +197,8 @@ class QuantConfig(NamedTuple):
 
     Attributes:
         activation: a factory of an object whose ``dtype`` is that of the outputs.
-        weight: the same, for the packed rows (``qint8``, ``quint4x2``, ``quint2x4``, ``float16`` ...).
+        weight: a factory of an object whose ``dtype`` is that of the packed rows (``qint8``, ``quint4x2``,
+            ``quint2x4``, ``float16`` ...).
         per_table_weight_dtype: table -> precision, where it differs.
     """
 

@@ -134,7 +134,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
     Args:
         tables: the tables; names are unique.
         is_weighted: multiply each row by its id's weight. MEAN still divides by the number of ids of the bag.
-        device: where the weights are made; meta works.
+        device: device of the weights; meta works.
 
     Raises:
         ConfigError: duplicate, empty or dotted table names, a data type that is not a float, pooling NONE.
@@ -299,7 +299,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
 
     Args:
         tables: the tables; names are unique, dims equal.
-        device: where the weights are made; meta works.
+        device: device of the weights; meta works.
         need_indices: put the ids into the weights of the outputs.
         use_gather_select, use_gather_select_per_sharding: kept for sharded modules; they change no result.
 

@@ -41,7 +41,7 @@ class PositionWeightedModule(BaseFeatureProcessor):
 
     Args:
         max_feature_lengths: the longest bag of each feature.
-        device: where the parameters are made.
+        device: device of the parameters.
 
     Raises:
         ConfigError: a length below 1.
@@ -78,7 +78,7 @@ class PositionWeightedProcessor(BaseGroupedFeatureProcessor):
 
     Args:
         max_feature_lengths: the longest bag of each feature.
-        device: where the parameters are made.
+        device: device of the parameters.
 
     Raises:
         ConfigError: a length below 1.

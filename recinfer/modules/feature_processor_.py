@@ -43,7 +43,7 @@ class PositionWeightedModule(FeatureProcessor):
 
     Args:
         max_feature_length: the longest bag.
-        device: where the parameter is made.
+        device: device of the parameter.
 
     Raises:
         ConfigError: a length below 1.
@@ -78,7 +78,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
 
     Args:
         max_feature_lengths: the longest bag of each feature.
-        device: where the parameters are made.
+        device: device of the parameters.
 
     Raises:
         ConfigError: a length below 1.

@@ -24,8 +24,8 @@ class Perceptron(nn.Module):
         out_size: columns of the output.
         bias: whether the linear layer has one.
         activation: a module or a function of a tensor.
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class MLP(nn.Module):
         bias: whether layers have one.
         activation: ``"relu"``, ``"sigmoid"``, ``"swish_layernorm"``, a module (shared by the layers), a function that
             creates a module (called once per layer), or a function of a tensor.
-        device: where the parameters are made.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         activation_on_last: whether the last layer ends with the activation too.
 
     Raises:

@@ -22,7 +22,7 @@ class KTRegroupAsDict(Opaque, nn.Module):
         multi_device: does nothing (:mod:`recinfer.ignored`): the keyed tensors say where they are.
 
     Raises:
-        ConfigError: as many groups as names.
+        ConfigError: the number of groups is not that of names.
     """
 
     def __init__(

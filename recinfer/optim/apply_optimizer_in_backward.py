@@ -23,8 +23,8 @@ def apply_optimizer_in_backward(
     refused as the module is sharded. Called twice, both optimizers step, one after the other; a kernel takes one.
 
     Args:
-        optimizer_class: of torch.optim or :mod:`recinfer.optim`. Kernels exist for torch's SGD, Adagrad, Adam (without
-            ``weight_decay``) and AdamW, and for all of recinfer's.
+        optimizer_class: a class of torch.optim or :mod:`recinfer.optim`. Kernels exist for torch's SGD, Adagrad, Adam
+            (without ``weight_decay``) and AdamW, and for all of recinfer's.
         params: the parameters.
         optimizer_kwargs: the optimizer's arguments (``{"lr": 0.1}``).
     """

@@ -32,7 +32,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
     """Clips the gradients before each step of another optimizer.
 
     Args:
-        optimizer: whose step is wrapped.
+        optimizer: the optimizer to wrap.
         clipping: by norm, by value or not.
         max_gradient: the limit, 0 or more.
         norm_type: order of the norm: a number above 0 or ``"inf"``.

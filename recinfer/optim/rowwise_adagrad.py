@@ -31,7 +31,7 @@ class RowWiseAdagrad(Optimizer):
         lr: the rate.
         lr_decay: the rate of step ``t``, from 1, is ``lr / (1 + (t - 1) * lr_decay)``.
         weight_decay: times the weights, added to the gradient.
-        initial_accumulator_value: what ``sum`` starts from.
+        initial_accumulator_value: first value of ``sum``.
         eps: added to the root of the accumulator.
         maximize: go up the gradient.
         unused: options of torch's Adagrad without effect here (``foreach``, ``fused``, ``differentiable``).

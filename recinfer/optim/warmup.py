@@ -38,13 +38,13 @@ class WarmupStage:
     """A stage of a schedule.
 
     Attributes:
-        policy: how the multiplier is computed.
+        policy: the formula of the multiplier.
         max_iters: the last step of the stage, counted from the start of training.
         value: parameter of the policy.
         lr_scale: factor of every multiplier of the stage.
-        decay_iters: of STEP; below 1 means 1.
+        decay_iters: parameter of STEP; below 1 means 1.
         sgdr_period: steps of a period of the cosine.
-        start_interpolating_iters, end_value: of INTERPOLATE.
+        start_interpolating_iters, end_value: parameters of INTERPOLATE.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
@@ -108,7 +108,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: the optimizer whose rate is set.
-        stages: one after another, by ``max_iters``.
+        stages: the stages, in order of ``max_iters``.
         lr: the rate at multiplier 1.
         lr_param: the key of param_groups that is set.
         param_name: the key of the state.

@@ -66,7 +66,7 @@ class Measured:
 
     Attributes:
         what: ``"server"``, or ``"ranker and shard"``: one ranker and one shard server that holds all ranks.
-        model, version: of the archive.
+        model, version: name and version of the archive's model.
         call: ``"lookup"`` or ``"predict"``.
         batch, ids: mean samples of a request and ids of a sample.
         p99_s: the objective.

@@ -53,7 +53,7 @@ class Deployment:
         rankers: ranker hosts; 0 without shards.
         host_qps: the knee of one host.
         share: load of each host as a share of its knee.
-        share_one_lost: the same while one host is down.
+        share_one_lost: ``share`` while one host is down.
         p99_s: p99 at ``share``, measured or computed; None: unknown.
         why_not: why it does not meet the objective; empty if it does.
     """

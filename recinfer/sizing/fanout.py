@@ -74,7 +74,7 @@ class Agreement:
     """Comparison of the queue model with the measurement, at the measured rate nearest to 70 % of the knee.
 
     Attributes:
-        qps: that rate.
+        qps: the measured rate.
         measured_s, carried_s: p99.
         agrees: the two differ by no more than the measured spread, or by 20 %.
     """

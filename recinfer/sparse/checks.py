@@ -2,7 +2,7 @@
 CPU.
 
 Shapes are always checked. Numbers inside tensors (sums, signs) are checked on the CPU only: on other devices each check
-would wait for the device. Nothing is checked while torch traces, exports or compiles, or on the meta device.
+would wait for the device. No check runs while torch traces, exports or compiles, or on the meta device.
 """
 
 from __future__ import annotations

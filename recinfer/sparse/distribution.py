@@ -78,7 +78,7 @@ def received(
         recat: order of the pieces; None if they are in order already. One entry a (rank, key) piece; with unequal
             ``stride_per_rank``, one entry a length.
         stride_per_rank: batch size of each rank, for a fixed batch.
-        stagger: how many groups of ranks (hosts) the recat interleaves; it orders the variable strides only.
+        stagger: number of groups of ranks (hosts) that the recat interleaves; used for variable strides only.
 
     Raises:
         InputError: a number of tensors that does not fit, or no ``stride_per_rank`` for a fixed batch.

@@ -29,7 +29,7 @@ class KeyedTensor(metaclass=Proxyable):
         offset_per_key, index_per_key: precomputed values, if the caller has them.
 
     Raises:
-        InputError: as many lengths as keys, or a sum that is not the size of ``key_dim``.
+        InputError: the number of lengths is not that of keys, or their sum is not the size of ``key_dim``.
 
     >>> kt = KeyedTensor(["a", "b"], [1, 2], torch.arange(6.0).view(2, 3))
     >>> kt["b"]

@@ -35,8 +35,8 @@ class KeyedJaggedTensor(KeyedParts):
         stride: ``B``; read off the lengths if None.
         stride_per_key_per_rank: batch size of each key on each rank, ``[F][ranks]``: a variable batch.
         stride_per_key: batch size of each key; unequal ones make a variable batch of one rank.
-        length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: what could be computed, when
-            the caller has it already; not checked.
+        length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: precomputed values, when the
+            caller has it already; not checked.
         inverse_indices: ``(keys, int64[len(keys), full batch])`` of a variable batch.
 
     Raises:

@@ -22,7 +22,7 @@ def maybe_td_to_kjt(
     Args:
         features: a KeyedJaggedTensor, which is returned unchanged; or key -> nested tensor of layout ``torch.jagged``
             (what a TensorDict holds) or JaggedTensor.
-        keys: which keys of a mapping, in this order; default: all, in its order.
+        keys: the keys to take from a mapping, in this order; default: all, in its order.
 
     Raises:
         InputError: neither of the two, a key that is not there, or a value that is not ragged.

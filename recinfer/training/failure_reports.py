@@ -23,7 +23,7 @@ class FailureReports:
 
     Args:
         store: a store that all ranks reach.
-        rank, world_size: of this process.
+        rank, world_size: rank of this process, and the number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:

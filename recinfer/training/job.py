@@ -41,7 +41,8 @@ class TrainJob:
         out: checkpoint folder.
         data: a file or folder of rows; None for synthetic ones.
         format: ``criteo``, ``movielens`` or ``synthetic``.
-        epochs, batch_size, embedding_dim, seed: as :class:`~recinfer.training.loop.TrainSettings`; the batch is a rank's.
+        epochs, batch_size, embedding_dim, seed: see :class:`~recinfer.training.loop.TrainSettings`; the batch is a
+            rank's.
         limit: use only that many rows.
         sharding: table -> sharding type.
         plan: a plan's file.

@@ -86,12 +86,12 @@ def process_group(device: str = "cpu", timeout: float = 600.0) -> Iterator[tuple
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run ``function(*args)`` on ``world_size`` new ranks of this host; returns the result of rank 0.
 
-    Each rank is a process with torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); ``function`` joins with :func:`process_group`. It must be importable by
-    name, and arguments and result must pickle. Ctrl-C stops all ranks.
+    Each rank is a process with torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT); ``function`` joins with :func:`process_group`. The function must be importable by name,
+    and arguments and result must pickle. Ctrl-C stops all ranks.
 
     Raises:
-        RecinferError: that a rank raised, as it was raised.
+        RecinferError: the error of a rank, unchanged.
         UnavailableError: a rank was killed or failed; names the rank and the reason. The others are stopped within
             seconds.
     """
@@ -201,7 +201,7 @@ def _error(folder: Path, failed: dict[int, int]) -> Exception:
 
 def _store() -> dist.TCPStore:
     """The rendezvous store of the ranks. This process hosts it instead of rank 0, because it holds the chosen port from
-    the start, so that no other process can take it. It listens on loopback only."""
+    the start, so that no other process can take it. The store listens on loopback only."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     limit = timedelta(minutes=10)

@@ -49,14 +49,14 @@ class TrainSettings:
     Attributes:
         embedding_dim: columns of every table.
         epochs: passes over the training rows.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
         dense_lr, sparse_lr: peak learning rates of the MLPs (Adam) and of the tables (row-wise Adagrad).
         sharding: on several ranks, table -> sharding type; ``"*"`` for all others. The planner chooses for other
             tables.
         plan: on several ranks, a sharding made before.
         save_every: steps between checkpoints of the run under way; None for none.
         resume: continue from the last of them.
-        device: where this rank computes; None: the CPU.
+        device: device of this rank; None: the CPU.
     """
 
     embedding_dim: int = 16
@@ -130,7 +130,7 @@ def train(
         embedding_dim: columns of every table.
         epochs: passes over the training rows.
         batch_size: rows per step.
-        seed: of the initial weights and of the order of the rows.
+        seed: seed of the initial weights and of the order of the rows.
         out: folder of the checkpoint (model, optimizers, model.json with the contract); None writes none.
         progress: show a progress bar on stderr.
         dense_lr: peak learning rate of the MLPs.

@@ -44,8 +44,8 @@ def build_dlrm(
         embedding_dim: columns of every table.
         dense_layers: columns of the bottom MLP before its last layer, which has ``embedding_dim``.
         over_layers: columns of the top MLP before its last layer, which gives the logit.
-        seed: of the initial weights; the global random state stays as it is.
-        table_device: where the tables are made; on meta they have no values.
+        seed: seed of the initial weights; the global random state is unchanged.
+        table_device: device of the tables; on meta they have no values.
 
     Raises:
         ConfigError: a contract with no sparse or no dense feature, or sizes below 1.

@@ -18,10 +18,10 @@ def training_progress(num_steps: int | None, *, show: bool, done: int = 0, rows:
     """A bar over ``num_steps`` steps with the running loss; only with ``show``.
 
     Args:
-        num_steps: in all; None while unknown, then the bar pulses.
+        num_steps: number of steps; None while unknown, when the bar pulses.
         show: on stderr, or not at all.
         done: steps made before.
-        rows: of all ranks in a step, for samples per second.
+        rows: rows of all ranks in a step, for samples per second.
     """
     if not show:
         yield lambda epoch, loss: None

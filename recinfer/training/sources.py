@@ -1,8 +1,8 @@
 """Sources of training batches: examples in memory, or files read in every epoch.
 
 Every rank takes its share of the same global batches: step ``k`` of a pass trains on rows ``k * W * B`` to
-``(k + 1) * W * B`` of the pass's order, rank ``r`` of ``W`` on the ``r``-th part of them. So a run on ``W`` ranks with
-batches of ``B`` sees what one rank sees with batches of ``W * B``, step by step.
+``(k + 1) * W * B`` of the pass's order, rank ``r`` of ``W`` on the ``r``-th part of them. A run on ``W`` ranks with
+batches of ``B`` therefore sees the same rows in each step as one rank with batches of ``W * B``.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class BatchSource(abc.ABC):
     """Batches of one rank.
 
     Attributes:
-        name: of the data.
-        contract: how raw rows become batches.
-        num_train_rows: in a pass over all ranks; None while unknown.
+        name: name of the data.
+        contract: the feature contract, by which raw rows become batches.
+        num_train_rows: rows of a pass over all ranks; None while unknown.
         positive_rate: part of the labels that are 1, as far as known before training.
     """
 
@@ -77,8 +77,8 @@ class MemorySource(BatchSource):
     Args:
         dataset: rows, contract and split.
         batch_size: rows of a rank in one step.
-        seed: of the order.
-        rank, world_size: whose share.
+        seed: seed of the order.
+        rank, world_size: this rank, and the number of ranks.
 
     Raises:
         InputError: no rows to train on or none held out, or values that the contract refuses.
@@ -120,12 +120,12 @@ class FileSource(BatchSource):
     Args:
         path: a file or a folder of files, as :class:`~recinfer.data.stream.RowStream` takes them.
         format: ``"criteo"`` or ``"movielens"``.
-        contract: how the rows become batches.
+        contract: the feature contract, by which the rows become batches.
         batch_size: rows of a rank in one step.
         limit: use only that many rows.
-        seed: of the split and of the order.
+        seed: seed of the split and of the order.
         test_fraction: part of the rows to hold out.
-        rank, world_size: whose share.
+        rank, world_size: this rank, and the number of ranks.
     """
 
     def __init__(

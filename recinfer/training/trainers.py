@@ -147,11 +147,11 @@ class ShardedTrainer(Trainer):
 
     Args:
         model: the DLRM; its tables may be on the meta device.
-        dense_lr, sparse_lr: as :class:`LocalTrainer`.
+        dense_lr, sparse_lr: see :class:`LocalTrainer`.
         plan: a sharding made before; it names modules as the DLRM does.
         sharding: table -> sharding type, ``"*"`` for all others; the planner chooses among types for the rest.
         batch_size: rows of a rank in one step, for the planner.
-        device: where this rank computes.
+        device: device of this rank.
     """
 
     def __init__(

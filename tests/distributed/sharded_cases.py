@@ -358,9 +358,9 @@ def steps_by_hand(rank: int, world: int) -> None:
     want = module(features)
     ctx = sharding.create_context(features)
     received = sharding.create_input_dist()(features, ctx).wait()
-    ctx.record_sizes(received)
+    ctx.sizes_known(received)
     kjt = received.wait()
-    ctx.record_received(kjt)
+    ctx.received(kjt)
     assert kjt.keys() == sharding.feature_names_per_rank()[rank]
     lookup = sharding.create_lookup()
     out = sharding.create_output_dist()(lookup(kjt), ctx).wait()

@@ -432,8 +432,8 @@ class TestAwaitables:
             stride_per_key_per_rank=[[1, 0], [1, 1]],
         )
         ctx = EmbeddingShardingContext()
-        ctx.record_sent(kjt, Sent())
-        ctx.record_received(kjt)
+        ctx.sent(kjt, Sent())
+        ctx.received(kjt)
         assert ctx.variable_batch_per_feature
         assert ctx.batch_size_per_feature_pre_a2a == [1, 2]
         assert ctx.batch_size_per_rank_per_feature == [[1, 1], [0, 1]]

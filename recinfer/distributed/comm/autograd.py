@@ -67,7 +67,7 @@ class Request(Awaitable[W]):
 
     Args:
         pg: the process group.
-        device: where the tensors are.
+        device: device of the tensors.
 
     Attributes:
         wait_function: the ``_Waiting`` function that gives the result.

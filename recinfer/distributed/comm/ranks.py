@@ -81,10 +81,11 @@ def get_num_groups(world_size: int | None = None) -> int:
 
 
 def divide_cores() -> None:
-    """Limit torch's threads to this rank's share of the cores, where the ranks of a host would else have more threads than cores.
+    """Limit torch's threads to this rank's share of the cores if the ranks of a host would have more threads than
+    cores.
 
-    Threads beyond the cores wait for one another: a step on two cores then takes about three times as long. Nothing changes if
-    ``OMP_NUM_THREADS`` is set, as torchrun does, or ``LOCAL_WORLD_SIZE`` is not.
+    Threads beyond the cores wait for one another: a step on two cores then takes about three times as long. torch's
+    threads are unchanged if ``OMP_NUM_THREADS`` is set, as by torchrun, or ``LOCAL_WORLD_SIZE`` is not.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = max(1, cores // env.local_world_size(1))
@@ -104,8 +105,8 @@ def intra_and_cross_node_pg(
     The first call for a process group is a collective: all its ranks must make it. Later calls return the same groups.
 
     Args:
-        device: where the tensors will be; the meta device needs no groups.
-        backend: of the groups; default: the default group's.
+        device: device of the tensors; the meta device needs no groups.
+        backend: backend of the groups; default: the default group's.
 
     Returns:
         both groups; None and None for the meta device.

@@ -1,6 +1,6 @@
 """Combines received pieces to outputs: adds row pieces and concatenates column pieces, in the module's feature order.
 
-It uses one split, sums and one concatenation, so its backward is one concatenation too.
+The combination uses one split, sums and one concatenation, so its backward is one concatenation too.
 """
 
 from __future__ import annotations

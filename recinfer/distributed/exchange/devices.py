@@ -24,8 +24,8 @@ class KJTOneToAll(nn.Module):
     Args:
         splits: number of keys, in order, for each device.
         world_size: number of devices.
-        device: its type determines the devices: ``cuda`` means ``cuda:0``, ``cuda:1`` and so on, ``cpu`` that all
-            are the CPU. Default: CUDA where there is some, else CPU.
+        device: its type determines the devices: ``cuda`` means ``cuda:0``, ``cuda:1`` and so on, ``cpu`` that all are
+            the CPU. Default: CUDA where there is some, else CPU.
 
     Raises:
         InputError: not one split per device.

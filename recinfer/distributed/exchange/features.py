@@ -75,7 +75,7 @@ class _Expansion:
     Args:
         layout: the slots.
         keys: keys of the input.
-        device: where the ids are.
+        device: device of the ids.
 
     Raises:
         InputError: a key occurs twice.
@@ -177,7 +177,7 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         """
         slots, sent = self._expand(self._weighted(sparse_features))
         if sharding_ctx is not None:
-            sharding_ctx.record_sent(slots, sent)
+            sharding_ctx.sent(slots, sent)
         if self._dist is None:
             return NoWait(NoWait(slots))
         return self._dist(slots)

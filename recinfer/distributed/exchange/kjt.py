@@ -122,7 +122,7 @@ class KJTSplitsAllToAllMeta:
         labels: names of the tensors.
         keys: keys that this rank will receive.
         device: device of the results.
-        stagger: as of KJTAllToAll.
+        stagger: see KJTAllToAll.
         splits_cumsum: running sum of ``splits``, from 0.
     """
 

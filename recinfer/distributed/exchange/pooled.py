@@ -30,7 +30,7 @@ class PooledContext(EmbeddingShardingContext):
 
     Args:
         divisors: 1 / bag length, ``[B of the feature]``, of each output that is divided after the exchange.
-        inverse_indices: of a variable batch, int64 ``[outputs, full batch]``; None without.
+        inverse_indices: inverse indices of a variable batch, int64 ``[outputs, full batch]``, or None.
         sent_weights: the ids' weights in the order sent, when they have gradients.
         route: sizes and order of the ids' exchange.
         weights: the received weights, when they have gradients.
@@ -54,16 +54,16 @@ class PooledContext(EmbeddingShardingContext):
                 features.inverse_indices(), [feature for _, _, feature in layout.outputs]
             )
 
-    def record_sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
         """Record the sent ``features``, and their weights if these need gradients."""
-        super().record_sent(features, ids)
+        super().sent(features, ids)
         weights = features.weights_or_none()
         if weights is not None and weights.requires_grad and self.pg is not None:
             self.sent_weights = weights
 
-    def record_received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
         """Record the received ``features``, and connect their weights to the sent weights if these have gradients."""
-        super().record_received(features, awaitable)
+        super().received(features, awaitable)
         if self.pg is not None and self.pg.size() > 1 and isinstance(awaitable, KJTAllToAllTensorsAwaitable):
             self.route = WeightRoute.of(awaitable, features.lengths(), self.pg)
         if self.sent_weights is not None:

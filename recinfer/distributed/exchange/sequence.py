@@ -34,7 +34,7 @@ class SequenceShardingContext(EmbeddingShardingContext):
         sparse_features_recat: the permutation of the received (rank, feature) pieces.
         unbucketize_permute_tensor: position of each id of the cut features.
         lengths_after_input_dist: lengths of the features received.
-        sent_ids: how many ids each slot sent, and their original positions.
+        sent_ids: number of ids that each slot sent, and their original positions.
     """
 
     features_before_input_dist: KeyedJaggedTensor | None = None
@@ -53,14 +53,14 @@ class SequenceShardingContext(EmbeddingShardingContext):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)  # type: ignore[arg-type]
 
-    def record_sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
         """Record the sent ``features``, and the ids' original positions."""
-        super().record_sent(features, ids)
+        super().sent(features, ids)
         self.sent_ids = ids
 
-    def record_received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
         """Record the received ``features``, and the numbers of ids by rank."""
-        super().record_received(features, awaitable)
+        super().received(features, awaitable)
         if isinstance(awaitable, KJTAllToAllTensorsAwaitable):
             self.input_splits, self.output_splits = awaitable.input_splits["values"], awaitable.output_splits["values"]
             self.sparse_features_recat = awaitable.recat

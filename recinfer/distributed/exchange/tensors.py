@@ -33,11 +33,11 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         input: the KeyedJaggedTensor that is sent.
         splits: number of its keys for each rank.
         input_splits: for each label, the number of its tensor's entries for each rank.
-        output_splits: for each label, how many entries come from each rank.
+        output_splits: for each label, the number of entries from each rank.
         input_tensors: the tensors, one per label.
-        labels: what they are: ``lengths``, ``values``, ``strides`` (batch size of each key), ``weights``.
+        labels: names of the tensors: ``lengths``, ``values``, ``strides`` (batch size of each key), ``weights``.
         keys: the keys that this rank receives.
-        device: where the result is.
+        device: device of the result.
         stagger: number of hosts by which the examples of a feature are interleaved.
         stride_per_rank: batch size of each rank; None when each key has a separate one.
         packed: the buffer of ``input_tensors`` that :func:`pack` returns, if the caller made it already.

@@ -56,7 +56,7 @@ def send_weights(sent: Tensor, route: WeightRoute, received: Tensor | None = Non
 
     Args:
         sent: float ``[ids sent]``, in the order sent.
-        route: how the ids went.
+        route: the route of the ids.
         received: the weights that were received with the ids; None to send them now.
 
     Returns:

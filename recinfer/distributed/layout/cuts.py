@@ -60,7 +60,7 @@ def grid(heights: Sequence[int], widths: Sequence[int], ranks: Sequence[int]) ->
     """A table cut into strips of ``widths``, each cut into ``heights``.
 
     Args:
-        ranks: of the rectangles, strip after strip, each from top to bottom.
+        ranks: ranks of the rectangles, strip after strip, each from top to bottom.
     """
     cells = [
         (top, bottom, left, right)

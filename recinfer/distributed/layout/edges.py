@@ -34,9 +34,9 @@ def rects_of(table: str, rows: int, cols: int, sharding: ParameterSharding, worl
     """The rectangles of a table in the plan's order; :func:`tile` must check them.
 
     Args:
-        table: its name.
-        rows, cols: its size.
-        sharding: its plan; for data_parallel only the ranks are read.
+        table: the table's name.
+        rows, cols: the table's size.
+        sharding: the table's plan; for data_parallel only the ranks are read.
         world_size: ranks, for a data_parallel table that names none.
 
     Raises:

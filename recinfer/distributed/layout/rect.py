@@ -95,8 +95,8 @@ def tile(
     """The strips, from left to right, that ``rects`` make of a table.
 
     Args:
-        table: its name, for messages.
-        rows, cols: its size.
+        table: the table's name, for messages.
+        rows, cols: the table's size.
         rects: the rectangles in any order. Rectangles without rows are left out of the strips.
         world_size: number of ranks; None: not checked.
         column_unit: strips begin at multiples of it.

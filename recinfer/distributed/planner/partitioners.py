@@ -179,7 +179,7 @@ class MemoryBalancedPartitioner(Partitioner):
     Args:
         max_search_count: placements tried (a binary search over the memory that a rank may use).
         tolerance: allowed relative increase of the load.
-        balance_modules: as in :class:`GreedyPerfPartitioner`.
+        balance_modules: see :class:`GreedyPerfPartitioner`.
     """
 
     def __init__(self, max_search_count: int = 10, tolerance: float = 0.02, balance_modules: bool = False) -> None:

@@ -248,7 +248,7 @@ class InferGroupedPooledEmbeddingsLookup(_InferLookup):
     Args:
         grouped_configs_per_rank: the groups of each device.
         world_size: devices.
-        fused_params: as :class:`MetaInferGroupedPooledEmbeddingsLookup`.
+        fused_params: see :class:`MetaInferGroupedPooledEmbeddingsLookup`.
         device: its type determines the devices, as for KJTOneToAll.
     """
 

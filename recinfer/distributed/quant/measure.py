@@ -109,7 +109,7 @@ def calibrate(
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
-        seconds_per_point: how long each figure is measured.
+        seconds_per_point: seconds of measuring per figure.
         precisions: precisions to measure.
         max_set_bytes: largest set of rows; it is allocated once.
         threads: threads of a lookup. With one thread, lookups are timed by its CPU clock, which other programs disturb

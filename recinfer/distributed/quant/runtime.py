@@ -90,11 +90,11 @@ class PackedLookup(RankLookup[GroupLookup]):
 
     Args:
         groups: the groups; features come in their order.
-        tables: its rectangles in the same order.
+        tables: the groups' rectangles, in the same order.
         buffers: hold their rows.
         pooled: bags or one row per id.
         is_weighted: ids carry weights, even if the groups are not weighted.
-        output_dtype: of a group.
+        output_dtype: output dtype of a group.
     """
 
     def __init__(

@@ -89,8 +89,8 @@ class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, C
         configs: tables in module order, ``data_type`` the packed precision.
         plans: sharding of each table; empty if unknown.
         packed: positions of the rows.
-        lookup: one call for all ranks; None: each rank has its own lookup.
-        output_dtype: of the looked-up vectors.
+        lookup: a lookup for all ranks in one call; None: each rank has its own lookup.
+        output_dtype: dtype of the looked-up vectors.
         output_device: device of the outputs; None: the first rank's device.
         weighted: ids carry weights.
     """

@@ -39,7 +39,7 @@ class EmbeddingAwaitable(LazyAwaitable[Tensor]):
     """Awaitable of the pooled vectors of one table, which waits when the tensor is first used.
 
     Args:
-        awaitable: of the collection that the table is in.
+        awaitable: awaitable of the table's collection.
     """
 
     def __init__(self, awaitable: LazyAwaitable[KeyedTensor]) -> None:

@@ -66,7 +66,7 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
     """Awaitable of pooled vectors, which waits when the KeyedTensor is first used.
 
     Args:
-        awaitables: of each sharding, ``[B, its columns]``.
+        awaitables: for each sharding, ``[B, columns of the sharding]``.
         embedding_dims: columns of each output.
         embedding_names: names of the outputs, in module order.
         join: maps the shardings' columns to the module's.
@@ -107,7 +107,7 @@ def create_sharding_infos_by_sharding(
     Args:
         module: the collection.
         table_name_to_parameter_sharding: the plan.
-        prefix: where the tables are in the module, ``embedding_bags.``.
+        prefix: prefix of the tables' names in the module, ``embedding_bags.``.
         fused_params: kernel settings of all tables.
         suffix: the name of a table's values.
 
@@ -172,8 +172,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection[KeyedTensor, EmbeddingBagC
 
     Args:
         module: the collection. The collection's values are kept. Values on the meta device are initialised, with the
-            same
-            values for any sharding if all ranks have the same seed.
+            same values for any sharding if all ranks have the same seed.
         table_name_to_parameter_sharding: the plan of every table.
         env: the ranks.
         fused_params: settings of the fused kernels, for example

@@ -51,7 +51,7 @@ class TableGroup(nn.Module):
         shapes: the tables.
         pooling: SUM, MEAN or NONE (one vector per id; all tables of one dim).
         settings: the update, bounds check and output type.
-        dtype: of the rows, float32 or float16.
+        dtype: dtype of the rows, float32 or float16.
         device: ``cpu`` or ``meta``.
 
     Raises:

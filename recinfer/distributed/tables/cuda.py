@@ -73,7 +73,7 @@ def make_table_group(
     """The group for ``device``: FBGEMM's operators on CPU and meta, its modules on other devices.
 
     Args:
-        settings: of the update in the backward; None gives a dense group, whose tables are parameters.
+        settings: settings of the update in the backward; None gives a dense group, whose tables are parameters.
         location: memory of the rows of a GPU's group; ignored on CPU.
 
     Raises:

@@ -26,9 +26,9 @@ class RowwiseAdagrad:
 
     Args:
         shapes: the tables.
-        starts, row_starts: of each table, its first number in ``weights`` and first row in ``momentum``; the last is the
-            end of all.
-        pooling: of the lookups.
+        starts, row_starts: for each table, its first number in ``weights`` and first row in ``momentum``; the last is
+            the end of all.
+        pooling: pooling of the lookups.
     """
 
     def __init__(

@@ -41,8 +41,8 @@ class Tiling:
     """The rectangles of one table.
 
     Attributes:
-        rects: its rectangles, empty ones left out, in the plan's order.
-        strips: its strips from left to right.
+        rects: the table's rectangles in the plan's order, without empty ones.
+        strips: the table's strips from left to right.
         shards: torch's shard metadata of the rectangles; empty for a replica.
         metadata: metadata of a ShardedTensor of the table; None for a replica.
     """

@@ -24,8 +24,8 @@ class TableShape:
     """Shape of one table or local shard.
 
     Attributes:
-        name: for messages and state keys.
-        rows, dim: its size; a piece may have no rows.
+        name: name for messages and state keys.
+        rows, dim: size of the table; a piece may have no rows.
         num_features: number of its features, which are adjacent in the input.
     """
 
@@ -40,7 +40,7 @@ class Span:
     """Adjacent tables of one dim: their rows form one matrix, and their features' columns are adjacent.
 
     Attributes:
-        features, columns: of the input and of the output.
+        features, columns: features of the input, and columns of the output.
         elements, rows: ranges of its numbers and rows among those of all tables.
         row_starts: int64 ``[features]``, the first row of each feature's table in the matrix.
     """

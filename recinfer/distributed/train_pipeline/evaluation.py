@@ -22,9 +22,9 @@ Out = TypeVar("Out")
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """The stages of :class:`TrainPipelineSparseDist` without backward and optimizer, whatever mode the model is in.
 
-    A separate thread takes batches from the iterator and copies them to the device. It reads one iterator to its end;
-    after StopIteration :meth:`progress` accepts another. Call it under ``torch.no_grad()`` to save the memory of the
-    graph.
+    A separate thread takes batches from the iterator and copies them to the device. The thread reads an iterator to its
+    end; after StopIteration :meth:`progress` accepts another. Call it under ``torch.no_grad()`` to save the memory of
+    the graph.
 
     Args:
         model: takes a batch and returns (loss, output); a DistributedModelParallel.

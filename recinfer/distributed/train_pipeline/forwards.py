@@ -23,7 +23,7 @@ class BaseForward:
         name: path of the module in the model.
         args: positions of the module's arguments in a batch.
         module: the sharded module.
-        context: of the pipeline.
+        context: context of the pipeline.
         stream: CUDA stream on which the ids are received; None without CUDA.
     """
 
@@ -100,12 +100,12 @@ class PrefetchPipelinedForward(BaseForward):
 class KJTAllToAllForward:
     """Replaces the forward of a :class:`~recinfer.distributed.dist_data.KJTAllToAll`, without sending.
 
-    It returns the exchange unstarted, so that several modules can exchange sizes together.
+    The replacement returns an exchange that has not started, so that several modules can exchange sizes together.
 
     Args:
         pg: process group.
         splits: features for each rank.
-        stagger: as KJTAllToAll takes it.
+        stagger: see KJTAllToAll.
     """
 
     def __init__(self, pg: dist.ProcessGroup, splits: list[int], stagger: int = 1) -> None:

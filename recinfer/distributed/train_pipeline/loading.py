@@ -25,8 +25,8 @@ class DataLoadingThread(threading.Thread, Generic[In]):
         device: device of the batches.
         dataloader_iter: read by this thread alone.
         to_device_non_blocking: passed to the batch's ``to``.
-        memcpy_stream_priority: of the CUDA stream that copies.
-        memcpy_stream: that stream; default: a new one on CUDA.
+        memcpy_stream_priority: priority of the CUDA stream that copies.
+        memcpy_stream: the CUDA stream that copies; default: a new stream on CUDA.
     """
 
     def __init__(

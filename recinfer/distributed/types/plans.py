@@ -74,7 +74,7 @@ class ParameterSharding:
         compute_kernel: an ``EmbeddingComputeKernel`` value.
         ranks: the rank of each shard, in the order of ``sharding_spec.shards`` (for table_row_wise the ranks of its
             host; for data_parallel all ranks).
-        sharding_spec: one ``ShardMetadata`` (offsets, sizes, placement) a shard; None for data_parallel.
+        sharding_spec: a ``ShardMetadata`` (offsets, sizes, placement) per shard; None for data_parallel.
         cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode: kernel settings, passed on.
         output_dtype: element type of the looked-up vectors.
         key_value_params: see :class:`KeyValueParams`.

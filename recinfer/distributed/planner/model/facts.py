@@ -111,13 +111,13 @@ def table_facts(
     """The facts of a table ``name`` of the collection ``module`` at ``path``.
 
     Args:
-        config: its config; None takes the size of ``tensor``.
-        tensor: its weight; None for a table that exists only in packed form.
-        precision: of the packed rows, where it is not the config's.
-        sharder: its sharder, for settings and codecs.
+        config: the table's config; None takes the size of ``tensor``.
+        tensor: the table's weight; None for a table that exists only in packed form.
+        precision: precision of the packed rows, if not the config's.
+        sharder: the table's sharder, for settings and codecs.
         offers: (sharding type, kernel) to choose from.
         limit: the user's constraints.
-        features, figures: of the table, and theirs.
+        features, figures: features of the table, and their figures.
     """
     c = limit or ParameterConstraints()
     quantized = any(kernel.startswith("quant") for _, kernel in offers)

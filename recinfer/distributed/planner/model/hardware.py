@@ -41,10 +41,10 @@ class LookupGrid:
     ascend. Costs are interpolated and extrapolated linearly (in the logarithm of the set size).
 
     Args:
-        row_bytes: of one packed row.
-        set_bytes: of the rows that ids are drawn from, at least two.
+        row_bytes: bytes of a packed row.
+        set_bytes: bytes of the rows that ids are drawn from, at least two figures.
         ids_per_bag: at least two lengths.
-        bags_per_call: how many a measured call had, one figure per length.
+        bags_per_call: number of bags in a measured call, one figure per length.
         bag_ns: [row sizes][sets][lengths].
     """
 

@@ -72,12 +72,12 @@ class ShardingOption:
 
     Args:
         name: table name.
-        tensor: its weight (meta is enough).
+        tensor: the table's weight (meta is enough).
         module: (path, module) of its embedding collection.
         input_lengths: mean ids per bag of each feature.
         batch_size: samples per rank.
         sharding_type, partition_by, compute_kernel: enum values.
-        shards: its rectangles.
+        shards: rectangles of the option.
         dependency: options with the same value must share ranks (co-location).
         is_pooled: pooled lookup; default: that of the module.
         feature_names: features of the table.

@@ -29,7 +29,7 @@ class SharderData:
         fused_params: the sharder's settings for its kernels.
         qcomm_dtype_sizes: ``CommOp`` name -> bytes of an element in the forward and in the backward collective, for
             collectives with a codec.
-        storage_usage_type: its kind.
+        storage_usage_type: kind of sharder.
     """
 
     fused_params: dict[str, Any]

@@ -46,7 +46,7 @@ _REMAPPING = {"ManagedCollision": "managed collisions", "ITEP": "in-table prunin
 
 
 def _remapping(module: nn.Module) -> str | None:
-    """The change of ids by ``module``, as text, if its class is by name one of TorchRec's that remap ids; else None."""
+    """The change of ids by ``module``, as text, or None; recognized by the class names of TorchRec's modules."""
     names = [kind.__name__ for kind in type(module).__mro__]
     return next((what for part, what in _REMAPPING.items() if any(n.startswith(part) for n in names)), None)
 

@@ -32,7 +32,7 @@ class TablePlan:
 
     Args:
         module: path of its embedding collection in the model.
-        table: its name.
+        table: name of the table.
         sharding_type, compute_kernel: values of ``ShardingType`` and ``EmbeddingComputeKernel``.
         precision: element type of the stored rows.
         num_embeddings, embedding_dim: rows and columns of the whole table.

@@ -1,8 +1,9 @@
 """Simulated annealing of many placements at once, for small problems with nearly full memory, where single moves cannot
 improve.
 
-When memory is nearly full, a table can move only if others move too. So capacities are soft here: a placement may
-exceed them at a price, which rises until none does. This also finds a first placement when no greedy start fits.
+When memory is nearly full, a table can move only if others move too. Capacities are therefore soft: a placement may
+exceed them at a price, which rises until no placement does. Annealing also finds a first placement when no greedy start
+fits.
 
 Legend: C placements, U units, W ranks, A places (an option of a unit on certain ranks), K = 2 W or 3 W loads and fills.
 """

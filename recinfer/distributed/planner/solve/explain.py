@@ -51,7 +51,7 @@ def explain(
     Args:
         estimator: returns the estimate function for another topology, to try more ranks.
         pinned: entries of an earlier plan that keep their places.
-        smaller_tables: the same tables in the next smaller precision, to try that.
+        smaller_tables: the tables in the next smaller precision, to try as a change.
     """
     binds, memory = _limiting_memory(space, problem)
     helps = _helpful_changes(_Trial(topology, estimator, pinned), space, smaller_tables, memory)

@@ -215,8 +215,8 @@ def lower_bound(problem: Problem) -> Bound:
 
     For any z a plan with its largest rank at z uses only options whose shards are at most z, and its loads sum to at
     most W z; charging memory by any price lowers the sum by no more than price x capacity (Lagrangian relaxation). So
-    the least z that passes is a bound, for any prices; they are chosen to make it large. It is at least both of
-    (sum of cheapest options / W) and (the largest unavoidable shard).
+    the least z that passes is a bound, for any prices; the prices are chosen to make the bound large. The bound is at
+    least both of (sum of cheapest options / W) and (the largest unavoidable shard).
     """
     caps = (float(problem.hbm_cap.sum()), float(problem.ddr_cap.sum()))
     steps = np.unique(problem.option_max[problem.possible])
