@@ -1,6 +1,6 @@
-"""Plain requests of a ranker, answered from their bytes and from what shards answer.
+"""Plain requests of a ranker, answered from their bytes and from the answers of shard servers.
 
-As recinfer.serving.engine.byte_path where the rows are in this process: what is unusual goes the decoded path.
+recinfer.serving.engine.byte_path is the counterpart for tables of this process. Unusual requests go to the decoded path.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from recinfer.serving.engine.stats import RequestStats
 __all__ = ["MOST_FAN_OUTS", "Answers", "FanOuts"]
 
 Answers = dict[int, list[NDArray[Any]]]
-"""What each rank gave, for each of its parts."""
+"""The arrays that each rank returned, one for each of its parts."""
 
 MOST_FAN_OUTS = 64
-"""That are under way together; more requests wait."""
+"""The most fan-outs that are under way together; further requests wait."""
 
 
 class FanOuts:
-    """Answers plain requests from shards, each with a fan-out of its own. Any thread may start one; its answers come on the
-    shards' thread. See recinfer.serving.engine.scheduler.Runner.
+    """Answers plain requests from shard servers, each with its own fan-out. Any thread may start a fan-out; its answers arrive
+    on the thread of the shard servers' answers. The scheduler calls the methods of recinfer.serving.engine.scheduler.Runner.
 
     Args:
-        scheduler: where requests wait while too many fan-outs are under way.
+        scheduler: queues requests while too many fan-outs are under way.
         predictions: runs the dense parts of predictions.
-        stats: the server's.
+        stats: the server's counts.
         decode: answers a request in the decoded path.
     """
 
@@ -45,7 +45,7 @@ class FanOuts:
     ) -> None:
         self._scheduler, self._predictions, self._stats, self._decode = scheduler, predictions, stats, decode
         self._under_way = 0
-        self._turn_ends = False  # the end of a turn of the shards' thread is awaited
+        self._turn_ends = False  # whether a callback is scheduled for the end of a turn of the answers' thread
         self._lock = threading.Lock()
 
     def start(self, request: Request, plain: PlainRequest) -> None:
@@ -59,19 +59,19 @@ class FanOuts:
     # -- for the scheduler
 
     def can_start(self) -> bool:
-        """While few are under way."""
+        """Whether fewer than MOST_FAN_OUTS fan-outs are under way."""
         return self._under_way < MOST_FAN_OUTS
 
     def may_share(self, entry: Entry, samples: int) -> bool:
-        """No: merging requests is more work than it saves."""
+        """False: merging requests is more work than it saves."""
         return False
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """Only the shards take long."""
+        """0: the shard servers do the work, so a fan-out begins on the calling thread."""
         return 0.0
 
     def run(self, entries: Sequence[Entry], threads: int) -> None:
-        """Begin their fan-outs."""
+        """Begin the fan-outs of ``entries``."""
         for entry in entries:
             self._begin(entry.request, entry.work)
 
@@ -79,7 +79,9 @@ class FanOuts:
 
     def _begin(self, request: Request, plain: PlainRequest) -> None:
         is_lookup = request.call == "Lookup"
-        if not is_lookup and (not plain.can_predict() or plain.dense() is None):  # before any shard is called in vain
+        if not is_lookup and (
+            not plain.can_predict() or plain.dense() is None
+        ):  # checked before a shard server is called in vain
             self._decode(request)
             return
         tables = plain.tables
@@ -91,9 +93,9 @@ class FanOuts:
         with self._lock:
             self._under_way += 1
         self._scheduler.begin()
-        tables.begin(parts, plain.batch, request.deadline, functools.partial(self._answered, request, plain, start))
+        tables.begin(parts, plain.batch, request.deadline, functools.partial(self._finish, request, plain, start))
 
-    def _answered(
+    def _finish(
         self,
         request: Request,
         plain: PlainRequest,
@@ -102,17 +104,17 @@ class FanOuts:
         missing: tuple[int, ...],
         error: Exception | None,
     ) -> None:
-        """On a thread of the shards' answers, or where the fan-out began."""
+        """Reply, or queue the dense run; called on the thread of the shard servers' answers, or where the fan-out began."""
         with self._lock:
             self._under_way -= 1
         seconds = time.perf_counter() - start
         try:
-            if error is None and request.call == "Predict":  # counted with its dense run
+            if error is None and request.call == "Predict":  # the dense run counts the request
                 self._scheduler.done(0, 0, seconds)
-                self._predictions.submit(request, plain, _Joined(plain, answers).fill, start, missing)
+                self._predictions.submit(request, plain, _JoinedVectors(plain, answers).fill, start, missing)
             else:
                 self._scheduler.done(1, plain.batch, seconds)
-                request.reply(self._joined(plain, answers, missing, start) if error is None else error)
+                request.reply(self._lookup_answer(plain, answers, missing, start) if error is None else error)
         except Exception as failed:  # else the request would never be answered
             request.reply(failed)
         if self._scheduler.queue.waiting and not self._turn_ends:
@@ -123,20 +125,20 @@ class FanOuts:
         self._turn_ends = False
         self._scheduler.run_ready()
 
-    def _joined(self, plain: PlainRequest, answers: Answers, missing: tuple[int, ...], start: float) -> bytes:
-        """The answer to a lookup."""
+    def _lookup_answer(self, plain: PlainRequest, answers: Answers, missing: tuple[int, ...], start: float) -> bytes:
+        """The serialized answer to a lookup, joined from ``answers``."""
         head = plain.head()
         if missing:
             head = lookup_head(plain.order, plain.batch, plain.model.version, missing)
         joined = bytes(_join(plain, answers, head))
         plain.state.stages.add("lookup", time.perf_counter() - start)
         self._stats.batch.add(plain.batch)
-        self._stats.stages.add("encode", 0.0)  # the join wrote it
+        self._stats.stages.add("encode", 0.0)  # the join wrote the answer
         return joined
 
 
-class _Joined:
-    """Vectors of a prediction, joined from what the shards gave."""
+class _JoinedVectors:
+    """Vectors of a prediction, joined from the shard servers' answers."""
 
     def __init__(self, plain: PlainRequest, answers: Answers) -> None:
         self._plain, self._answers = plain, answers
@@ -144,7 +146,7 @@ class _Joined:
         self._lock = threading.Lock()  # parts of one request run at once
 
     def fill(self, into: NDArray[np.float32], part: tuple[int, int] | None) -> bool:
-        """See recinfer.serving.engine.byte_path.Fill."""
+        """Write the vectors, see recinfer.serving.engine.byte_path.Fill."""
         if part is None:
             _join(self._plain, self._answers, into)
             return True
