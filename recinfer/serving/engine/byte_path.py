@@ -29,7 +29,7 @@ __all__ = ["Fill", "Predictions", "lookup_now"]
 
 # A larger lookup would block the thread, and other requests would wait.
 _MOST_BYTES, _MOST_IDS, _MOST_FLOATS = 128 << 10, 8192, 1 << 18
-_LONGEST_RUN_S = 50e-3  # of a merged run: later requests still meet their deadlines, and longer runs gain nothing
+_LONGEST_RUN_S = 50e-3  # longest merged run: later requests still meet their deadlines, and longer runs gain nothing
 _OTHER_SHARE = 0.8  # part of a request for each thread other than the caller's, relative to equal parts
 
 Fill = Callable[[NDArray[np.float32], "tuple[int, int] | None"], bool]

@@ -1,4 +1,4 @@
-"""Lines of the log about changes of models: what was changed, by whom and why."""
+"""Lines of the log about changes of models: the change, its author and its reason."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Ticket:
         """Hold ``num_bytes`` more; call this before the bytes are allocated.
 
         Raises:
-            OverloadedError: the bytes do not fit; the ticket keeps those that it held.
+            OverloadedError: the bytes do not fit; the ticket keeps the bytes that it held.
             UnavailableError: the ticket was released: the call has ended.
         """
         self.resize(self.held + num_bytes)

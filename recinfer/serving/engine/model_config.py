@@ -40,7 +40,7 @@ class ModelChoice:
         return list(versions if self.latest is None else versions[: self.latest])
 
     def check(self, model: str, versions: Sequence[str]) -> None:
-        """Raise ConfigError if a version that this choice names is not among those that it serves of the store's ``versions``."""
+        """Raise ConfigError if a named version is not served: ``versions``, the store's, lacks it, or ``of`` leaves it out."""
         chosen = self.of(versions)
         named = [*self.names, *self.labels.values(), *self.weights]
         lacking = [version for version in named if version not in chosen]

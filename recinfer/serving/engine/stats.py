@@ -1,4 +1,4 @@
-"""Counts what a server answered, by call and code, and how long its stages took."""
+"""Counts the answers of a server by call and code, and the seconds of their stages."""
 
 from __future__ import annotations
 

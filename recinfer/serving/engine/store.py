@@ -171,7 +171,7 @@ class StoreManager:
 
         Raises:
             NotFoundError: the store lacks the model or version.
-            InputError: the archive is broken, or its content is not the one that is served under its version.
+            InputError: the archive is broken, or differs from the archive that is served under its version.
         """
         with self._lock:
             version = version or self.newest_version(model)

@@ -34,7 +34,7 @@ __all__ = ["Admit", "CoreServer"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _REQUESTED = 8  # calls that gRPC may deliver before the thread takes the next event
-_REQUESTED_LATE = 1024  # the same when the server stops
+_REQUESTED_LATE = 1024  # calls that gRPC may deliver when the server stops
 _PATHS = 1024  # cached paths; clients may send any number of unknown paths
 _NEVER_S = 1e17  # gRPC gives a call without a deadline a later time
 _TICK_S = 60.0  # between two polls of gRPC without events

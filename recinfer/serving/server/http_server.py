@@ -90,7 +90,7 @@ class HttpServer:
             which prompts its user for a name and a password, passes with the token as the password.
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
-        grace: seconds that ``stop`` gives the requests that run.
+        grace: seconds that ``stop`` gives to running requests.
         observe: called with (call, gRPC code name, seconds, headers=..., num_bytes=...) of every request.
     """
 

@@ -39,7 +39,7 @@ _log.addFilter(_is_worth_a_line)
 
 
 class HttpSite:
-    """One listening port, on the event loop that ``start`` is awaited on.
+    """A listening port, on the event loop on which ``start`` is awaited.
 
     aiohttp waits without a limit for a request's header, and for the client to read its answer. This site closes a connection
     without a complete header ``header_s`` after its opening, and a connection without traffic for ``idle_s`` and ``header_s``
@@ -51,7 +51,7 @@ class HttpSite:
         port: TCP port; 0 takes a free port.
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
-        grace: seconds that ``stop`` gives the requests that run.
+        grace: seconds that ``stop`` gives to running requests.
         refused: called with HTTP status and reason for a request that cannot be read, which no handler sees.
     """
 

@@ -106,7 +106,7 @@ class ShardServer:
         return self
 
     def stop(self, grace: float = 10.0) -> None:
-        """Notify the rankers, let requests that run end for up to ``grace`` seconds, then close."""
+        """Notify the rankers, let running requests end for up to ``grace`` seconds, then close."""
         if self._server is not None:
             run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
 

@@ -1,7 +1,7 @@
-"""The ranker's side of small requests that go from their bytes to the shards' messages and back, by compiled loops.
+"""The ranker's side of small requests: compiled loops from a request's bytes to messages for shard servers, and back.
 
-Array operations of the decoded path (recinfer.serving.shards.lookups) are here one call to split a request by rank
-and one to put the answers together; the messages and the vectors are the same, to the byte.
+One call splits a request by rank and another joins the answers, instead of the array operations of the decoded path
+(recinfer.serving.shards.lookups); the messages and the vectors are the same, to the byte.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from recinfer.serving.shards.split import ModuleSplit
 
 __all__ = ["RemoteOrder", "RemoteTables"]
 
-_MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
+_MAX_ORDERS = 256  # cached orders of keys; clients send a handful
 
 
 @dataclass(frozen=True, eq=False)
 class _Rank:
-    """One rank, for one order of a request's keys.
+    """A rank's prepared split and join for one order of a request's keys.
 
     Attributes:
-        streams: what ``split`` needs to write its part.
-        columns: of its answer.
-        runs, pairs: ``RankAnswer.spans`` of an answer in float32, and of a packed one.
+        streams: input of ``split`` for the rank's part.
+        columns: number of columns of its answer.
+        runs, pairs: ``RankAnswer.spans`` of a float32 answer, and of a packed answer.
     """
 
     rank: int
@@ -50,12 +50,13 @@ class _Rank:
 
 @dataclass(frozen=True, eq=False)
 class RemoteOrder:
-    """The prepared split of one order of a request's keys; ``names`` to ``heads`` as in recinfer.inference.direct.DirectOrder.
+    """The prepared split of one order of a request's keys.
 
     Attributes:
+        names, dims, columns, complete, heads: see recinfer.inference.direct.DirectOrder.
         limits: int64 ``[keys]``, rows of each key's tables.
-        ranks: those that hold rows of the module; ``streams``: what ``split`` takes for them.
-        means: int64 ``[M, 3]``: key, first and last column of what is divided by the number of ids.
+        ranks: the ranks that hold rows of the module; ``streams``: the input of ``split`` for these ranks.
+        means: int64 ``[M, 3]``: key, first and last column to divide by the number of ids.
     """
 
     names: tuple[str, ...]
@@ -73,10 +74,12 @@ class RemoteTables:
     """The tables of a model whose only embedding module is pooled, unweighted and on other hosts. Any thread may call it.
 
     Args:
-        split: of the module.
-        names, dims: of the module's outputs.
-        rows: of each feature's tables.
-        fan_out: to the shards, for ``version``; ``default_rows``: as ``ShardQuery`` has it.
+        split: the split of the module.
+        names, dims: names and widths of the module's outputs.
+        rows: feature -> number of rows of its smallest table.
+        fan_out: calls the shard servers.
+        version: key of the version.
+        default_rows: see ``ShardQuery``.
 
     Attributes:
         at_end_of_turn: see :class:`FanOut`.
@@ -101,11 +104,11 @@ class RemoteTables:
         self._orders: LruCache[bytes, RemoteOrder] = LruCache(_MAX_ORDERS)
 
     def order(self, block: bytes) -> RemoteOrder | None:
-        """The order that was :meth:`learn` ed for these bytes."""
+        """The order that :meth:`learn` made for the bytes ``block``, or None."""
         return self._orders[block]
 
     def learn(self, block: bytes, keys: Sequence[str]) -> RemoteOrder | None:
-        """Remember what ``block`` means: the keys of a request; None when they are not features of the model, each once."""
+        """Make and cache the order for ``block``, the bytes of ``keys``; None if the keys are not features of the model, each once."""
         at = {key: place for place, key in enumerate(keys)}
         if not at or len(at) != len(keys) or not self._known.issuperset(at):
             return None
@@ -149,7 +152,7 @@ class RemoteTables:
         return _Rank(rank.rank, rank_streams, rank.num_columns, runs_of(mine, firsts), pairs)
 
     def split(self, order: RemoteOrder, data: bytes, bags: BagPlaces) -> dict[int, Parts] | None:
-        """Each rank's part of the request; None when an id is out of range."""
+        """Each rank's part of the request; None if an id is out of range or the lengths do not fit."""
         found = split(data, bags, order.limits, order.streams)
         if found is None:
             return None

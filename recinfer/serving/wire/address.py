@@ -1,4 +1,4 @@
-"""Addresses: their text form, what a host means to all ports of a server, and sockets that listen on one or reserve it.
+"""Addresses: their text form, the meaning of a host for all ports of a server, and sockets that listen on or reserve an address.
 
 A host is an IP address, in brackets or not, or a name. ``::`` is all addresses of both families, ``0.0.0.0`` all of IPv4 alone, any
 other address itself; a name is its first IPv4 address, or its first IPv6 address where it has no other.

@@ -108,7 +108,7 @@ def encode_predict_request(
     ``context``: features of one sample that go with all B, none of them in ``features``.
 
     Raises:
-        InputError: as encode_lookup_request, or ``dense`` is not a matrix of numbers of the batch size.
+        InputError: see encode_lookup_request; or ``dense`` is not a matrix of numbers of the batch size.
     """
     sparse = as_features(features)
     parts = [_request_head(model, version, label), *_encode_features(sparse)]

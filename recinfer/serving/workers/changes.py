@@ -1,4 +1,4 @@
-"""Changes of models, which the admin service requests: each is made in all workers or in none."""
+"""Changes of models by admin calls: each change is made in all workers or in none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker process as its supervisor sees it: its connection, its last status, and how long it has not answered."""
+"""A supervisor's view of one worker process: the connection to it, its last status, and the time since its last answer."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ class Supervisor:
     """Keeps ``workers`` processes serving one port.
 
     Args:
-        command: port -> the command of one worker. It serves that port with SO_REUSEPORT. Its stdin is a connection (see
-            recinfer.serving.workers.worker), whose first message says what to load. It prints one line of JSON to stdout
-            when it takes requests, and drains when the connection ends or on SIGTERM.
+        command: port -> the command of one worker, which serves that port with SO_REUSEPORT. Its stdin is a connection (see
+            recinfer.serving.workers.worker), whose first message has the models to load. The worker prints one line of JSON to
+            stdout when it takes requests, and drains when the connection ends or on SIGTERM.
         workers: number of worker processes.
         host, port: the address to serve; port 0 takes a free port.
         grace: seconds a worker has to drain.

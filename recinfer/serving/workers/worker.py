@@ -118,7 +118,7 @@ def _from_stdin() -> Connection:
     try:
         if stat.S_ISSOCK(os.fstat(_STDIN).st_mode):
             return Connection(os.dup(_STDIN))
-    except OSError:  # it is closed
+    except OSError:  # stdin is closed
         pass
     raise _no_supervisor()
 
