@@ -79,7 +79,8 @@ class AdminClient:
         tls_key: str | os.PathLike[str] | None = None,
         tls_name: str = "",
     ) -> None:
-        self.target, self.timeout = target, timeout
+        self.target = target
+        self.timeout = timeout
         self._metadata = authorization(token)
         self.channel = channel_to(target, *security_of(tls_ca, tls_cert, tls_key, tls_name))
 

@@ -78,8 +78,12 @@ class _Client:
         check_timeout(timeout)
         if version and label:
             raise InputError(f"version: got {version!r:.80} and the label {label!r:.80}, expected one of them")
-        self.target, self.model, self.version, self.label = target, model, version, label
-        self.timeout, self.retries = timeout, retries
+        self.target = target
+        self.model = model
+        self.version = version
+        self.label = label
+        self.timeout = timeout
+        self.retries = retries
         # One throttle per call, as a server may refuse predictions while it accepts lookups.
         self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
         self._metadata = authorization(token)

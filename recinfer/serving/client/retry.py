@@ -43,8 +43,11 @@ class Retries:
 
     def __init__(self, target: str, retries: int, seconds: float, throttle: Throttle | None) -> None:
         check_timeout(seconds)
-        self._target, self._retries, self._throttle = target, retries, throttle
-        self._end, self._tried = time.monotonic() + min(seconds, LONGEST_S), 0
+        self._target = target
+        self._retries = retries
+        self._throttle = throttle
+        self._end = time.monotonic() + min(seconds, LONGEST_S)
+        self._tried = 0
 
     @property
     def left(self) -> float:

@@ -39,7 +39,9 @@ class Throttle:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random
     ) -> None:
-        self._clock, self._chance, self._lock = clock, chance, threading.Lock()
+        self._clock = clock
+        self._chance = chance
+        self._lock = threading.Lock()
         self._asked = self._taken = self._refused = 0.0  # in about the last second: older calls weigh less
         self._at = clock()
 

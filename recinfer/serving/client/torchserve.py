@@ -42,7 +42,10 @@ class TorchServeClient:
     """
 
     def __init__(self, target: str, model: str, *, token: str = "", version: str = "", timeout: float = 10.0) -> None:
-        self.target, self.model, self.version, self.timeout = target, model, version, timeout
+        self.target = target
+        self.model = model
+        self.version = version
+        self.timeout = timeout
         self._metadata = (("protocol", "gRPC"), *authorization(token)) if token else ()
         credentials, options = security_of(None, None, None, "")
         self._channel = channel_to(target, credentials, [*options, ("grpc.keepalive_time_ms", _keepalive_ms(timeout))])

@@ -30,7 +30,8 @@ class AdminService:
     """
 
     def __init__(self, manager: StoreManager, *, logs: bool = True) -> None:
-        self.manager, self._logs = manager, logs
+        self.manager = manager
+        self._logs = logs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recinfer-admin")
 
     def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:

@@ -69,7 +69,10 @@ class _Prediction:
     __slots__ = ("fill", "missing", "plain", "since")
 
     def __init__(self, plain: PlainRequest, fill: Fill, since: float | None, missing: tuple[int, ...]) -> None:
-        self.plain, self.fill, self.since, self.missing = plain, fill, since, missing
+        self.plain = plain
+        self.fill = fill
+        self.since = since
+        self.missing = missing
 
 
 class Predictions:
@@ -87,7 +90,9 @@ class Predictions:
     def __init__(
         self, scheduler: Scheduler, stats: RequestStats, decode: Callable[[Request], None], threads: int
     ) -> None:
-        self._scheduler, self._stats, self._decode = scheduler, stats, decode
+        self._scheduler = scheduler
+        self._stats = stats
+        self._decode = decode
         self._parts = ParallelParts(threads)
 
     def close(self) -> None:

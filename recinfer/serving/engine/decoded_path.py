@@ -217,7 +217,8 @@ class DecodedRuns:
     """
 
     def __init__(self, service: InferenceService, scheduler: Scheduler) -> None:
-        self._service, self._scheduler = service, scheduler
+        self._service = service
+        self._scheduler = scheduler
         self._under_way = 0
         self._lock = threading.Lock()
 

@@ -48,7 +48,8 @@ class Dispatcher:
         self, service: InferenceService, batching: BatchConfig, threads: int, at_a_time: int | None = None
     ) -> None:
         stats = service.stats
-        self._stats, self._reader = stats, PlainReader(service.registry, service.limits)
+        self._stats = stats
+        self._reader = PlainReader(service.registry, service.limits)
         self.scheduler = Scheduler(
             batching, threads, at_a_time, waited=lambda seconds: stats.stages.add("queue", seconds)
         )

@@ -36,7 +36,8 @@ class MemoryBudget:
     __slots__ = ("_exceeding", "_held_by_large", "_lock", "_reserve", "budget_bytes", "held", "refused")
 
     def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes, self._reserve = budget_bytes, budget_bytes // _RESERVE
+        self.budget_bytes = budget_bytes
+        self._reserve = budget_bytes // _RESERVE
         self.held = self._held_by_large = self.refused = 0
         self._exceeding: Ticket | None = None
         self._lock = threading.Lock()
@@ -93,7 +94,9 @@ class Ticket:
     __slots__ = ("_budget", "_is_released", "held")
 
     def __init__(self, budget: MemoryBudget) -> None:
-        self._budget, self.held, self._is_released = budget, 0, False
+        self._budget = budget
+        self.held = 0
+        self._is_released = False
 
     @property
     def budget_bytes(self) -> int:

@@ -79,7 +79,8 @@ class _Work:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
-        self._free, self._over = threading.Lock(), threading.Lock()
+        self._free = threading.Lock()
+        self._over = threading.Lock()
         self._over.acquire()
         self._seconds = 0.0
         self.result: Any = None

@@ -116,7 +116,8 @@ class PlainReader:
     """
 
     def __init__(self, registry: ModelRegistry, limits: Limits) -> None:
-        self._registry, self._limits = registry, limits
+        self._registry = registry
+        self._limits = limits
         self._most_bytes = min(limits.max_message_bytes, _MOST_BYTES)
         self._most_ids = min(limits.max_ids, _MOST_IDS)
         self._most_floats = min(limits.max_response_bytes // 4, _MOST_FLOATS)

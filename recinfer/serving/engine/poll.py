@@ -66,8 +66,11 @@ class StorePoller:
         *,
         is_ranker: bool = False,
     ) -> None:
-        self.folder, self.config, self._is_ranker = folder, config, is_ranker
-        self._change, self._state = change, state
+        self.folder = folder
+        self.config = config
+        self._is_ranker = is_ranker
+        self._change = change
+        self._state = state
         self._store = StoreFolder(folder)
         self._tried: dict[tuple[str, str], Fingerprint] = {}  # files of each version when it was loaded or refused
         self._loaded: dict[tuple[str, str], Fingerprint] = {}  # files of each served version at the first look
@@ -79,7 +82,8 @@ class StorePoller:
         self._choices: dict[str, ModelChoice] | None = None
         if config is not None:
             text = read_text(config)
-            self._choices, self._text = self._checked(text), text
+            self._choices = self._checked(text)
+            self._text = text
 
     def choice(self, model: str) -> ModelChoice:
         """The versions of a model to serve, with labels and weights."""
@@ -314,7 +318,8 @@ class PollLoop:
     """
 
     def __init__(self, poller: StorePoller, seconds: float | None) -> None:
-        self._poller, self._seconds = poller, seconds
+        self._poller = poller
+        self._seconds = seconds
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._waiting: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # set by the next look that begins
         self._thread = threading.Thread(target=self._run, name="recinfer-poll", daemon=True)

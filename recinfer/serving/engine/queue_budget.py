@@ -40,7 +40,8 @@ class QueueBudget:
     """
 
     def __init__(self, most: int, at_a_time: int) -> None:
-        self._most, self._at_a_time = most, at_a_time
+        self._most = most
+        self._at_a_time = at_a_time
         self.waiting = self.refusals = 0
         self._last = _NONE_YET
         self._lock = threading.Lock()

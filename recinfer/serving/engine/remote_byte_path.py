@@ -43,7 +43,10 @@ class FanOuts:
     def __init__(
         self, scheduler: Scheduler, predictions: Predictions, stats: RequestStats, decode: Callable[[Request], None]
     ) -> None:
-        self._scheduler, self._predictions, self._stats, self._decode = scheduler, predictions, stats, decode
+        self._scheduler = scheduler
+        self._predictions = predictions
+        self._stats = stats
+        self._decode = decode
         self._under_way = 0
         self._turn_ends = False  # whether a callback is scheduled for the end of a turn of the answers' thread
         self._lock = threading.Lock()
@@ -141,7 +144,8 @@ class _JoinedVectors:
     """Vectors of a prediction, joined from the shard servers' answers."""
 
     def __init__(self, plain: PlainRequest, answers: Answers) -> None:
-        self._plain, self._answers = plain, answers
+        self._plain = plain
+        self._answers = answers
         self._whole: NDArray[np.float32] | None = None
         self._lock = threading.Lock()  # parts of one request run at once
 

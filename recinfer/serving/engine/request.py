@@ -42,7 +42,11 @@ class Request:
         waits: Callable[[], None] | None = None,
         ticket: Ticket = UNCOUNTED,
     ) -> None:
-        self.call, self.data, self.deadline, self.waits, self.ticket = call, data, deadline, waits, ticket
+        self.call = call
+        self.data = data
+        self.deadline = deadline
+        self.waits = waits
+        self.ticket = ticket
         self._reply: Reply | None = reply
 
     def reply(self, answer: bytes | Exception) -> None:

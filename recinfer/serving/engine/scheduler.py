@@ -67,7 +67,10 @@ class Entry:
     __slots__ = ("key", "notified", "request", "samples", "since", "work")
 
     def __init__(self, request: Request, key: Hashable, samples: int, work: Any = None) -> None:
-        self.request, self.key, self.samples, self.work = request, key, samples, work
+        self.request = request
+        self.key = key
+        self.samples = samples
+        self.work = work
         self.since = 0.0
         self.notified = False  # whether its request was notified that it waits
 
@@ -136,7 +139,9 @@ class Scheduler:
         at_a_time: int | None = None,
         waited: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.config, self._threads, self._waited = config, threads, waited
+        self.config = config
+        self._threads = threads
+        self._waited = waited
         self.queue = QueueBudget(config.max_queue, at_a_time or threads)
         self.workers = ThreadPoolExecutor(threads, thread_name_prefix="recinfer-work")
         self._lanes: OrderedDict[tuple[Runner, Hashable], deque[Entry]] = OrderedDict()

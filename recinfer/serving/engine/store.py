@@ -37,7 +37,8 @@ class ModelStore:
     def __init__(self, folder: Path, **load_options: Any) -> None:
         if not folder.is_dir():
             raise ConfigError(f"model store {folder} is not a folder")
-        self.folder, self._load_options = folder, load_options
+        self.folder = folder
+        self._load_options = load_options
         self._listed = StoreFolder(folder)
 
     def models(self) -> list[str]:
@@ -151,7 +152,8 @@ class StoreManager:
     """
 
     def __init__(self, registry: ModelRegistry, store: ModelStore, restored: Mapping[str, Any] | None = None) -> None:
-        self.registry, self.store = registry, store
+        self.registry = registry
+        self.store = store
         self._lock = threading.Lock()
         # By model and version: applied deltas of the store, and the number of other deltas that were undone before.
         self._deltas: dict[tuple[str, str], tuple[list[str], int]] = {}

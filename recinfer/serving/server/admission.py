@@ -40,8 +40,11 @@ class Admission:
         methods: Mapping[str, str] | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        self.security, self._observer = security, observer
-        self._queue, self._methods, self._names = queue, dict(methods or {}), dict(names or {})
+        self.security = security
+        self._observer = observer
+        self._queue = queue
+        self._methods = dict(methods or {})
+        self._names = dict(names or {})
         self._last_refusal: tuple[OverloadedError | None, Ending] = (None, NO_TOKEN)
 
     def admit(self, path: str, deadline: float, metadata: Sequence[tuple[str, Any]]) -> Ending | None:

@@ -61,14 +61,19 @@ class Method:
     __slots__ = ("bounds", "dispatch", "handler", "num_open", "path", "read", "streams_in", "streams_out", "write")
 
     def __init__(self, path: str, handler: Any, dispatch: Dispatch | None, bounds: Bounds) -> None:
-        self.path, self.handler, self.dispatch, self.bounds = path, handler, dispatch, bounds
+        self.path = path
+        self.handler = handler
+        self.dispatch = dispatch
+        self.bounds = bounds
         self.streams_in = self.streams_out = False
         self.num_open = 0
         self.read: Any = bytes
         self.write: Any = bytes
         if handler is not None:
-            self.streams_in, self.streams_out = handler.request_streaming, handler.response_streaming
-            self.read, self.write = handler.request_deserializer or bytes, handler.response_serializer or bytes
+            self.streams_in = handler.request_streaming
+            self.streams_out = handler.response_streaming
+            self.read = handler.request_deserializer or bytes
+            self.write = handler.response_serializer or bytes
 
 
 class CoreCall:
@@ -105,7 +110,10 @@ class CoreCall:
         deadline: float,
         method: Method | None,
     ) -> None:
-        self._server, self._call, self._metadata, self._deadline = server, call, metadata, deadline
+        self._server = server
+        self._call = call
+        self._metadata = metadata
+        self._deadline = deadline
         self._method: Any = method
         self.ticket: Any = None
         if method is not None:

@@ -91,7 +91,9 @@ class CoreServer:
         budget: MemoryBudget | None = None,
         most_bytes: int = Limits.max_message_bytes,
     ) -> None:
-        self._admit, self._dispatch, self._turns = admit, dict(dispatch or {}), turns
+        self._admit = admit
+        self._dispatch = dict(dispatch or {})
+        self._turns = turns
         budget = budget or MemoryBudget(Limits.memory_budget_bytes)
         self._bounds = Bounds(budget, most_bytes, most_bytes, _RECEIVE_S)
         open_budget = MemoryBudget(_OPEN_BUDGET * most_bytes)
@@ -105,7 +107,8 @@ class CoreServer:
         self._requested = 0  # calls that were requested of gRPC and are not delivered yet
         self._event_since: float | None = None
         self._requested_late = self._given_late = 0  # counts during a stop: changed on the loop, and on gRPC's thread
-        self._ends, self._all_ended = threading.Event(), False
+        self._ends = threading.Event()
+        self._all_ended = False
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
         self.tasks: set[asyncio.Task[None]] = set()

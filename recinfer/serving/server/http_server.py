@@ -108,9 +108,16 @@ class HttpServer:
         grace: float = 10.0,
         observe: _Observe = lambda call, code, seconds, **more: None,
     ) -> None:
-        self._protocols, self._allows, self._observe = protocols, allows, observe
-        self.host, self.port, self._tls, self._reuse_port = host, port, tls, reuse_port
-        self._grace, self._budget, self._most_bytes = grace, budget, most_bytes
+        self._protocols = protocols
+        self._allows = allows
+        self._observe = observe
+        self.host = host
+        self.port = port
+        self._tls = tls
+        self._reuse_port = reuse_port
+        self._grace = grace
+        self._budget = budget
+        self._most_bytes = most_bytes
         self._site: HttpSite | None = None
 
     async def start(self) -> None:

@@ -68,8 +68,14 @@ class HttpSite:
         idle_s: float = _IDLE_S,
         refused: Callable[[int, str], None] = lambda status, why: None,
     ) -> None:
-        self._app, self.host, self.port, self._tls, self._reuse_port = app, host, port, tls, reuse_port
-        self._grace, self._header_s, self._idle_s = grace, header_s, idle_s
+        self._app = app
+        self.host = host
+        self.port = port
+        self._tls = tls
+        self._reuse_port = reuse_port
+        self._grace = grace
+        self._header_s = header_s
+        self._idle_s = idle_s
         self._timers: dict[Any, asyncio.TimerHandle] = {}
         self._stops = False
         self._refused = refused

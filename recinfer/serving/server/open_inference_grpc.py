@@ -42,7 +42,10 @@ class OpenInference:
     def __init__(
         self, registry: ModelRegistry, limits: Limits, answer: AnswerCall, is_ready: Callable[[], bool] = lambda: True
     ) -> None:
-        self.registry, self.limits, self._answer, self.is_ready = registry, limits, answer, is_ready
+        self.registry = registry
+        self.limits = limits
+        self._answer = answer
+        self.is_ready = is_ready
 
     def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """Method name -> serialized request to serialized answer."""

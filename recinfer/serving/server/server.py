@@ -129,7 +129,8 @@ class Server:
         self._batching = batching or BatchConfig()
         self.open_inference = OpenInference(self.service.registry, self.service.limits, self._answer, self.is_ready)
         self.admin_calls: dict[str, Answer] = {}
-        self._admin_through, self._admin_open = admin_through, admin_open
+        self._admin_through = admin_through
+        self._admin_open = admin_open
         if admin is not None:
             if share_port and admin_through is None:
                 raise ConfigError("admin: it would change one of the processes that share the port; use one process")
@@ -140,7 +141,8 @@ class Server:
             self.admin_calls = {k: self._with_health_update(call) for k, call in service.calls().items()}
         self._http: HttpServer | None = None
         self.http_port = http_port
-        self._shards, self._serving = shards, serving
+        self._shards = shards
+        self._serving = serving
         shown = None if shards is None else shards.status
         self.budget = MemoryBudget(self.service.limits.memory_budget_bytes)
         metrics = ServerMetrics(

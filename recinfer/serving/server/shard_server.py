@@ -80,14 +80,19 @@ class ShardServer:
                 raise InputError(f"{name}: got {number}, expected 0 to 65535")
         self._security = security or Security()
         self._security.check_host(host)
-        self.tables, self.host, self.port, self.socket_port = tables, plain_host(host), port, socket_port
+        self.tables = tables
+        self.host = plain_host(host)
+        self.port = port
+        self.socket_port = socket_port
         self._limits = limits or Limits()
         self.metrics_port = metrics_port
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._running = self._refused = 0
-        self._pool_seconds, self._counting = 0.0, threading.Lock()
+        self._pool_seconds = 0.0
+        self._counting = threading.Lock()
         self._busy: list[BusyShare] = []
-        self.stats, self._stages = RequestStats(), Stages("lookup")
+        self.stats = RequestStats()
+        self._stages = Stages("lookup")
         self.budget = MemoryBudget(self._limits.memory_budget_bytes)
         self._observer = Observer(self.stats)
         self._started = time.monotonic()

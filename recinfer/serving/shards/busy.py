@@ -43,7 +43,9 @@ class BusyShare:
     """
 
     def __init__(self, seconds: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._clock, self._lock = seconds, clock, threading.Lock()
+        self._seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
         self._looks = deque([(clock(), seconds())])
 
     def now(self) -> float:

@@ -57,7 +57,8 @@ class FanOut:
     """
 
     def __init__(self, pool: ReplicaPool, *, missing: str | None = None) -> None:
-        self.pool, self._missing = pool, missing
+        self.pool = pool
+        self._missing = missing
         self.calls: Counter[str] = Counter()
         self.default_rows: Counter[int] = Counter()
         self.at_end_of_turn = rankers_thread().at_end_of_turn

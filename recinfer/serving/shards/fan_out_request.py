@@ -100,7 +100,9 @@ class _Attempt:
     __slots__ = ("forget", "is_hedge", "is_over", "num_parts", "ranks", "replica", "since", "timer")
 
     def __init__(self, replica: Replica, ranks: tuple[int, ...], is_hedge: bool) -> None:
-        self.replica, self.ranks, self.is_hedge = replica, ranks, is_hedge
+        self.replica = replica
+        self.ranks = ranks
+        self.is_hedge = is_hedge
         self.since = time.monotonic()
         self.num_parts = 0
         self.timer: Any = None
@@ -130,7 +132,10 @@ class FanOutRequest:
     """A fan-out under way. All its methods run on the transport's thread."""
 
     def __init__(self, fan_out: FanOut, query: ShardQuery, done: FanOutCallback) -> None:
-        self._fan_out, self._pool, self._query, self._done = fan_out, fan_out.pool, query, done
+        self._fan_out = fan_out
+        self._pool = fan_out.pool
+        self._query = query
+        self._done = done
         self._deadline = min(query.deadline, time.monotonic() + fan_out.pool.config.settings.timeout_seconds)
         self._loop = rankers_thread().loop
         self._attempts: list[_Attempt] = []

@@ -130,7 +130,9 @@ class FrameProtocol(asyncio.BufferedProtocol):
     """
 
     def __init__(self, thread: ShardsThread, most: int) -> None:
-        self.thread, self.most, self.why = thread, most, ""
+        self.thread = thread
+        self.most = most
+        self.why = ""
         self._transport: Any = None
         self._sent = 0
         self._stalls: asyncio.TimerHandle | None = None

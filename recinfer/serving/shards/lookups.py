@@ -216,7 +216,9 @@ class MakeLookups:
     """
 
     def __init__(self, fan_out: FanOut, store: str | None = None, *, wait: bool = True) -> None:
-        self._fan_out, self._store, self.wait = fan_out, store, wait
+        self._fan_out = fan_out
+        self._store = store
+        self.wait = wait
 
     def __call__(self, archive: Archive, deltas: Sequence[Delta] = ()) -> RemoteLookups:
         """The tables of ``archive`` after ``deltas``."""

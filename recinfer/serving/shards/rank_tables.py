@@ -47,7 +47,8 @@ class RankTables:
     """The operator calls for one rank's part of one module. Any thread may call it."""
 
     def __init__(self, layout: ModuleLayout, mine: RankModule, mapped: MappedShards) -> None:
-        self._pooled, self._streams = layout.pooled, len(mine.streams)
+        self._pooled = layout.pooled
+        self._streams = len(mine.streams)
         stream_of = tuple(pair.stream for pair in mine.pairs)
         self._stream_of = None if stream_of == tuple(range(self._streams)) else stream_of
         here = {_place(shard.rect): shard for shard in mapped.module_shards[layout.info.path]}

@@ -96,10 +96,15 @@ class RemoteTables:
         *,
         default_rows: bool,
     ) -> None:
-        self._split, self._rows, self._by_rank = split, rows, {rank.rank: rank for rank in split.ranks}
-        self._fan_out, self._version, self._default_rows = fan_out, version, default_rows
+        self._split = split
+        self._rows = rows
+        self._by_rank = {rank.rank: rank for rank in split.ranks}
+        self._fan_out = fan_out
+        self._version = version
+        self._default_rows = default_rows
         self.at_end_of_turn = fan_out.at_end_of_turn
-        self._names, self._dims = tuple(names), tuple(dims)
+        self._names = tuple(names)
+        self._dims = tuple(dims)
         self._known = frozenset(split.features)
         self._orders: LruCache[bytes, RemoteOrder] = LruCache(_MAX_ORDERS)
 

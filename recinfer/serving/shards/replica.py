@@ -85,7 +85,9 @@ class Replica:
         max_response_bytes: int = Limits.max_response_bytes,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.target, self._credentials, self._max_response_bytes = target, credentials, max_response_bytes
+        self.target = target
+        self._credentials = credentials
+        self._max_response_bytes = max_response_bytes
         host, _, _ = target.rpartition(":")
         self._host = host.strip("[]")
         named = credentials.name or (name if credentials.tls is not None else None)
@@ -98,7 +100,8 @@ class Replica:
         else:
             self._channel = grpc.aio.secure_channel(target, credentials.channel, options=options)
         self._metadata = (("authorization", f"Bearer {credentials.token}"),) if credentials.token else ()
-        self._wanted, self._changed = wanted, changed
+        self._wanted = wanted
+        self._changed = changed
         self._prepare = self._channel.unary_unary(f"/{SERVICE_NAME}/Prepare")
         self._state = self._channel.unary_unary(f"/{SERVICE_NAME}/State")
         self._health = self._channel.unary_stream(f"/{_HEALTH}/Watch")

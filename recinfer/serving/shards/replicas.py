@@ -47,7 +47,9 @@ class ReplicaPool:
     def __init__(
         self, path: Path, *, token: str | None = None, max_response_bytes: int = Limits.max_response_bytes
     ) -> None:
-        self._path, self._token, self._max_response_bytes = path, token, max_response_bytes
+        self._path = path
+        self._token = token
+        self._max_response_bytes = max_response_bytes
         self.config = read_shards(path)
         self._credentials = ShardCredentials.of(self.config.settings, token)
         self._seen = _stamp(path)

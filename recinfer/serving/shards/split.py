@@ -48,14 +48,17 @@ class _RankSplit:
     """One rank's streams, as arrays."""
 
     def __init__(self, number: int, mine: RankModule, configs: Sequence[BaseEmbeddingConfig]) -> None:
-        self.rank, self._number, self.mine = mine.rank, number, mine
+        self.rank = mine.rank
+        self._number = number
+        self.mine = mine
         self.names = tuple(stream.feature for stream in mine.streams)
         self._starts = np.array([stream.row_start for stream in mine.streams], np.int64)
         self._rows = np.array([stream.rows for stream in mine.streams], np.int64)
         narrow = max(stream.rows for stream in mine.streams) <= _INT32_ROWS
         self.wide = not narrow
         self._type = np.dtype(np.int32 if narrow else np.int64)
-        self.runs, self.pairs = runs_of(mine).tolist(), pairs_of(mine, configs)
+        self.runs = runs_of(mine).tolist()
+        self.pairs = pairs_of(mine, configs)
         self.num_columns = sum(pair.rect.cols for pair in mine.pairs)
 
     def is_answer(self, values: NDArray[Any], batch: int, offsets: NDArray[Any] | None = None) -> bool:
@@ -114,7 +117,8 @@ class ModuleSplit:
     """
 
     def __init__(self, number: int, layout: ModuleLayout) -> None:
-        self.layout, self.number = layout, number
+        self.layout = layout
+        self.number = number
         self.ranks = [_RankSplit(number, mine, layout.configs) for mine in layout.ranks.values()]
         self._by_rank = {rank.rank: rank for rank in self.ranks}
         self.features = tuple(f for config in layout.configs for f in config.feature_names)

@@ -51,7 +51,9 @@ class _Version:
     def __init__(
         self, key: str, archive: Archive, ranks: Sequence[int], deltas: Sequence[Delta], **mapping: bool
     ) -> None:
-        self.key, self.archive, self.deltas = key, archive, tuple(deltas)
+        self.key = key
+        self.archive = archive
+        self.deltas = tuple(deltas)
         manifest = archive.manifest
 
         def edit(mapped: MappedShards) -> None:

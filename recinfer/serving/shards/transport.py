@@ -90,7 +90,10 @@ class ShardListener:
         budget: MemoryBudget | None = None,
     ) -> None:
         self.budget = budget or MemoryBudget(Limits.memory_budget_bytes)
-        self.answer, self.refuse, self.token, self.max_request_bytes = answer, refuse, token, max_request_bytes
+        self.answer = answer
+        self.refuse = refuse
+        self.token = token
+        self.max_request_bytes = max_request_bytes
         self.server_id = secrets.token_bytes(_ID_BYTES)
         try:
             listening = listening_socket(host, port)
@@ -250,7 +253,8 @@ class _Pending:
     __slots__ = ("deadline", "done")
 
     def __init__(self, deadline: float, done: ResponseCallback) -> None:
-        self.deadline, self.done = deadline, done
+        self.deadline = deadline
+        self.done = done
 
 
 class ShardConnection(FrameProtocol):
@@ -273,7 +277,9 @@ class ShardConnection(FrameProtocol):
         on_lost: Callable[[ShardConnection], None],
     ) -> None:
         super().__init__(rankers_thread(), min(max_response_bytes, MOST_BYTES))
-        self.address, self._token, self._on_lost = address, token, on_lost
+        self.address = address
+        self._token = token
+        self._on_lost = on_lost
         self.is_open = False
         self._greeted: asyncio.Future[None] = self.thread.loop.create_future()
         self._pending: dict[int, _Pending] = {}

@@ -51,7 +51,8 @@ class ModelChanges:
     """
 
     def __init__(self, workers: Callable[[], list[WorkerProcess]], report: Callable[[str], None]) -> None:
-        self._workers, self._report = workers, report
+        self._workers = workers
+        self._report = report
         self.lock = threading.Lock()
         self.state: dict[str, Any] | None = None
         self.generation = 0

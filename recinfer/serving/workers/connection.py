@@ -34,7 +34,9 @@ class PeerConnection:
     """
 
     def __init__(self, connection: Connection, answer: Answer, *, on_gone: Callable[[], None] = lambda: None) -> None:
-        self._connection, self._answer, self._on_gone = connection, answer, on_gone
+        self._connection = connection
+        self._answer = answer
+        self._on_gone = on_gone
         self._lock = threading.Lock()  # guards the next three attributes
         self._numbers = itertools.count()
         self._pending: dict[int, Future[Any]] = {}

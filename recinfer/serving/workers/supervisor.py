@@ -83,9 +83,14 @@ class Supervisor:
             raise ConfigError(f"workers: got {workers}, expected at least 1")
         if not timeout > 0:
             raise ConfigError(f"timeout: got {timeout}, expected seconds above 0")
-        self._command, self._host, self._grace, self._report = command, host, grace, report
-        self._timeout, self._interval = timeout, min(_MAX_INTERVAL_S, timeout / _BEATS)
-        self._one_first, self._environment = one_first, env.supervised_environment(environment)
+        self._command = command
+        self._host = host
+        self._grace = grace
+        self._report = report
+        self._timeout = timeout
+        self._interval = min(_MAX_INTERVAL_S, timeout / _BEATS)
+        self._one_first = one_first
+        self._environment = env.supervised_environment(environment)
         # Set by signal handlers too, so they are no Events: see recinfer.serving.server.run.serve.
         self._stopping = self._hung_up = False
         self._lock = threading.Lock()  # guards the next three attributes

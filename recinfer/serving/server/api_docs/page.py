@@ -52,7 +52,9 @@ class ApiDocs:
     paths = "/docs, /openapi.json"
 
     def __init__(self, registry: ModelRegistry, limits: Limits, needs_token: bool) -> None:
-        self._registry, self._limits, self._needs_token = registry, limits, needs_token
+        self._registry = registry
+        self._limits = limits
+        self._needs_token = needs_token
 
     def routes(self) -> list[Route]:
         """The document, the page, and its files."""

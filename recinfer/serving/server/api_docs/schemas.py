@@ -54,9 +54,12 @@ def schemas_of(model: ServedModel, registry: ModelRegistry, limits: Limits, pref
 
 class _Model:
     def __init__(self, model: ServedModel, limits: Limits, prefix: str) -> None:
-        self._model, self._limits, self._prefix = model, limits, prefix
+        self._model = model
+        self._limits = limits
+        self._prefix = prefix
         predictor = model.predictor
-        self._manifest, self._inputs = predictor.manifest, inputs_of(predictor)
+        self._manifest = predictor.manifest
+        self._inputs = inputs_of(predictor)
         self._weighted = {f for module in self._manifest.modules if module.is_weighted for f in module.features}
         self._tables = self._manifest.feature_tables
         self._info = {feature.name: feature for feature in self._manifest.features}

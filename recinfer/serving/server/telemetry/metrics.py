@@ -67,8 +67,12 @@ class ServerMetrics:
         shards: Callable[[], dict[str, Any]] | None = None,
         is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._stats, self._registry, self._queue, self._shards = stats, registry, queue, shards
-        self._is_ready, self._budget = is_ready, budget
+        self._stats = stats
+        self._registry = registry
+        self._queue = queue
+        self._shards = shards
+        self._is_ready = is_ready
+        self._budget = budget
         self._started = time.monotonic()
         self._stages_of: dict[int, Stages] = {}  # stages of the models at the last status
         self._past: list[dict[str, HistogramState]] = []  # sums over unloaded models: at most one entry

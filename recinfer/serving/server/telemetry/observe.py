@@ -100,7 +100,8 @@ class _Tracing:
     def __init__(self) -> None:
         from opentelemetry import propagate, trace
 
-        self._extract, self._trace = propagate.extract, trace
+        self._extract = propagate.extract
+        self._trace = trace
         self._tracer = trace.get_tracer("recinfer")
 
     def span(self, call: str, code: str, seconds: float, headers: dict[str, str], request_id: str) -> None:

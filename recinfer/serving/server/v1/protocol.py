@@ -37,7 +37,10 @@ class V1:
     paths = "/v1/models/MODEL[/versions/VERSION or /labels/LABEL][:predict, :lookup or /metadata]"
 
     def __init__(self, registry: ModelRegistry, limits: Limits, ask: AnswerCall, is_ready: Callable[[], bool]) -> None:
-        self._registry, self._limits, self._ask, self._is_ready = registry, limits, ask, is_ready
+        self._registry = registry
+        self._limits = limits
+        self._ask = ask
+        self._is_ready = is_ready
 
     def routes(self) -> list[Route]:
         """Every path of the protocol."""

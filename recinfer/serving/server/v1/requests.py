@@ -77,8 +77,11 @@ class _Table:
     def __init__(
         self, in_rows: bool, features: tuple[str, ...], cells: Sequence[_Cells], dense: tuple[str, ...], rows: _Cells
     ) -> None:
-        self._in_rows, self._features, self._cells = in_rows, features, cells
-        self._dense, self._rows = dense, rows
+        self._in_rows = in_rows
+        self._features = features
+        self._cells = cells
+        self._dense = dense
+        self._rows = rows
         self._batch = len(cells[0])
 
     @property
