@@ -21,7 +21,7 @@ from recinfer.serving.wire.loop import run_on_loop
 __all__ = ["LoadResult", "measure_load", "random_features", "random_requests"]
 
 _WARM_UP_S = 0.3
-_REQUESTS, _MOST_IDS = 64, 1 << 25  # requests made in advance: different ones, but not gigabytes
+_REQUESTS, _MOST_IDS = 64, 1 << 25  # number of different prepared requests, and the bound on all their ids
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class LoadResult:
     """The result of one level of concurrency.
 
     Attributes:
-        concurrency: callers at a time.
-        seconds: how long was measured.
+        concurrency: number of callers.
+        seconds: length of the measurement.
         latencies: seconds of each answered request, ascending.
         errors: refused or failed requests by the error's name.
         batch: samples of a request.
@@ -57,8 +57,8 @@ class LoadResult:
 def random_features(
     features: Sequence[FeatureSpec], batch: int, ids: int, random: np.random.Generator, *, weighted: bool = False
 ) -> FeatureArrays:
-    """``batch`` samples with ``ids`` ids for each feature, uniform over the rows; ``weighted``: each with a weight below 1."""
-    # A feature that several tables read is listed once a table, as feature@table: its ids fit the smallest.
+    """``batch`` samples with ``ids`` ids for each feature, uniform over the rows; ``weighted``: each id has a weight below 1."""
+    # A feature that several tables read is listed once per table, as feature@table: its ids fit the smallest table.
     rows: dict[str, int] = {}
     for feature in features:
         name = feature.name.split("@")[0]
@@ -97,17 +97,17 @@ def measure_load(
     """Measure ``target`` at each level of ``concurrency`` for ``duration`` seconds, after a short warm-up.
 
     Args:
-        client: what else an AsyncInferenceClient takes: model, version, timeout (here 60 s), token, tls_ca and the like.
+        client: further arguments of AsyncInferenceClient: model, version, timeout (60 s unless given), token, tls_ca and others.
 
     Raises:
         InputError: an argument out of range.
-        UnavailableError: no server there.
+        UnavailableError: no server answers.
     """
     if call not in ("lookup", "predict"):
         raise InputError(f"call: got {call!r}, expected 'lookup' or 'predict'")
     if not concurrency or min(concurrency) < 1 or duration <= 0 or batch < 1 or ids < 0:
         raise InputError("expected concurrency and batch of at least 1, ids of at least 0 and a duration above 0")
-    # Retries would hide what the server refuses.
+    # Retries would hide refused requests.
     arguments = {"timeout": 60.0, "tensors": False, **client, "retries": 0}
     return run_on_loop(_measure(target, call, concurrency, duration, batch, ids, seed, arguments))
 
@@ -150,7 +150,7 @@ async def _run(
 
     async def repeat(first: int) -> None:
         at = first
-        # At least once, also if the machine pauses meanwhile.
+        # Each caller sends one request at least, also if the machine pauses meanwhile.
         while (start := time.perf_counter()) < end or at == first:
             dense, features = requests[at % len(requests)]
             at += 1

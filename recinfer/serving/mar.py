@@ -19,12 +19,12 @@ from recinfer.files import write_file
 
 __all__ = ["ARCHIVE_FORMATS", "pack"]
 
-# torch-model-archiver's formats that suit us, and what each appends to the entry's name.
+# The supported formats of torch-model-archiver, with the suffix that each appends to the entry's name.
 ARCHIVE_FORMATS = {"no-archive": "", "zip-store": ".mar"}
 
 _HANDLER = "recinfer_handler.py"
 _CONFIG = "model-config.yaml"
-# The archiver works in the shared temporary folder, under the model's name, and empties it first: give it its own.
+# The archiver works in the shared temporary folder, under the model's name, and empties it first, so each call gets a folder of its own.
 _ARCHIVER = (
     "import sys, tempfile; tempfile.tempdir = sys.argv.pop(1); "
     "from model_archiver.model_packaging import generate_model_archive; generate_model_archive()"
@@ -53,14 +53,14 @@ def pack(
         archive: the archive's folder.
         export_path: TorchServe's model store; made if absent.
         archive_format: ``"no-archive"`` (a folder) or ``"zip-store"`` (one .mar file).
-        model_name: TorchServe's name for it; None: the archive's model name.
-        archive_at: where TorchServe finds the archive, if not where it is now (a path inside a container).
-        workers: worker processes TorchServe starts; they share the mapped archive's memory.
-        batch_size: requests TorchServe gives to a worker at once. With more than 1, an error keeps its HTTP code but
+        model_name: the model's name in TorchServe; None: the archive's model name.
+        archive_at: the archive's path for TorchServe, if it differs from ``archive`` (a path inside a container).
+        workers: worker processes that TorchServe starts; they share the mapped archive's memory.
+        batch_size: requests that TorchServe passes to a worker at once. With more than 1, an error keeps its HTTP code but
             not its gRPC status (see docs/how-to/torchserve.md).
-        max_batch_delay_ms: how long it waits for a batch to fill.
-        max_response_bytes: bytes of the answers to one batch. More than TorchServe's own max_response_size (6,553,500
-            unless set) would kill the worker, so the handler refuses before that; raise the two together.
+        max_batch_delay_ms: milliseconds for which TorchServe waits for a full batch.
+        max_response_bytes: bytes of the answers to one batch. An answer above TorchServe's own max_response_size (6,553,500
+            unless set) would kill the worker, so the handler refuses it first; raise the two together.
         force: overwrite an entry of that name.
 
     Raises:
@@ -111,7 +111,7 @@ def _run_archiver(name: str, manifest: Manifest, config: dict[str, object], stor
             "torch-model-archiver is not installed; install it with: pip install torch-model-archiver"
         )
     with tempfile.TemporaryDirectory(prefix="recinfer-mar-") as work:
-        # JSON is YAML too, and quotes whatever a path may hold.
+        # JSON is valid YAML and quotes every character of a path.
         write_file(Path(work) / _CONFIG, (json.dumps(config, indent=2) + "\n").encode())
         shutil.copyfile(_handler(), Path(work) / _HANDLER)
         (Path(work) / "tmp").mkdir()
@@ -127,7 +127,7 @@ def _run_archiver(name: str, manifest: Manifest, config: dict[str, object], stor
 
 
 def _handler() -> Path:
-    """The handler's file: in the source tree, or where an installed wheel puts it."""
+    """The path of the handler's file, in the source tree or in an installed wheel."""
     tree = Path(__file__).resolve().parents[2] / "handlers" / _HANDLER
     installed = Path(sysconfig.get_path("data")) / "share" / "recinfer" / "handlers" / _HANDLER
     for path in (tree, installed):

@@ -228,7 +228,7 @@ def test_a_request_past_its_deadline_is_not_run(monkeypatch: pytest.MonkeyPatch)
 def test_a_request_that_would_be_late_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
     now = own_clock(monkeypatch)
     turn = Turn(Runs())
-    turn.scheduler.queue.took(0.3, 1)
+    turn.scheduler.queue.record_run(0.3, 1)
     answers = [turn.busy(), *(turn.submit() for _ in range(4))]
     with pytest.raises(OverloadedError, match="4 requests waiting, more than its deadline allows"):
         turn.submit(deadline=now[0] + 0.05)

@@ -26,12 +26,12 @@ class LoadedVersion:
 
     Attributes:
         weight: its share of the requests that name no version; 0: only requests that name it.
-        plan_hash: of the plan in its archive.
+        plan_hash: hash of the plan in its archive.
         bytes: size of its archive.
         deltas: how many deltas are applied to it.
         labels: other names of the version, which requests may give.
-        age_seconds: since it was loaded.
-        engine: what runs its dense part, ``"onnxruntime"`` or ``"torch"``; empty: it has none.
+        age_seconds: seconds since the version was loaded.
+        engine: the library that runs its dense part, ``"onnxruntime"`` or ``"torch"``; empty without a dense part.
     """
 
     weight: int
@@ -47,19 +47,19 @@ Loaded = dict[str, dict[str, LoadedVersion]]
 
 
 class AdminClient:
-    """Changes what one server serves. Thread-safe; ``close`` it or use ``with``.
+    """Changes the models that one server serves. Thread-safe; ``close`` it or use ``with``.
 
     Every call returns the state of all models after it, by name and version, the default model first. A call that fails
     changes nothing. The client never repeats a change, also not if its answer is lost. Each change
     takes a ``reason``, which the server writes into its log.
 
     Args:
-        target, token, tls_ca, tls_cert, tls_key: as InferenceClient has them.
-        tls_name: name in the server's certificate, where it is not the target's host; empty: it is.
+        target, token, tls_ca, tls_cert, tls_key: the same as in InferenceClient.
+        tls_name: name in the server's certificate; empty: the target's host.
         timeout: seconds until a call fails with DeadlineError; loading reads and checks a whole archive.
 
     Attributes:
-        channel: to the server, for other services of it.
+        channel: the channel to the server, for its other services.
 
     Errors are those of InferenceClient.
 
@@ -79,7 +79,8 @@ class AdminClient:
         tls_key: str | os.PathLike[str] | None = None,
         tls_name: str = "",
     ) -> None:
-        self.target, self.timeout = target, timeout
+        self.target = target
+        self.timeout = timeout
         self._metadata = authorization(token)
         self.channel = channel_to(target, *security_of(tls_ca, tls_cert, tls_key, tls_name))
 
@@ -88,7 +89,7 @@ class AdminClient:
         return self._call("ListModels", pb.ListModelsRequest())
 
     def load(self, model: str, version: str = "", *, activate: bool = False, reason: str = "") -> Loaded:
-        """Load a version of the model store (empty: the newest); ``activate``: requests go to it from then on."""
+        """Load a version of the model store (empty: the newest); ``activate``: requests then go to this version."""
         return self._change("Load", pb.LoadRequest(model=model, version=version, activate=activate), reason)
 
     def unload(self, model: str, version: str, *, reason: str = "") -> Loaded:
@@ -96,7 +97,7 @@ class AdminClient:
         return self._change("Unload", pb.UnloadRequest(model=model, version=version), reason)
 
     def set_default(self, model: str, version: str, *, reason: str = "") -> Loaded:
-        """Send all requests that name no version to this one."""
+        """Send all requests that name no version to this version."""
         return self._change("SetDefault", pb.SetDefaultRequest(model=model, version=version), reason)
 
     def set_weights(self, model: str, weights: Mapping[str, int], *, reason: str = "") -> Loaded:

@@ -40,8 +40,8 @@ class Embeddings:
 
     Attributes:
         pooled: one vector per sample and feature: a KeyedTensor ``[B, sum(dims)]``, or a dict of float32 arrays ``[B, D]``, in
-            the model's feature order; None when only unpooled features were asked for.
-        sequences: one vector per id, for each unpooled feature: a JaggedTensor, or a list of an array ``[n, D]`` a sample.
+            the model's feature order; None when only unpooled features were requested.
+        sequences: one vector per id, for each unpooled feature: a JaggedTensor, or a list of one array ``[n, D]`` per sample.
         model_version: the version that answered.
         missing_ranks: ranks of a model on several hosts that did not answer, so that vectors of their rows are zero.
     """
@@ -64,8 +64,8 @@ class Embeddings:
 class ModelDescription:
     """The inputs and the structure of a served model.
 
-    ``contract`` makes its inputs of raw rows; None when the archive was exported without one. ``needs_weights``: some
-    features are ``weighted``: their ids may have weights.
+    ``contract`` turns raw rows into the model's inputs; None when the archive was exported without a contract.
+    ``needs_weights``: some features are ``weighted``: their ids may have weights.
     """
 
     name: str
@@ -79,7 +79,7 @@ class ModelDescription:
 
 
 def decode_embeddings(answer: bytes, tensors: bool) -> Embeddings:
-    """The message of a LookupResponse."""
+    """The embeddings in a serialized LookupResponse, as tensors or as numpy arrays."""
     if tensors:
         from recinfer.serving.wire import codec
 
@@ -89,7 +89,7 @@ def decode_embeddings(answer: bytes, tensors: bool) -> Embeddings:
 
 
 def decode_outputs(answer: bytes, tensors: bool) -> Outputs:
-    """The message of a PredictResponse."""
+    """The outputs in a serialized PredictResponse, as tensors or as numpy arrays."""
     if tensors:
         from recinfer.serving.wire import codec
 
@@ -99,7 +99,7 @@ def decode_outputs(answer: bytes, tensors: bool) -> Outputs:
 
 
 def decode_description(answer: bytes) -> ModelDescription:
-    """The message of a ModelInfo."""
+    """The description in a serialized ModelInfo."""
     info = parse(pb.ModelInfo, answer)
     features = tuple(
         FeatureSpec(f.name, f.table, f.rows, f.dim, f.pooled, _missing(f.missing), f.weighted) for f in info.features
@@ -115,5 +115,5 @@ def decode_description(answer: bytes) -> ModelDescription:
 
 
 def _missing(text: str) -> str | int:
-    """The policy in a FeatureInfo; servers from before there was one give none, and may refuse."""
+    """The missing-feature policy in a FeatureInfo; "reject" for a server older than these policies, which sends none."""
     return int(text) if text.isdecimal() else text or "reject"

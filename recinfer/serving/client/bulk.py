@@ -25,10 +25,10 @@ class ScoredRow:
     """The result of one row.
 
     Attributes:
-        index: of the row, from 0.
-        outputs: the model's outputs of this row by name; None: it failed. ``outputs.missing`` lists ranks that did not
+        index: position of the row, from 0.
+        outputs: the model's outputs of this row by name; None: the row failed. ``outputs.missing`` lists ranks that did not
             answer, so that vectors of their rows were zero.
-        error: why it failed; None: it did not.
+        error: the error of a failed row, or None.
     """
 
     index: int
@@ -37,8 +37,10 @@ class ScoredRow:
 
 
 def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int, dense: str = DENSE) -> Iterator[ScoredRow]:
-    """:meth:`InferenceClient.predict_many`; ``ask``: dense and features to outputs; ``dense``: the key of a row's dense
-    numbers."""
+    """Score rows for :meth:`InferenceClient.predict_many`.
+
+    ``ask``: (dense, features) -> outputs; ``dense``: the key of a row's dense numbers.
+    """
     _check(concurrency, batch_size)
     pool = ThreadPoolExecutor(concurrency, thread_name_prefix="recinfer-score")
     waiting: deque[Future[list[ScoredRow]]] = deque()
@@ -46,11 +48,11 @@ def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int, dens
         for batch in _batches(rows, batch_size):
             if len(waiting) == concurrency:
                 yield from waiting.popleft().result()
-            waiting.append(pool.submit(_answered, ask, batch, dense))
+            waiting.append(pool.submit(_score_batch, ask, batch, dense))
         while waiting:
             yield from waiting.popleft().result()
     finally:
-        # Not waited for: a caller that stops reading, also by Ctrl-C, closes the client, which ends the running calls.
+        # The pool is not waited for: a caller that stops reading, also by Ctrl-C, closes the client, which ends the running calls.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -61,7 +63,7 @@ async def score_async(
     batch_size: int,
     dense: str = DENSE,
 ) -> AsyncIterator[ScoredRow]:
-    """:meth:`AsyncInferenceClient.predict_many`."""
+    """Score rows for :meth:`AsyncInferenceClient.predict_many`; see :func:`score`."""
     _check(concurrency, batch_size)
     waiting: deque[asyncio.Task[list[ScoredRow]]] = deque()
     try:
@@ -69,8 +71,8 @@ async def score_async(
             if len(waiting) == concurrency:
                 for row in await waiting.popleft():
                     yield row
-            waiting.append(asyncio.create_task(_answered_async(ask, batch, dense)))
-            await asyncio.sleep(0)  # or reading the rows would keep the calls from being sent
+            waiting.append(asyncio.create_task(_score_batch_async(ask, batch, dense)))
+            await asyncio.sleep(0)  # lets the event loop send the call before more rows are read
         while waiting:
             for row in await waiting.popleft():
                 yield row
@@ -80,8 +82,10 @@ async def score_async(
 
 
 def batch_of(rows: Sequence[Mapping[str, Any]], key: str = DENSE) -> tuple[Any, dict[str, Any]]:
-    """Rows of the same names as dense rows (None without) and columns of features, as ``predict`` takes them; ``key``: of the
-    dense numbers."""
+    """Convert rows of the same names to dense rows (None without) and columns of features, as ``predict`` takes them.
+
+    ``key``: the key of the dense numbers.
+    """
     columns: dict[str, Any] = {}
     dense = [row[key] for row in rows] if key in rows[0] else None
     for name in rows[0]:
@@ -109,7 +113,7 @@ def _listed(value: Any) -> Any:
 
 
 def _batches(rows: Iterable[Any], size: int) -> Iterator[list[tuple[int, Any]]]:
-    """Up to ``size`` rows with the same names; what is no row is a batch of its own."""
+    """Batches of up to ``size`` rows with the same names; an item that is no row is a batch of its own."""
     batch: list[tuple[int, Any]] = []
     for at, row in zip(count(), rows):
         if batch and (len(batch) == size or not _alike(batch[0][1], row)):
@@ -124,7 +128,7 @@ def _alike(one: Any, other: Any) -> bool:
     return isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys()
 
 
-def _prepared(batch: Batch, dense: str) -> tuple[Any, dict[str, Any]]:
+def _inputs_of(batch: Batch, dense: str) -> tuple[Any, dict[str, Any]]:
     first = batch[0][1]
     if isinstance(first, RecinferError):
         raise first
@@ -142,9 +146,9 @@ def _rows_of(batch: Batch, outputs: Outputs) -> list[ScoredRow]:
 
 
 def _halves(batch: Batch, error: RecinferError) -> list[Batch]:
-    """Smaller batches to send instead of one that failed; empty: its rows have failed.
+    """Smaller batches to send instead of a failed batch; empty: all its rows have failed.
 
-    A row that the server refuses is found by halving; what fails for another reason would fail again.
+    Halving finds the row that the server refuses; a batch that failed for another reason would fail again.
     """
     if not isinstance(error, InputError) or len(batch) == 1:
         return []
@@ -152,21 +156,21 @@ def _halves(batch: Batch, error: RecinferError) -> list[Batch]:
     return [batch[:middle], batch[middle:]]
 
 
-def _answered(ask: Ask, batch: Batch, dense: str) -> list[ScoredRow]:
+def _score_batch(ask: Ask, batch: Batch, dense: str) -> list[ScoredRow]:
     try:
-        return _rows_of(batch, ask(*_prepared(batch, dense)))
+        return _rows_of(batch, ask(*_inputs_of(batch, dense)))
     except RecinferError as error:
         halves = _halves(batch, error)
         if not halves:
             return [ScoredRow(at, None, error) for at, _ in batch]
-    return [row for half in halves for row in _answered(ask, half, dense)]
+    return [row for half in halves for row in _score_batch(ask, half, dense)]
 
 
-async def _answered_async(ask: Callable[[Any, Any], Awaitable[Any]], batch: Batch, dense: str) -> list[ScoredRow]:
+async def _score_batch_async(ask: Callable[[Any, Any], Awaitable[Any]], batch: Batch, dense: str) -> list[ScoredRow]:
     try:
-        return _rows_of(batch, await ask(*_prepared(batch, dense)))
+        return _rows_of(batch, await ask(*_inputs_of(batch, dense)))
     except RecinferError as error:
         halves = _halves(batch, error)
         if not halves:
             return [ScoredRow(at, None, error) for at, _ in batch]
-    return [row for half in halves for row in await _answered_async(ask, half, dense)]
+    return [row for half in halves for row in await _score_batch_async(ask, half, dense)]

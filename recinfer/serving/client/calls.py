@@ -10,13 +10,13 @@ import grpc
 from recinfer.env import grpc_proxy
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.client.retry import LONGEST_S, is_full, pushback
-from recinfer.serving.wire.retry import has_said
+from recinfer.serving.wire.retry import is_from_server
 from recinfer.serving.wire.status import error_of
 from recinfer.serving.wire.tls import File, credentials_of
 
 __all__ = ["channel_to", "invoke", "security_of", "translated"]
 
-# gRPC's own refusals of a message or of metadata, which have the code of a server that is full.
+# Texts of gRPC's own refusals of a message or of metadata, which have the status code of a full server.
 _TOO_LARGE = ("larger than max", "metadata size exceeds")
 
 
@@ -30,8 +30,8 @@ def security_of(
         ("grpc.max_receive_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
-        # A connection that is dead and says nothing is found while a call is open: by a ping after five seconds, and by the
-        # end of any ping after three, which else holds the next one back for a minute.
+        # While a call is open, a ping after five seconds finds a silently dead connection. A ping times out after three
+        # seconds; without this, gRPC would hold the next ping back for a minute.
         ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", 3_000),
         ("grpc.http2.ping_timeout_ms", 3_000),
@@ -46,7 +46,7 @@ def security_of(
 def channel_to(
     target: str, credentials: grpc.ChannelCredentials | None, options: list[tuple[str, Any]]
 ) -> grpc.Channel:
-    """A blocking channel; ``credentials`` and ``options`` as :func:`security_of` gives them."""
+    """A blocking channel; ``credentials`` and ``options`` come from :func:`security_of`."""
     if credentials is None:
         return grpc.insecure_channel(target, options=options)
     return grpc.secure_channel(target, credentials, options=options)
@@ -66,14 +66,14 @@ def invoke(
         return method(request, timeout=min(seconds, LONGEST_S), metadata=metadata)
     except grpc.RpcError as error:
         raise translated(error, target, seconds, start_with) from None
-    except ValueError as error:  # gRPC's word for a closed channel
+    except ValueError as error:  # gRPC raises it for a closed channel
         raise UnavailableError(f"{target}: {error}; make a new client") from None
 
 
 def translated(error: Any, target: str, seconds: float, start_with: str) -> RecinferError:
-    """The error of ours for what gRPC raised."""
+    """The RecinferError for an exception of gRPC."""
     code, details = error.code(), error.details() or ""
-    if has_said(error.trailing_metadata()):  # it answered: the missing server is one that it calls
+    if is_from_server(error.trailing_metadata()):  # the target answered: a server that it calls is missing
         return error_of(code.name, f"{target}: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
         proxy = grpc_proxy(target)

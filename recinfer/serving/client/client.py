@@ -25,7 +25,7 @@ from recinfer.serving.client.answers import (
 from recinfer.serving.client.bulk import ScoredRow, score, score_async
 from recinfer.serving.client.calls import channel_to, security_of, translated
 from recinfer.serving.client.columns import as_raw
-from recinfer.serving.client.retry import Retries
+from recinfer.serving.client.retry import Retries, check_timeout
 from recinfer.serving.client.throttle import Throttle
 from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.fields import bytes_field
@@ -75,12 +75,16 @@ class _Client:
         for what, name in (("model", model), ("version", version), ("label", label)):
             if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
                 raise InputError(f"{what}: got {name!r:.80}, expected text")
-        Retries(target, retries, timeout, None)  # which knows what a timeout is
+        check_timeout(timeout)
         if version and label:
             raise InputError(f"version: got {version!r:.80} and the label {label!r:.80}, expected one of them")
-        self.target, self.model, self.version, self.label = target, model, version, label
-        self.timeout, self.retries = timeout, retries
-        # One per call, as a server may refuse predictions while it accepts lookups.
+        self.target = target
+        self.model = model
+        self.version = version
+        self.label = label
+        self.timeout = timeout
+        self.retries = retries
+        # One throttle per call, as a server may refuse predictions while it accepts lookups.
         self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
         self._metadata = authorization(token)
         if tensors and not torch_is_installed():
@@ -90,7 +94,7 @@ class _Client:
         self._open()
 
     def _open(self) -> None:
-        """Called when the settings are known."""
+        """Prepare the channel; the constructor calls this last."""
         raise NotImplementedError
 
     def _lookup_request(self, features: Any) -> bytes:
@@ -121,22 +125,22 @@ class InferenceClient(_Client):
         model: model of every call; empty: the server's default.
         version: version of every call; empty: the model's default.
         timeout: seconds until a call fails, over all tries and waits.
-        retries: further tries of a call that found no server or a full one, each after a longer wait, or after the wait
-            that the server asks for.
-        throttle: hold lookups and predictions back while the server refuses many for want of room: a twentieth more than it
-            takes is sent, so that it answers rather than refuses. Held-back calls wait and try again as refused ones do.
-        token: bearer token; empty: none.
+        retries: further tries of a call that found no server or a full server, each after a longer wait, or after the wait
+            that the server names.
+        throttle: hold lookups and predictions back while a full server refuses many: the client sends a twentieth more than
+            the server accepts, so that the server has time to answer. Held-back calls wait and try again as refused calls do.
+        token: bearer token; empty: no token.
         tls_ca: PEM file of the authority that signed the server's certificate; None: no TLS.
         tls_cert, tls_key: PEM files of this client's certificate, for mutual TLS.
-        tls_name: name in the server's certificate, where it is not the target's host; empty: it is.
-        label: label of every call's version, such as ``canary``, in place of ``version``; empty: none.
+        tls_name: name in the server's certificate; empty: the target's host.
+        label: label of every call's version, such as ``canary``, instead of ``version``; empty: no label.
         tensors: answers hold torch's tensors (True; torch is then imported) or numpy's arrays (False); None: tensors where torch
             is installed.
 
     Features are a dict of feature to list, ``{"user": [3, 4], "tags": (ids, weights)}``, a KeyedJaggedTensor, or a DataFrame or
     Table: see :func:`recinfer.columns.as_features`. All calls raise InputError (the request is wrong), NotFoundError (no
-    such model or version), UnavailableError (no server there; DeadlineError: too slow; OverloadedError: it is full) or, when the server
-    fails, RecinferError.
+    such model or version), UnavailableError (no server answers; DeadlineError: too slow; OverloadedError: the server is full) or, when
+    the server fails, RecinferError.
     """
 
     def _open(self) -> None:
@@ -153,7 +157,7 @@ class InferenceClient(_Client):
 
         Every feature of the model is given, in ``features`` or in ``context``; a sample without ids has an empty list.
         ``context``: features of one sample that go with all B, a user's beside its candidates', in any form that
-        features have; none of them among ``features``. They are sent and looked up once.
+        features have; none of them among ``features``. Context features are sent and looked up once.
         """
         request = self._predict_request(dense, features, context)
         return decode_outputs(self._call("Predict", request, timeout), self.tensors)
@@ -161,7 +165,7 @@ class InferenceClient(_Client):
     def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
         """The model's outputs by name, from rows as the training data had them.
 
-        The server makes ids and dense inputs of them by the feature contract of the model's archive. ``rows``: see
+        The server turns the rows into ids and dense inputs by the feature contract of the model's archive. ``rows``: see
         :func:`recinfer.serving.client.columns.as_raw`; its columns are those of the contract (``get_model().contract``).
         """
         return decode_outputs(self._call("Predict", self._raw_request(rows), timeout), self.tensors)
@@ -180,7 +184,7 @@ class InferenceClient(_Client):
         A row is a mapping of feature to an id, a list of ids, or a pair (a tuple) of ids and weights, with the row's numbers
         under ``"dense"``: ``{"user": 3, "clicks": [1, 2], "tags": ([4], [0.5]), "dense": [0.1, 0.2]}``. The
         numbers of a model that has a feature of this name stand under another key, which ``dense`` names. A RecinferError among
-        ``rows`` is returned as that row's. A refused row does not affect the others; ``timeout``: of each call.
+        ``rows`` is returned as that row's error. A refused row does not affect the others; ``timeout``: seconds for each call.
 
         >>> for row in client.predict_many(rows):                                   # doctest: +SKIP
         ...     print(row.index, row.outputs["output"] if row.error is None else row.error)
@@ -206,7 +210,7 @@ class InferenceClient(_Client):
         """Return once the server accepts requests.
 
         Raises:
-            UnavailableError: it did not within ``timeout`` seconds.
+            UnavailableError: the server did not accept requests within ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         while not self.is_ready(timeout=max(0.1, end - time.monotonic())):
@@ -234,7 +238,7 @@ class InferenceClient(_Client):
                 except grpc.RpcError as error:
                     if (wait := tries.failed(error)) is None:
                         raise translated(error, self.target, seconds, _START_WITH) from None
-                except ValueError as error:  # gRPC's word for a closed channel
+                except ValueError as error:  # gRPC raises it for a closed channel
                     raise UnavailableError(f"{self.target}: {error}; make a new client") from None
                 else:
                     tries.answered()
@@ -243,7 +247,7 @@ class InferenceClient(_Client):
 
 
 class AsyncInferenceClient(_Client):
-    """:class:`InferenceClient` for asyncio: the same arguments, and calls that are awaited on one event loop, the first one's.
+    """An :class:`InferenceClient` for asyncio with the same arguments. All calls are awaited on the event loop of the first.
 
     >>> async with AsyncInferenceClient("127.0.0.1:8500") as client:            # doctest: +SKIP
     ...     found = await client.lookup({"user": [3, 4], "clicks": [[1, 2], []]})
@@ -256,17 +260,17 @@ class AsyncInferenceClient(_Client):
         self._closed = False
 
     async def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
-        """As InferenceClient.lookup."""
+        """See :meth:`InferenceClient.lookup`."""
         answer = await self._call("Lookup", self._lookup_request(features), timeout)
         return decode_embeddings(answer, self.tensors)
 
     async def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
-        """As InferenceClient.predict."""
+        """See :meth:`InferenceClient.predict`."""
         request = self._predict_request(dense, features, context)
         return decode_outputs(await self._call("Predict", request, timeout), self.tensors)
 
     async def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
-        """As InferenceClient.predict_raw."""
+        """See :meth:`InferenceClient.predict_raw`."""
         return decode_outputs(await self._call("Predict", self._raw_request(rows), timeout), self.tensors)
 
     def predict_many(
@@ -278,7 +282,7 @@ class AsyncInferenceClient(_Client):
         timeout: float | None = None,
         dense: str = DENSE,
     ) -> AsyncIterator[ScoredRow]:
-        """As InferenceClient.predict_many, for ``async for``."""
+        """See :meth:`InferenceClient.predict_many`; read the rows with ``async for``."""
 
         async def ask(numbers: Any, features: Any) -> Outputs:
             return await self.predict(numbers, features, timeout=timeout)
@@ -286,18 +290,18 @@ class AsyncInferenceClient(_Client):
         return score_async(ask, rows, concurrency, batch_size, dense)
 
     async def get_model(self, *, timeout: float | None = None) -> ModelDescription:
-        """As InferenceClient.get_model."""
+        """See :meth:`InferenceClient.get_model`."""
         return decode_description(await self._call("GetModel", self._model_request(), timeout))
 
     async def is_ready(self, *, timeout: float | None = None) -> bool:
-        """As InferenceClient.is_ready."""
+        """See :meth:`InferenceClient.is_ready`."""
         try:
             return await self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0) == IS_SERVING
         except RecinferError:
             return False
 
     async def wait_until_ready(self, timeout: float = 30.0) -> None:
-        """As InferenceClient.wait_until_ready."""
+        """See :meth:`InferenceClient.wait_until_ready`."""
         end = time.monotonic() + timeout
         while not await self.is_ready(timeout=max(0.1, end - time.monotonic())):
             if time.monotonic() >= end:
@@ -305,7 +309,7 @@ class AsyncInferenceClient(_Client):
             await asyncio.sleep(_POLL_S)
 
     async def close(self) -> None:
-        """Close the channel; calls under way and after it fail."""
+        """Close the channel; running and later calls fail."""
         self._closed = True
         if self._channel is not None:
             await self._channel.close()
@@ -340,7 +344,7 @@ class AsyncInferenceClient(_Client):
             await asyncio.sleep(wait)
 
     def _method(self, call: str) -> Any:
-        """gRPC's call, on a channel of the event loop that the first call is made on: a client may be made before it runs."""
+        """gRPC's method for ``call``. The first call opens the channel, on its event loop: a client may be made before a loop runs."""
         loop = asyncio.get_running_loop()
         if self._closed:
             raise self._is_closed()

@@ -16,7 +16,7 @@ def as_raw(rows: Any) -> bytes:
 
     Args:
         rows: a mapping of column name to values, a pandas DataFrame, a pyarrow Table or RecordBatch, a table of another
-            library that lends it through Arrow's PyCapsule interface (polars), or such a stream (bytes), given back as it is.
+            library that lends it through Arrow's PyCapsule interface (polars), or such a stream (bytes), which is returned unchanged.
             Columns hold text, integers, floats, booleans or lists of them.
 
     Raises:
@@ -47,5 +47,5 @@ def as_raw(rows: Any) -> bytes:
 
 
 def _chunks(pa: Any, column: Any) -> Any:
-    """``column``, as pyarrow has it where it is of a library that lends it."""
+    """Import a column of another library through Arrow's C interface; other columns stay."""
     return pa.chunked_array(column) if speaks_arrow(column) else column

@@ -35,14 +35,17 @@ class TorchServeClient:
         target: ``"host:port"`` of TorchServe's gRPC inference address (its default port is 7070).
         model: the model's name in TorchServe.
         token: the inference key of its ``key_file.json``; empty where token authorization is off.
-        version: empty: the model's default version.
+        version: version of every call; empty: the model's default version.
         timeout: seconds until a call fails.
 
     Features, dense inputs and errors are those of InferenceClient.
     """
 
     def __init__(self, target: str, model: str, *, token: str = "", version: str = "", timeout: float = 10.0) -> None:
-        self.target, self.model, self.version, self.timeout = target, model, version, timeout
+        self.target = target
+        self.model = model
+        self.version = version
+        self.timeout = timeout
         self._metadata = (("protocol", "gRPC"), *authorization(token)) if token else ()
         credentials, options = security_of(None, None, None, "")
         self._channel = channel_to(target, credentials, [*options, ("grpc.keepalive_time_ms", _keepalive_ms(timeout))])
@@ -93,15 +96,18 @@ class TorchServeClient:
 
 
 def _keepalive_ms(timeout: float) -> int:
-    """Between two pings. TorchServe's gRPC server closes a connection at the fourth without an answer in between, so that a call
-    that takes as long as it may is cut off by pings at a fixed interval."""
+    """Milliseconds between two pings, at least a third of ``timeout``.
+
+    TorchServe's gRPC server closes a connection at the fourth ping without an answer in between, so pings at a short fixed
+    interval would cut off a call that takes nearly ``timeout`` seconds.
+    """
     return max(_KEEPALIVE_MS, math.ceil(1000 * min(timeout, LONGEST_S) / 3))
 
 
 def error_in(answer: bytes) -> Exception | None:
     """The error in ``answer``, or None for an ordinary answer.
 
-    In a batch of several requests the handler can give a failed one no status of its own over TorchServe's gRPC, so its
+    In a batch of several requests the handler can give a failed request no status of its own over TorchServe's gRPC, so its
     answer is ``{"error": {"code": ..., "message": ...}}``, which is no protobuf message.
     """
     if not answer.startswith(_ERROR_HEAD):

@@ -17,25 +17,28 @@ from recinfer.serving.wire.proto import admin_pb2 as pb
 __all__ = ["SERVICE_NAME", "SET_FAULT", "AdminService"]
 
 SET_FAULT = "SetFault"
-"""A call of the process itself, which callers do not have: JSON with ``model``, ``version`` and ``why``, see
-ModelRegistry.set_fault."""
+"""An internal call, which clients cannot send: JSON with ``model``, ``version`` and ``why``, see ModelRegistry.set_fault."""
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
 class AdminService:
-    """Answers the admin calls, one at a time, on a thread of its own.
+    """Answers the admin calls, one at a time, on its own thread.
 
     Args:
-        logs: write each change into the log; a worker's are written by its supervisor, once for all workers.
+        logs: write each change into the log; False in a worker, since its supervisor writes a change once for all workers.
     """
 
     def __init__(self, manager: StoreManager, *, logs: bool = True) -> None:
-        self.manager, self._logs = manager, logs
+        self.manager = manager
+        self._logs = logs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recinfer-admin")
 
     def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
-        """Method name, and SET_FAULT -> serialized request to serialized answer; raises errors of ours."""
+        """The coroutine function of each method name and of SET_FAULT: serialized request -> serialized answer.
+
+        A coroutine raises RecinferErrors.
+        """
         work = {
             "Load": self._load,
             "Unload": self._unload,
@@ -48,9 +51,9 @@ class AdminService:
             "UndoDelta": self._undo_delta,
             SET_FAULT: self._set_fault,
         }
-        return {name: self._beside(name, call) for name, call in work.items()}
+        return {name: self._on_admin_thread(name, call) for name, call in work.items()}
 
-    def _beside(self, name: str, call: Callable[[bytes], bytes | None]) -> Callable[[bytes], Awaitable[bytes]]:
+    def _on_admin_thread(self, name: str, call: Callable[[bytes], bytes | None]) -> Callable[[bytes], Awaitable[bytes]]:
         def work(data: bytes) -> bytes:
             try:
                 data = call(data) or data
@@ -68,7 +71,7 @@ class AdminService:
         return answer
 
     def _load(self, data: bytes) -> bytes:
-        """Returns the request with the version that was loaded, where it named none."""
+        """Load a version; returns the request with the name of the loaded version."""
         request = codec.parse(pb.LoadRequest, data)
         request.version = self.manager.load(request.model, request.version, activate=request.activate)
         return request.SerializeToString()

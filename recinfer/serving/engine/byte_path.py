@@ -1,7 +1,7 @@
 """Plain requests answered from their bytes: small lookups at once, predictions in runs that they share.
 
 A request that turns out to be unusual (an id out of range, a number that is not finite, a dense part that fails) is passed
-to the decoded path, which has the error messages. So both must give the same answers; tests compare them byte by byte.
+to the decoded path, which has the error messages. Both paths must give the same answers; tests compare them byte by byte.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["Fill", "Predictions", "lookup_now"]
 
 # A larger lookup would block the thread, and other requests would wait.
 _MOST_BYTES, _MOST_IDS, _MOST_FLOATS = 128 << 10, 8192, 1 << 18
-_LONGEST_RUN_S = 50e-3  # of a merged run: it is over before those behind it give up, and merging gains no more by then
-_OTHER_SHARE = 0.8  # of a thread's part of a request, what the other threads than the caller's get
+_LONGEST_RUN_S = 50e-3  # longest merged run: later requests still meet their deadlines, and longer runs gain nothing
+_OTHER_SHARE = 0.8  # part of a request for each thread other than the caller's, relative to equal parts
 
 Fill = Callable[[NDArray[np.float32], "tuple[int, int] | None"], bool]
-"""Writes pooled vectors, float32 ``[samples, columns]``, of all samples or of those from a first one, so many; False where the
-decoded path has to answer."""
+"""Writes pooled vectors, float32 ``[samples, columns]``, for all samples (None), or for ``count`` samples from ``first``
+(``(first, count)``); returns False where the decoded path has to answer."""
 
 
 def lookup_now(request: PlainRequest, stats: RequestStats) -> bytes | None:
     """The serialized answer to a small lookup in tables of this process; None when the decoded path has to answer."""
-    if request.context is not None:  # which a LookupRequest does not have
+    if request.context is not None:  # a LookupRequest has no context
         return None
     if (
         len(request.data) > _MOST_BYTES
@@ -55,40 +55,50 @@ def lookup_now(request: PlainRequest, stats: RequestStats) -> bytes | None:
         return None
     stats.batch.add(request.batch)
     request.state.stages.add("lookup", time.perf_counter() - start)
-    stats.stages.add("encode", 0.0)  # the lookup wrote it
+    stats.stages.add("encode", 0.0)  # the lookup wrote the answer
     return answer
 
 
 class _Prediction:
-    """What a run needs of a plain Predict: where its vectors come from, since when (``time.perf_counter()``) they are looked
-    up, None: they will be; and the ranks that gave none."""
+    """A queued plain Predict.
+
+    Args:
+        fill: writes its vectors.
+        since: ``time.perf_counter()`` when the lookup of its vectors began; None: the run looks them up.
+        missing: ranks that gave no rows.
+    """
 
     __slots__ = ("fill", "missing", "plain", "since")
 
     def __init__(self, plain: PlainRequest, fill: Fill, since: float | None, missing: tuple[int, ...]) -> None:
-        self.plain, self.fill, self.since, self.missing = plain, fill, since, missing
+        self.plain = plain
+        self.fill = fill
+        self.since = since
+        self.missing = missing
 
 
 class Predictions:
-    """Runs plain predictions; those of one version of a model share runs. Any thread may submit one.
+    """Runs plain predictions; predictions of one version of a model share runs. Any thread may submit a prediction.
 
-    See recinfer.serving.engine.scheduler.Runner for what the scheduler calls.
+    The scheduler calls the methods of recinfer.serving.engine.scheduler.Runner.
 
     Args:
-        scheduler: where they wait.
-        stats: the server's.
+        scheduler: queues the predictions.
+        stats: the server's counts.
         decode: answers a request in the decoded path.
-        threads: for the parts of one request.
+        threads: number of threads for the parts of one request.
     """
 
     def __init__(
         self, scheduler: Scheduler, stats: RequestStats, decode: Callable[[Request], None], threads: int
     ) -> None:
-        self._scheduler, self._stats, self._decode = scheduler, stats, decode
+        self._scheduler = scheduler
+        self._stats = stats
+        self._decode = decode
         self._parts = ParallelParts(threads)
 
     def close(self) -> None:
-        """No request will come any more."""
+        """End the threads; call this after the last request."""
         self._parts.close()
 
     def submit(
@@ -99,12 +109,12 @@ class Predictions:
         since: float | None = None,
         missing: tuple[int, ...] = (),
     ) -> None:
-        """Have a prediction wait for its run.
+        """Queue a prediction.
 
         Args:
-            plain: the request; one that can predict.
-            fill: gives its vectors when it is run.
-            since: ``time.perf_counter()`` when the fan-out began; None: they are in this process.
+            plain: the parts of the request; ``can_predict`` holds.
+            fill: writes its vectors during the run.
+            since: ``time.perf_counter()`` when the fan-out began; None: the tables are in this process.
             missing: ranks that gave no rows.
         """
         entry = Entry(request, plain.model.run_cost, plain.batch, _Prediction(plain, fill, since, missing))
@@ -113,18 +123,18 @@ class Predictions:
     # -- for the scheduler
 
     def can_start(self) -> bool:
-        """Always."""
+        """True: only threads bound the number of runs."""
         return True
 
     def may_share(self, entry: Entry, samples: int) -> bool:
-        """Unless the run would take too long. A run of one sample may be long in itself; then twice as long is not."""
+        """Whether the merged run is expected to take at most 50 ms, or twice the time of one sample where that is longer."""
         if not entry.work.plain.state.mergeable:
             return False
         cost: RunCost = entry.work.plain.model.run_cost
         return cost.expected(samples) <= max(_LONGEST_RUN_S, 2 * cost.expected(1))
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """As it was learned; a version's first run is for a worker, since its duration is not known."""
+        """The learned estimate; infinite for a version's first run, whose duration is unknown, so that a worker thread runs it."""
         plain = entry.work.plain
         expected: float = plain.model.run_cost.expected(samples)
         if not expected:
@@ -141,12 +151,12 @@ class Predictions:
             answer, elsewhere = self._in_parts(entries[0].work, threads)
             answers = [answer]
         else:
-            answers = self._together([entry.work for entry in entries])
+            answers = self._run_merged([entry.work for entry in entries])
         answered = [entry.samples for entry, answer in zip(entries, answers) if answer is not None]
         if answered:
             cost.learn(sum(answered), time.thread_time() - begun + elsewhere)
             self._scheduler.count(len(answered), sum(answered))
-            self._scheduler.queue.took(time.monotonic() - start, len(answered))
+            self._scheduler.queue.record_run(time.monotonic() - start, len(answered))
         for entry, answer in zip(entries, answers):
             if answer is None:
                 self._decode(entry.request)
@@ -154,10 +164,10 @@ class Predictions:
                 self._stats.batch.add(entry.samples)
                 entry.request.reply(answer)
 
-    def _together(self, works: Sequence[_Prediction]) -> list[bytes | None]:
-        """The serialized answers of predictions; None where the decoded path has to answer."""
+    def _run_merged(self, works: Sequence[_Prediction]) -> list[bytes | None]:
+        """Run predictions together; returns their serialized answers, None where the decoded path has to answer."""
         answers: list[bytes | None] = [None] * len(works)
-        # A delta replaces a version's state: requests from before it run with the state that they were read with.
+        # A delta replaces a version's state: earlier requests run with the state that they were read with.
         for state in dict.fromkeys(work.plain.state for work in works):
             mine = [(at, work) for at, work in enumerate(works) if work.plain.state is state]
             self._run(state, mine, answers)
@@ -198,8 +208,11 @@ class Predictions:
         self._stats.stages.add("encode", time.perf_counter() - start)
 
     def _in_parts(self, work: _Prediction, threads: int) -> tuple[bytes | None, float]:
-        """The serialized answer of a prediction that is the only request, cut by samples; None if the decoded path has
-        to give it. And the seconds of processor that other threads than the caller's spent on it.
+        """Run a prediction that is the only queued request in parts of its samples, on several threads.
+
+        Returns:
+            The serialized answer, None if the decoded path has to answer; and the CPU seconds that threads other than the
+            caller's spent.
         """
         plain = work.plain
         state, parts = plain.state, plain.parts(threads)
@@ -214,7 +227,7 @@ class Predictions:
                 arrays.insert(0, values.reshape(last - first, state.num_dense))
             return time.perf_counter(), _run_dense(state, arrays, last - first, counted=False)
 
-        # The caller begins while the other threads still wake up, and waits for them at the end: so its part is larger.
+        # The caller begins while the other threads still wake up, and waits for them at the end: so the caller's part is larger.
         each = int(plain.batch * _OTHER_SHARE / parts)
         ends = [plain.batch - each * other for other in range(parts - 1, -1, -1)]
         given, elsewhere = self._parts.run([functools.partial(run, *span) for span in itertools.pairwise([0, *ends])])
@@ -235,10 +248,10 @@ class Predictions:
 def _run_dense(
     state: Predictor, arrays: Sequence[NDArray[Any]], batch: int, *, counted: bool = True
 ) -> list[NDArray[Any]] | None:
-    """The dense program's outputs for ``batch`` samples; None when it fails: the decoded path then fails too, and reports why.
+    """The dense part's outputs for ``batch`` samples; None on an error, which the decoded path then reports.
 
     Args:
-        counted: in the state's figures.
+        counted: add the run to the state's figures.
     """
     try:
         outputs = state.run_engine_arrays(arrays, counted=counted)
@@ -250,6 +263,6 @@ def _run_dense(
 
 
 def _has_nan(outputs: Sequence[NDArray[Any]]) -> bool:
-    """Whether there is a NaN, which the decoded path answers with an error."""
-    # Squares are never negative, so their sum is NaN only where one of them is; it may well be infinite. See PlainRequest.dense.
+    """Whether ``outputs`` hold a NaN, which the decoded path answers with an error."""
+    # Squares are never negative, so their sum is NaN only if an element is NaN; the sum may be infinite. See PlainRequest.dense.
     return any(math.isnan(np.vdot(output, output)) for output in outputs)

@@ -1,4 +1,4 @@
-"""Lines of the log about changes of models: what was changed, by whom and why."""
+"""Lines of the log about changes of models: the change, its author and its reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BY_POLLING", "log_change", "log_refused", "show_changes"]
 
 LOGGER = "recinfer.changes"
 BY_POLLING = "model store"
-"""Who makes the changes that a server makes by itself, as it follows its model store."""
+"""The author of the changes that a server makes when it follows its model store."""
 _MAX_TEXT = 200
 _log = logging.getLogger(LOGGER)
 
@@ -29,21 +29,21 @@ def show_changes() -> None:
 
 
 def log_change(call: str, data: bytes) -> None:
-    """A change that was made: the name of the admin call and its serialized request."""
+    """Log a change that was made; ``call``: the admin call's name, ``data``: its serialized request."""
     fields = _fields_of(call, data)
     if fields is not None:
         _log.info("%s", _line(fields), extra=fields)
 
 
 def log_refused(call: str, data: bytes, error: Exception) -> None:
-    """A change that was requested and not made; polling logs its own, each once."""
+    """Log a change that was requested and not made, except changes by polling, which logs each of its failures once."""
     fields = _fields_of(call, data)
     if fields is not None and fields["who"] != BY_POLLING:
         _log.warning("%s, refused: %s", _line(fields), error, extra=fields)
 
 
 def _fields_of(call: str, data: bytes) -> dict[str, Any] | None:
-    """What a line says, by name; None: the call changes nothing."""
+    """The fields of a log line by name; None for a call that changes nothing."""
     kind = getattr(pb, f"{call}Request", None)
     if kind is None or "change" not in kind.DESCRIPTOR.fields_by_name:
         return None
@@ -57,7 +57,7 @@ def _fields_of(call: str, data: bytes) -> dict[str, Any] | None:
 
 
 def _subject(request: Message) -> str:
-    """The version that a change is about, or the shares or labels of several."""
+    """The version that a change concerns, or the weights or labels that it sets."""
     message: Any = request
     names = request.DESCRIPTOR.fields_by_name
     if "weights" in names:
@@ -76,6 +76,6 @@ def _line(fields: dict[str, Any]) -> str:
 
 
 def _short(text: str) -> str:
-    """One line, as a caller's text may hold line ends that look like lines of the log."""
+    """``text`` as one short line, since line ends in a client's text could look like lines of the log."""
     line = "".join(char if char.isprintable() else " " for char in text)
     return line if len(line) <= _MAX_TEXT else line[: _MAX_TEXT - 3] + "..."

@@ -29,11 +29,11 @@ from recinfer.serving.wire.raw_rows import read_raw
 __all__ = ["DecodedRequest", "DecodedRuns", "InferenceService"]
 
 _FLOAT_BYTES = 4
-_DECODED = 2  # bytes of the parsed message and its arrays, for one of the message
+_DECODED = 2  # bytes of the parsed message and its arrays per byte of the message
 _FEW_BYTES = 64 << 10
 _SHARED_BYTES = 64 << 10  # a longer request is decoded by a worker of its own
 _MOST_SHARED = 64
-_MOST_UNDER_WAY = 64  # runs that wait for shards
+_MOST_UNDER_WAY = 64  # runs that wait for shard servers
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +42,11 @@ class DecodedRequest:
 
     Attributes:
         call: the method.
-        model: what answers it; held until it is answered, also when the model is unloaded meanwhile.
+        model: the version that answers; this reference keeps it in memory if it is unloaded meanwhile.
         features: ids of B samples.
         dense: float32 ``[B, num_dense]`` of a Predict.
         context: ids of one sample that goes with all B, or None.
-        vector_bytes: of the float vectors that it looks up, at most.
+        vector_bytes: upper bound on the bytes of the float vectors that the request looks up.
     """
 
     call: CallName
@@ -63,14 +63,14 @@ class DecodedRequest:
 
     @property
     def samples(self) -> int:
-        """B."""
+        """Number of samples, B."""
         return self.features.batch
 
 
 class InferenceService:
     """Decodes, runs and encodes the three calls of the wire over the models of a registry. Thread-safe.
 
-    What the caller did wrong is an InputError or a NotFoundError; recinfer.serving.wire.status maps errors to codes.
+    A wrong request raises InputError or NotFoundError; recinfer.serving.wire.status maps errors to codes.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class InferenceService:
         self.limits = limits or Limits()
 
     def decode(self, call: CallName, data: bytes) -> DecodedRequest:
-        """A serialized LookupRequest, or PredictRequest of ids or of raw rows."""
+        """Decode and check a serialized LookupRequest, or a PredictRequest of ids or of raw rows."""
         start = time.perf_counter()
         decoded = (self._decode_lookup if call == "Lookup" else self._decode_predict)(data)
         self.stats.stages.add("decode", time.perf_counter() - start)
@@ -119,7 +119,7 @@ class InferenceService:
         return DecodedRequest("Predict", model, features, dense, context, vector_bytes)
 
     def run(self, requests: Sequence[DecodedRequest]) -> Steps[list[bytes | Exception]]:
-        """The serialized answers of requests of one key, run together; an error stands in its request's place."""
+        """Run requests of one key together; returns the serialized answer or the error of each."""
         predictor, kind = requests[0].model.predictor, requests[0].call
         answers: Sequence[Any]
         if len(requests) == 1:
@@ -141,13 +141,13 @@ class InferenceService:
         for one, answer in zip(requests, answers, strict=True):
             try:
                 encoded.append(answer if isinstance(answer, Exception) else encode(one, answer))
-            except InputError as error:  # of this call alone
+            except InputError as error:  # concerns this request alone
                 encoded.append(error)
         self.stats.stages.add("encode", time.perf_counter() - start)
         return encoded
 
     def get_model(self, data: bytes) -> bytes:
-        """GetModelRequest -> ModelInfo."""
+        """The serialized ModelInfo for a serialized GetModelRequest."""
         request = self._parse(pb.GetModelRequest, data)
         model = self.registry.get(request.model, request.version, request.label)
         predictor = model.predictor
@@ -190,11 +190,11 @@ class InferenceService:
             )
 
     def _check_response_size(self, model: ServedModel, features: Bags) -> int:
-        """Bytes of the vectors that a lookup gives, at most."""
+        """An upper bound on the bytes of a lookup's vectors; raises InputError where it exceeds the limit."""
         ids, batch = features.values.size, features.batch
         taken = _FLOAT_BYTES * (batch * model.pooled_width + ids * model.sequence_width)
         if taken <= min(_FEW_BYTES, self.limits.max_response_bytes):
-            return taken  # of all features: for so few it is not looked at which the request has
+            return taken  # counts all features of the model: a small request is not worth the sum over its own
         pooled, sequence = model.widths_of(features.keys)
         taken = _FLOAT_BYTES * (batch * pooled + ids * sequence)
         if taken > self.limits.max_response_bytes:
@@ -206,41 +206,43 @@ class InferenceService:
 
 
 class DecodedRuns:
-    """Decodes and runs requests on workers; those of one model and call share runs. Any thread may submit one.
+    """Decodes and runs requests on worker threads; requests of one model and call share runs. Any thread may submit a request.
 
-    A ranker's run goes on where its shards' answers arrive. See recinfer.serving.engine.scheduler.Runner.
+    A ranker's run continues on the thread where the shard servers' answers arrive. The scheduler calls the methods of
+    recinfer.serving.engine.scheduler.Runner.
 
     Args:
         service: decodes, runs and encodes.
-        scheduler: where requests wait.
+        scheduler: queues the requests.
     """
 
     def __init__(self, service: InferenceService, scheduler: Scheduler) -> None:
-        self._service, self._scheduler = service, scheduler
+        self._service = service
+        self._scheduler = scheduler
         self._under_way = 0
         self._lock = threading.Lock()
 
     def submit(self, request: Request) -> None:
-        """Have a request wait for a worker."""
+        """Queue a request for a worker thread."""
         is_small = len(request.data) <= _SHARED_BYTES
         self._scheduler.submit(self, Entry(request, request.call if is_small else object(), 1))
 
     # -- for the scheduler
 
     def can_start(self) -> bool:
-        """While few wait for answers of shards."""
+        """Whether fewer than 64 runs wait for shard servers."""
         return self._under_way < _MOST_UNDER_WAY
 
     def may_share(self, entry: Entry, samples: int) -> bool:
-        """Up to a number of requests, as one worker decodes them all."""
+        """Whether the run has at most 64 requests, as one worker thread decodes them all."""
         return samples <= _MOST_SHARED
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """Not known before it is decoded: it is for a worker."""
+        """Infinite: the duration is unknown before the request is decoded, so a worker thread runs it."""
         return math.inf
 
     def run(self, entries: Sequence[Entry], threads: int) -> None:
-        """Decode, run together what may be, answer."""
+        """Decode the requests, run those of one key together, and reply."""
         groups: dict[Any, list[list[tuple[Request, DecodedRequest]]]] = {}
         for request in (entry.request for entry in entries):
             try:
@@ -264,7 +266,7 @@ class DecodedRuns:
         steps = self._service.run([decoded for _, decoded in group])
         self._scheduler.begin()
         if not group[0][1].model.predictor.lookups.waits:
-            self._done(group, start, _answers(steps))
+            self._finish(group, start, _answers_now(steps))
             return
         with self._lock:
             self._under_way += 1
@@ -272,12 +274,12 @@ class DecodedRuns:
         def done(answers: Sequence[bytes | Exception] | Exception) -> None:
             with self._lock:
                 self._under_way -= 1
-            self._done(group, start, answers)
+            self._finish(group, start, answers)
             self._scheduler.run_ready()
 
         run_steps(steps, max(request.deadline for request, _ in group), done, self._scheduler.on_worker)
 
-    def _done(
+    def _finish(
         self,
         group: Sequence[tuple[Request, DecodedRequest]],
         start: float,
@@ -288,7 +290,7 @@ class DecodedRuns:
             request.reply(answers if isinstance(answers, Exception) else answers[at])
 
 
-def _answers(steps: Steps[list[bytes | Exception]]) -> Sequence[bytes | Exception] | Exception:
+def _answers_now(steps: Steps[list[bytes | Exception]]) -> Sequence[bytes | Exception] | Exception:
     try:
         return run_now(steps)
     except Exception as error:
@@ -306,7 +308,7 @@ def _lookup_response(call: DecodedRequest, result: Any) -> bytes:
 
 
 def _predict_response(call: DecodedRequest, outputs: Outputs) -> bytes:
-    """Raises InputError for a NaN: inputs are finite here, so the model's numbers ran out of range on the way."""
+    """A serialized PredictResponse; raises InputError for a NaN: the inputs are finite, so the model's numbers overflowed."""
     for name, output in outputs.items():
         places = output.isnan().nonzero()
         if len(places):

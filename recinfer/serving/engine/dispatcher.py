@@ -1,11 +1,11 @@
-"""Chooses the path on which a request is answered; the same for every protocol.
+"""Chooses the path on which a request is answered; the paths are the same for every protocol.
 
 1. A small plain lookup in tables of this process: answered from its bytes, now.
 2. A plain prediction: from its bytes, in a short run that it shares with others that are ready.
-3. The same where the run is long: on a worker.
-4. The same where it is large and the only request: in parts, on several threads.
-5. A plain request of a ranker: split here, looked up on the shards, joined; the dense part then goes as 2 to 4.
-6. Everything else: decoded and run on a worker; a ranker's waits for its shards without a thread.
+3. A plain prediction whose run is long: on a worker thread.
+4. A large plain prediction that is the only request: in parts, on several threads.
+5. A plain request of a ranker: split here, looked up on shard servers, joined; the dense part then runs as in 2 to 4.
+6. Any other request: decoded and run on a worker thread; a ranker's request waits for shard servers without a thread.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Dispatcher:
     """Answers lookups and predictions. Any thread may call.
 
     Args:
-        service: what they are.
-        batching: how requests share runs.
-        threads: workers for long runs.
-        at_a_time: runs or fan-outs that may be under way together; None: ``threads``.
+        service: decodes, runs and encodes requests.
+        batching: bounds of the queue and of merged runs.
+        threads: number of worker threads for long runs.
+        at_a_time: number of runs or fan-outs that may be under way together; None: ``threads``.
 
     Attributes:
         scheduler: queued requests and their runs.
@@ -49,7 +49,8 @@ class Dispatcher:
         self, service: InferenceService, batching: BatchConfig, threads: int, at_a_time: int | None = None
     ) -> None:
         stats = service.stats
-        self._stats, self._reader = stats, PlainReader(service.registry, service.limits)
+        self._stats = stats
+        self._reader = PlainReader(service.registry, service.limits)
         self.scheduler = Scheduler(
             batching, threads, at_a_time, waited=lambda seconds: stats.stages.add("queue", seconds)
         )
@@ -58,13 +59,13 @@ class Dispatcher:
         self._fan_outs = FanOuts(self.scheduler, self._predictions, stats, self._decoded.submit)
 
     def close(self) -> None:
-        """No request will come any more."""
+        """End the threads; call this after the last request."""
         self.scheduler.close()
         self._predictions.close()
 
     def dispatch(self, request: Request) -> None:
-        """Answer ``request``, or have it wait. Never raises: errors are replied. The caller calls ``scheduler.run_ready``
-        when it has nothing more to dispatch."""
+        """Answer ``request``, or queue it. Never raises: errors are replied. The caller calls ``scheduler.run_ready``
+        when it has no further request."""
         try:
             self._dispatch(request)
         except Exception as error:
@@ -78,13 +79,13 @@ class Dispatcher:
         if plain is not None:
             self._stats.stages.add("decode", time.perf_counter() - start)
             if isinstance(plain.order, AwaitedLookup):
-                _hold_vectors(request, plain)
+                _count_vectors(request, plain)
                 self._fan_outs.start(request, plain)
                 return
             if request.call == "Predict":
                 if plain.can_predict():
                     scheduler.queue.admit(request.deadline)
-                    _hold_vectors(request, plain)
+                    _count_vectors(request, plain)
                     self._predictions.submit(request, plain, plain.fill)
                     return
             elif (answer := lookup_now(plain, self._stats)) is not None:
@@ -95,7 +96,7 @@ class Dispatcher:
         self._decoded.submit(request)
 
     def answer_all(self, requests: Sequence[tuple[CallName, bytes]], deadline: float) -> list[bytes | Exception]:
-        """Answers requests that arrived together, on a thread that may wait; they share runs where possible."""
+        """Answer requests that arrived together, on a thread that may wait; the requests share runs where possible."""
         answers: list[Any] = [None] * len(requests)
         done = threading.Semaphore(0)
 
@@ -111,27 +112,27 @@ class Dispatcher:
         return answers
 
 
-def _hold_vectors(request: Request, plain: PlainRequest) -> None:
-    """Those of a small request are there for a moment, and few at a time."""
+def _count_vectors(request: Request, plain: PlainRequest) -> None:
+    """Count the vectors in the request's ticket unless they are small, as small vectors live shortly and few at a time."""
     num_bytes = plain.batch * plain.order.columns * _FLOAT_BYTES
     if num_bytes > _FEW_BYTES:
         request.ticket.grow_to_answer(num_bytes)
 
 
 class LoopCaller:
-    """Dispatches for coroutines; all of one event loop.
+    """Dispatches requests for coroutines of one event loop, the running one.
 
     Args:
-        dispatcher: answers.
+        dispatcher: answers the requests.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._loop = asyncio.get_running_loop()
-        self._ends = False  # the end of this turn of the loop is awaited
+        self._ends = False  # whether a callback is scheduled for the end of this turn of the loop
 
     async def answer(self, call: CallName, data: bytes, deadline: float, ticket: Ticket = UNCOUNTED) -> bytes:
-        """The serialized answer; raises its error. If cancelled, the request frees its place in the queue."""
+        """The serialized answer to a request; raises the request's error. A cancelled request frees its place in the queue."""
         future: asyncio.Future[bytes] = self._loop.create_future()
 
         def reply(answer: bytes | Exception) -> None:

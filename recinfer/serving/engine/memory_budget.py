@@ -1,4 +1,4 @@
-"""How many bytes the requests and answers of a process may hold together, from the first received byte to the last sent one."""
+"""The memory budget: the bytes that all requests and answers of a process may hold, from the first received to the last sent byte."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from recinfer.errors import OverloadedError, UnavailableError
 __all__ = ["SMALL_BYTES", "UNCOUNTED", "MemoryBudget", "Ticket", "ticket_of_task"]
 
 SMALL_BYTES = 1 << 20
-"""What a small call holds at most."""
+"""The most bytes that a small call holds."""
 
-_RESERVE = 8  # one part in so many is for small calls alone
+_RESERVE = 8  # the budget divided by this is for small calls alone
 _RETRY_S = 0.1
 
 
 class MemoryBudget:
-    """Counts the bytes that calls hold, and refuses what does not fit. Any thread may call it; it never waits.
+    """Counts the bytes that calls hold, and refuses bytes that do not fit. Any thread may call; no method waits.
 
-    An eighth of the budget is for small calls alone (up to ``SMALL_BYTES`` each), so that large ones do not keep others from
-    their answers. A large call that finds no other large one may exceed the budget, since it could never be answered otherwise.
-    So may one large call that is being answered (:meth:`Ticket.grow_to_answer`): of several that each hold a part of what they
-    need, all would be refused because of the others, and none answered. So calls hold at most the budget and one call's needs.
+    An eighth of the budget is for small calls alone (up to ``SMALL_BYTES`` each), so that large calls do not keep them from
+    their answers. A large call that finds no other large call may exceed the budget, since it could never be answered
+    otherwise. One large call that is being answered (:meth:`Ticket.grow_to_answer`) may exceed the budget too: several calls
+    that each hold a part of their bytes would refuse one another, and none would be answered. So all calls together hold at
+    most the budget and the bytes of one call.
 
     Args:
-        budget_bytes: for all calls together.
+        budget_bytes: bytes for all calls together.
 
     Attributes:
         held: bytes that calls hold now.
-        refused: how often bytes did not fit.
+        refused: number of refusals.
     """
 
     __slots__ = ("_exceeding", "_held_by_large", "_lock", "_reserve", "budget_bytes", "held", "refused")
 
     def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes, self._reserve = budget_bytes, budget_bytes // _RESERVE
+        self.budget_bytes = budget_bytes
+        self._reserve = budget_bytes // _RESERVE
         self.held = self._held_by_large = self.refused = 0
         self._exceeding: Ticket | None = None
         self._lock = threading.Lock()
@@ -46,8 +48,8 @@ class MemoryBudget:
         ticket.resize(num_bytes)
         return ticket
 
-    def _move(self, ticket: Ticket, wanted: int, may_exceed: bool) -> None:
-        """``ticket``, of a call that is large before or after it, holds ``wanted`` bytes. With the lock."""
+    def _resize_large(self, ticket: Ticket, wanted: int, may_exceed: bool) -> None:
+        """Resize the ticket of a call that is large before or after to ``wanted`` bytes; the lock is held."""
         had = ticket.held
         others, others_large = self.held - had, self._held_by_large
         if had > SMALL_BYTES:
@@ -83,37 +85,39 @@ class MemoryBudget:
 
 
 class Ticket:
-    """What one call holds of a budget. Any thread may call it.
+    """The bytes of a budget that one call holds. Any thread may call it.
 
     Attributes:
-        held: bytes.
+        held: number of bytes.
     """
 
     __slots__ = ("_budget", "_is_released", "held")
 
     def __init__(self, budget: MemoryBudget) -> None:
-        self._budget, self.held, self._is_released = budget, 0, False
+        self._budget = budget
+        self.held = 0
+        self._is_released = False
 
     @property
     def budget_bytes(self) -> int:
-        """What all calls may hold together."""
+        """The bytes that all calls may hold together."""
         return self._budget.budget_bytes
 
     def grow(self, num_bytes: int) -> None:
-        """Hold so many more; call it before they are allocated.
+        """Hold ``num_bytes`` more; call this before the bytes are allocated.
 
         Raises:
-            OverloadedError: they do not fit; what was held still is.
+            OverloadedError: the bytes do not fit; the ticket keeps the bytes that it held.
             UnavailableError: the ticket was released: the call has ended.
         """
         self.resize(self.held + num_bytes)
 
     def grow_to_answer(self, num_bytes: int) -> None:
-        """As :meth:`grow`, for a large request that is complete and being answered: one at a time may exceed the budget."""
+        """:meth:`grow` for a request that is complete and being answered: one large ticket at a time may exceed the budget."""
         self.resize(self.held + num_bytes, may_exceed=True)
 
     def resize(self, num_bytes: int, may_exceed: bool = False) -> None:
-        """Hold so many in all; raises as :meth:`grow`."""
+        """Hold ``num_bytes`` in all; raises the errors of :meth:`grow`."""
         budget = self._budget
         with budget._lock:
             had = self.held
@@ -121,13 +125,13 @@ class Ticket:
                 raise UnavailableError("the caller is gone: nobody waits for the answer")
             held = budget.held + num_bytes - had
             if had <= SMALL_BYTES and num_bytes <= SMALL_BYTES and held <= budget.budget_bytes:
-                budget.held = held  # most calls are small: this is what they cost
+                budget.held = held  # the fast path, as most calls are small
             else:
-                budget._move(self, num_bytes, may_exceed)
+                budget._resize_large(self, num_bytes, may_exceed)
             self.held = num_bytes
 
     def release(self) -> None:
-        """Free all bytes; a second call does nothing."""
+        """Free all bytes; a second call has no effect."""
         budget = self._budget
         with budget._lock:
             if budget._exceeding is self:
@@ -135,7 +139,7 @@ class Ticket:
             if self.held <= SMALL_BYTES:
                 budget.held -= self.held
             else:
-                budget._move(self, 0, False)
+                budget._resize_large(self, 0, False)
             self.held, self._is_released = 0, True
 
 
@@ -145,7 +149,7 @@ class _Uncounted(Ticket):
 
 
 UNCOUNTED: Ticket = _Uncounted(MemoryBudget(0))
-"""Of calls that no budget counts."""
+"""The ticket of calls that no budget counts."""
 
 ticket_of_task: ContextVar[Ticket] = ContextVar("ticket_of_task", default=UNCOUNTED)
-"""Of the call that this task of the event loop answers, and threads that work for it."""
+"""The ticket of the call that the running task of the event loop answers, also in threads that work for this task."""

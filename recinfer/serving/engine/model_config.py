@@ -19,13 +19,13 @@ _MAX_WEIGHT = 2**32 - 1
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """What is served of one model.
+    """The versions of one model to serve, with labels and weights.
 
     Attributes:
-        latest: so many of the newest versions; None: all, or those of ``names``.
-        names: these versions alone; empty: those that ``latest`` says.
+        latest: number of newest versions to serve; None: all versions, or ``names``.
+        names: the only versions to serve; empty: ``latest`` decides.
         labels: label -> version.
-        weights: version -> share of the requests that name no version; empty: all go to the newest.
+        weights: version -> share of the requests that name no version; empty: all these requests go to the newest version.
     """
 
     latest: int | None = None
@@ -34,13 +34,13 @@ class ModelChoice:
     weights: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, versions: Sequence[str]) -> list[str]:
-        """Which of ``versions``, the newest first, are to be served."""
+        """The versions to serve out of ``versions``, which are sorted with the newest first."""
         if self.names:
             return [version for version in versions if version in self.names]
         return list(versions if self.latest is None else versions[: self.latest])
 
     def check(self, model: str, versions: Sequence[str]) -> None:
-        """Raises ConfigError where the store, which has ``versions``, lacks one that is named."""
+        """Raise ConfigError if a named version is not served: ``versions``, the store's, lacks it, or ``of`` leaves it out."""
         chosen = self.of(versions)
         named = [*self.names, *self.labels.values(), *self.weights]
         lacking = [version for version in named if version not in chosen]
@@ -60,15 +60,15 @@ def read_text(path: Path) -> str:
 
 
 def parse_model_config(text: str, name: str) -> dict[str, ModelChoice]:
-    """The choice for each model.
+    """Read the choice for each model.
 
     Args:
         text: TOML, or JSON where ``name`` ends in .json: ``models.NAME`` with ``versions`` ("all", {"latest": N} or a list),
             ``labels`` ({label: version}) and ``weights`` ({version: weight}), all of which may be left out.
-        name: of the file, for messages.
+        name: name of the file, for its format and for messages.
 
     Raises:
-        ConfigError: it says what came where, and what was expected.
+        ConfigError: the text is malformed; the message says what came where, and what was expected.
     """
     try:
         found = json.loads(text) if name.endswith(".json") else tomllib.loads(text)

@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class ParallelParts:
-    """Runs works at once, on the caller's thread and on threads of its own. Any number of callers at a time.
+    """Runs the parts of a request in parallel, on the caller's thread and on a pool. Several threads may call at a time.
 
     The caller runs each part that no other thread has begun when the caller reaches it: on a machine that is busy otherwise
-    the parts take no longer than one after another.
+    the parts take no longer than in sequence.
 
     Args:
-        threads: that a caller's works run on, its own among them. The others are started when they are first needed.
+        threads: number of threads for a caller's works, its own thread included. The first call starts the pool.
     """
 
     def __init__(self, threads: int) -> None:
@@ -30,10 +30,10 @@ class ParallelParts:
         self._started = self._closed = False
 
     def run(self, works: Sequence[Callable[[], T]]) -> tuple[list[T], float]:
-        """What the works gave, and the seconds of processor that other threads spent on them.
+        """Run ``works``; returns their results and the CPU seconds that other threads spent on them.
 
         Raises:
-            Exception: what the first of the works to fail raised, when all of them are over.
+            Exception: the error of the first of the failed works; raised when all works have ended.
         """
         if len(works) > 1 and not self._started:
             self._start()
@@ -51,7 +51,7 @@ class ParallelParts:
         return [job.result for job in jobs], elsewhere
 
     def close(self) -> None:
-        """End the threads; works are run by their callers from here on."""
+        """End the threads; later works run on their callers' threads."""
         with self._lock:
             if self._started and not self._closed:
                 for _ in range(self.threads - 1):
@@ -69,24 +69,25 @@ class ParallelParts:
     def _take(self) -> None:
         while (job := self._offered.get()) is not None:
             job.run_if_free(elsewhere=True)
-            del job  # it holds a request
+            del job  # the job holds a request
 
 
 class _Work:
-    """A work, and what came of it."""
+    """One of a caller's works, with its result or error."""
 
     __slots__ = ("_free", "_over", "_seconds", "_work", "error", "result")
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
-        self._free, self._over = threading.Lock(), threading.Lock()
+        self._free = threading.Lock()
+        self._over = threading.Lock()
         self._over.acquire()
         self._seconds = 0.0
         self.result: Any = None
         self.error: Exception | None = None
 
     def run_if_free(self, *, elsewhere: bool = False) -> None:
-        """Run it unless a thread has begun to."""
+        """Run the work unless a thread has begun it."""
         if not self._free.acquire(blocking=False):
             return
         begun = time.thread_time() if elsewhere else 0.0
@@ -100,6 +101,6 @@ class _Work:
             self._over.release()
 
     def wait(self) -> float:
-        """Until it is over; the seconds that another thread spent on it."""
+        """Wait until the work has ended; returns the CPU seconds that another thread spent on it."""
         self._over.acquire()
         return self._seconds

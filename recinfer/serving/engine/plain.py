@@ -1,7 +1,7 @@
 """Finds the parts of a plain request in its bytes, without a protobuf message.
 
-Plain is what the compiled reader accepts, for a model whose only embedding module is pooled and unweighted, up to bounds on
-its size. The decoded path answers all other requests, also those with errors, since it has the error messages.
+A request is plain if the compiled reader accepts it, the model's only embedding module is pooled and unweighted, and the size
+is within bounds. The decoded path answers all other requests, also those with errors, since it has the error messages.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MOST_BYTES, _MOST_IDS, _MOST_FLOATS = 4 << 20, 1 << 18, 1 << 22
 
 
 class RequestParts(NamedTuple):
-    """Where the parts of a request lie in its bytes: RequestParts in ``wire/_wire.c``.
+    """Offsets of the parts of a request in its bytes: RequestParts in ``wire/_wire.c``.
 
     Attributes:
-        model, version: as the request names them; empty where it does not.
-        dense_at, dense_bytes: where its dense inputs are, and their size.
-        features: (bytes of the keys, fields of a BagPlaces); ``context``: the same, None where there is none.
+        model, version: names in the request, or empty.
+        dense_at, dense_bytes: offset and size of its dense inputs, in bytes.
+        features: (bytes of the keys, fields of a BagPlaces); ``context``: the same, or None.
     """
 
     model: str
@@ -48,13 +48,13 @@ class RequestParts(NamedTuple):
 
 
 class PlainRequest(NamedTuple):
-    """Where the parts of a request lie in ``data``, and what they are for.
+    """A plain request: offsets of its parts in ``data``, and the version and tables that answer it.
 
     Attributes:
-        order: the lookup of its keys.
+        order: the prepared lookup of the request's keys.
         bag_data: the bytes in which the bags lie: ``data``, unless id steps changed the ids.
-        bags: of the samples; ``context``: of what goes with all of them.
-        dense_at, dense_bytes: where its dense inputs are, and their size.
+        bags: places of the samples' ids; ``context``: places of the ids that go with all samples.
+        dense_at, dense_bytes: offset and size of its dense inputs, in bytes.
     """
 
     data: bytes
@@ -73,12 +73,12 @@ class PlainRequest(NamedTuple):
         return self.bags.batch
 
     def fill(self, into: NDArray[np.float32], part: tuple[int, int] | None) -> bool:
-        """See recinfer.serving.engine.byte_path.Fill; of rows in this process."""
+        """Write vectors of rows in this process, see recinfer.serving.engine.byte_path.Fill."""
         assert isinstance(self.order, ReadyLookup)
         return self.order.fill(into, self.bag_data, self.bags, part, self.context)
 
     def head(self) -> bytes:
-        """All of its LookupResponse but the floats at the end."""
+        """The request's LookupResponse without the floats at the end."""
         order, key = self.order, (self.batch, self.model.version)
         found: bytes | None = order.heads[key]
         if found is None:
@@ -86,42 +86,43 @@ class PlainRequest(NamedTuple):
         return found
 
     def can_predict(self) -> bool:
-        """Whether it has all that a dense run takes, and the model's dense part runs on arrays."""
+        """Whether the request has all inputs of the dense part, and the dense part runs on arrays."""
         state = self.state
         return self.order.complete and state.runs_on_arrays and self.dense_bytes == 4 * state.num_dense * self.batch
 
     def parts(self, threads: int) -> int:
-        """In how many parts it is best run on so many threads that have nothing else to do."""
+        """The best number of parts for a run on ``threads`` idle threads."""
         return min(threads, self.batch // _LEAST_PART) or 1 if self.state.mergeable else 1
 
     def dense(self, first: int = 0, last: int | None = None) -> NDArray[np.float32] | None:
-        """Dense inputs of its samples from ``first`` to before ``last``, flat; None when one of them is not finite, or all of
-        them are too large for the sum to show it.
+        """Dense inputs of the samples from ``first`` to before ``last``, flat; None if a number is not finite, or if the sum of
+        their squares overflows.
         """
         columns = self.state.num_dense
         samples = (self.batch if last is None else last) - first
         values = np.frombuffer(self.data, np.float32, samples * columns, self.dense_at + 4 * first * columns)
-        # One sum sees every NaN and infinity. What is merely large is looked at twice, by the ordinary way. np.dot would
-        # say on stderr that the sum overflows; vdot takes as long and says nothing.
+        # One sum shows every NaN and infinity. Numbers that are merely large are checked again in the decoded path. np.dot would
+        # report an overflow of the sum on stderr; vdot takes as long and reports nothing.
         return values if math.isfinite(np.vdot(values, values)) else None
 
 
 class PlainReader:
-    """Reads requests. Any thread may call it.
+    """Reads plain requests. Any thread may call it.
 
     Args:
         registry: the models.
-        limits: of requests; what is beyond them is not plain.
+        limits: limits of requests; a request beyond them is not plain.
     """
 
     def __init__(self, registry: ModelRegistry, limits: Limits) -> None:
-        self._registry, self._limits = registry, limits
+        self._registry = registry
+        self._limits = limits
         self._most_bytes = min(limits.max_message_bytes, _MOST_BYTES)
         self._most_ids = min(limits.max_ids, _MOST_IDS)
         self._most_floats = min(limits.max_response_bytes // 4, _MOST_FLOATS)
 
     def read(self, data: bytes) -> PlainRequest | None:
-        """The plain request in ``data``; None for any other."""
+        """The plain request in ``data``; None for any other request."""
         if len(data) > self._most_bytes or (found := read_request(data)) is None:
             return None
         parts = RequestParts._make(found)
@@ -159,7 +160,7 @@ class PlainReader:
 
 
 def _keys(block: bytes) -> tuple[str, ...]:
-    """The keys of a JaggedFeatures message that holds nothing else; none where they are no text."""
+    """The keys of a JaggedFeatures message that holds only keys; empty if the message is malformed."""
     try:
         return tuple(pb.JaggedFeatures.FromString(block).keys)
     except Exception:  # the decoded path reports the error
@@ -167,7 +168,7 @@ def _keys(block: bytes) -> tuple[str, ...]:
 
 
 def lookup_head(order: PreparedLookup, batch: int, version: str, missing: tuple[int, ...] = ()) -> bytes:
-    """All of a LookupResponse but the floats at its end."""
+    """A serialized LookupResponse without the floats at its end."""
     return codec.lookup_head(order.names, order.dims, batch, version, missing) + field_head(
         4, 4 * batch * order.columns
     )

@@ -1,4 +1,4 @@
-"""Follows a model store on disk: versions that appear are served, those that disappear are not."""
+"""Follows a model store on disk: versions that appear are loaded, versions that disappear are unloaded."""
 
 from __future__ import annotations
 
@@ -26,34 +26,35 @@ _log = logging.getLogger(__name__)
 _STOPPED_S = 0.1  # between two checks whether to stop
 _SERVE_ALL = ModelChoice()
 _SERVE_NONE = ModelChoice(latest=0)
-_NOTHING: Fingerprint = {}  # no archive is without files
+_TRY_AGAIN: Fingerprint = {}  # differs from every fingerprint, as each archive has files
 
 
 def versions_on_disk(folder: Path) -> dict[str, Path]:
-    """The versions in a model's folder that can be read, the newest first."""
+    """The readable versions in a model's folder, the newest first."""
     return StoreFolder(folder.parent).readable(folder.name)
 
 
 class StorePoller:
-    """Compares a store with the served versions on request, and has the changes served. One thread at a time may call it.
+    """Compares a store with the served versions on request, and makes the changes. One thread at a time may call it.
 
-    A version is tried once; one that is refused is tried again when its files have changed, by a ranker at each look: its
-    shards have files of their own, and may get them later. A version becomes the default
-    one when it is loaded and is newer than all that are served, unless the configuration has weights: what an operator
-    does meanwhile (rollback, weights, unload) stays. Versions that did not come from the store are left alone.
+    A version is tried once. A refused version is tried again when its files have changed; a ranker tries it at each look,
+    since its shard servers have files of their own and may get them later. A version becomes the default when it is loaded
+    and is newer than all served versions, unless the configuration has weights. Changes by an operator (rollback, weights,
+    unload) stay. Versions from outside the store are left alone.
 
-    A version is unloaded when its folder is gone, not when it cannot be read; nor when the store, or the folder of its model,
-    is empty, as where a disk was mounted that is lost. One whose mapped files are changed in place gets a fault.
+    A version is unloaded when its folder is gone. A version stays when its folder cannot be read, and when the store or the
+    folder of its model is empty, as after the loss of a mounted disk. A version whose mapped files are changed in place gets
+    a fault.
 
     Args:
         folder: the store.
-        change: makes an admin call, its name and its serialized request; raises errors of ours.
-        state: what is served, as recinfer.serving.engine.store.served_state has it; None: not known now.
-        config: a file of recinfer.serving.engine.model_config; it is read at each look.
+        change: (name, serialized request) -> makes an admin call; raises RecinferErrors.
+        state: returns the state of recinfer.serving.engine.store.served_state; None: unknown now.
+        config: a file of recinfer.serving.engine.model_config, which is read at each look.
         is_ranker: the tables of the versions are on shard servers.
 
     Raises:
-        ConfigError: the file is bad; later, a bad one is logged and the last good one stays.
+        ConfigError: the file is bad. Later a bad file is logged, and the last good configuration stays.
     """
 
     def __init__(
@@ -65,27 +66,31 @@ class StorePoller:
         *,
         is_ranker: bool = False,
     ) -> None:
-        self.folder, self.config, self._is_ranker = folder, config, is_ranker
-        self._change, self._state = change, state
+        self.folder = folder
+        self.config = config
+        self._is_ranker = is_ranker
+        self._change = change
+        self._state = state
         self._store = StoreFolder(folder)
-        self._tried: dict[tuple[str, str], Fingerprint] = {}  # what each version was when it was loaded or refused
-        self._loaded: dict[tuple[str, str], Fingerprint] = {}  # what each served version was at the first look at it
+        self._tried: dict[tuple[str, str], Fingerprint] = {}  # files of each version when it was loaded or refused
+        self._loaded: dict[tuple[str, str], Fingerprint] = {}  # files of each served version at the first look
         self._in_place: dict[tuple[str, str], list[str]] = {}  # files of served versions that were changed in place
-        # Labels and weights of the configuration that were set, by model.
+        # By model, the labels and weights of the configuration that were set.
         self._set: dict[str, tuple[Mapping[str, str], Mapping[str, int]]] = {}
-        self._logged: dict[str, str] = {}  # what was logged, by what it is about
+        self._logged: dict[str, str] = {}  # the last logged text by its subject
         self._text: str | None = None
         self._choices: dict[str, ModelChoice] | None = None
         if config is not None:
             text = read_text(config)
-            self._choices, self._text = self._checked(text), text
+            self._choices = self._checked(text)
+            self._text = text
 
     def choice(self, model: str) -> ModelChoice:
-        """What is to be served of a model."""
+        """The versions of a model to serve, with labels and weights."""
         return _SERVE_ALL if self._choices is None else self._choices.get(model, _SERVE_NONE)
 
     def begin(self, registry: ModelRegistry) -> None:
-        """Give models of the configuration their labels and weights before they are served, where all named versions are here."""
+        """Set the labels and weights of the configuration before models are served, where all its named versions are loaded."""
         for model in registry.names():
             choice = self.choice(model)
             if {*choice.labels.values(), *choice.weights} <= set(registry.versions(model)):
@@ -95,10 +100,10 @@ class StorePoller:
                     registry.set_weights(model, choice.weights)
 
     def poll(self, reason: str = "poll") -> None:
-        """Look once, and make all changes; what fails is logged once.
+        """Look once, and make all changes; a failure is logged once.
 
         Args:
-            reason: of the changes, for the log.
+            reason: the reason of the changes, for the log.
         """
         self._read_config()
         state = self._state()
@@ -130,7 +135,7 @@ class StorePoller:
             self._follow(model, look, reason)
 
     def _look(self, model: str) -> FoundVersions | None:
-        """What there is of a model; None where nobody can say, which is logged once."""
+        """The versions of a model on disk; None if its folder cannot be read, which is logged once."""
         try:
             return self._store.versions(model)
         except FileNotFoundError:
@@ -140,7 +145,7 @@ class StorePoller:
             return None
 
     def _read_config(self) -> None:
-        """Take over the file where it has changed and is good; else the last good one stays."""
+        """Apply the configuration file if it has changed and is good; else the last good configuration stays."""
         if self.config is None:
             return
         try:
@@ -169,14 +174,14 @@ class StorePoller:
     def _follow(self, model: str, found: FoundVersions, reason: str) -> None:
         choice = self.choice(model)
         known = {version for name, version in self._tried if name == model}
-        # One that was here and cannot be read now is not gone.
+        # A known version that cannot be read now is not gone.
         here = sorted([*found.readable, *(found.unreadable & known)], key=natural, reverse=True)
         wanted = choice.of(here)
         for version in wanted:
             if version in found.readable:
                 self._try(model, version, found.readable[version], choice, reason)
         if self._choices is not None and model in self._choices:
-            self._name_and_weigh(model, choice, reason)
+            self._set_labels_and_weights(model, choice, reason)
         known = {version for name, version in self._tried if name == model}
         self._unload(model, known - set(wanted), reason)
 
@@ -191,18 +196,18 @@ class StorePoller:
         if version not in served:
             self._loaded[key] = seen
             self._in_place.pop(key, None)
-        elif first:  # since the server began
+        elif first:  # served since the server began
             self._loaded[key] = seen
             return
         elif not self._is_ranker and self._notice_fault(model, version, path, seen):  # a ranker maps no tables
             return
         newest = not choice.weights and all(natural(version) > natural(other) for other in served)
         request = pb.LoadRequest(model=model, version=version, activate=newest)
-        if not self._made("Load", request, f"{model} {version}", reason) and self._is_ranker:
-            self._tried[key] = _NOTHING
+        if not self._try_change("Load", request, f"{model} {version}", reason) and self._is_ranker:
+            self._tried[key] = _TRY_AGAIN
 
     def _notice_fault(self, model: str, version: str, path: Path, seen: Fingerprint) -> bool:
-        """Whether files of a served version are changed under it; what changed about that is in the log, and in its health."""
+        """Whether files of a served version were changed in place; each transition goes into the log and the version's health."""
         key, before = (model, version), self._in_place.get((model, version), [])
         content = next((c for name, v, _, _, c in self._versions() if (name, v) == key), ("",))
         found = changed_in_place(path, content[0], self._loaded.get(key, {}), seen, before)
@@ -212,7 +217,7 @@ class StorePoller:
             try:
                 self._change(SET_FAULT, json.dumps(fault).encode())
             except RecinferError as error:
-                self._tried[key] = _NOTHING  # at the next look again
+                self._tried[key] = _TRY_AGAIN  # at the next look
                 self._log_once(
                     f"{model} {version}", f"model store: {why or 'a fault that is mended'}; not noted: {error}"
                 )
@@ -228,16 +233,16 @@ class StorePoller:
                 _log.warning("model store: the files of %s %s are as they were loaded again", model, version)
         return bool(found)
 
-    def _name_and_weigh(self, model: str, choice: ModelChoice, reason: str) -> None:
-        """Labels and weights of the configuration, once they change and all of their versions are served."""
+    def _set_labels_and_weights(self, model: str, choice: ModelChoice, reason: str) -> None:
+        """Set the labels and weights of the configuration if they have changed and all their versions are served."""
         if self._set.get(model, ({}, {})) == (choice.labels, choice.weights):
             return
         if not {*choice.labels.values(), *choice.weights} <= set(self._served(model)):
             return
         labels = [pb.VersionLabel(label=label, version=version) for label, version in choice.labels.items()]
-        done = self._made("SetLabels", pb.SetLabelsRequest(model=model, labels=labels), model, reason)
+        done = self._try_change("SetLabels", pb.SetLabelsRequest(model=model, labels=labels), model, reason)
         if done and choice.weights:
-            done = self._made("SetWeights", _weighing(model, choice.weights), model, reason)
+            done = self._try_change("SetWeights", _weights_request(model, choice.weights), model, reason)
         if done:
             self._set[model] = (choice.labels, choice.weights)
 
@@ -260,21 +265,21 @@ class StorePoller:
         if left and any(version in ending for version in weights):
             kept = {version: weight for version, weight in weights.items() if version not in ending}
             shares = kept or {max(left, key=natural): 1}
-            if not self._made("SetWeights", _weighing(model, shares), model, reason):
+            if not self._try_change("SetWeights", _weights_request(model, shares), model, reason):
                 return
-        # What has a weight comes last: where nothing is left, it goes with the model.
+        # Versions with a weight come last: where no other version is left, their unload removes the model.
         for version in sorted(ending, key=lambda version: version in weights):
-            if self._made("Unload", pb.UnloadRequest(model=model, version=version), f"{model} {version}", reason):
+            if self._try_change("Unload", pb.UnloadRequest(model=model, version=version), f"{model} {version}", reason):
                 for known in (self._tried, self._loaded, self._in_place):
                     known.pop((model, version), None)
                 self._logged.pop(f"{model} {version}", None)
-                # What names other versions is still set: to set it again would change nothing and fill the log.
+                # Labels and weights of other versions are still set: to set them again would change nothing and fill the log.
                 labels, known_shares = self._set.get(model, ({}, {}))
                 if not left or version in labels.values() or version in known_shares:
                     self._set.pop(model, None)
 
-    def _made(self, call: str, request: Any, about: str, reason: str) -> bool:
-        """Whether the change was made; the log has why not, once."""
+    def _try_change(self, call: str, request: Any, about: str, reason: str) -> bool:
+        """Make a change; returns whether it succeeded. A failure is logged once."""
         request.change.who, request.change.reason = BY_POLLING, reason
         try:
             self._change(call, request.SerializeToString())
@@ -302,24 +307,25 @@ class StorePoller:
         return dict(state["weights"].get(model, [{}])[0])
 
     def _is_default(self, model: str) -> bool:
-        """Whether requests without a model go to it; they would go to another if it were unloaded."""
+        """Whether requests without a model go to ``model``; they would go to another model after its unload."""
         return next((name == model for name, *_ in self._versions()), False)
 
 
 class PollLoop:
-    """A thread that polls every ``seconds`` (None: never by itself), and on request.
+    """A thread that polls every ``seconds`` (None: on request alone) and on request.
 
-    ``reload`` may be called by a signal handler: a SimpleQueue may be put into in the middle of anything.
+    A signal handler may call ``reload``, since ``SimpleQueue.put`` is reentrant.
     """
 
     def __init__(self, poller: StorePoller, seconds: float | None) -> None:
-        self._poller, self._seconds = poller, seconds
+        self._poller = poller
+        self._seconds = seconds
         self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._waiting: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # for a look that begins from now on
+        self._waiting: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()  # set by the next look that begins
         self._thread = threading.Thread(target=self._run, name="recinfer-poll", daemon=True)
 
     def start(self) -> None:
-        """Look for the first time now."""
+        """Start the thread, which looks for the first time now."""
         self._thread.start()
 
     def reload(self) -> None:
@@ -327,7 +333,7 @@ class PollLoop:
         self._requests.put("config")
 
     def look(self, stopped: threading.Event) -> None:
-        """Look now, and wait until that is done, or ``stopped`` is set."""
+        """Request a look now, and wait until the look is done or ``stopped`` is set."""
         done = threading.Event()
         self._waiting.put(done)
         self.reload()
@@ -344,7 +350,7 @@ class PollLoop:
             waiting = [self._waiting.get() for _ in range(self._waiting.qsize())]
             try:
                 self._poller.poll(reason)
-            except Exception:  # a bug of ours must not end polling
+            except Exception:  # a bug of recinfer must not end polling
                 _log.exception("model store: a look at %s failed", self._poller.folder)
             for done in waiting:
                 done.set()
@@ -354,6 +360,6 @@ class PollLoop:
                 reason = "poll"
 
 
-def _weighing(model: str, weights: Mapping[str, int]) -> pb.SetWeightsRequest:
+def _weights_request(model: str, weights: Mapping[str, int]) -> pb.SetWeightsRequest:
     items = [pb.VersionWeight(version=version, weight=weight) for version, weight in weights.items()]
     return pb.SetWeightsRequest(model=model, weights=items)

@@ -1,4 +1,4 @@
-"""How many requests may wait, how long the wait is expected to be, and the error that a refused caller gets."""
+"""The queue budget: how many requests may wait, the expected wait, and the error of a refused request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from recinfer.errors import OverloadedError
 __all__ = ["QueueBudget"]
 
 _MARGIN = 1.5  # factor by which the real wait may exceed the estimate
-_SMOOTHING = 0.2  # the part of a run in the estimate of the next
+_SMOOTHING = 0.2  # weight of the last run in the estimate of the next
 _FULL, _TOO_LATE = "its limit", "more than its deadline allows"
-_SAME_ERROR_S = 20e-3  # for which refusals get one error object
+_SAME_ERROR_S = 20e-3  # refusals within this time share an error object
 
 
 class _Refusal(NamedTuple):
-    """The error of a refused request, whether it was for a full queue, and when (``time.monotonic()``)."""
+    """A refusal: whether the queue was full, its time (``time.monotonic()``) and its error."""
 
     full: bool | None
     at: float
@@ -32,15 +32,16 @@ class QueueBudget:
     """Counts queued requests. Any thread may call.
 
     Args:
-        most: requests that may wait.
-        at_a_time: runs, or fan-outs to shards, that may be under way together.
+        most: number of requests that may wait.
+        at_a_time: number of runs, or of fan-outs to shard servers, that may be under way together.
 
     Attributes:
-        waiting: requests that wait.
+        waiting: number of queued requests.
     """
 
     def __init__(self, most: int, at_a_time: int) -> None:
-        self._most, self._at_a_time = most, at_a_time
+        self._most = most
+        self._at_a_time = at_a_time
         self.waiting = self.refusals = 0
         self._last = _NONE_YET
         self._lock = threading.Lock()
@@ -52,13 +53,13 @@ class QueueBudget:
             self.waiting += 1
 
     def leave(self, requests: int) -> None:
-        """Count so many requests fewer."""
+        """Count ``requests`` queued requests fewer."""
         with self._lock:
             self.waiting -= requests
 
     def admit(self, deadline: float) -> None:
-        """Raises OverloadedError, and counts it, if a request that arrives now cannot wait, or would be answered after its
-        ``deadline`` (of ``time.monotonic()``): it would take the run of a request whose caller still waits.
+        """Raise OverloadedError, and count a refusal, if a request that arrives now cannot be queued, or would be answered after
+        its ``deadline`` (of ``time.monotonic()``): a late request would take the run of another whose client still waits.
         """
         if (error := self.refused(deadline)) is not None:
             raise error
@@ -66,8 +67,8 @@ class QueueBudget:
     def refused(self, deadline: float) -> OverloadedError | None:
         """The error for a request that cannot be queued now; it is counted as refused. None: it can be queued.
 
-        Requests of the same few milliseconds get the same error object: to format a message for each would be a fifth of what
-        a refusal costs.
+        Requests of the same few milliseconds get the same error object: a message of its own for each would be a fifth of the
+        cost of a refusal.
         """
         waiting = self.waiting
         if not waiting:
@@ -82,8 +83,8 @@ class QueueBudget:
                 last = self._last = _Refusal(full, now, self._error(_FULL if full else _TOO_LATE))
         return last.error
 
-    def took(self, seconds: float, requests: int) -> None:
-        """Record the duration of a run of so many requests."""
+    def record_run(self, seconds: float, requests: int) -> None:
+        """Record the duration of a run of ``requests`` requests."""
         with self._lock:
             self._seconds_a_request += _SMOOTHING * (seconds / requests - self._seconds_a_request)
 

@@ -23,13 +23,13 @@ class ServedModel:
     """One version of one model, ready to answer.
 
     Attributes:
-        name: what requests call it; need not be the name in its archive.
-        version: what requests call it: the version in its archive's manifest, or its folder in the model store.
-        predictor: runs it.
+        name: the model's name in requests, which may differ from the name in its archive.
+        version: the version's name in requests: the version in its archive's manifest, or its folder in the model store.
+        predictor: runs the version.
         pooled_width: sum of the widths of its pooled features.
         sequence_width: sum of the widths of its unpooled features.
-        since: ``time.monotonic()`` when it was loaded.
-        run_cost: what its dense runs take.
+        since: ``time.monotonic()`` when the version was loaded.
+        run_cost: estimates the duration of its dense runs.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ServedModel:
 
     @classmethod
     def of(cls, name: str, predictor: Predictor, version: str = "") -> ServedModel:
-        """Wrap ``predictor`` under ``name``, and ``version`` unless it is its archive's."""
+        """Wrap ``predictor`` under ``name`` and ``version`` (empty: the version of its archive)."""
         widths = [(feature.dim, feature.pooled) for feature in predictor.features]
         return cls(
             name=name,
@@ -57,7 +57,7 @@ class ServedModel:
         wanted = set(keys)
         pooled = sequence = 0
         for feature in self.predictor.features:
-            # A feature that several tables read has one output a table, named feature@table.
+            # A feature that several tables read has one output per table, named feature@table.
             if feature.name in wanted or feature.name.split("@")[0] in wanted:
                 pooled += feature.dim * feature.pooled
                 sequence += feature.dim * (not feature.pooled)
@@ -66,9 +66,9 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class _Versions:
-    """The versions of one model; ``weights`` sum to more than 0, and ``before`` are those that they replaced.
+    """The versions of one model; ``weights`` sum to more than 0, and ``before`` holds the weights that they replaced.
 
-    ``labels`` are other names of some of the versions, and ``faults`` say of some why they may answer wrongly.
+    ``labels``: label -> version. ``faults``: version -> the reason why it may answer wrongly.
     """
 
     by_name: Mapping[str, ServedModel]
@@ -78,19 +78,19 @@ class _Versions:
     faults: Mapping[str, str] = field(default_factory=dict)
 
     def choose(self) -> ServedModel:
-        """A version, as often as its weight says."""
+        """A random version, with a probability proportional to its weight."""
         if len(self.weights) == 1:
             return self.by_name[next(iter(self.weights))]
         return self.by_name[random.choices(list(self.weights), list(self.weights.values()))[0]]
 
 
 class ModelRegistry:
-    """The served models by name and version; the first one added is the default.
+    """The served models by name and version; the first added model is the default.
 
     Readers take no lock: every change builds a new state and replaces the old one at once. Thread-safe.
 
     Args:
-        models: name -> predictor, or models as they are to be served.
+        models: name -> predictor, or the models to serve.
 
     Raises:
         ConfigError: no model, or a name that is empty.
@@ -118,7 +118,7 @@ class ModelRegistry:
         return list(self._models)
 
     def versions(self, name: str) -> dict[str, ServedModel]:
-        """The versions of a model, the oldest here first; raises NotFoundError."""
+        """The versions of a model in the order of their loading; raises NotFoundError."""
         return dict(self._of(name).by_name)
 
     def weights(self, name: str) -> dict[str, int]:
@@ -130,21 +130,21 @@ class ModelRegistry:
         return dict(self._of(name).labels)
 
     def resolve_label(self, model: str, label: str) -> str:
-        """The version that ``label`` names of ``model`` (empty: the default one).
+        """The version that ``label`` names of ``model`` (empty: the default model).
 
         Raises:
-            NotFoundError: there is no such model or label; the message lists what there is.
+            NotFoundError: no such model or label; the message lists the known names.
         """
         return self._labelled(model, self._of(model), label)
 
     def get(self, name: str = "", version: str = "", label: str = "") -> ServedModel:
-        """The model ``name`` (empty: the default one) at ``version`` (empty: one of those with a weight).
+        """The model ``name`` (empty: the default model) at ``version`` (empty: a random version by weight).
 
         Args:
-            label: names a version, in place of ``version``.
+            label: names a version, instead of ``version``.
 
         Raises:
-            NotFoundError: there is none; the message lists what there is.
+            NotFoundError: no such model, version or label; the message lists the known names.
             InputError: both a version and a label.
         """
         versions = self._of(name)
@@ -158,10 +158,10 @@ class ModelRegistry:
         return versions.by_name[version]
 
     def add(self, model: ServedModel) -> None:
-        """Serve ``model``: on its version's name alone where there are other versions, else as the default one.
+        """Serve ``model``: the first version of a model as its default, a further version for requests that name it.
 
         Raises:
-            InputError: that version is here already.
+            InputError: the version is loaded already.
         """
         with self._lock:
             here = self._models.get(model.name)
@@ -176,11 +176,11 @@ class ModelRegistry:
             self._models = {**self._models, model.name: new}
 
     def remove(self, name: str, version: str) -> None:
-        """Remove a version and its labels; requests that have it finish with it.
+        """Remove a version and its labels; running requests finish with the version.
 
         Raises:
-            NotFoundError: there is none.
-            InputError: requests without a version go to it, or it is the last model.
+            NotFoundError: no such model or version.
+            InputError: the version has a weight and others are left, or is the last version of the last model.
         """
         with self._lock:
             versions = self._of(name)
@@ -203,7 +203,9 @@ class ModelRegistry:
             self._models = models
 
     def set_weights(self, name: str, weights: Mapping[str, int]) -> None:
-        """Spread requests without a version over versions by weight. The same again changes nothing, nor what to go back to.
+        """Spread requests without a version over versions by weight.
+
+        Equal weights again change nothing, also not the weights to which ``rollback`` returns.
 
         Raises:
             NotFoundError: a model or version that is not loaded.
@@ -238,7 +240,7 @@ class ModelRegistry:
             self._models = {**self._models, name or next(iter(self._models)): new}
 
     def set_fault(self, name: str, version: str, why: str) -> None:
-        """Note that a version may answer wrongly, and why; an empty ``why``: that it does not any more. Raises NotFoundError."""
+        """Note the reason ``why`` a version may answer wrongly; an empty reason clears the fault. Raises NotFoundError."""
         with self._lock:
             versions = self._of(name)
             self._check_version(name, versions, version)
@@ -246,7 +248,7 @@ class ModelRegistry:
             self._models = {**self._models, name or next(iter(self._models)): replace(versions, faults=faults)}
 
     def faults(self, name: str) -> dict[str, str]:
-        """The versions of a model that may answer wrongly, each with why; raises NotFoundError."""
+        """The versions of a model that may answer wrongly, each with the reason; raises NotFoundError."""
         return dict(self._of(name).faults)
 
     def faulty(self) -> set[str]:
@@ -263,7 +265,7 @@ class ModelRegistry:
             self._models = {**self._models, name or next(iter(self._models)): new}
 
     def spread(self) -> dict[str, list[Any]]:
-        """By model, the weights of its versions, those that they replaced, or None, and its labels."""
+        """By model: the weights of its versions, the weights that these replaced (or None), and its labels."""
         return {
             name: [
                 dict(versions.weights),
@@ -274,9 +276,9 @@ class ModelRegistry:
         }
 
     def restore(self, spread: Mapping[str, Sequence[Any]]) -> None:
-        """Take over what ``spread`` gave in another process, of which some versions may be missing here.
+        """Apply the ``spread`` of another process, which may have versions that this process lacks.
 
-        A model keeps the weights that it has here where none of its versions with a weight there is here.
+        A model keeps its weights where this process lacks all its versions with a weight in ``spread``.
         """
         with self._lock:
             models = dict(self._models)

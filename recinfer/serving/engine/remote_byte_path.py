@@ -1,6 +1,6 @@
-"""Plain requests of a ranker, answered from their bytes and from what shards answer.
+"""Plain requests of a ranker, answered from their bytes and from the answers of shard servers.
 
-As recinfer.serving.engine.byte_path where the rows are in this process: what is unusual goes the decoded path.
+recinfer.serving.engine.byte_path is the counterpart for tables of this process. Unusual requests go to the decoded path.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from recinfer.serving.engine.stats import RequestStats
 __all__ = ["MOST_FAN_OUTS", "FanOuts"]
 
 MOST_FAN_OUTS = 64
-"""That are under way together; more requests wait."""
+"""The most fan-outs that are under way together; further requests wait."""
 
 
 class FanOuts:
-    """Answers plain requests from shards, each with a fan-out of its own. Any thread may start one; its answers come on the
-    shards' thread. See recinfer.serving.engine.scheduler.Runner.
+    """Answers plain requests from shard servers, each with its own fan-out. Any thread may start a fan-out; its answers arrive
+    on the thread of the shard servers' answers. The scheduler calls the methods of recinfer.serving.engine.scheduler.Runner.
 
     Args:
-        scheduler: where requests wait while too many fan-outs are under way.
+        scheduler: queues requests while too many fan-outs are under way.
         predictions: runs the dense parts of predictions.
-        stats: the server's.
+        stats: the server's counts.
         decode: answers a request in the decoded path.
     """
 
     def __init__(
         self, scheduler: Scheduler, predictions: Predictions, stats: RequestStats, decode: Callable[[Request], None]
     ) -> None:
-        self._scheduler, self._predictions, self._stats, self._decode = scheduler, predictions, stats, decode
+        self._scheduler = scheduler
+        self._predictions = predictions
+        self._stats = stats
+        self._decode = decode
         self._under_way = 0
-        self._turn_ends = False  # the end of a turn of the shards' thread is awaited
+        self._turn_ends = False  # whether a callback is scheduled for the end of a turn of the answers' thread
         self._lock = threading.Lock()
 
     def start(self, request: Request, plain: PlainRequest) -> None:
@@ -53,19 +56,19 @@ class FanOuts:
     # -- for the scheduler
 
     def can_start(self) -> bool:
-        """While few are under way."""
+        """Whether fewer than MOST_FAN_OUTS fan-outs are under way."""
         return self._under_way < MOST_FAN_OUTS
 
     def may_share(self, entry: Entry, samples: int) -> bool:
-        """No: merging requests is more work than it saves."""
+        """False: merging requests is more work than it saves."""
         return False
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """Only the shards take long."""
+        """0: the shard servers do the work, so a fan-out begins on the calling thread."""
         return 0.0
 
     def run(self, entries: Sequence[Entry], threads: int) -> None:
-        """Begin their fan-outs."""
+        """Begin the fan-outs of ``entries``."""
         for entry in entries:
             self._begin(entry.request, entry.work)
 
@@ -73,7 +76,9 @@ class FanOuts:
 
     def _begin(self, request: Request, plain: PlainRequest) -> None:
         is_lookup = request.call == "Lookup"
-        if not is_lookup and (not plain.can_predict() or plain.dense() is None):  # before any shard is called in vain
+        if not is_lookup and (
+            not plain.can_predict() or plain.dense() is None
+        ):  # checked before a shard server is called in vain
             self._decode(request)
             return
         start = time.perf_counter()
@@ -82,14 +87,14 @@ class FanOuts:
         self._scheduler.begin()
         lookup = plain.order
         assert isinstance(lookup, AwaitedLookup)
-        answered = functools.partial(self._answered, request, plain, start)
+        answered = functools.partial(self._finish, request, plain, start)
         if not lookup.start(plain.bag_data, plain.bags, request.deadline, answered):
             with self._lock:
                 self._under_way -= 1
             self._scheduler.done(0, 0, 0.0)
             self._decode(request)
 
-    def _answered(
+    def _finish(
         self,
         request: Request,
         plain: PlainRequest,
@@ -98,7 +103,7 @@ class FanOuts:
         missing: tuple[int, ...],
         error: Exception | None,
     ) -> None:
-        """On the thread that has the rows, or where the lookup began."""
+        """Reply, or queue the dense run; called on the thread that has the rows, or where the lookup began."""
         with self._lock:
             self._under_way -= 1
         seconds = time.perf_counter() - start
@@ -124,12 +129,12 @@ class FanOuts:
         self._scheduler.run_ready()
 
     def _joined(self, plain: PlainRequest, rows: Rows, missing: tuple[int, ...], start: float) -> bytes:
-        """The answer to a lookup."""
+        """The serialized answer to a lookup."""
         head = plain.head()
         if missing:
             head = lookup_head(plain.order, plain.batch, plain.model.version, missing)
         joined = rows.after(head)
         plain.state.stages.add("lookup", time.perf_counter() - start)
         self._stats.batch.add(plain.batch)
-        self._stats.stages.add("encode", 0.0)  # the join wrote it
+        self._stats.stages.add("encode", 0.0)  # the join wrote the answer
         return joined

@@ -12,10 +12,10 @@ __all__ = ["AnswerCall", "CallName", "Reply", "Request"]
 CallName = Literal["Lookup", "Predict"]
 
 AnswerCall = Callable[[CallName, bytes], Awaitable[bytes]]
-"""Answers a serialized request on the event loop; raises errors of ours."""
+"""Answers a serialized request on the event loop; raises RecinferErrors."""
 
 Reply = Callable[["bytes | Exception"], None]
-"""Takes a serialized answer or an error of ours; on any thread."""
+"""Takes a serialized answer or an error; called on any thread."""
 
 
 class Request:
@@ -23,11 +23,11 @@ class Request:
 
     Args:
         call: the method.
-        data: a serialized recinfer.v1 LookupRequest or PredictRequest, whatever came over the wire.
+        data: a serialized recinfer.v1 LookupRequest or PredictRequest, whatever the protocol.
         deadline: ``time.monotonic()`` after which the caller no longer waits.
         reply: called once with the answer; not called if the request was dropped before.
-        waits: called once, when the request has to wait for a thread, so that its protocol may watch whether its caller
-            disconnects meanwhile; on any thread.
+        waits: called on any thread, at most once, when the request has to wait for a thread, so that its protocol may watch
+            for a disconnection of the client.
         ticket: the bytes of the memory budget that the call holds.
     """
 
@@ -42,16 +42,20 @@ class Request:
         waits: Callable[[], None] | None = None,
         ticket: Ticket = UNCOUNTED,
     ) -> None:
-        self.call, self.data, self.deadline, self.waits, self.ticket = call, data, deadline, waits, ticket
+        self.call = call
+        self.data = data
+        self.deadline = deadline
+        self.waits = waits
+        self.ticket = ticket
         self._reply: Reply | None = reply
 
     def reply(self, answer: bytes | Exception) -> None:
         """Send the answer; only the first call counts."""
         reply, self._reply = self._reply, None
-        self.waits = None  # it may lead back to this request, and what it holds would wait for the garbage collector
+        self.waits = None  # it may refer to this request: a cycle would hold memory until a garbage collection
         if reply is not None:
             reply(answer)
 
     def drop(self) -> None:
-        """Give up the answer: the caller no longer waits for it."""
+        """Drop the reply: the client no longer waits for it."""
         self._reply = self.waits = None

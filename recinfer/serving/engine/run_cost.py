@@ -8,10 +8,10 @@ _DECAY = 0.8
 
 
 class RunCost:
-    """Seconds of processor a sample of one version of a model, smoothed over its last runs, each by its samples.
+    """Smoothed CPU seconds per sample of one version of a model, weighted by samples.
 
-    Runs of many samples take less for each than runs of one: so a rate that was learned from single samples is too high for
-    the first merged run, and right after it. Any thread may call; two at one moment may lose one run's figure.
+    A sample costs less in a large run than alone: a rate that was learned from single samples is too high for the first
+    merged run, and right after it. Any thread may call; of two simultaneous calls, one figure may be lost.
     """
 
     __slots__ = ("_samples", "_seconds")
@@ -20,10 +20,10 @@ class RunCost:
         self._seconds = self._samples = 0.0
 
     def expected(self, samples: int) -> float:
-        """Seconds of a run of so many samples; 0 before the first was seen."""
+        """Expected CPU seconds of a run of ``samples`` samples; 0 before the first run."""
         return self._seconds / self._samples * samples if self._samples else 0.0
 
     def learn(self, samples: int, seconds: float) -> None:
-        """A run of so many samples took ``seconds`` of processor."""
+        """Record a run of ``samples`` samples that took ``seconds`` CPU seconds."""
         self._seconds = _DECAY * self._seconds + seconds
         self._samples = _DECAY * self._samples + samples

@@ -1,4 +1,4 @@
-"""Counts what a server answered, by call and code, and how long its stages took."""
+"""Counts the answers of a server by call and code, and the seconds of their stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RequestStats:
     """Requests answered since the start, by (call, gRPC code name). Thread-safe.
 
     Attributes:
-        stages: seconds of decode, queue and encode; lookup and dense are each predictor's own.
+        stages: seconds of decode, queue and encode; each predictor counts its own lookup and dense.
         batch: samples of a request.
     """
 
@@ -37,7 +37,7 @@ class RequestStats:
         latency.add(seconds)
 
     def count(self, call: str, code: str) -> None:
-        """Count one answer that says nothing of how long answers take: a refusal as the call arrived."""
+        """Count one answer without its duration: a refusal when the call arrived."""
         with self._lock:
             self._requests[call, code] += 1
 
@@ -47,12 +47,12 @@ class RequestStats:
             return dict(self._requests)
 
     def seconds(self) -> dict[str, float]:
-        """Time from the request's arrival in Python to its answer, summed by call."""
+        """Seconds from the request's arrival in Python to its answer, summed by call."""
         with self._lock:
             return dict(self._seconds)
 
     def latency(self) -> dict[str, HistogramState]:
-        """The same time as a histogram, by call."""
+        """Histograms of the seconds from the request's arrival in Python to its answer, by call."""
         with self._lock:
             latency = dict(self._latency)
         return {call: histogram.state() for call, histogram in latency.items()}

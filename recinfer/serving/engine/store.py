@@ -1,4 +1,4 @@
-"""A folder of archives, ``<model>/<version>/``, and of deltas, ``<model>/*.rqd``, and what a running server does with it."""
+"""A model store, a folder of archives, ``<model>/<version>/``, and deltas, ``<model>/*.rqd``; and a server's changes from it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ class ModelStore:
 
     Args:
         folder: holds ``<model>/<version>/manifest.json``.
-        load_options: as recinfer.inference.predictor.load has them (``device``, ``preload``, ``lookups`` ...).
+        load_options: further arguments of recinfer.inference.predictor.load (``device``, ``preload``, ``lookups`` ...).
 
     Raises:
-        ConfigError: it is no folder.
+        ConfigError: ``folder`` is no folder.
     """
 
     def __init__(self, folder: Path, **load_options: Any) -> None:
         if not folder.is_dir():
             raise ConfigError(f"model store {folder} is not a folder")
-        self.folder, self._load_options = folder, load_options
+        self.folder = folder
+        self._load_options = load_options
         self._listed = StoreFolder(folder)
 
     def models(self) -> list[str]:
@@ -52,7 +53,7 @@ class ModelStore:
             raise UnavailableError(f"model store {self.folder} cannot be read: {error.strerror}") from None
 
     def versions(self, model: str) -> list[str]:
-        """Versions of a model that can be read, the newest (the highest number) first."""
+        """The readable versions of a model, the newest (the highest number) first."""
         self._inside(self.folder, model)
         return list(self._listed.readable(model))
 
@@ -60,8 +61,8 @@ class ModelStore:
         """Map, check and warm a version: every golden request is replayed.
 
         Raises:
-            NotFoundError: the store has none.
-            ArchiveError: it breaks a rule of the format, or answers a golden request wrongly.
+            NotFoundError: the store lacks the version.
+            ArchiveError: the archive breaks a rule of the format, or answers a golden request wrongly.
         """
         if version not in self.versions(model):
             known = ", ".join(self.versions(model)) or "none"
@@ -73,7 +74,7 @@ class ModelStore:
         return predictor
 
     def manifest_sha256(self, model: str, version: str) -> str | None:
-        """Of a version's manifest, which lists the hashes of all else; None where there is none that can be read."""
+        """The SHA-256 of a version's manifest, which lists the hashes of all other files; None if the manifest is unreadable."""
         try:
             data = (self._inside(self._inside(self.folder, model), version) / "manifest.json").read_bytes()
         except OSError:
@@ -81,7 +82,7 @@ class ModelStore:
         return hashlib.sha256(data).hexdigest()
 
     def delta(self, model: str, name: str) -> Path:
-        """The file of a delta; raises NotFoundError, or InputError for a name that leads elsewhere."""
+        """The file of a delta; raises NotFoundError, or InputError for a name that leads out of the model's folder."""
         path = self._inside(self._inside(self.folder, model), name)
         if path.suffix != ".rqd" or not path.is_file():
             found = ", ".join(sorted(file.name for file in path.parent.glob("*.rqd"))) or "none"
@@ -97,19 +98,21 @@ class ModelStore:
         every: bool = False,
         choose: Callable[[str, list[str]], list[str]] = lambda _, versions: versions,
     ) -> list[T]:
-        """What ``opens`` makes of the newest sound version of each model; one that it raises for is logged and passed over.
-
-        Versions of a model come in a row, the newest first.
+        """Open the newest sound version of each model; a version for which ``opens`` raises is logged and passed over.
 
         Args:
-            broken: which of recinfer's own errors say that a version is unsound; others are raised. Any exception that is
-                none of recinfer's says so too.
+            opens: (model, version) -> the result for a sound version.
+            broken: the type of RecinferErrors that mean an unsound version; other RecinferErrors are raised. Any other
+                exception means an unsound version too.
             needed: raise where no model has a sound version, instead of returning nothing.
-            every: all versions that ``choose`` gives, and not the newest alone.
-            choose: which of a model's versions may be tried, of those that are given to it.
+            every: open all versions that ``choose`` returns, instead of the newest alone.
+            choose: (model, versions) -> the versions that may be tried, in order.
+
+        Returns:
+            The results of ``opens``; those of one model in a row, the newest first.
 
         Raises:
-            ConfigError: there are models, and no sound version of any; it says how each is broken.
+            ConfigError: the store has models, and no sound version of any; the message has the error of each.
         """
         found, unsound = [], []
         for model in self.models():
@@ -149,25 +152,28 @@ class StoreManager:
     """
 
     def __init__(self, registry: ModelRegistry, store: ModelStore, restored: Mapping[str, Any] | None = None) -> None:
-        self.registry, self.store = registry, store
+        self.registry = registry
+        self.store = store
         self._lock = threading.Lock()
-        # By model and version: deltas of the store that are applied, and how many others were taken back before them.
+        # By model and version: applied deltas of the store, and the number of other deltas that were undone before.
         self._deltas: dict[tuple[str, str], tuple[list[str], int]] = {}
         if restored is not None:
             registry.restore(restored["weights"])
             self._deltas = {(name, version): (names, back) for name, version, names, back, _ in restored["versions"]}
 
     def state(self) -> dict[str, Any]:
-        """What is served now, as JSON, so that another process can begin with the same."""
+        """The served models as JSON, see :func:`served_state`, with which another process can begin."""
         with self._lock:
             return served_state(self.registry, self._deltas)
 
     def load(self, model: str, version: str = "", *, activate: bool = False) -> str:
-        """Serve a version of the store (empty: the newest), with ``activate`` also as the default one; its name.
+        """Serve a version of the store (empty: the newest), with ``activate`` also as the default version; returns its name.
 
-        Nothing changes before it has proved itself. A version that is served already stays as it is. Raises InputError,
-        NotFoundError; an archive that is broken is an InputError here: the caller chose it. So is one whose content is not
-        what is served under its version.
+        The registry changes only after all checks of the archive. A version that is served already stays as it is.
+
+        Raises:
+            NotFoundError: the store lacks the model or version.
+            InputError: the archive is broken, or differs from the archive that is served under its version.
         """
         with self._lock:
             version = version or self.newest_version(model)
@@ -187,7 +193,7 @@ class StoreManager:
             return version
 
     def _check_same(self, model: str, version: str) -> None:
-        """Raises InputError where the store has something else than what is served, or nothing any more."""
+        """Raise InputError if the store's archive of a served version is another one by now; a missing archive is no error."""
         served = self.registry.get(model, version).predictor.content[0]
         on_disk = self.store.manifest_sha256(model, version)
         if on_disk is not None and on_disk != served:
@@ -199,11 +205,11 @@ class StoreManager:
     def apply_delta(self, model: str, version: str, name: str) -> None:
         """Apply a delta of the store to a served version, while it answers requests.
 
-        Nothing changes before the delta has proved itself. Raises InputError (a delta that is broken or does not fit is
-        one too), NotFoundError, UnavailableError.
+        The version changes only after all checks of the delta. Raises InputError (also for a delta that is broken or does
+        not fit), NotFoundError, UnavailableError.
         """
         with self._lock:
-            served = self._one(model, version)
+            served = self._named_or_default(model, version)
             path = self.store.delta(served.name, name)
             try:
                 served.predictor.apply_delta(path)
@@ -213,15 +219,15 @@ class StoreManager:
             self._deltas[served.name, served.version] = ([*names, name], back)
 
     def undo_delta(self, model: str, version: str) -> None:
-        """Take back the last delta of a served version; raises InputError, NotFoundError."""
+        """Undo the last delta of a served version; raises InputError, NotFoundError."""
         with self._lock:
-            served = self._one(model, version)
+            served = self._named_or_default(model, version)
             served.predictor.undo_delta()
             names, back = self._deltas.get((served.name, served.version), ([], 0))
             self._deltas[served.name, served.version] = (names[:-1], back) if names else ([], back + 1)
 
-    def _one(self, model: str, version: str) -> ServedModel:
-        """A version by name, or the only one that requests without a version go to."""
+    def _named_or_default(self, model: str, version: str) -> ServedModel:
+        """A version by name (empty: the only version to which requests without a version go)."""
         if not version:
             version, *others = self.registry.weights(model)
             if others:
@@ -229,14 +235,14 @@ class StoreManager:
         return self.registry.get(model, version)
 
     def newest_version(self, model: str) -> str:
-        """The version that a load without one means; empty where the store has none."""
+        """The newest version of a model in the store, or an empty string."""
         return next(iter(self.store.versions(model)), "")
 
     def unload(self, model: str, version: str) -> None:
-        """Stop serving a version; its memory goes back when the last request on it has ended.
+        """Stop serving a version; its memory is freed when the last request on it has ended.
 
-        No garbage is collected for that: a predictor is in no cycle, and a full collection would hold all requests up
-        for as long as torch has objects, a second on a busy machine.
+        No garbage collection is needed: a predictor is in no reference cycle. A full collection would delay all requests,
+        by a second on a busy machine, since torch has many objects.
         """
         with self._lock:
             name = self.registry.get(model, version).name
@@ -247,10 +253,10 @@ class StoreManager:
 def served_state(
     registry: ModelRegistry, deltas: Mapping[tuple[str, str], tuple[list[str], int]] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """What :func:`restore` takes, as JSON.
+    """The state that :func:`restore` takes, as JSON.
 
     Args:
-        deltas: by model and version, deltas of a store that are applied, and how many others were taken back before them.
+        deltas: by model and version, applied deltas of a store, and the number of other deltas that were undone before.
     """
     versions = [
         [name, version, *deltas.get((name, version), ([], 0)), model.predictor.content]
@@ -261,24 +267,24 @@ def served_state(
 
 
 def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: ModelStore | None) -> list[ServedModel]:
-    """The versions of :func:`served_state`, those of ``loaded`` as they are and the others from the store.
+    """The versions of :func:`served_state`, from ``loaded`` or else from the store, with their deltas.
 
-    A version that is gone from the disk, or is another one by now, is logged and passed over: under one name all workers
-    give one answer. So is a model of which no version is left that requests without a version go to.
+    A version that is gone from the disk, or has another content by now, is logged and left out: all workers give one answer
+    under one name. A model without a version that has a weight is left out too.
 
     Args:
-        store: None: all that was served is in ``loaded``, or gone.
+        store: None: all served versions are in ``loaded``, or gone.
 
     Raises:
-        UnavailableError: the default model is not left: requests without a name would go to another.
+        UnavailableError: the default model would be left out: requests without a name would go to another model.
     """
     here = {(model.name, model.version): model for model in loaded}
     models: list[ServedModel] = []
     lost: dict[str, list[str]] = {}
     for name, version, deltas, back, content in state["versions"]:
         try:
-            model = here.get((name, version)) or _opened(store, name, version)
-            models.append(_as_it_was(model, deltas, back, content, store))
+            model = here.get((name, version)) or _open_version(store, name, version)
+            models.append(_with_recorded_deltas(model, deltas, back, content, store))
         except (ArchiveError, InputError, NotFoundError) as error:
             _log.error("%s %s is not served by this process: %s", name, version, error)
             lost.setdefault(name, []).append(f"{version}: {error}")
@@ -292,16 +298,16 @@ def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: Mode
     return [model for model in models if model.name in weighed]
 
 
-def _opened(store: ModelStore | None, name: str, version: str) -> ServedModel:
+def _open_version(store: ModelStore | None, name: str, version: str) -> ServedModel:
     if store is None:
         raise NotFoundError("none of the archives is that version any more")
     return ServedModel.of(name, store.open(name, version), version)
 
 
-def _as_it_was(
+def _with_recorded_deltas(
     model: ServedModel, deltas: Iterable[str], back: int, content: list[str], store: ModelStore | None
 ) -> ServedModel:
-    """``model`` with its deltas; raises ArchiveError (X5) where that makes something else than what is served."""
+    """``model`` with its recorded deltas; raises ArchiveError (X5) if the result has another content than the served version."""
     for _ in range(back):
         model.predictor.undo_delta()
     for delta in deltas:

@@ -17,12 +17,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FoundVersions:
-    """What one look at the folder of a model found.
+    """The versions that one look at the folder of a model found.
 
     Attributes:
         readable: version -> its folder, the newest first.
-        unreadable: versions whose folder cannot be read: nobody knows whether they hold an archive.
-        is_empty: nothing at all is in the folder, as in one where a disk is mounted that is gone.
+        unreadable: versions whose folder cannot be read, and may or may not hold an archive.
+        is_empty: whether the folder has no entry at all, as the mount point of a lost disk.
     """
 
     readable: Mapping[str, Path]
@@ -31,15 +31,15 @@ class FoundVersions:
 
 
 class StoreFolder:
-    """Models and versions below a folder, ``<model>/<version>/manifest.json``; names with a dot in front are none.
+    """Models and versions below a folder, ``<model>/<version>/manifest.json``; names that begin with a dot are passed over.
 
-    A folder that cannot be read, or whose name is no UTF-8 (messages could not carry it), is passed over, and logged once as
-    long as that stays so. Any thread may call it.
+    A folder that cannot be read, or whose name is no UTF-8 (messages could not carry it), is passed over, and logged once
+    until the reason changes. Any thread may call it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._logged: dict[Path, str] = {}  # why, by path
+        self._logged: dict[Path, str] = {}  # the logged reason by path
 
     def models(self) -> list[str]:
         """Names of the folders that may hold models, sorted; raises OSError where the store itself cannot be read."""
@@ -53,7 +53,7 @@ class StoreFolder:
         return found
 
     def versions(self, model: str) -> FoundVersions:
-        """What there is of a model; raises OSError where its folder is not there, or cannot be read."""
+        """The versions of a model on disk; raises OSError if its folder is missing or cannot be read."""
         folder = self.path / model
         names, readable, unreadable = self._names(folder), {}, set()
         for name in sorted(names, key=natural, reverse=True):
@@ -71,7 +71,7 @@ class StoreFolder:
         return FoundVersions(readable, frozenset(unreadable), is_empty=not names and not any(folder.iterdir()))
 
     def readable(self, model: str) -> dict[str, Path]:
-        """The versions of a model that can be read, the newest first; none where its folder is not there, or unreadable."""
+        """The readable versions of a model, the newest first; empty if its folder is missing or cannot be read."""
         try:
             return dict(self.versions(model).readable)
         except (FileNotFoundError, NotADirectoryError):

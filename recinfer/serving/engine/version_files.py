@@ -1,4 +1,4 @@
-"""The files of a version on disk: what shows that they changed, and which were changed under a server that maps them."""
+"""The files of a version on disk: fingerprints that show a change, and the files changed in place under a server that maps them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["FileState", "Fingerprint", "changed_in_place", "fingerprint"]
 
 
 class FileState(NamedTuple):
-    """What shows a change of a file without reading it; a file that cannot be looked at has zeros.
+    """The attributes that show a change of a file without reading it; zeros for a file whose attributes cannot be read.
 
     Attributes:
-        inode: another one where the file was replaced by another file of that name.
+        inode: number of the file; a file that replaces it under the same name has another.
         size: bytes.
         changed_ns: time of the last change of its content.
         is_readable: whether this process may read it.
@@ -32,11 +32,11 @@ class FileState(NamedTuple):
 
 
 Fingerprint = Mapping[str, FileState]
-"""Of all files of a folder, by path below it."""
+"""The states of all files of a folder, by path relative to the folder."""
 
 
 def fingerprint(folder: Path) -> Fingerprint | None:
-    """Of the files as they are now; None where one disappears meanwhile."""
+    """The fingerprint of the files in ``folder`` now; None if a file disappears meanwhile."""
     found = {}
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -46,7 +46,7 @@ def fingerprint(folder: Path) -> Fingerprint | None:
                 state = FileState(stat.st_ino, stat.st_size, stat.st_mtime_ns, os.access(path, os.R_OK))
             except FileNotFoundError:
                 return None
-            except OSError:  # its folder may be opened later
+            except OSError:  # the folder may become readable later
                 state = FileState(0, 0, 0, False)
             found[os.path.relpath(path, folder)] = state
     return found
@@ -55,31 +55,34 @@ def fingerprint(folder: Path) -> Fingerprint | None:
 def changed_in_place(
     folder: Path, manifest_sha256: str, loaded: Fingerprint, now: Fingerprint, before: Collection[str] = ()
 ) -> list[str]:
-    """Shard files of a served version that have another content than the one that was loaded, under the same inode.
+    """Shard files of a served version whose content under the same inode is not the loaded content.
 
-    A server that maps such a file reads the new bytes as rows of the old version. A file that was replaced by another one
-    is none of these: the old one stays as long as it is mapped.
+    A server that maps such a file reads the new bytes as rows of the old version. A file that was replaced by another file
+    does not count: the old file stays as long as it is mapped.
 
     Args:
-        manifest_sha256: of the version as it is served.
-        loaded: the files when it was loaded.
-        before: what the last look found; such a file stays one until its content is back in place.
+        manifest_sha256: hash of the served version's manifest.
+        loaded: the files when the version was loaded.
+        now: the files now.
+        before: the result of the last look; a file stays in the result until its content is back in place.
     """
     found, listed = [], _hashes(folder, manifest_sha256)
     for path, state in loaded.items():
         if not path.startswith("shards" + os.sep):
             continue
-        is_ = now.get(path)
-        if is_ is None or is_.inode != state.inode:
+        current = now.get(path)
+        if current is None or current.inode != state.inode:
             if path in before:
                 found.append(path)
-        elif (is_.size, is_.changed_ns) != (state.size, state.changed_ns) and not _has(folder, path, listed.get(path)):
+        elif (current.size, current.changed_ns) != (state.size, state.changed_ns) and not _has_content(
+            folder, path, listed.get(path)
+        ):
             found.append(path)
     return found
 
 
 def _hashes(folder: Path, manifest_sha256: str) -> dict[str, str]:
-    """The hashes that the manifest lists by path; none where the manifest on disk is another one."""
+    """The hashes that the manifest lists, by path; empty if the manifest on disk has another hash."""
     try:
         text = (folder / "manifest.json").read_bytes()
         if hashlib.sha256(text).hexdigest() != manifest_sha256:
@@ -89,8 +92,8 @@ def _hashes(folder: Path, manifest_sha256: str) -> dict[str, str]:
         return {}
 
 
-def _has(folder: Path, path: str, sha256: str | None) -> bool:
-    """Whether the file has that content."""
+def _has_content(folder: Path, path: str, sha256: str | None) -> bool:
+    """Whether the content of the file has the hash ``sha256``; False for None."""
     if sha256 is None:
         return False
     try:

@@ -20,16 +20,16 @@ _log = logging.getLogger("recinfer.serving.server")
 
 
 class Admission:
-    """Which calls are ended as they arrive, before their message is read: at three times what a server can take, that is
-    most of what it does. Called on gRPC's thread.
+    """Ends calls that are not admitted as they arrive, before their message is read: under threefold overload, this is most of
+    the server's work. Called on gRPC's thread.
 
     Args:
-        security: who may call.
-        queue: what calls would wait in.
-        methods: those that are refused when the queue is full: full path ("/package.Service/Method") to the name it is
-            counted under.
+        security: decides which calls may pass.
+        queue: the queue in which calls would wait; None: no call is refused for a full queue.
+        methods: the methods whose calls are refused when the queue is full: full path ("/package.Service/Method") -> its name
+            in the counts.
         observer: counts each refusal.
-        names: what all methods are counted under, as :func:`names_of` gives it; others are one.
+        names: the name in the counts of each method, from :func:`names_of`; other paths count as "other".
     """
 
     def __init__(
@@ -40,9 +40,12 @@ class Admission:
         methods: Mapping[str, str] | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        self.security, self._observer = security, observer
-        self._queue, self._methods, self._names = queue, dict(methods or {}), dict(names or {})
-        self._said: tuple[OverloadedError | None, Ending] = (None, NO_TOKEN)
+        self.security = security
+        self._observer = observer
+        self._queue = queue
+        self._methods = dict(methods or {})
+        self._names = dict(names or {})
+        self._last_refusal: tuple[OverloadedError | None, Ending] = (None, NO_TOKEN)
 
     def admit(self, path: str, deadline: float, metadata: Sequence[tuple[str, Any]]) -> Ending | None:
         """The status of a call that is not admitted; see recinfer.serving.server.grpc_core.Admit."""
@@ -52,10 +55,10 @@ class Admission:
             return NO_TOKEN
         if call is None or self._queue is None or (error := self._queue.refused(deadline)) is None:
             return None
-        said, ending = self._said
-        if error is not said:
+        last_error, ending = self._last_refusal
+        if error is not last_error:
             ending = ending_of(error)
-            self._said = error, ending
+            self._last_refusal = error, ending
         self._observer.refused(call, ending.code, metadata)
         return ending
 
@@ -65,5 +68,5 @@ class Admission:
 
 
 def names_of(*services: ServiceDescriptor) -> dict[str, str]:
-    """By the full path of each method of ``services``, its name."""
+    """The name of each method of ``services`` by its full path."""
     return {f"/{service.full_name}/{method.name}": method.name for service in services for method in service.methods}

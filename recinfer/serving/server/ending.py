@@ -1,4 +1,4 @@
-"""How a call ends that is not answered: its gRPC code, message and trailing metadata."""
+"""The status of a call that ends without an answer: its gRPC code, message and trailing metadata."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Ending:
 
     Attributes:
         code: name of its ``grpc.StatusCode``.
-        message: for the caller.
-        trailing: metadata.
+        message: text for the client.
+        trailing: trailing metadata.
     """
 
     code: str

@@ -1,7 +1,8 @@
 """The only import of grpcio's binding of gRPC's core, ``grpc._cython.cygrpc``, and the names of it that recinfer uses.
 
-grpcio's own synchronous server (``grpc/_server.py``) is made of these objects. They are no public interface. So pyproject.toml
-caps grpcio at the releases that were tried, and tests/serving/test_grpc_binding.py is the contract: it says how each is called.
+grpcio's own synchronous server (``grpc/_server.py``) is made of these objects. The objects are no public interface. So
+pyproject.toml caps grpcio at the releases that were tried, and tests/serving/test_grpc_binding.py is the contract: the test
+shows how each object is called.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ PARTS: Mapping[str, Sequence[str]] = {
     "ReceiveMessageOperation": ("message",),
     "ReceiveCloseOnServerOperation": ("cancelled",),
 }
-"""Classes and functions of the binding, and what each class must have."""
+"""Classes and functions of the binding, with the attributes that each class must have."""
 
 
 def check_binding(binding: Any, version: str) -> None:
-    """Raise ImportError, naming what is missing, where grpcio is not one that this package can serve with."""
+    """Raise ImportError, which names the missing parts, if the installed grpcio lacks parts of the binding."""
     missing = [kind for kind in PARTS if not hasattr(binding, kind)]
     missing += [
         f"{kind}.{n}" for kind, names in PARTS.items() for n in names if not hasattr(getattr(binding, kind, None), n)

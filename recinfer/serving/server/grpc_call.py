@@ -26,18 +26,18 @@ _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
 _NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
 
 Dispatch = Callable[[bytes, float, "CoreCall"], None]
-"""Takes a message on gRPC's thread, the ``time.monotonic()`` of its deadline, and the call, which it answers or ends:
-then or later, on any thread."""
+"""Takes a message, the ``time.monotonic()`` of its deadline and the call, on gRPC's thread; answers or ends the call at once or
+later, on any thread."""
 
 
 class Owner(Protocol):
     """The part of its server that a call uses.
 
     Attributes:
-        loop: where handlers run.
-        tasks: of calls that are handed to it.
+        loop: the event loop on which handlers run.
+        tasks: tasks of the calls that handlers answer.
         open: calls that gRPC has not closed yet; changed on gRPC's thread alone.
-        is_stopping: it takes no more calls.
+        is_stopping: whether the server takes no more calls.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -48,37 +48,43 @@ class Owner(Protocol):
     def is_stopping(self) -> bool: ...
 
     def refused(self, path: str, code: str, metadata: Sequence[tuple[str, Any]]) -> None:
-        """A call was ended because of the memory that it holds; on gRPC's thread."""
+        """Count a call that was ended because of the memory that it holds; called on gRPC's thread."""
 
 
 class Method:
-    """Answers the calls of one path: ``dispatch`` takes their messages as they arrive; without it ``handler`` does.
+    """Answers the calls of one path: ``dispatch`` takes their messages as they arrive, or else ``handler`` does.
 
     Attributes:
-        num_open: its calls that gRPC has not closed yet; changed on gRPC's thread alone.
+        num_open: number of its calls that gRPC has not closed yet; changed on gRPC's thread alone.
     """
 
     __slots__ = ("bounds", "dispatch", "handler", "num_open", "path", "read", "streams_in", "streams_out", "write")
 
     def __init__(self, path: str, handler: Any, dispatch: Dispatch | None, bounds: Bounds) -> None:
-        self.path, self.handler, self.dispatch, self.bounds = path, handler, dispatch, bounds
+        self.path = path
+        self.handler = handler
+        self.dispatch = dispatch
+        self.bounds = bounds
         self.streams_in = self.streams_out = False
         self.num_open = 0
         self.read: Any = bytes
         self.write: Any = bytes
         if handler is not None:
-            self.streams_in, self.streams_out = handler.request_streaming, handler.response_streaming
-            self.read, self.write = handler.request_deserializer or bytes, handler.response_serializer or bytes
+            self.streams_in = handler.request_streaming
+            self.streams_out = handler.response_streaming
+            self.read = handler.request_deserializer or bytes
+            self.write = handler.response_serializer or bytes
 
 
 class CoreCall:
     """One call, and its handler's context: the part of grpc.aio.ServicerContext that recinfer's handlers use.
 
-    It begins on gRPC's thread. A call that is dispatched may be answered or ended on any thread; one that is passed on is the
-    loop's, but for its events. gRPC's own call is released as soon as it is over, since a server does not end before.
+    A call begins on gRPC's thread. Any thread may answer or end a dispatched call. A call with a handler belongs to the event
+    loop, apart from its events. gRPC's own call object is released as soon as the call is over, since a server cannot end
+    before.
 
     Attributes:
-        ticket: what it holds of the memory budget, until it is over; None: of an unknown method.
+        ticket: the bytes of the memory budget that the call holds until it is over; None for an unknown method.
     """
 
     __slots__ = (
@@ -104,7 +110,10 @@ class CoreCall:
         deadline: float,
         method: Method | None,
     ) -> None:
-        self._server, self._call, self._metadata, self._deadline = server, call, metadata, deadline
+        self._server = server
+        self._call = call
+        self._metadata = metadata
+        self._deadline = deadline
         self._method: Any = method
         self.ticket: Any = None
         if method is not None:
@@ -112,14 +121,14 @@ class CoreCall:
             method.num_open += 1
         self._task: asyncio.Task[None] | None = None
         self._opened = self._listens = False
-        self._end = threading.Lock()  # taken by who ends it, or listens
-        self._gone: Callable[[], None] | None = None  # in place of the end of its task
+        self._end = threading.Lock()  # guards the end of the call, and the decision to listen
+        self._gone: Callable[[], None] | None = None  # called on a cancellation, instead of the task's
         self._sending: Any = None  # gRPC's call while its answer is being sent
 
     # -- on gRPC's thread
 
     def receive(self) -> None:
-        """Wait for its one message."""
+        """Ask gRPC for the call's one message."""
         self._call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), self._received)
 
     def _received(self, event: Any) -> None:
@@ -133,7 +142,7 @@ class CoreCall:
             self._refuse(error)
             return
         if self._method.dispatch is None:
-            self.hand_over(data)
+            self.run_handler(data)
             return
         try:
             self._method.dispatch(data, self._deadline, self)
@@ -156,30 +165,33 @@ class CoreCall:
         elif self._call is not None:
             self._refuse(error)
 
-    def hand_over(self, data: bytes | None) -> None:
-        """Run the rest as a task of the loop, which is cancelled when the caller cancels or disconnects."""
+    def run_handler(self, data: bytes | None) -> None:
+        """Run the handler as a task of the loop, which is cancelled when the client cancels or disconnects.
+
+        ``data``: the call's one message; None: the handler reads a stream of messages.
+        """
         self._listens = True
         self._call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._closed)
         self._server.loop.call_soon_threadsafe(self._begin, data)
 
     def _closed(self, event: Any) -> None:
         self._finished(event)
-        gone, self._gone = self._gone or self._leave_soon, None
+        gone, self._gone = self._gone or self._cancel_task_soon, None
         if event.batch_operations[0].cancelled():
             gone()
 
-    def _leave_soon(self) -> None:
-        self._server.loop.call_soon_threadsafe(self._leave)
+    def _cancel_task_soon(self) -> None:
+        self._server.loop.call_soon_threadsafe(self._cancel_task)
 
     # -- on any thread
 
     def peer(self) -> str:
-        """The caller's address as gRPC reports it; empty when the call is over."""
+        """The client's address as gRPC reports it; empty when the call is over."""
         call = self._call
         return "" if call is None else _text(call.peer())
 
     def certificate_subject(self) -> str:
-        """The subject of the caller's certificate, else its common name; empty without one."""
+        """The subject of the client's certificate, else its common name; empty without a certificate."""
         call = self._call
         properties = {} if call is None else cygrpc.auth_context(call)
         found = {_text(name): values for name, values in properties.items()}
@@ -189,7 +201,7 @@ class CoreCall:
         return ""
 
     def listen(self, gone: Callable[[], None]) -> None:
-        """Have ``gone`` called, on gRPC's thread, when the caller cancels or disconnects before the call is ended."""
+        """Have ``gone`` called, on gRPC's thread, if the client cancels or disconnects before the call is ended."""
         with self._end:
             call = self._call
             if call is None or self._listens:
@@ -198,18 +210,18 @@ class CoreCall:
             call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._closed)
 
     def answer(self, message: bytes) -> None:
-        """End it with its one answer."""
+        """End the call with its one answer."""
         self._finish(message)
 
     def end(self, ending: Ending) -> None:
-        """End it without an answer."""
+        """End the call without an answer."""
         code = _CODES.get(ending.code, cygrpc.StatusCode.unknown)
         self._finish(None, code, ending.message.encode(), ending.trailing)
 
     def _finish(
         self, message: bytes | None, code: Any = None, details: bytes = b"", trailing: Sequence[tuple[str, Any]] = ()
     ) -> None:
-        with self._end:  # the first to end it does
+        with self._end:  # only the first of several threads ends the call
             call, self._call = self._call, None
         if call is None:
             return
@@ -225,15 +237,16 @@ class CoreCall:
         if message is not None:
             operations.append(cygrpc.SendMessageOperation(message, 0))
         if self._listens:
-            call.start_server_batch(tuple(operations), _nothing)
+            call.start_server_batch(tuple(operations), _ignore_event)
             return
-        operations.append(cygrpc.ReceiveCloseOnServerOperation(0))  # gRPC requires it
+        operations.append(cygrpc.ReceiveCloseOnServerOperation(0))  # gRPC requires this operation
         call.start_server_batch(tuple(operations), self._finished)
 
     def _send_and_linger(self, call: Any, message: bytes) -> None:
-        """Its end comes a moment after its answer. A server that stops closes a connection when the last call there ends, and
-        what of the answer is still in this host's buffers then is lost as soon as the caller says anything, were it only how
-        much it has read.
+        """Send the answer, and the end of the call a moment later.
+
+        A stopping server closes a connection when its last call ends. Bytes of the answer that are still in this host's buffers
+        are then lost as soon as the client sends anything, even a window update.
         """
         if not self._listens:
             call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._finished)
@@ -243,10 +256,10 @@ class CoreCall:
         loop, deadline = self._server.loop, self._deadline
 
         def end() -> None:
-            call.start_server_batch((cygrpc.SendStatusFromServerOperation((), _OK, b"", 0),), _nothing)
+            call.start_server_batch((cygrpc.SendStatusFromServerOperation((), _OK, b"", 0),), _ignore_event)
 
         def sent(event: Any) -> None:
-            left = (deadline - time.monotonic()) / 2  # nor may it come when nobody waits any more
+            left = (deadline - time.monotonic()) / 2  # the end must come before the deadline
             loop.call_soon_threadsafe(loop.call_later, min(_LINGER_S, max(left, 0.0)), end)
 
         call.start_server_batch(tuple(operations), sent)
@@ -268,8 +281,8 @@ class CoreCall:
         server.tasks.add(self._task)
         self._task.add_done_callback(server.tasks.discard)
 
-    def _leave(self) -> None:
-        """The caller has disconnected."""
+    def _cancel_task(self) -> None:
+        """Cancel the task of a call whose client has disconnected."""
         self._call = None
         if self._task is not None:
             self._task.cancel()
@@ -290,7 +303,7 @@ class CoreCall:
             else:
                 await answers
             self._finish(None)
-        except grpc.aio.AbortError:  # it is ended
+        except grpc.aio.AbortError:  # the call is ended
             pass
         except asyncio.CancelledError:
             self.end(CANCELLED)
@@ -317,7 +330,7 @@ class CoreCall:
             raise InputError(f"request: {len(data)} bytes are not the message that {self._method.path} takes") from None
 
     async def _step(self, *operations: Any) -> Any:
-        """What gRPC says when it has done them."""
+        """Have gRPC do ``operations``; returns the event of their completion."""
         if self._call is None:
             raise asyncio.CancelledError
         loop = self._server.loop
@@ -328,8 +341,8 @@ class CoreCall:
     # -- the context of a handler: see grpc.aio.ServicerContext
 
     async def write(self, message: Any) -> None:
-        """Send one of many answers, and wait until gRPC has sent it. A caller that does not read it for as long as one may
-        leave a single answer unread loses the call.
+        """Send one of many answers, and wait until gRPC has sent the answer. The same timeout ends the call of a client that
+        does not read as for a single answer.
         """
         operations = [cygrpc.SendMessageOperation(self._method.write(message), 0)]
         if not self._opened:
@@ -349,12 +362,12 @@ class CoreCall:
         details: str = "",
         trailing_metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> None:
-        """End the call with an error; raises."""
+        """End the call with an error; raises AbortError."""
         self.end(Ending(code.name, details, tuple(trailing_metadata)))
         raise grpc.aio.AbortError
 
     def time_remaining(self) -> float | None:
-        """Seconds until the caller's deadline; None: it has none."""
+        """Seconds until the call's deadline; None without a deadline."""
         return None if self._deadline == math.inf else max(self._deadline - time.monotonic(), 0.0)
 
     def invocation_metadata(self) -> Sequence[tuple[str, Any]]:
@@ -367,8 +380,8 @@ def _set(future: asyncio.Future[Any], value: Any) -> None:
         future.set_result(value)
 
 
-def _nothing(event: Any) -> None:
-    """Of a call that is over."""
+def _ignore_event(event: Any) -> None:
+    """Completion callback without work."""
 
 
 _CODES = {code.name: getattr(cygrpc.StatusCode, code.name.lower()) for code in grpc.StatusCode}

@@ -1,11 +1,11 @@
 """A gRPC server on grpcio's binding of gRPC's core: one thread takes all events, and answers calls at once where possible.
 
-grpc.aio, which it replaces, passes each of a call's events from gRPC's thread to the event loop's, where each wakes a
-task; for a small request that is most of what it costs. Here the thread that waits for gRPC's events does a call's steps
-itself, and only a call whose answer has to be waited for becomes a task of the event loop. Handlers are written as for
-grpc.aio, and get what they need of its context.
+grpc.aio passes each of a call's events from gRPC's thread to the event loop's, where each event wakes a task: most of the
+cost of a small request. In this server, the thread that waits for gRPC's events does a call's steps itself, and only a call
+whose answer has to be waited for becomes a task of the event loop. Handlers are written as for grpc.aio, and get the part of
+its context that they use.
 
-See recinfer.serving.server.grpc_binding for what it is made of.
+recinfer.serving.server.grpc_binding has the parts of gRPC of which the server is made.
 """
 
 from __future__ import annotations
@@ -33,46 +33,46 @@ from recinfer.serving.wire.limits import Limits
 __all__ = ["Admit", "CoreServer"]
 
 _log = logging.getLogger("recinfer.serving.server")
-_REQUESTED = 8  # calls that gRPC may deliver before the thread turns to it again
-_REQUESTED_LATE = 1024  # the same when the server stops
-_PATHS = 1024  # that are remembered; callers may make up any number of them
-_NEVER_S = 1e17  # a call without a deadline has a later one
-_TICK_S = 60.0  # between two polls of gRPC while nothing happens
-_AT_ONCE = 0.0  # a time of the past: a poll that does not wait
+_REQUESTED = 8  # calls that gRPC may deliver before the thread takes the next event
+_REQUESTED_LATE = 1024  # calls that gRPC may deliver when the server stops
+_PATHS = 1024  # cached paths; clients may send any number of unknown paths
+_NEVER_S = 1e17  # gRPC gives a call without a deadline a later time
+_TICK_S = 60.0  # between two polls of gRPC without events
+_AT_ONCE = 0.0  # a time of the past, so that the poll does not wait
 _LOOK_S, _IDLE_LOOKS = 0.1, 3  # while the last calls end
-_CANCELLED_S = 3.0  # until calls that were cancelled are given back
+_CANCELLED_S = 3.0  # for gRPC to end cancelled calls
 _STILL_S = 0.05  # between two checks of the open calls
-_MOST_LATE = 8  # events that are taken before one that is due
-_RECEIVE_S = 30.0  # for a message to come whole
+_MOST_LATE = 8  # events that are taken before a check of the open calls that is due
+_RECEIVE_S = 30.0  # for a message to arrive whole
 # Health and reflection are small, and health needs no token: two calls at a time may be slow to send their message.
 _OPEN_TO_ALL = ("/grpc.health.", "/grpc.reflection.")
 _OPEN_BYTES, _OPEN_RECEIVE_S, _OPEN_BUDGET = 64 << 10, 3.0, 3
-# Such calls have no end of their own, and health and reflection need no token. Every ranker holds one Watch on each of its
-# shards, a prober one or none.
+# Calls with many answers may never end, and health and reflection need no token. Every ranker holds one Watch on each of its
+# shard servers, a prober at most one.
 _MOST_STREAMS = 1024
 
 Refused = Callable[[str, str, Sequence[tuple[str, Any]]], None]
 """Called for each call that was ended because of the memory that it holds: method path, code, metadata. On gRPC's thread."""
 
 Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
-"""What a call is ended with as it arrives, before its message is read: takes method path, ``time.monotonic()`` after which
-nobody waits, metadata. None: it goes on. Called on gRPC's thread."""
+"""(method path, ``time.monotonic()`` of the deadline, metadata) -> the status that ends a call as it arrives, before its message
+is read; None: the call goes on. Called on gRPC's thread."""
 
 _NO_METHOD = Ending("UNIMPLEMENTED", "Method not found!")
 
 
 class CoreServer:
-    """As grpc.aio.Server, for handlers of one message in and one or many out, and of many in and out.
+    """The interface of grpc.aio.Server, for handlers of one message in and one or many out, and of many in and out.
 
     Args:
-        options: of the server's channels.
-        admit: looks at every call as it arrives.
+        options: options of the server's channels.
+        admit: decides about every call as it arrives.
         refused: called for each call that is ended for the memory it holds.
-        dispatch: by method path; for methods with one message in and out, whose messages it gets as they came.
-        turns: what ``dispatch`` submits to; its ``run_ready`` is called when gRPC has no more events after something was
-            submitted.
-        budget: of the bytes that messages and answers hold; None: one of its own.
-        most_bytes: of a message, as ``options`` has it.
+        dispatch: method path -> receiver of the serialized messages, for methods with one message in and out.
+        turns: the scheduler to which ``dispatch`` submits; its ``run_ready`` is called after a submission when gRPC has no more
+            events.
+        budget: memory budget of messages and answers; None: a budget of the default size.
+        most_bytes: largest size of a message, the same as in ``options``.
 
     Tasks run on the event loop that :meth:`start` runs on.
 
@@ -91,7 +91,9 @@ class CoreServer:
         budget: MemoryBudget | None = None,
         most_bytes: int = Limits.max_message_bytes,
     ) -> None:
-        self._admit, self._dispatch, self._turns = admit, dict(dispatch or {}), turns
+        self._admit = admit
+        self._dispatch = dict(dispatch or {})
+        self._turns = turns
         budget = budget or MemoryBudget(Limits.memory_budget_bytes)
         self._bounds = Bounds(budget, most_bytes, most_bytes, _RECEIVE_S)
         open_budget = MemoryBudget(_OPEN_BUDGET * most_bytes)
@@ -102,10 +104,11 @@ class CoreServer:
         self._server = cygrpc.Server(tuple(options), False)
         self._events = cygrpc.CompletionQueue()
         self._server.register_completion_queue(self._events)
-        self._requested = 0  # calls that were requested of gRPC and that it has not delivered
+        self._requested = 0  # calls that were requested of gRPC and are not delivered yet
         self._event_since: float | None = None
-        self._requested_late = self._given_late = 0  # as the server stops; changed on the loop, and on gRPC's thread
-        self._ends, self._all_ended = threading.Event(), False
+        self._requested_late = self._given_late = 0  # counts during a stop: changed on the loop, and on gRPC's thread
+        self._ends = threading.Event()
+        self._all_ended = False
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
         self.tasks: set[asyncio.Task[None]] = set()
@@ -116,7 +119,7 @@ class CoreServer:
         self._handlers.extend(generic_rpc_handlers)
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
-        """See grpc.aio.Server. Generated code gives the same handlers to :meth:`add_generic_rpc_handlers`."""
+        """See grpc.aio.Server. Generated code passes the same handlers to :meth:`add_generic_rpc_handlers`."""
 
     def add_insecure_port(self, address: str) -> int:
         """See grpc.aio.Server."""
@@ -161,7 +164,7 @@ class CoreServer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), _CANCELLED_S)
         if self._over.is_set():
-            self._server.destroy()  # here, as it may not be while calls are being cancelled
+            self._server.destroy()  # not before, as gRPC forbids it while calls are being cancelled
         else:
             _log.warning("some calls do not end; the server leaves them behind")
         for task in tuple(self.tasks):
@@ -170,8 +173,8 @@ class CoreServer:
             await asyncio.wait(tuple(self.tasks))
 
     async def _wait_for_calls(self, over: asyncio.Event, seconds: float) -> None:
-        """Wait until all calls of this server have ended. Sometimes gRPC keeps one that arrived just as
-        the server began to stop, does not deliver it, and waits for its end: that one is not waited for.
+        """Wait until all calls of this server have ended. gRPC sometimes keeps a call that arrived just as the server began to
+        stop, does not deliver it, and waits for its end: this method does not wait for such a call.
         """
         until, idle = time.monotonic() + seconds, 0
         while idle < _IDLE_LOOKS and (left := until - time.monotonic()) > 0:
@@ -187,8 +190,8 @@ class CoreServer:
 
     @property
     def event_s(self) -> float:
-        """For how long gRPC's thread has been at one event, or the end of a turn; 0.0 while it waits for one. Any thread may
-        read it."""
+        """Seconds that gRPC's thread has spent on the current event, or on the end of a turn; 0.0 while it waits for an event.
+        Any thread may read it."""
         since = self._event_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -203,7 +206,7 @@ class CoreServer:
             is_due = (now := time.monotonic()) - looked >= _STILL_S
             event = poll(_AT_ONCE if has_new or is_due else time.time() + (_STILL_S if self.open else _TICK_S))
             self._event_since = time.monotonic()
-            if is_due:  # what has come is taken first, or its calls would look as if it had not
+            if is_due:  # events that have come are taken first, else their calls would look idle
                 late += 1
                 if event.completion_type == timed_out or late > _MOST_LATE:
                     looked, late = now, 0
@@ -239,14 +242,14 @@ class CoreServer:
             self._requested -= 1
 
     def _called(self, event: Any) -> object:
-        """A call has arrived, or none will, since the server stops."""
+        """Handle the event of a requested call: the call has arrived, or the server stops."""
         self._requested -= 1
         if not self._ends.is_set():
             self._request_call()
         return self._begin(event)
 
     def _called_late(self, event: Any) -> object:
-        """The same for calls that had arrived when the server was stopped."""
+        """Handle the event of a call that was requested during a stop, for calls that had arrived before."""
         self._given_late += 1
         return self._begin(event)
 
@@ -271,7 +274,7 @@ class CoreServer:
         if ending is not None or method is None:
             call.end(ending or _NO_METHOD)
         elif method.streams_in:
-            call.hand_over(None)
+            call.run_handler(None)
         else:
             call.receive()
         return None
@@ -296,7 +299,7 @@ class CoreServer:
         return found  # type: ignore[return-value]
 
     def _shut(self, event: Any) -> object:
-        """Whether no call is running and none will come."""
+        """Handle the event of the shutdown: no call is running any more. Returns _END if no requested call is left."""
         self._all_ended = True
         return self._end_if_over()
 
@@ -310,7 +313,7 @@ class CoreServer:
 
 @dataclass(frozen=True)
 class _Details:
-    """As grpc.HandlerCallDetails."""
+    """The fields of grpc.HandlerCallDetails."""
 
     method: str
     invocation_metadata: tuple[Any, ...] = ()

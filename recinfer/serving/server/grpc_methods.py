@@ -46,9 +46,9 @@ _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 _IDENTITY = 1 << grpc.Compression.NoCompression
 _MAX_PENDING = 1 << 15
 MOST_METADATA_BYTES = 32 << 10
-"""Of all of a call's metadata, which has to be smaller; HTTP has the same limit for each header."""
+"""The bytes of a call's metadata have to be fewer than this; HTTP has the same limit for each header."""
 
-# time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
+# time.monotonic() of the deadline of the call that this task answers; every such call has a task of its own.
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 # The call that this task answers.
@@ -60,9 +60,9 @@ _Handler = Callable[[bytes, CoreCall], Awaitable[bytes]]
 
 
 def connection_options() -> list[tuple[str, int]]:
-    """How a server of ours treats connections."""
+    """The options for connections of every gRPC server of recinfer."""
     return [
-        # Clients that are slow in the handshake, or that fail silently.
+        # Timeouts for clients that are slow in the handshake, or that fail silently.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _HANDSHAKE_MS),
@@ -71,27 +71,28 @@ def connection_options() -> list[tuple[str, int]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_permit_without_calls", 1),
-        # One limit, where gRPC's two refuse calls between 8 and 16 KiB at random: long cookies and tokens are as long.
+        # Both limits are equal: between gRPC's defaults of 8 and 16 KiB, the length of long cookies and tokens, calls are refused
+        # at random.
         ("grpc.max_metadata_size", MOST_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
-        # Calls that are opened and never sent. They take no place of others', since there is no bound on all
-        # connections' calls together but the queue's; this ends them. Other callers move on unnoticed.
+        # The largest age of a connection ends calls that are opened and never sent. Such calls take no place from others, since
+        # only the queue bounds the calls of all connections together. Other clients move to a new connection unnoticed.
         ("grpc.max_connection_age_ms", _AGE_MS),
         ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS),
-        # What one unpacks to is not known before it is there. gRPC's core refuses such a call before it gives it to anybody,
-        # as UNIMPLEMENTED, "Compression algorithm 'gzip' is disabled.", and lets nobody change that text.
+        # The unpacked size of a compressed message is not known in advance. gRPC's core refuses such a call before any handler
+        # gets it, as UNIMPLEMENTED, "Compression algorithm 'gzip' is disabled.", a text that cannot be changed.
         ("grpc.compression_enabled_algorithms_bitset", _IDENTITY),
-        # Beyond the first some calls, and beyond the second all, would be dropped as a bare CANCELLED, which is not counted.
+        # Beyond the first limit some calls, and beyond the second all, would be dropped as a bare CANCELLED without a count.
         ("grpc.server.max_pending_requests", _MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
     ]
 
 
 def bind(server: CoreServer, security: Security, host: str, port: int) -> int:
-    """The port that ``server`` listens on from its start, at what ``host`` means (see recinfer.serving.wire.address).
+    """Bind ``server`` to an address (``host``: see recinfer.serving.wire.address); returns the port.
 
     Raises:
-        UnavailableError, ConfigError: it cannot listen there; a file of the credentials is bad.
+        UnavailableError, ConfigError: the address cannot be bound; a file of the credentials is bad.
     """
     credentials = security.credentials()
     target, taken = grpc_address(host, port)
@@ -105,7 +106,8 @@ def bind(server: CoreServer, security: Security, host: str, port: int) -> int:
 
 
 def generic_handler(service: str, calls: Mapping[str, Answer], observer: Observer) -> grpc.GenericRpcHandler:
-    """The methods of ``service``. Bytes in, bytes out: parsing is theirs, so that its errors get a code and our message."""
+    """The handler of the methods of ``service``. The methods parse bytes themselves, so that a parse error gets a code and a
+    message of recinfer."""
     methods = {
         call: grpc.unary_unary_rpc_method_handler(handler(call, answer, observer))  # type: ignore[arg-type]
         for call, answer in calls.items()
@@ -114,13 +116,13 @@ def generic_handler(service: str, calls: Mapping[str, Answer], observer: Observe
 
 
 def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
-    """What gRPC calls for the method ``call``: deadline, status and counting around ``answer``."""
+    """The handler of the method ``call``: ``answer`` with deadline, status and counting."""
 
     async def handle(data: bytes, context: CoreCall) -> bytes:
         start = time.perf_counter()
 
         def answered(code: str) -> None:
-            """Counted before it is sent, so that a caller with an answer finds it counted."""
+            """Count an answer before it is sent, so that a client with an answer finds it counted."""
             spent = time.perf_counter() - start
             observer.answered(call, code, spent, headers=context.invocation_metadata, num_bytes=len(data))
 
@@ -143,7 +145,7 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
             except grpc.aio.AbortError:
                 raise
             except Exception:
-                # gRPC cannot send it to a disconnected caller, and would log that as an error of the server.
+                # gRPC cannot send a status to a disconnected client, and would log that as an error of the server.
                 raise asyncio.CancelledError from None
             raise  # not reached: abort raises
         answered("OK")
@@ -153,7 +155,7 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
 
 
 def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Dispatch:
-    """What gRPC's thread does with a message of the method ``call``: it is dispatched there, and its reply ends the call."""
+    """The Dispatch of the method ``call``: dispatches each message on gRPC's thread; the reply ends the call."""
 
     def dispatch(data: bytes, until: float, core: CoreCall) -> None:
         start = time.perf_counter()
@@ -199,13 +201,13 @@ def add_standard_services(
     files: Sequence[FileDescriptor],
     is_ready: Callable[[], bool] = lambda: True,
 ) -> EndingHealth:
-    """Reflection and health, which is given back and says NOT_SERVING.
+    """Add reflection and health to ``server``; returns the health service, which begins with NOT_SERVING.
 
     Args:
-        services: that reflection lists, besides health and itself; ``files`` describe them.
+        services: services that reflection lists, besides health and reflection; ``files`` describe them.
         is_ready: see EndingHealth.
     """
-    pool = DescriptorPool()  # of its own: our files and the Open Inference Protocol's are in different ones
+    pool = DescriptorPool()  # a new pool: recinfer's files and the Open Inference Protocol's are in different pools
     for file in (*files, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
         pool.AddSerializedFile(file.serialized_pb)
     shown = reflection.aio.ReflectionServicer((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), pool=pool)

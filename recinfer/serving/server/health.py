@@ -15,18 +15,18 @@ __all__ = ["LIVENESS", "READINESS", "EndingHealth"]
 READINESS, LIVENESS = "readiness", "liveness"
 """Services that a probe may name in addition to "" (started): "can it answer now" and "is the process well"."""
 
-_NOTICED_S = 1.0  # for watchers that read nothing
+_NOTICED_S = 1.0  # for watchers to read the last status
 _LOOK_S = 0.5  # between two checks for a Watch of readiness, whose changes are not signalled
 
 _Status = health_pb2.HealthCheckResponse
 
 
 class EndingHealth(health.aio.HealthServicer):  # type: ignore[misc]
-    """As grpc_health has it, but NOT_SERVING until :meth:`show`, and with readiness and liveness. For the event loop alone.
+    """grpc_health's servicer with NOT_SERVING until :meth:`show`, readiness and liveness. Call it on the event loop alone.
 
     When the server stops, a Watch sends the last status and ends; each watcher gets every change. In grpc_health a Watch
-    never ends by itself, and gRPC's grace period is for all calls: one watcher would delay a stop by all of it. There, too,
-    the watchers of a service share one event, and the first that leaves removes it for the others.
+    never ends by itself, and gRPC's grace period is for all calls: one watcher would delay a stop by the whole period. The
+    watchers of a service in grpc_health also share one event, which the first watcher that leaves removes for the others.
 
     Args:
         is_ready: whether the server can answer now, once it has started; called on the event loop.

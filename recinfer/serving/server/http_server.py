@@ -23,10 +23,10 @@ from recinfer.serving.wire.status import status_of
 __all__ = ["Get", "HttpProtocol", "HttpServer", "Post", "Route", "count_json"]
 
 _log = logging.getLogger(__name__)
-_BODY_S = 30.0  # a body that is incomplete by then ends its request
-_SENT_S = 30.0  # and so does an answer that its caller has not read
+_BODY_S = 30.0  # for a body to arrive whole
+_SENT_S = 30.0  # for a client to read its answer
 _SHOWN = 80
-_PARSED = 24  # bytes of Python objects that one byte of JSON becomes
+_PARSED = 24  # bytes of Python objects per byte of JSON
 
 _Observe = Callable[..., None]
 _Work = Callable[[web.Request], Awaitable[web.Response]]
@@ -37,11 +37,11 @@ class Get:
     """A path without a body.
 
     Attributes:
-        path: as aiohttp's router takes it.
-        call: its name in metrics and the log.
-        work: answers; what it raises becomes an error of its status.
+        path: pattern for aiohttp's router.
+        call: name of the path's calls in metrics and the log.
+        work: answers a request; an exception becomes an HTTP error of its status.
         is_open: no token is needed.
-        for_people: a browser without the token shows its user a prompt for it.
+        for_people: a browser without the token shows its user a prompt for the token.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Get:
 
 @dataclass(frozen=True)
 class Post:
-    """A path whose body is read, unpacked and counted before ``work`` has it, with what the call holds of the budget."""
+    """A path with a body: ``work`` gets the body, read, unpacked and counted, with the call's ticket of the memory budget."""
 
     path: str
     call: str
@@ -64,16 +64,16 @@ Route = Get | Post
 
 
 class HttpProtocol(Protocol):
-    """The interface of a protocol on the port. The event loop calls it; what takes long goes to a thread (``off_loop``).
+    """The interface of a protocol on the port. The event loop calls it; long work goes to a thread (``off_loop``).
 
     Attributes:
-        paths: that exist, listed in the answer to any other path.
+        paths: the paths that exist, for the error at any other path.
     """
 
     paths: str
 
     def routes(self) -> Iterable[Route]:
-        """What it answers."""
+        """The paths that the protocol answers."""
         ...
 
 
@@ -81,16 +81,16 @@ class HttpServer:
     """Serves protocols on one port, on the event loop that ``start`` is awaited on.
 
     Args:
-        protocols: what answers.
-        budget: of the bytes that requests and answers hold.
-        most_bytes: of a body.
+        protocols: the protocols that answer.
+        budget: memory budget of requests and answers.
+        most_bytes: largest size of a body.
         host: address to listen on.
-        port: TCP port; 0 takes a free one.
-        allows: whether a request with this ``Authorization: Bearer`` header may pass; open ones pass without. A browser, which
-            prompts its user for a name and a password, passes with the token as the password.
+        port: TCP port; 0 takes a free port.
+        allows: whether a request with this ``Authorization: Bearer`` header may pass; open paths need no header. A browser,
+            which prompts its user for a name and a password, passes with the token as the password.
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
-        grace: seconds that ``stop`` gives the requests that run.
+        grace: seconds that ``stop`` gives to running requests.
         observe: called with (call, gRPC code name, seconds, headers=..., num_bytes=...) of every request.
     """
 
@@ -108,9 +108,16 @@ class HttpServer:
         grace: float = 10.0,
         observe: _Observe = lambda call, code, seconds, **more: None,
     ) -> None:
-        self._protocols, self._allows, self._observe = protocols, allows, observe
-        self.host, self.port, self._tls, self._reuse_port = host, port, tls, reuse_port
-        self._grace, self._budget, self._most_bytes = grace, budget, most_bytes
+        self._protocols = protocols
+        self._allows = allows
+        self._observe = observe
+        self.host = host
+        self.port = port
+        self._tls = tls
+        self._reuse_port = reuse_port
+        self._grace = grace
+        self._budget = budget
+        self._most_bytes = most_bytes
         self._site: HttpSite | None = None
 
     async def start(self) -> None:
@@ -145,7 +152,7 @@ class HttpServer:
         self._observe("Http", "INTERNAL" if status >= 500 else "INVALID_ARGUMENT", 0.0)
 
     async def _expected(self, request: web.Request) -> web.StreamResponse | None:
-        """Answer the header Expect: 100-continue is sent, anything else is an error."""
+        """Answer the header Expect: ``100-continue`` with 100 Continue, any other value with an error."""
         expected = request.headers.get("Expect", "")
         if expected.lower() != "100-continue":
             why = f"Expect: got {_short(expected)}, expected 100-continue, or no such header"
@@ -186,7 +193,7 @@ class HttpServer:
                 code = status.code
                 if code == "INTERNAL":
                     _log.exception("%s failed over HTTP", call)
-                return web.json_response({"error": status.message}, status=status.http, headers=_when_again(error))
+                return web.json_response({"error": status.message}, status=status.http, headers=_retry_after(error))
             finally:
                 seconds = loop.time() - start
                 self._observe(call, code, seconds, headers=request.headers, num_bytes=request.content_length or 0)
@@ -195,7 +202,7 @@ class HttpServer:
 
     def _sent(self, route: Get) -> _Work:
         if route.is_open:
-            return route.work  # a few bytes, also while nothing fits into the budget
+            return route.work  # the answer has a few bytes, and is sent also while the budget is full
 
         async def answered(request: web.Request) -> web.Response:
             answer = await route.work(request)
@@ -229,7 +236,7 @@ class HttpServer:
 
     @web.middleware
     async def _in_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """aiohttp's own errors in the form that the protocol has: clients read JSON, and fail on its text without showing it."""
+        """Convert aiohttp's own errors to JSON: clients read JSON, and would fail on plain text without showing it."""
         try:
             return await handler(request)
         except web.HTTPMethodNotAllowed as error:
@@ -244,11 +251,11 @@ class HttpServer:
 
 
 def count_json(ticket: Ticket, num_bytes: int) -> None:
-    """Count what so many bytes of JSON become when they are read; call it before they are.
+    """Count the Python objects that ``num_bytes`` bytes of JSON become; call this before the JSON is parsed.
 
     Raises:
-        TooLargeError: more than the whole budget. Reading them would also keep other calls waiting, for half a second and more.
-        OverloadedError: more than is free of it now.
+        TooLargeError: the objects exceed the whole budget. Parsing would also delay other calls, by half a second and more.
+        OverloadedError: the objects exceed the free part of the budget.
     """
     most = ticket.budget_bytes // (1 + _PARSED)
     if num_bytes > most:
@@ -264,7 +271,7 @@ def _too_large(most: int) -> TooLargeError:
 
 
 async def _body(request: web.Request, most: int, ticket: Ticket) -> bytearray:
-    """The body, unpacked where it is compressed: once it is all here, so that a slow sender does not delay others."""
+    """Read the body. A compressed body is unpacked when it has arrived whole, so that a slow client does not delay others."""
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
@@ -289,10 +296,10 @@ async def _body(request: web.Request, most: int, ticket: Ticket) -> bytearray:
 
 
 async def _send(request: web.Request, answer: web.Response) -> None:
-    """Write ``answer`` until the system has taken it, but for the 64 KiB that a connection may keep back.
+    """Write ``answer`` until the system has taken all but the 64 KiB that a connection may buffer.
 
     Raises:
-        ConnectionError: the caller is gone, or does not read.
+        ConnectionError: the client has disconnected, or does not read.
     """
     try:
         async with asyncio.timeout(_SENT_S):
@@ -305,7 +312,7 @@ async def _send(request: web.Request, answer: web.Response) -> None:
 
 
 def _as_bearer(header: str | None) -> str | None:
-    """``header``, or where it holds a name and a password, the bearer header of that password."""
+    """``header``; for a header with a name and a password, the bearer header of the password; None if it is malformed."""
     kind, _, value = (header or "").partition(" ")
     if kind.lower() != "basic":
         return header
@@ -315,8 +322,8 @@ def _as_bearer(header: str | None) -> str | None:
         return None
 
 
-def _when_again(error: Exception) -> dict[str, str]:
-    """The header that says after how many seconds, a whole number, another try makes sense."""
+def _retry_after(error: Exception) -> dict[str, str]:
+    """The header Retry-After, in whole seconds, for an OverloadedError; no header for other errors."""
     return {"Retry-After": str(max(1, math.ceil(error.retry_after)))} if isinstance(error, OverloadedError) else {}
 
 

@@ -25,12 +25,12 @@ _IDLE_S = 75.0
 _BACKLOG = 512
 _LINGER_S, _LOOK_S = 0.5, 0.02  # for connections between two requests at a stop
 MOST_HEAD_BYTES = 32 << 10
-"""Of the path with its query, and of each header's value: long cookies and tokens are 10 to 15 KB."""
+"""Largest size of the path with its query, and of each header's value: long cookies and tokens are 10 to 15 KB."""
 _QUOTED = re.compile(r":?\s*(bytearray\()?b['\"].*", re.DOTALL)  # the bytes at fault, with which aiohttp's texts end
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Drops log records of callers' mistakes: aiohttp would log a traceback for every message that is not HTTP."""
+    """Whether to log a record; False for clients' mistakes: aiohttp would log a traceback for every message that is not HTTP."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 
@@ -39,20 +39,20 @@ _log.addFilter(_is_worth_a_line)
 
 
 class HttpSite:
-    """One listening port, on the event loop that ``start`` is awaited on.
+    """A listening port, on the event loop on which ``start`` is awaited.
 
-    aiohttp waits without a limit for a request's header, and for the client to read its answer. Here a
-    connection without a complete header ``header_s`` after it was opened is closed, and so is one without traffic for
-    ``idle_s`` and ``header_s`` after an answer. Compressed bodies reach the application as they were sent.
+    aiohttp waits without a limit for a request's header, and for the client to read its answer. This site closes a connection
+    without a complete header ``header_s`` after its opening, and a connection without traffic for ``idle_s`` and ``header_s``
+    after an answer. Compressed bodies reach the application as they were sent.
 
     Args:
-        app: what answers; a middleware is added to it.
+        app: the application that answers; gets a middleware.
         host: address to listen on.
-        port: TCP port; 0 takes a free one.
+        port: TCP port; 0 takes a free port.
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
-        grace: seconds that ``stop`` gives the requests that run.
-        refused: called for a request that cannot be read, which no handler sees: its HTTP status, and why.
+        grace: seconds that ``stop`` gives to running requests.
+        refused: called with HTTP status and reason for a request that cannot be read, which no handler sees.
     """
 
     def __init__(
@@ -68,8 +68,14 @@ class HttpSite:
         idle_s: float = _IDLE_S,
         refused: Callable[[int, str], None] = lambda status, why: None,
     ) -> None:
-        self._app, self.host, self.port, self._tls, self._reuse_port = app, host, port, tls, reuse_port
-        self._grace, self._header_s, self._idle_s = grace, header_s, idle_s
+        self._app = app
+        self.host = host
+        self.port = port
+        self._tls = tls
+        self._reuse_port = reuse_port
+        self._grace = grace
+        self._header_s = header_s
+        self._idle_s = idle_s
         self._timers: dict[Any, asyncio.TimerHandle] = {}
         self._stops = False
         self._refused = refused
@@ -80,7 +86,7 @@ class HttpSite:
         """Bind and accept requests; raises UnavailableError when the address cannot be bound."""
         self._app.middlewares.append(self._watch)
         self._app.on_response_prepare.append(self._say_close)
-        # No access log: its line is written by the server's own log, with the request's id.
+        # No access log: the server's own log writes a line for each request, with the request's id.
         runner = web.AppRunner(
             self._app,
             access_log=None,
@@ -107,7 +113,7 @@ class HttpSite:
             async def finish_response(
                 self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
             ) -> tuple[web.StreamResponse, bool]:
-                # aiohttp's own answer, before the application has the request: to an Expect at a path that there is not.
+                # aiohttp itself answers a request with the header Expect for an unknown path, before the application gets it.
                 if isinstance(resp, web.HTTPError):
                     resp = site._unreadable(request, resp.status, None, resp.text or resp.reason)
                 return await super().finish_response(request, resp, start_time)
@@ -135,8 +141,8 @@ class HttpSite:
     async def stop(self) -> None:
         """Accept no new connections, wait up to ``grace`` seconds for running requests, close.
 
-        From now on answers say ``Connection: close``. A connection that is open between two requests stays so for a moment,
-        since its caller may be sending the next one.
+        Answers say ``Connection: close`` from now on. A connection that is open between two requests stays open for a moment,
+        since its client may be sending the next request.
         """
         self._stops = True
         listener, self._listener = self._listener, None
@@ -162,10 +168,10 @@ class HttpSite:
     def _unreadable(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """See aiohttp's RequestHandler.handle_error: in JSON, as all errors are."""
+        """The answer in JSON to a request that aiohttp cannot read, see its RequestHandler.handle_error."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun: no other can be sent")
-        # What came is left out of the text, which the log has too: it may be a header with a token.
+        # The text leaves out the received bytes, since it is logged and they may be a header with a token.
         why = " ".join(_QUOTED.sub("", message or "").split()) or "the server failed"
         if status == 500:
             _log.error("a request over HTTP failed", exc_info=exc)

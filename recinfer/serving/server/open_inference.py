@@ -1,17 +1,17 @@
-"""The Open Inference Protocol (KServe v2) over our own messages: its tensors become a request of ours, and back.
+"""Converts the Open Inference Protocol (KServe v2) to recinfer's messages: tensors to a request, and an answer to tensors.
 
-Nothing is computed here: a request is rewritten (one copy, no loop over ids) into a PredictRequest or LookupRequest, and
-what answers those checks it, so every protocol gives the same numbers and the same errors.
+A request is rewritten (one copy, no loop over ids) as a PredictRequest or LookupRequest, and checked and answered as such, so
+every protocol gives the same numbers and the same errors.
 
 Inputs, B samples:
     ``F.values`` INT64 [ids] and ``F.lengths`` INT32 [B]     feature F with any number of ids per sample
-    ``F.weights`` FP32 [ids]                                 one weight per id, of a weighted feature; without it each is 1
+    ``F.weights`` FP32 [ids]                                 one weight per id, of a weighted feature; without them each is 1
     ``F`` INT64 [B] or [B, n]                                feature F with one or n ids per sample
     ``dense`` FP32 [B, num_dense]; its other name where a feature has this one (:func:`recinfer.columns.dense_name`)
-Ids may also be INT32 and lengths INT64. Outputs: those of the model by name, FP32; or embeddings, ``F.embedding`` FP32
+Ids may also be INT32 and lengths INT64. Outputs: the model's outputs by name, FP32; or embeddings, ``F.embedding`` FP32
 [B, dim], for an unpooled feature [ids, dim] with ``F.embedding.lengths`` INT32 [B]. A request that names embeddings as
-outputs, or has the parameter ``method`` = ``"lookup"``, is a lookup, of as many features as it brings; any other is a
-prediction where the model has a dense part.
+outputs, or has the parameter ``method`` = ``"lookup"``, is a lookup of the features among its inputs; any other request is a
+prediction if the model has a dense part.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 _DTYPES: dict[str, np.dtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
 _INTEGERS = ("INT64", "INT32")
 EMBEDDING, LENGTHS = ".embedding", ".embedding.lengths"
-"""What stands behind a feature's name in the names of its outputs."""
+"""Suffixes of a feature's name in the names of its outputs."""
 _INT32_MAX = 2**31 - 1
 _SHARED, _SEQUENCE = "send the tensor itself", "recinfer keeps no state between requests"
 _REFUSED = {
@@ -65,7 +65,7 @@ _REFUSED = {
     "sequence_start": _SEQUENCE,
     "sequence_end": _SEQUENCE,
 }
-"""Parameters of Triton's whose answer is another than ours, and why recinfer has none of them."""
+"""Parameters of Triton that would change the answer, each with the reason why recinfer refuses it."""
 _TYPES: dict[str, type] = {"method": str, "binary_data_size": int, "binary_data": bool, "binary_data_output": bool}
 _TYPE_NAMES = {str: "a string", int: "a whole number", bool: "true or false"}
 
@@ -100,13 +100,13 @@ class InferAnswer:
 
     @property
     def parameters(self) -> dict[str, str]:
-        """What either form adds to its answer: ``missing_ranks``, as in ``"0,2"``."""
+        """The parameters of the answer in either form: ``missing_ranks``, such as ``"0,2"``, if ranks are missing."""
         return {"missing_ranks": ",".join(map(str, self.missing))} if self.missing else {}
 
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A ModelInfer of either form; ``outputs`` empty means all, ``method`` empty means what the outputs say."""
+    """A ModelInfer of either form; empty ``outputs``: all outputs; empty ``method``: the outputs decide."""
 
     model: str
     version: str
@@ -127,10 +127,10 @@ def dtype_of(name: str, datatype: str) -> np.dtype:
 def check_parameters(place: str, given: Mapping[str, Any]) -> None:
     """Check the parameters of a request (``place`` empty), or of the input or output that ``place`` names, of either form.
 
-    Others than these have no effect: the protocol leaves them to each server. Zero, false and empty ask for nothing.
+    Unknown parameters have no effect: the protocol leaves them to each server. Zero, false and empty values count as absent.
 
     Raises:
-        InputError: a parameter of Triton's that would change the answer, or one of another type than it has.
+        InputError: a parameter of Triton that would change the answer, or a parameter of a wrong type.
     """
     at = f"{place}: parameter" if place else "parameter"
     for name, value in given.items():
@@ -142,8 +142,8 @@ def check_parameters(place: str, given: Mapping[str, Any]) -> None:
 
 
 def _check_size(name: str, shape: Sequence[int], elements: int) -> None:
-    """Raise InputError unless ``shape`` is one of ``elements`` elements."""
-    # With one size 0 another may be anything, and our own messages count samples in 31 bits.
+    """Raise InputError unless ``shape`` has one or two sizes and ``elements`` elements."""
+    # With one size 0 another may be anything, and recinfer's messages count samples in 31 bits.
     if not 1 <= len(shape) <= 2 or any(not 0 <= size <= _INT32_MAX for size in shape):
         raise InputError(f"input {name!r}: got shape {list(shape)[:8]}, expected one or two sizes from 0 to 2^31 - 1")
     if math.prod(shape) != elements:
@@ -154,9 +154,9 @@ def _check_size(name: str, shape: Sequence[int], elements: int) -> None:
 
 
 def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> tuple[CallName, bytes]:
-    """The call of ours that answers ``request``, and its serialized message.
+    """The name of recinfer's call that answers ``request``, and its serialized message.
 
-    It names a version, the one that the request was checked against: where there are several, another would be drawn for it.
+    The message names the version against which the request was checked: another choice by weight might give another version.
 
     Raises:
         InputError: tensors that do not fit each other or the convention above; the message names the input.
@@ -187,7 +187,8 @@ def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> t
 
 
 def _dense(by_name: dict[str, InputTensor], name: str) -> InputTensor | None:
-    """The dense numbers, taken out of ``by_name``; next to a feature ``dense`` an FP32 tensor ``dense`` is them too."""
+    """Take the dense numbers out of ``by_name``: the FP32 tensor ``name``, or an FP32 tensor ``dense`` next to a feature of this
+    name, whose ids are integers; None without such a tensor."""
     at = next((one for one in (name, "dense") if one in by_name and by_name[one].datatype == "FP32"), None)
     if at is None:
         return None
@@ -219,7 +220,7 @@ def _call_of(request: InferRequest, predictor: Predictor) -> CallName:
 
 
 def _output_names(predictor: Predictor) -> dict[str, CallName]:
-    """Every output that a request may name, and the call that gives it."""
+    """The call that computes each output that a request may name."""
     names: dict[str, CallName] = {}
     if predictor.manifest.dense is not None:
         names.update((output.name, "Predict") for output in predictor.manifest.dense.outputs)
@@ -307,10 +308,10 @@ def _one_dimensional(tensor: InputTensor) -> InputTensor:
 
 
 def _encode(features: Sequence[_Feature], limits: Limits) -> list[Buffer]:
-    """Parts of the field ``features`` of a request of ours."""
+    """Parts of the field ``features`` of recinfer's request."""
     batch = features[0].batch if features else 0
     if batch > limits.max_batch or len(features) > limits.max_keys:
-        # Refused here, with the codec's words, before lengths are written for that many samples.
+        # The codec refuses the request here, before lengths are written for that many samples.
         codec.decode_bags(pb.JaggedFeatures(keys=[f.name for f in features], batch_size=batch), limits)
     lengths = [array_bytes(_lengths(feature)) for feature in features]
     narrow = all(feature.values.datatype == "INT32" for feature in features)
@@ -340,10 +341,10 @@ def _lengths(feature: _Feature) -> np.ndarray:
 
 
 def read_answer(call: CallName, data: bytes, wanted: Sequence[str] = ()) -> InferAnswer:
-    """The answer of ours to ``call``, with the outputs ``wanted`` in that order.
+    """Convert recinfer's serialized answer to ``call``; ``wanted``: the names of the outputs in order, empty for all.
 
     Raises:
-        InputError: an output is wanted whose feature the request did not bring.
+        InputError: the feature of a wanted output is not among the inputs.
     """
     if call == "Predict":
         arrays, version, missing = decode_predict(data)

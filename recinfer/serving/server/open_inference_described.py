@@ -1,4 +1,4 @@
-"""What the Open Inference Protocol says of a server and its models: the tensors that each model takes and gives."""
+"""The metadata of a server and its models in the Open Inference Protocol: the tensors that each model takes and returns."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["model_metadata", "server_metadata"]
 
 
 def server_metadata() -> dict[str, Any]:
-    """The protocol's server metadata, as its JSON has it."""
+    """The protocol's server metadata in its JSON form."""
     return {"name": "recinfer", "version": __version__, "extensions": ["binary_tensor_data"]}
 
 
 def model_metadata(registry: ModelRegistry, name: str, version: str) -> dict[str, Any]:
-    """The protocol's model metadata, as its JSON has it; embeddings are among the outputs.
+    """The protocol's model metadata in its JSON form; embeddings are among the outputs.
 
     Inputs of features that a prediction may leave out have the parameter ``missing``: "empty", or the id that stands for it.
 

@@ -26,7 +26,7 @@ __all__ = ["SERVICE_NAME", "OpenInference", "raw_array"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _CONTENTS = {"INT64": "int64_contents", "INT32": "int_contents", "FP32": "fp32_contents"}
-_PARSED, _TYPED = 8, 24  # bytes for one of a message: of integers that are parsed, and of them as objects
+_PARSED, _TYPED = 8, 24  # bytes per byte of a message: of parsed integers, and of integers as objects
 
 
 class OpenInference:
@@ -35,14 +35,17 @@ class OpenInference:
     Args:
         registry: the models.
         limits: bounds on requests.
-        answer: answers a serialized request of ours, by the call's name ("Lookup", "Predict"); raises errors of ours.
+        answer: answers recinfer's serialized request, by the call's name ("Lookup", "Predict"); raises RecinferErrors.
         is_ready: whether the server takes requests.
     """
 
     def __init__(
         self, registry: ModelRegistry, limits: Limits, answer: AnswerCall, is_ready: Callable[[], bool] = lambda: True
     ) -> None:
-        self.registry, self.limits, self._answer, self.is_ready = registry, limits, answer, is_ready
+        self.registry = registry
+        self.limits = limits
+        self._answer = answer
+        self.is_ready = is_ready
 
     def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """Method name -> serialized request to serialized answer."""
@@ -56,7 +59,7 @@ class OpenInference:
         }
 
     def model_is_ready(self, name: str, version: str = "") -> bool:
-        """Whether the model takes requests; an unknown one does not."""
+        """Whether the model takes requests; False for an unknown model."""
         try:
             self.registry.get(name, version)
         except RecinferError:
@@ -64,7 +67,7 @@ class OpenInference:
         return self.is_ready()
 
     async def infer(self, request: oip.InferRequest) -> oip.InferAnswer:
-        """The version that answered, and the outputs."""
+        """The outputs for ``request``, with the version that answered."""
         size = sum(tensor.data.nbytes for tensor in request.inputs)
         ticket_of_task.get().grow_to_answer(size)
         try:
@@ -74,7 +77,7 @@ class OpenInference:
                 raise
             return await self._infer(
                 request, size
-            )  # the version that was drawn may be unloaded since; then it is no more
+            )  # the chosen version may be unloaded by now; the second try chooses another
 
     async def _infer(self, request: oip.InferRequest, size: int) -> oip.InferAnswer:
         call, message = await off_loop(size, oip.to_call, request, self.registry, self.limits)
@@ -144,7 +147,7 @@ def _read(data: bytes, ticket: Ticket) -> oip.InferRequest:
 
 
 def _parameters(place: str, message: Any) -> dict[str, Any]:
-    """The checked parameters of a request, an input or an output; None where one is set to nothing."""
+    """The checked parameters of a request, an input or an output by name; None for a parameter without a value."""
     if not message.parameters:
         return {}
     found = {}

@@ -1,7 +1,7 @@
 """The REST form of the Open Inference Protocol: JSON, and binary tensors behind the JSON, over HTTP/1.1 (aiohttp).
 
 Binary tensors are the protocol's binary extension: the header ``Inference-Header-Content-Length`` says where the JSON ends,
-and a tensor's parameter ``binary_data_size`` how many of the bytes behind it are its own.
+and a tensor's parameter ``binary_data_size`` how many of the following bytes belong to the tensor.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from recinfer.serving.wire.loop import off_loop
 __all__ = ["OpenInferenceRest"]
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
-_WRITTEN = 24  # bytes of Python objects and text for one of a tensor
+_WRITTEN = 24  # bytes of Python objects and text per byte of a tensor
 _MAX_NAME = 1024
-_DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of them with an error of its own
+_DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of digits with an error of its own
 
 
 class OpenInferenceRest:
     """The protocol's paths. See recinfer.serving.server.http_server.HttpProtocol.
 
     Args:
-        answers: what answers.
+        answers: answers the requests.
     """
 
     paths = "/v2, /v2/health/live, /v2/health/ready, /v2/models/MODEL[/versions/VERSION][/ready or /infer]"
@@ -111,7 +111,7 @@ def _model_of(request: web.Request) -> tuple[str, str]:
 def _read(
     body: bytearray, header: str | None, name: str, version: str, ticket: Ticket
 ) -> tuple[oip.InferRequest, Callable[[str], bool]]:
-    """The request, and which of its outputs are wanted as binary."""
+    """The request, and a function that says of an output's name whether the output is wanted as binary data."""
     length = len(body) if header is None else int(header) if _DIGITS.fullmatch(header) else -1
     if not 0 <= length <= len(body):
         raise InputError(

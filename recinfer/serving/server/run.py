@@ -31,15 +31,15 @@ def serve(
     """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
 
     Args:
-        server: one that has not started.
+        server: a server that has not started.
         on_ready: called once requests are accepted.
         on_hangup: called at each SIGHUP, which ends the process when this is None.
-        stop: set by someone else to end serving, as a signal does.
+        stop: ends serving when it is set, as a signal does.
     """
     name_files_at_sigbus()
     tune_process()
-    # The handler runs in this thread, between any two steps of it: were it to set an Event that this thread is about to
-    # wait for, it could find the Event's lock taken by its own thread, for ever. Appending takes no lock.
+    # A signal handler runs in this thread, between any two of its steps. A handler that sets an Event could wait forever for
+    # the Event's lock, which this thread may hold. Appending takes no lock.
     signalled: list[int] = []
     before = {
         number: signal.signal(number, lambda got, _: signalled.append(got))

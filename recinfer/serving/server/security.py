@@ -31,10 +31,10 @@ _OPEN = ("/grpc.health.v1.Health/",)
 
 @dataclass(frozen=True)
 class Security:
-    """How a server is protected.
+    """The protection of a server: token, TLS, and the hosts on which it may listen.
 
     Attributes:
-        token: every call but health needs ``authorization: Bearer <token>``; None: none does.
+        token: every call except health needs ``authorization: Bearer <token>``; None: no call needs a token.
         tls_cert, tls_key: PEM files of the server's certificate chain and key; both or neither.
         client_ca: PEM file of the authority whose certificates clients must show (mutual TLS); needs tls_cert.
         insecure: listen beyond this machine also without a token.
@@ -59,7 +59,7 @@ class Security:
             )
 
     def check_host(self, host: str) -> None:
-        """Raises ConfigError when ``host`` is not loopback and no token, ``client_ca`` or ``insecure`` is set."""
+        """Raise ConfigError if ``host`` is not loopback and no token, ``client_ca`` or ``insecure`` is set."""
         if self.insecure or self.token is not None or self.client_ca is not None or _is_loopback(host):
             return
         raise ConfigError(
@@ -68,10 +68,10 @@ class Security:
         )
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """For a secure port; None without TLS. Raises ConfigError naming a file that cannot be read, or is not what it should be."""
+        """gRPC's credentials for a secure port; None without TLS. Raises ConfigError, which names an unreadable or wrong file."""
         if self.tls_cert is None or self.tls_key is None:
             return None
-        self.tls_context()  # gRPC would say of a wrong file that the port cannot be bound
+        self.tls_context()  # gRPC would report a wrong file as a port that cannot be bound
         key, chain = read_file(self.tls_key), read_file(self.tls_cert)
         authority = None if self.client_ca is None else read_file(self.client_ca)
         return grpc.ssl_server_credentials(
@@ -79,7 +79,7 @@ class Security:
         )
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """The same for the HTTP port. Raises ConfigError."""
+        """The TLS context for the HTTP port; None without TLS. Raises ConfigError."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -95,17 +95,17 @@ class Security:
         given = authorization or ""
         if given[: len(_SCHEME)].lower() != _SCHEME:
             return False
-        # Bytes that are no text reach us as lone surrogates, which plain UTF-8 would not take.
+        # Bytes that are no text arrive as lone surrogates, which plain UTF-8 would not take.
         return hmac.compare_digest(given[len(_SCHEME) :].strip().encode(errors="surrogatepass"), self.token.encode())
 
     def admits(self, path: str, metadata: Iterable[tuple[str, Any]]) -> bool:
-        """The same for a call of gRPC; health stays open, for those who watch the server."""
+        """Whether a gRPC call with this path and metadata may pass; health is open to all, for probes."""
         if self.token is None or path.startswith(_OPEN):
             return True
         return self.allows(next((value for key, value in metadata if key == _HEADER), None))
 
-    def who(self, call: CoreCall) -> str:
-        """Who makes a call, for the log: the subject of the certificate, else the token's fingerprint, else the address."""
+    def client_identity(self, call: CoreCall) -> str:
+        """The client of a call, for the log: the subject of the certificate, else the token's fingerprint, else the address."""
         if subject := call.certificate_subject():
             return subject
         if self.token is not None:

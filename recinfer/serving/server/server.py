@@ -1,4 +1,4 @@
-"""The gRPC server: our service, health and reflection on one port, and a stop that lets running requests end."""
+"""The server: gRPC with health and reflection, HTTP, admin and metrics, and a stop that lets running requests end."""
 
 from __future__ import annotations
 
@@ -66,27 +66,25 @@ class Server:
     """Serves predictors over gRPC from a background thread.
 
     Args:
-        predictors: name -> predictor, or models as they are to be served; the first is the default model. A
-            ModelRegistry is used as it is.
+        predictors: name -> predictor, or the models to serve; the first is the default model. A ModelRegistry is used as it is.
         host: address to listen on, see recinfer.serving.wire.address. The default is reachable from this machine only.
-        port: TCP port; 0 takes a free one.
+        port: TCP port; 0 takes a free port.
         limits: bounds on requests.
-        threads: threads for large requests; None: one a core, at most 4.
-        http_port: TCP port of the Open Inference Protocol's REST form, 0 takes a free one; None: no HTTP.
-        metrics_port: TCP port of Prometheus metrics and the status page, 0 takes a free one; None: no metrics.
-        batching: how requests share runs.
-        security: TLS and token; a host beyond loopback needs one (or ``insecure``).
+        threads: number of threads for large requests; None: one per core, at most 4.
+        http_port: TCP port of V1 and of the Open Inference Protocol's REST form, 0 takes a free port; None: no HTTP.
+        metrics_port: TCP port of Prometheus metrics and the status page, 0 takes a free port; None: no metrics.
+        batching: bounds of the queue and of merged runs.
+        security: TLS and token; a host beyond loopback needs a token or ``client_ca`` (or ``insecure``).
         share_port: other processes may listen on the same port (SO_REUSEPORT); the system spreads connections.
-        admin: the store that the admin service loads versions from, or what changes the models from one; None: there
-            is no such service.
-        admin_through: makes an admin call (its name, the serialized request) in all processes that share the port, this
-            one among them by its ``admin_calls``; needed for the service with ``share_port``.
-        admin_open: offer the admin service to callers; else ``admin_calls`` are for this process alone.
-        shards: what the predictors' lookups go through, where their rows are on other hosts.
-        serving: what health says once the server answers; see :meth:`set_serving`.
+        admin: the store from which the admin service loads versions, or its StoreManager; None: no admin service.
+        admin_through: (name, serialized request) -> makes an admin call in all processes that share the port, in this
+            process by its ``admin_calls``; needed for the admin service with ``share_port``.
+        admin_open: offer the admin service to clients; False: only this process may use ``admin_calls``.
+        shards: the fan-out for the predictors' lookups, where their rows are on other hosts.
+        serving: whether health says SERVING once the server answers; see :meth:`set_serving`.
 
     Attributes:
-        budget: of what requests and answers hold, over all protocols; ``limits`` says how many bytes.
+        budget: memory budget of requests and answers over all protocols; its bytes are in ``limits``.
 
     >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
     >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
@@ -131,7 +129,8 @@ class Server:
         self._batching = batching or BatchConfig()
         self.open_inference = OpenInference(self.service.registry, self.service.limits, self._answer, self.is_ready)
         self.admin_calls: dict[str, Answer] = {}
-        self._admin_through, self._admin_open = admin_through, admin_open
+        self._admin_through = admin_through
+        self._admin_open = admin_open
         if admin is not None:
             if share_port and admin_through is None:
                 raise ConfigError("admin: it would change one of the processes that share the port; use one process")
@@ -139,10 +138,11 @@ class Server:
 
             manager = admin if isinstance(admin, StoreManager) else StoreManager(registry, admin)
             service = AdminService(manager, logs=admin_through is None)
-            self.admin_calls = {k: self._announced(call) for k, call in service.calls().items()}
+            self.admin_calls = {k: self._with_health_update(call) for k, call in service.calls().items()}
         self._http: HttpServer | None = None
         self.http_port = http_port
-        self._shards, self._serving = shards, serving
+        self._shards = shards
+        self._serving = serving
         shown = None if shards is None else shards.status
         self.budget = MemoryBudget(self.service.limits.memory_budget_bytes)
         metrics = ServerMetrics(
@@ -164,7 +164,7 @@ class Server:
 
     @property
     def target(self) -> str:
-        """What a client connects to."""
+        """The address to which a client connects."""
         return join_address(self.host, self._port)
 
     def start(self) -> Server:
@@ -179,7 +179,7 @@ class Server:
         return self
 
     def stop(self, grace: float = 10.0) -> None:
-        """Refuse new requests, let those that run end for up to ``grace`` seconds, then close. A second call does nothing."""
+        """Refuse new requests, let running requests end for up to ``grace`` seconds, then close. A second call has no effect."""
         if self._server is not None:
             run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
 
@@ -228,14 +228,14 @@ class Server:
         await self._show_health()
 
     def set_serving(self, serving: bool) -> None:
-        """What health says of this server from now on."""
+        """Set whether health says SERVING of this server from now on."""
         self._serving = serving
         if self._server is not None:
             run_on_loop(self._show_health())
 
     def is_ready(self) -> bool:
-        """Whether it can answer now: it has started, reaches every rank that an answer needs, and knows of no fault of a
-        version. Call on the serving loop."""
+        """Whether the server can answer now: it has started, reaches every rank that an answer needs, and knows of no fault of
+        a version. Call on the serving loop."""
         return self._health is not None and self._health.is_ready()
 
     def _can_answer(self) -> bool:
@@ -266,7 +266,7 @@ class Server:
         self._dispatcher.close()
 
     async def _answer(self, call: CallName, data: bytes) -> bytes:
-        """Answer a request of a protocol that translates to our messages; on the loop."""
+        """Answer the request of a protocol that converts to recinfer's messages; called on the loop."""
         assert self._caller is not None
         return await self._caller.answer(call, data, deadline.get(), ticket_of_task.get())
 
@@ -275,7 +275,7 @@ class Server:
 
     @property
     def event_s(self) -> float:
-        """For how long gRPC's thread has been at one event; 0.0 while it waits for one."""
+        """Seconds that gRPC's thread has spent on the current event; 0.0 while it waits for an event."""
         return 0.0 if self._server is None else self._server.event_s
 
     async def _start_http(self, port: int) -> None:
@@ -320,7 +320,7 @@ class Server:
         return None if self._dispatcher is None else self._dispatcher.scheduler.state
 
     def _admission(self, scheduler: Scheduler) -> Admission:
-        # Small lookups of this process's tables are answered past the queue: they are never refused for its length.
+        # Small lookups in tables of this process do not enter the queue, and are never refused for its length.
         paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
         if self._shards is not None:
             paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
@@ -328,12 +328,12 @@ class Server:
         return Admission(self._security, self.observer, scheduler.queue, paths, names_of(*services))
 
     def _dispatched(self, dispatcher: Dispatcher) -> dict[str, Dispatch]:
-        """The methods whose messages are dispatched as they come."""
+        """The Dispatch of each method whose messages are dispatched as they arrive."""
         calls: tuple[CallName, ...] = ("Lookup", "Predict")
         return {f"/{SERVICE_NAME}/{call}": dispatched(call, dispatcher, self.observer) for call in calls}
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Of all methods but those that are dispatched."""
+        """Handlers of the methods that bypass the dispatcher."""
 
         def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:
             return generic_handler(service, calls, self.observer)
@@ -355,9 +355,9 @@ class Server:
     def _shows_admin(self) -> bool:
         return self._admin_open and bool(self.admin_calls)
 
-    def _announced(self, change: Answer) -> Answer:
+    def _with_health_update(self, change: Answer) -> Answer:
         async def answer(data: bytes) -> bytes:
-            """A change of the models, and then health as it is after it."""
+            """Make a change of the models, then update the health of the changed models."""
             registry = self.service.registry
             before, faulty_before = set(registry.names()), registry.faulty()
             response = await change(data)

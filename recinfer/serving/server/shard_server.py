@@ -1,4 +1,4 @@
-"""A shard server: looks up in the ranks that it has, for rankers; health, metrics and a graceful stop as any server of ours."""
+"""A shard server: answers rankers' lookups in its ranks, with health, metrics and a graceful stop as in the other servers."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardServer"]
 
-# Requests up to this size are answered on the thread that reads: behind a larger one, others would wait.
+# Requests up to this size are answered on the thread that reads: other requests would wait behind a larger request.
 _SMALL_BYTES = 32 << 10
-_MAX_RUNNING = 512  # long requests at a time; one more, of any size, is refused
+_MAX_RUNNING = 512  # long requests at a time; a further request of any size is refused
 _STOP_SLACK_S = 5.0
-_NOTICED_S = 0.1  # after which rankers are notified that this server takes no more requests
+_NOTICED_S = 0.1  # for rankers to notice that this server takes no more requests
 _SHOWN = ("", SERVICE_NAME)  # the services that health reports
 _log = logging.getLogger(__name__)
 
@@ -57,9 +57,10 @@ class ShardServer:
 
     Args:
         tables: the ranks, in each version that is mapped.
-        host, port, metrics_port, security, limits: as recinfer.serving.server.server.Server has them.
-        threads: for long requests; None: one a core, at most 4.
-        socket_port: where rankers look up (recinfer.serving.shards.transport); 0: a free one. Rankers find it by themselves.
+        host, port, metrics_port, security, limits: the same as in recinfer.serving.server.server.Server.
+        threads: number of threads for long requests; None: one per core, at most 4.
+        socket_port: port for rankers' lookups (recinfer.serving.shards.transport); 0: a free port. Rankers learn the port over
+            gRPC.
     """
 
     def __init__(
@@ -79,14 +80,19 @@ class ShardServer:
                 raise InputError(f"{name}: got {number}, expected 0 to 65535")
         self._security = security or Security()
         self._security.check_host(host)
-        self.tables, self.host, self.port, self.socket_port = tables, plain_host(host), port, socket_port
+        self.tables = tables
+        self.host = plain_host(host)
+        self.port = port
+        self.socket_port = socket_port
         self._limits = limits or Limits()
         self.metrics_port = metrics_port
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._running = self._refused = 0
-        self._pool_seconds, self._counting = 0.0, threading.Lock()
+        self._pool_seconds = 0.0
+        self._counting = threading.Lock()
         self._busy: list[BusyShare] = []
-        self.stats, self._stages = RequestStats(), Stages("lookup")
+        self.stats = RequestStats()
+        self._stages = Stages("lookup")
         self.budget = MemoryBudget(self._limits.memory_budget_bytes)
         self._observer = Observer(self.stats)
         self._started = time.monotonic()
@@ -96,7 +102,7 @@ class ShardServer:
 
     @property
     def target(self) -> str:
-        """What a ranker connects to."""
+        """The address to which a ranker connects."""
         return join_address(self.host, self.port)
 
     def start(self) -> ShardServer:
@@ -105,7 +111,7 @@ class ShardServer:
         return self
 
     def stop(self, grace: float = 10.0) -> None:
-        """Notify the rankers, let requests that run end for up to ``grace`` seconds, then close."""
+        """Notify the rankers, let running requests end for up to ``grace`` seconds, then close."""
         if self._server is not None:
             run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
 
@@ -116,7 +122,7 @@ class ShardServer:
         self.stop()
 
     def status(self) -> Status:
-        """The status of this process, as recinfer.serving.server.telemetry.metrics has it; ``held`` says what it has mapped."""
+        """The status of this process in the form of recinfer.serving.server.telemetry.metrics; ``held``: the mapped versions."""
         return {
             "uptime": time.monotonic() - self._started,
             "workers": 1,
@@ -163,7 +169,7 @@ class ShardServer:
         )
         calls = {"Prepare": self._prepare, "State": self._state}
         self._health = add_standard_services(server, [SERVICE_NAME], [pb.DESCRIPTOR])
-        await self._health.show(_SHOWN, False)  # before anybody can connect
+        await self._health.show(_SHOWN, False)  # before the first connection
         server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
         check_address(self.host, self.port)
         self.port = bind(server, self._security, self.host, self.port)
@@ -179,7 +185,7 @@ class ShardServer:
         )
         self.socket_port = self._listener.port
         await server.start()
-        # Small requests are answered by the thread that reads them; long ones are the pool's.
+        # The reading thread answers small requests, the pool long requests.
         reads = self._listener.thread.thread_id or 0
         self._busy = [
             BusyShare(lambda: thread_seconds(reads)),
@@ -224,7 +230,7 @@ class ShardServer:
     # -- lookups: on the listener's thread, or in the pool -----------------------------------------------------------
 
     def _take(self, data: bytes, reply: Callable[[bytes], None]) -> None:
-        """Answer a small request here and a long one in the pool, so that no other waits behind it."""
+        """Answer a small request here and a long request in the pool, so that no request waits behind a long one."""
         if self._running >= _MAX_RUNNING:
             reply(self._refuse(data))
         elif len(data) <= _SMALL_BYTES:
@@ -251,7 +257,7 @@ class ShardServer:
             self._stages.add("lookup", time.perf_counter() - start)
 
     def _refuse(self, data: bytes) -> bytes:
-        """The response to a request that comes when too many are under way."""
+        """The response to a request that arrives while too many are under way."""
 
         def refuse(_: bytes) -> bytes:
             raise OverloadedError(f"the shard has too many requests under way, {self._running} of them long ones")
@@ -260,7 +266,7 @@ class ShardServer:
         return self._counted(refuse, data)
 
     def _counted(self, answer: Callable[[bytes], bytes], data: bytes) -> bytes:
-        """The response of ``answer``, or one that says why there is none, in this server's figures."""
+        """The response of ``answer``, or the response that reports its error; counted in this server's figures."""
         start = time.perf_counter()
         try:
             found, code = answer(data), "OK"
@@ -285,13 +291,13 @@ class ShardServer:
                 raise InputError(f"version: {request.folder!r} of this host's store is not sound: {error}") from None
 
         await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
-        return self._here()
+        return self._shard_state()
 
     async def _state(self, data: bytes) -> bytes:
         self.tables.keep(codec.parse(pb.StateRequest, data).wanted)
-        return self._here()
+        return self._shard_state()
 
-    def _here(self) -> bytes:
+    def _shard_state(self) -> bytes:
         state = pb.ShardState(ranks=self.tables.ranks, versions=self.tables.keys())
         if self._listener is not None:
             state.socket_port, state.socket_server = self._listener.port, self._listener.server_id

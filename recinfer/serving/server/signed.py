@@ -1,4 +1,4 @@
-"""Fills in the caller's identity in admin requests, as the server knows it, not as the caller claims it."""
+"""Fills in the client's identity in admin requests, as the server knows it, instead of the client's own claim."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["signed"]
 
 
 def signed(calls: Mapping[str, Answer], security: Security) -> dict[str, Answer]:
-    """``calls`` by method, those that change something with ``change.who`` of their requests filled in."""
+    """``calls`` by method; a call that makes a change gets its request with ``change.who`` filled in."""
     return {name: _signed(name, call, security) for name, call in calls.items()}
 
 
@@ -24,7 +24,7 @@ def _signed(name: str, call: Answer, security: Security) -> Answer:
 
     async def answer(data: bytes) -> bytes:
         request, made_by = codec.parse(kind, data), core_call.get()
-        request.change.who = "unknown" if made_by is None else security.who(made_by)
+        request.change.who = "unknown" if made_by is None else security.client_identity(made_by)
         return await call(request.SerializeToString())
 
     return answer

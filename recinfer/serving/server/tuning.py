@@ -13,14 +13,14 @@ from contextlib import suppress
 
 __all__ = ["SWITCH_INTERVAL_S", "most_connections", "raise_open_files", "tell_open_files", "tune_process"]
 
-_MOST_FILES = 1 << 20  # some systems' hard limit is a thousand times that, and some programs have a table of that size
-_SPARE = 64  # of the files that may be open, at least that many, or an eighth
+_MOST_FILES = 1 << 20  # some systems' hard limit is a thousand times this, and some programs have a table of that size
+_SPARE = 64  # open files that are kept from connections: at least this many, or an eighth of the limit
 _LOOK_S, _TOLD_S = 1.0, 60.0
 _log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 1e-4
-"""How long a Python thread may keep another one waiting, in a process that serves: one that runs a large request keeps
-the event loop waiting that long at each step; at Python's 5 ms that is most of a small request."""
+"""Seconds for which a Python thread may keep another thread waiting in a serving process: a thread with a large request delays
+the event loop that long at each step, and Python's default of 5 ms would be most of a small request's latency."""
 
 
 def tune_process() -> None:
@@ -28,8 +28,8 @@ def tune_process() -> None:
 
     - Threads made from here on are batch threads to the scheduler (Linux): gRPC's own threads, woken five times a
       request, do not push the event loop's thread off its core each time.
-    - What is loaded by now is left out of garbage collection, whose full runs would else stop all requests; they come as
-      often as Python has them, where the command line had fewer of them while it loaded.
+    - Objects that are loaded by now are left out of garbage collection, whose full runs would else stop all requests. Full
+      runs come as often as by Python's default, which the command line lowers while it loads.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if hasattr(os, "SCHED_BATCH"):
@@ -50,7 +50,7 @@ def raise_open_files() -> None:
 
 
 def most_connections() -> int:
-    """How many connections gRPC may have: fewer than files may be open, so that probes and scrapes of the other ports are answered."""
+    """The number of connections that gRPC may have: below the limit of open files, so that probes and scrapes are answered."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST_FILES
@@ -58,13 +58,13 @@ def most_connections() -> int:
 
 
 async def tell_open_files() -> None:
-    """Log, at most once a minute, that so many files are open that connections are refused; runs until it is cancelled."""
+    """Log, at most once a minute, that connections are refused for too many open files; runs until it is cancelled."""
     told = -_TOLD_S
     while True:
         await asyncio.sleep(_LOOK_S)
         most = most_connections()
         try:
-            lowest = os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free
+            lowest = os.open(os.devnull, os.O_RDONLY)  # the lowest free number
             os.close(lowest)
         except OSError:
             lowest = most

@@ -9,7 +9,7 @@ from recinfer.errors import InputError
 __all__ = ["ENCODINGS", "TooLargeError", "largest", "unpack"]
 
 ENCODINGS = ("gzip", "deflate")
-_PIECE, _STEP = 64 << 10, 1 << 20  # bytes that zlib takes, and gives, at a time
+_PIECE, _STEP = 64 << 10, 1 << 20  # bytes that zlib takes, and returns, at a time
 _MOST_TIMES = 1032  # largest expansion of a byte by deflate
 _GZIP, _ZLIB, _BARE = 31, 15, -15  # zlib's names of the three forms
 
@@ -19,20 +19,20 @@ class TooLargeError(InputError):
 
 
 def largest(packed: int, most: int) -> int:
-    """Bytes that ``packed`` bytes can become, at most ``most`` and one step."""
+    """Upper bound on the bytes to which ``packed`` bytes unpack: ``most`` and one step at most."""
     return min(most, packed * _MOST_TIMES) + _STEP
 
 
 def unpack(body: bytes | bytearray, encoding: str, most: int) -> bytearray:
-    """What ``body`` holds, packed as the header ``Content-Encoding`` names it. Frees the interpreter while it works.
+    """Unpack ``body``, whose header ``Content-Encoding`` is ``encoding``. The interpreter's lock is released meanwhile.
 
     Raises:
-        InputError: bytes that are no one whole stream of that encoding, or an encoding that is none of ``ENCODINGS``.
-        TooLargeError: it holds more than ``most`` bytes; no more than these were unpacked.
+        InputError: ``body`` is not exactly one whole stream of the encoding, or the encoding is not in ``ENCODINGS``.
+        TooLargeError: the content has more than ``most`` bytes; unpacking stopped there.
     """
     if encoding not in ENCODINGS:
         raise InputError(f"Content-Encoding: got {encoding[:40]!r}, expected gzip or deflate, or a plain body")
-    # "deflate" is zlib's form by the standard, and deflate's bare one by many who write it.
+    # "deflate" is zlib's form by the standard, and bare deflate in the requests of many clients.
     is_bare = encoding == "deflate" and body[:1] and body[0] & 0x0F != 8
     stream = zlib.decompressobj(_GZIP if encoding == "gzip" else _BARE if is_bare else _ZLIB)
     found = bytearray()
@@ -57,5 +57,5 @@ def _feed(stream: zlib._Decompress, piece: bytes | bytearray, found: bytearray, 
         if len(found) > most:
             raise TooLargeError(f"body: got more than {most} bytes, expected at most that many")
         piece = stream.unconsumed_tail
-        if not piece and len(step) < left:  # else zlib may have more of what it was given
+        if not piece and len(step) < left:  # else zlib may have more output for its input
             return

@@ -1,5 +1,5 @@
-/* Small plain requests between a ranker and its shards, from bytes to bytes: a request split by rank, a shard's request read,
-   and the answers joined. Other requests give None: then the path through arrays answers them, or says what is wrong.
+/* Small plain requests between a ranker and its shard servers, from bytes to bytes: a request split by rank, a shard server's
+   request read, and the answers joined. Other requests give None: the path through arrays answers them, or reports their errors.
 
    The structs PlainPart, PlainFind, RankStreams and RankAnswer are those of recinfer.serving.shards.rank_structs, with their
    fields in the same order. */
@@ -15,7 +15,7 @@
 #include "../../quant/_row.h"
 #include "../wire/_reader.h"
 
-/* -- a ShardRequest as it comes ---------------------------------------------------------------------------------- */
+/* -- reading a ShardRequest ------------------------------------------------------------------------------------------ */
 
 typedef struct {
     uint64_t rank, module, length_bytes;
@@ -67,7 +67,7 @@ static PyObject *fields_of_part(const PlainPart *part, const uint8_t *bytes) {
                          part->wide ? Py_True : Py_False);
 }
 
-/* 1 when the bytes are a plain request, 0 for any other, -1 with an error. */
+/* Read a plain request: 1 if the bytes are a plain request, 0 for any other request, -1 with a Python error. */
 static int read_plain_find(const uint8_t *bytes, Py_ssize_t size, PlainFind *found) {
     Reader reader = {bytes, bytes + size};
     while (reader.at < reader.end) {
@@ -102,8 +102,8 @@ static int read_plain_find(const uint8_t *bytes, Py_ssize_t size, PlainFind *fou
 
 PyDoc_STRVAR(read_doc,
              "read_find(data)\n--\n\n"
-             "The fields of a recinfer.serving.shards.rank_structs.PlainFind for a serialized ShardRequest; None for one that is\n"
-             "not of the plain kind. Each of its parts: the fields of a PlainPart. Lengths and ids are not checked.");
+             "The fields of a recinfer.serving.shards.rank_structs.PlainFind for a serialized ShardRequest; None for a request\n"
+             "that is not plain. Each of its parts: the fields of a PlainPart. Lengths and ids are not checked.");
 
 static PyObject *read_method(PyObject *module, PyObject *data) {
     (void)module;
@@ -127,14 +127,14 @@ static PyObject *read_method(PyObject *module, PyObject *data) {
     return fields;
 }
 
-/* -- a request split by rank ---------------------------------------------------------------------------------------- */
+/* -- splitting a request by rank ------------------------------------------------------------------------------------- */
 
 /* One feature's ids in a range of rows; `key`: its place in the request, -1 where it is absent. */
 typedef struct {
     int64_t key, start, rows;
 } Stream;
 
-/* What one rank is sent: how many ids of each stream and sample, as the message needs them. */
+/* The ids for one rank: their number, the most of one bag, and whether each bag has one id. */
 typedef struct {
     int64_t ids, most;
     int ones;
@@ -144,12 +144,12 @@ static inline int is_kept(const Stream *stream, int64_t id) {
     return (uint64_t)(id - stream->start) < (uint64_t)stream->rows;
 }
 
-/* Whether all ids of a stream's key are in its range, whatever they are. */
+/* Whether a stream's range holds every id that its key may have. */
 static inline int is_whole(const Stream *stream, const int64_t *limits) {
     return stream->start == 0 && stream->rows >= limits[stream->key];
 }
 
-/* `ones`: each bag holds one id, here and below. */
+/* Count the ids of a rank. `ones`: each bag holds one id, here and below. */
 static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t *limits, const Stream *streams,
                          int64_t num_streams, int ones) {
     Counts counts = {0, 0, 1};
@@ -222,7 +222,7 @@ static uint8_t *put_lengths(const Bags *bags, const int64_t *starts, const Strea
     for (int64_t s = 0; s < num_streams; s++) {
         const Stream *stream = streams + s;
         int64_t at = stream->key < 0 ? 0 : starts[stream->key];
-        if (ones && stream->key >= 0) { /* then a byte is enough */
+        if (ones && stream->key >= 0) { /* lengths of 0 or 1 take a byte each */
             for (int64_t b = 0; b < bags->batch; b++)
                 into[b] = (uint8_t)is_kept(stream, id_at(bags, at + b));
             into += bags->batch;
@@ -266,7 +266,7 @@ typedef struct {
     int wide;
 } RankStreams;
 
-/* 0 with an error; else its buffer has to be released. */
+/* Read the fields of a rank: 0 with a Python error; else the caller has to release its buffer. */
 static int read_rank_streams(PyObject *fields, RankStreams *rank) {
     PyObject *streams;
     return PyArg_ParseTuple(fields, "SSSOp", &rank->head_without_lengths, &rank->head_of_byte_lengths,
@@ -274,7 +274,7 @@ static int read_rank_streams(PyObject *fields, RankStreams *rank) {
            PyObject_GetBuffer(streams, &rank->streams, PyBUF_SIMPLE) == 0;
 }
 
-/* One rank's part as a field of a ShardRequest; None without any id; NULL with an error. */
+/* One rank's part as a field of a ShardRequest; None without any id; NULL with a Python error. */
 static PyObject *part_of(PyObject *fields, const Bags *bags, const int64_t *starts, const int64_t *limits, int ones) {
     RankStreams rank;
     PyObject *result = NULL;
@@ -340,11 +340,11 @@ static int are_ones(const Bags *bags) {
 PyDoc_STRVAR(split_doc,
              "split(data, bags, limits, ranks)\n--\n\n"
              "Each rank's part of the `bags` (recinfer.quant.bags.BagPlaces) in the bytes `data`: a ShardRequest's field, or None\n"
-             "where it has no id.\n\n"
+             "for a rank without ids.\n\n"
              "limits: int64 [keys], rows of each key's tables.\n"
-             "ranks: a recinfer.serving.shards.rank_structs.RankStreams of each.\n\n"
-             "None when an id is not below its limit or the lengths are not those of so many ids. Raises ValueError for places\n"
-             "outside `data`.");
+             "ranks: a recinfer.serving.shards.rank_structs.RankStreams of each rank.\n\n"
+             "None when an id is not below its limit or the lengths do not add up to the number of ids. Raises ValueError for\n"
+             "places outside `data`.");
 
 static PyObject *split_method(PyObject *module, PyObject *args) {
     (void)module;
@@ -385,9 +385,9 @@ release:
     return found;
 }
 
-/* -- the answers put together ----------------------------------------------------------------------------------------- */
+/* -- joining the answers ---------------------------------------------------------------------------------------------- */
 
-/* Neighbouring columns: `to` of the answer, `at` of the rank's; `adds` where others add to them. */
+/* Neighbouring columns: first column `at` of the rank, first column `to` of the answer; `adds`: other ranks add to them. */
 typedef struct {
     int64_t at, to, width, adds;
 } Run;
@@ -416,7 +416,7 @@ typedef struct {
     int64_t width, format, to, adds;
 } Pair;
 
-/* Bytes of a pair's part of an answer, of which `left` are there; more than that where it is none. */
+/* Bytes of a pair's part of an answer with `left` bytes; more than `left` for an unknown kind. */
 static int64_t kind_bytes(uint8_t kind, const Pair *pair, int64_t batch, const uint8_t *part, int64_t left) {
     const int64_t size = row_size(pair->width, pair->format), head = bits_bytes(batch);
     int64_t rows = 0;
@@ -475,7 +475,7 @@ INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t wi
 
 #define PUT(WIDTH, FORMAT, VECTOR) put_rows(there, row, WIDTH, FORMAT, pair->adds, VECTOR, to, columns, batch)
 
-/* Adds what `pack` wrote, whose size fits, to `out`; `vector`: of the widest pair. */
+/* Add a packed answer, whose size `is_pack` has checked, to `out`; `vector`: scratch for the widest pair. */
 WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pairs, int64_t num_pairs,
                             float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
     const uint8_t *from = packed + num_pairs, *end = packed + size;
@@ -497,7 +497,7 @@ static int is_pair(const Pair *pair, int64_t batch) {
     return is_row_format(pair->format) && pair->width >= 1 && pair->width <= 1 << 24 && batch <= PY_SSIZE_T_MAX / 64 / pair->width;
 }
 
-/* Whether `packed` holds what `pack` writes for these pairs, each of which `is_pair`. */
+/* Whether `packed` has the size of a packed answer of these pairs, each of which `is_pair`. */
 static int is_pack(const Py_buffer *packed, const Pair *pairs, int64_t num_pairs, int64_t batch) {
     const uint8_t *kinds = packed->buf;
     int64_t left = packed->len - num_pairs;
@@ -506,7 +506,7 @@ static int is_pack(const Py_buffer *packed, const Pair *pairs, int64_t num_pairs
     return !left;
 }
 
-/* 0 with an error. */
+/* Check a packed answer and add it to `out`; 0 with a Python error. */
 static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_t *out, int64_t columns, int64_t batch) {
     const Pair *pairs = pairs_view->buf;
     const int64_t num_pairs = pairs_view->len / (Py_ssize_t)sizeof *pairs;
@@ -535,7 +535,7 @@ static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_
 
 PyDoc_STRVAR(is_packed_doc,
              "is_packed_answer(packed, pairs, batch)\n--\n\n"
-             "Whether bytes are a packed answer of `batch` samples; `pairs`: as `join` takes them.");
+             "Whether bytes are a packed answer of `batch` samples; `pairs`: the spans of a packed RankAnswer.");
 
 static PyObject *is_packed_method(PyObject *module, PyObject *args) {
     (void)module;
@@ -565,7 +565,7 @@ typedef struct {
     Py_buffer spans;    /* Run, or Pair where the values are packed */
 } RankAnswer;
 
-/* 0 with an error; else its buffers have to be released. */
+/* Read the fields of an answer: 0 with a Python error; else the caller has to release its buffers. */
 static int read_rank_answer(PyObject *fields, RankAnswer *answer) {
     PyObject *values, *spans;
     if (!PyArg_ParseTuple(fields, "OnO", &values, &answer->columns, &spans) ||
@@ -578,7 +578,7 @@ static int read_rank_answer(PyObject *fields, RankAnswer *answer) {
     return 1;
 }
 
-/* Adds float32 values to `out`; 0 with an error. */
+/* Add float32 values to `out`; 0 with a Python error. */
 static int put_values(const RankAnswer *answer, uint8_t *out, int64_t columns, int64_t batch) {
     const int64_t mine = answer->columns;
     if (mine < 0 || mine > PY_SSIZE_T_MAX / 64 / batch || answer->values.len != 4 * batch * mine) {
@@ -600,7 +600,7 @@ static int put_values(const RankAnswer *answer, uint8_t *out, int64_t columns, i
     return 1;
 }
 
-/* Adds one rank's answer to `out`; 0 with an error. */
+/* Add one rank's answer to `out`; 0 with a Python error. */
 static int put_rank(PyObject *fields, uint8_t *out, int64_t columns, int64_t batch) {
     RankAnswer answer;
     if (!read_rank_answer(fields, &answer))
@@ -612,7 +612,7 @@ static int put_rank(PyObject *fields, uint8_t *out, int64_t columns, int64_t bat
     return done;
 }
 
-/* Divides sums of bags by what is in them. `means`: [M, 3], place among the keys, first and last column. */
+/* Divide sums of bags by the numbers of their ids. `means`: [M, 3], place among the keys, first and last column. */
 static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uint8_t *out, int64_t columns) {
     for (int64_t m = 0; m < num_means; m++) {
         const int64_t key = means[3 * m], first = means[3 * m + 1], last = means[3 * m + 2];
@@ -634,9 +634,9 @@ static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uin
 
 PyDoc_STRVAR(join_doc,
              "join(found, means, data, bags, columns, into)\n--\n\n"
-             "Float32 [batch, columns] of what ranks gave, zero where none did.\n\n"
+             "Float32 [batch, columns] of the ranks' answers, zero in columns without an answer.\n\n"
              "found: a recinfer.serving.shards.rank_structs.RankAnswer of each rank.\n"
-             "means: int64 [M, 3], key, first and last column that are then divided by the ids of its bags, which are `bags`\n"
+             "means: int64 [M, 3], key, first and last column to divide by the numbers of ids of the key's bags, which are `bags`\n"
              "(recinfer.quant.bags.BagPlaces) in the bytes `data`.\n"
              "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n\n"
              "Returns the answer as bytes, or True when it was written `into`. Raises ValueError for an answer of another size.");
@@ -705,7 +705,7 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                                         "_ranks",
-                                        "Small plain requests between a ranker and its shards, from bytes to bytes.",
+                                        "Small plain requests between a ranker and its shard servers, from bytes to bytes.",
                                         0,
                                         methods,
                                         slots,

@@ -1,4 +1,4 @@
-"""Measures how busy a server's threads are. No queue shows it: waiting calls stay in the sockets' buffers."""
+"""Measures how busy a server's threads are. No queue shows the load: waiting calls stay in the sockets' buffers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 __all__ = ["BusyShare", "thread_seconds"]
 
 _WINDOW_S = 10.0
-_LOOKS = 32  # that are remembered of a window
+_LOOKS = 32  # looks of a window that are kept
 _NS = 1e9
 
 
 def thread_seconds(native_id: int) -> float:
-    """Seconds since it started in which a thread of this process had something to do: on a core, or waiting for one.
+    """Seconds since its start in which a thread of this process was runnable: on a core, or waiting for a core.
 
     Time on a core alone would be low on an overloaded machine, as if its servers were idle. 0 where the
-    kernel does not say (another system, a sandbox), or the thread has ended.
+    kernel reports no times (another system, a sandbox), or the thread has ended.
 
     Args:
-        native_id: as ``threading.get_native_id()`` gives it.
+        native_id: the thread's id from ``threading.get_native_id()``.
     """
     try:
         on_core, waited, _ = map(int, Path(f"/proc/self/task/{native_id}/schedstat").read_text().split())
@@ -32,22 +32,24 @@ def thread_seconds(native_id: int) -> float:
 
 
 class BusyShare:
-    """The share of the last ten seconds that was busy: what ``seconds`` has grown by, by the time that has passed.
+    """The busy share of the last ten seconds: the growth of ``seconds``, divided by the time that has passed.
 
-    Nothing runs between two looks: who looks less often than every ten seconds has the share since the last look.
+    No work runs between two looks: a caller that looks less often than every ten seconds gets the share since its last look.
     Any thread may look.
 
     Args:
-        seconds: how long whatever is followed has been busy since some moment; it never shrinks.
-        clock: seconds, of which the difference counts.
+        seconds: returns the busy seconds since some moment, which never decrease.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, seconds: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._clock, self._lock = seconds, clock, threading.Lock()
+        self._seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
         self._looks = deque([(clock(), seconds())])
 
     def now(self) -> float:
-        """0 to 1; 0 at once after it was made."""
+        """The busy share, 0 to 1; 0 right after the construction."""
         with self._lock:
             now, busy = self._clock(), self._seconds()
             while len(self._looks) > 1 and self._looks[1][0] <= now - _WINDOW_S:

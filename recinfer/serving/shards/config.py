@@ -26,21 +26,21 @@ _ADDRESS = re.compile(r"(dns:///)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,
 
 @dataclass(frozen=True)
 class ShardsSettings:
-    """How a ranker calls shards. All of ``settings`` of shards.json.
+    """How a ranker calls shard servers: the ``settings`` of shards.json.
 
     Attributes:
         hedge: send a request that takes longer than 95 % of the others to a second replica too.
         hedge_budget: at most this share of the requests is sent twice.
-        timeout_seconds: that shards have for a request, where its caller's deadline is not sooner; a version that is loaded
-            waits as long for a rank that has no usable replica.
-        prepare_seconds: how long mapping and checking a version may take.
-        missing: what a rank without a living replica means: ``"default_rows"``: its vectors are zero, and the answer says
-            so; only for archives whose manifest allows it, others are refused. ``"error"``: whatever the manifest allows.
-            None: as each archive's manifest says.
+        timeout_seconds: seconds for a request to the shard servers, unless its client's deadline is sooner; the load of a
+            version waits as long for a rank without a usable replica.
+        prepare_seconds: seconds for mapping and checking a version.
+        missing: the effect of a rank without a usable replica. ``"default_rows"``: its vectors are zero, and the answer says
+            so; archives whose manifest does not allow this are refused. ``"error"``: an error, also where the manifest allows
+            default rows. None: each archive's manifest decides.
         half: have vectors sent as float16: half the bytes, three decimal digits.
-        token_file: file with the bearer token of the shards; None: this ranker's own token.
-        tls_ca, tls_cert, tls_key: PEM files of the shards' authority, and of this ranker's certificate for mutual TLS.
-        tls_name: name in the shards' certificates, where it is not their address.
+        token_file: file with the bearer token of the shard servers; None: this ranker's own token.
+        tls_ca, tls_cert, tls_key: PEM files of the shard servers' authority, and of this ranker's certificate for mutual TLS.
+        tls_name: name in the shard servers' certificates; None: their address.
     """
 
     hedge: bool = True
@@ -93,7 +93,7 @@ def read_shards(path: Path) -> ShardsConfig:
     """Read shards.json.
 
     Raises:
-        ConfigError: it is not there, or not what the format says; names what came and what was expected.
+        ConfigError: the file is missing, or breaks the format; the message says what came and what was expected.
     """
     try:
         raw = loads(path.read_bytes(), path.name)
@@ -132,7 +132,7 @@ def _ranks(path: Path, raw: Any) -> dict[int, tuple[str, ...]]:
 
 
 def _is_host(name: str) -> bool:
-    """Whether DNS could know the name: resolvers fail in ways of their own on one that it could not."""
+    """Whether DNS allows the name: resolvers fail in various ways on a name that it does not allow."""
     if name.startswith("["):
         return True
     whole = name.removesuffix(".")

@@ -17,14 +17,14 @@ __all__ = ["ShardCredentials"]
 
 @dataclass(frozen=True)
 class ShardCredentials:
-    """How replicas are reached. Two are equal where a connection of one will do for the other.
+    """The settings for connections to replicas. Equal credentials can share a connection.
 
     Attributes:
-        token: of the servers, if they have one.
-        files: what the PEM files hold: authority, certificate, key.
-        name: in the servers' certificates, where it is not their address.
-        prepare_seconds: how long mapping and checking a version may take.
-        channel, tls: TLS, as gRPC and as ssl take it; None: none.
+        token: the servers' token, or None.
+        files: contents of the PEM files: authority, certificate, key.
+        name: name in the servers' certificates; None: their address.
+        prepare_seconds: seconds for mapping and checking a version.
+        channel, tls: TLS in gRPC's and in ssl's form; None: no TLS.
     """
 
     token: str | None
@@ -36,7 +36,7 @@ class ShardCredentials:
 
     @classmethod
     def of(cls, settings: ShardsSettings, token: str | None) -> ShardCredentials:
-        """That of a file's settings; ``token``: where they name none.
+        """The credentials of a file's settings; ``token``: the token if the settings name no file of a token.
 
         Raises:
             ConfigError: a file cannot be read, or holds something else.

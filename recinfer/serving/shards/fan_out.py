@@ -1,6 +1,6 @@
 """State that the fan-outs of a ranker share: the replicas, their latencies, the budget of hedged requests, and figures.
 
-One fan-out is :mod:`recinfer.serving.shards.fan_out_request`.
+:mod:`recinfer.serving.shards.fan_out_request` has a single fan-out.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from recinfer.serving.shards.transport import rankers_thread
 
 __all__ = ["FanOut", "waited_for"]
 
-# Times that are kept, that make a percentile, and after which it is found anew.
+# Numbers of times: kept, enough for a percentile, and between two computations of the percentile.
 _SAMPLES, _ENOUGH, _REFRESH = 512, 32, 64
-_BURST = 10.0  # hedges that may be saved up
+_BURST = 10.0  # most unused hedges that are kept
 
 
 class _AnswerTimes:
-    """How long answers take: the 95th percentile of the last ones; nan: not known yet."""
+    """Seconds that answers take: ``p95`` is the 95th percentile of the last 512; nan before 32 answers."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=_SAMPLES)
@@ -41,39 +41,40 @@ class _AnswerTimes:
 
 
 class FanOut:
-    """What requests that go to the shards share; :func:`~recinfer.serving.shards.fan_out_request.begin_fan_out` sends one.
+    """State of all fan-outs; :func:`~recinfer.serving.shards.fan_out_request.begin_fan_out` begins one.
 
-    Any thread may use it, but for what stands at the end.
+    Any thread may call the methods up to ``status``; the others are for the transport's thread.
 
     Args:
         pool: the replicas.
-        missing: instead of the settings' ``missing``; None: as the settings say.
+        missing: overrides the settings' ``missing``; None: the settings decide.
 
     Attributes:
-        calls: by (rank-independent) outcome: ``sent``, ``hedged``, ``hedge_won``, ``retried``, ``failed``,
+        calls: number of calls by outcome, over all ranks: ``sent``, ``hedged``, ``hedge_won``, ``retried``, ``failed``,
             ``not_prepared``.
-        default_rows: requests whose answer lacked a rank, by rank.
-        at_end_of_turn: see :meth:`recinfer.serving.shards.frames.ShardsThread.at_end_of_turn`; for callbacks of this.
+        default_rows: number of requests whose answer lacked a rank, by rank.
+        at_end_of_turn: see :meth:`recinfer.serving.shards.frames.ShardsThread.at_end_of_turn`; for callbacks of fan-outs.
     """
 
     def __init__(self, pool: ReplicaPool, *, missing: str | None = None) -> None:
-        self.pool, self._missing = pool, missing
+        self.pool = pool
+        self._missing = missing
         self.calls: Counter[str] = Counter()
         self.default_rows: Counter[int] = Counter()
         self.at_end_of_turn = rankers_thread().at_end_of_turn
-        # What follows is the thread's.
+        # The attributes below belong to the transport's thread.
         self._times: dict[tuple[int, int], _AnswerTimes] = {}
         self._hedges_left = _BURST
         self._turn = random.randrange(1 << 16)
 
     @property
     def missing(self) -> str | None:
-        """The current setting for a rank without an answer; None: as each manifest says."""
+        """The current setting for a rank without an answer; None: each manifest decides."""
         return self._missing or self.pool.config.settings.missing
 
     @property
     def half(self) -> bool:
-        """Whether shards send vectors as float16, by the current settings."""
+        """Whether shard servers send vectors as float16, by the current settings."""
         return self.pool.config.settings.half
 
     @property
@@ -82,7 +83,7 @@ class FanOut:
         return self.missing != "error"
 
     def check_manifest(self, manifest: Manifest) -> None:
-        """Raises ConfigError when the settings request default rows that ``manifest`` does not allow."""
+        """Raise ConfigError if the settings request default rows that ``manifest`` does not allow."""
         if self.missing == "default_rows" and manifest.missing_shards != "default_rows":
             raise ConfigError(
                 f"shards: missing is 'default_rows', but the archive of {manifest.model} {manifest.version} does not allow "
@@ -111,7 +112,7 @@ class FanOut:
     # -- on the transport's thread -----------------------------------------------------------------------------------
 
     def next_turn(self) -> int:
-        """A number that goes up by one each time; rankers begin at different ones."""
+        """The next of consecutive numbers, which begin differently on each ranker."""
         self._turn += 1
         return self._turn
 
@@ -120,17 +121,17 @@ class FanOut:
         return any(len(self.pool.replicas(rank)) > 1 for rank in ranks)
 
     def times(self, rank: int, batch: int) -> _AnswerTimes:
-        """Of a rank's answers to batches of about that size."""
+        """The times of a rank's answers to batches of about the size ``batch``."""
         key = rank, batch.bit_length()
         found = self._times.get(key)
         return self._times.setdefault(key, _AnswerTimes()) if found is None else found
 
     def earn_hedge(self) -> None:
-        """Each request that is no hedge earns a part of one."""
+        """Add a request's share, ``hedge_budget``, to the hedges that may be sent."""
         self._hedges_left = min(_BURST, self._hedges_left + self.pool.config.settings.hedge_budget)
 
     def spend_hedge(self) -> bool:
-        """Whether one may be sent."""
+        """Take one hedge from those that may be sent; returns whether one was left."""
         if self._hedges_left < 1.0 or not self.pool.config.settings.hedge:
             return False
         self._hedges_left -= 1.0
@@ -138,7 +139,7 @@ class FanOut:
 
 
 def waited_for(begin: Callable[[Callable[..., object]], object]) -> Future[Any]:
-    """A future of what ``begin`` passes to its callback: all but the error, which comes last."""
+    """Call ``begin`` with a callback; returns a future of the callback's arguments before its last, the error."""
     future: Future[Any] = Future()
 
     def done(*found: Any) -> None:

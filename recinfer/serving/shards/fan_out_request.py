@@ -1,4 +1,4 @@
-"""One request that is fanned out: its messages to replicas, hedges when one is late, retries when one fails, and its end."""
+"""A single fan-out: its messages to replicas, hedges for late answers, retries after failures, and its end."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ __all__ = ["FanOutCallback", "FanOutRequest", "Fits", "ShardQuery", "begin_fan_o
 
 _FIRST_HEDGE_S = 0.05  # until enough answers were timed
 _LEAST_HEDGE_S = 1e-3
-_GIVE_UP, _LEAST_GIVE_UP_S = 20, 0.25  # a replica counts as lost after so many times the hedge's delay, and no sooner
-_RETRIES = 1  # of a rank, on another replica
-_FULL_S = 0.01  # after which a client may call full shards again
+_GIVE_UP, _LEAST_GIVE_UP_S = (
+    20,
+    0.25,
+)  # a replica counts as lost after 20 times the hedge's delay, but not before 0.25 s
+_RETRIES = 1  # retries of a rank, on another replica
+_FULL_S = 0.01  # after which a client may call again when shard servers are full
 _log = logging.getLogger(__name__)
 
 FanOutCallback = Callable[[Answers, tuple[int, ...], "Exception | None"], object]
-"""Takes what each rank gave, the ranks that nobody answered for, by permission, and what went wrong."""
+"""Takes the arrays of each rank, the ranks that default rows stand for, and the error or None."""
 
 Fits = Callable[[int, list[NDArray[Any]]], bool]
-"""Whether arrays are what a rank has to give for its parts."""
+"""Whether arrays have the sizes of a rank's answer to its parts."""
 
 
 def choose(
     replicas: Sequence[Replica], version: str, chosen: Mapping[Replica, Any], tried: Sequence[Replica], turn: int
 ) -> Replica | None:
-    """The one of a rank's replicas to call, of those that were not ``tried``; None: there is none.
+    """The replica of a rank to call, among the usable replicas that were not ``tried``; None: there is none.
 
     Args:
-        chosen: those that will be called for other ranks.
-        turn: of equals another one each time, else all rankers that are hardly busy would call the first that is listed.
+        chosen: replicas that will be called for other ranks.
+        turn: rotates the choice among equal replicas: idle rankers would else all call the replica that is listed first.
     """
     if len(replicas) == 1:
         return replicas[0] if replicas[0] not in tried and replicas[0].usable(version) else None
@@ -55,30 +58,30 @@ def choose(
             continue
         load = replica.load(now)
         if replica in chosen and not load[0]:
-            return replica  # it is called for another rank anyway
+            return replica  # another rank's message goes to this replica anyway
         if least is None or load < least:
             best, least = replica, load
     return best
 
 
 def _hedge_delay(p95: float) -> float:
-    """Seconds after which an answer is late, where 95 % come within ``p95``."""
+    """Seconds after which an answer is late, if 95 % of the answers take up to ``p95`` seconds."""
     return _FIRST_HEDGE_S if math.isnan(p95) else max(_LEAST_HEDGE_S, p95)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardQuery:
-    """What the ranks are to look up.
+    """A lookup for all ranks.
 
     Attributes:
-        version: key of the version that all of them look up in.
+        version: key of the version in which all ranks look up.
         batch: number of samples.
         parts: rank -> its parts of the message.
-        deadline: of ``time.monotonic()``; infinite: the settings' timeout counts.
-        half: whether shards send vectors as float16.
-        default_rows: whether the version's manifest allows default rows where nobody answers; the settings may forbid
-            them.
-        fits: looks at what each rank answered; an answer that does not fit is a failed one.
+        deadline: a time of ``time.monotonic()``; infinite: the settings' timeout counts.
+        half: whether shard servers send vectors as float16.
+        default_rows: whether the version's manifest allows default rows for a rank without an answer; the settings may
+            forbid them.
+        fits: checks each rank's answer; an answer that does not fit counts as failed.
     """
 
     version: str
@@ -96,7 +99,9 @@ class _Attempt:
     __slots__ = ("forget", "is_hedge", "is_over", "num_parts", "ranks", "replica", "since", "timer")
 
     def __init__(self, replica: Replica, ranks: tuple[int, ...], is_hedge: bool) -> None:
-        self.replica, self.ranks, self.is_hedge = replica, ranks, is_hedge
+        self.replica = replica
+        self.ranks = ranks
+        self.is_hedge = is_hedge
         self.since = time.monotonic()
         self.num_parts = 0
         self.timer: Any = None
@@ -104,7 +109,7 @@ class _Attempt:
         self.is_over = False
 
     def end(self) -> None:
-        """Called when it is over: its request and answer are freed."""
+        """End the attempt: stop its timer, and free its request and answer."""
         if not self.is_over:
             self.is_over = True
             self.replica.outstanding -= 1
@@ -115,7 +120,7 @@ class _Attempt:
 
 
 class _Refused(Exception):
-    """A shard's response that says why there is no answer; ``code`` is the name of a gRPC status."""
+    """A shard server's response that reports an error; ``code`` is the name of a gRPC status."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -123,16 +128,19 @@ class _Refused(Exception):
 
 
 class FanOutRequest:
-    """A request under way. All of it happens on the transport's thread."""
+    """A fan-out under way. All its methods run on the transport's thread."""
 
     def __init__(self, fan_out: FanOut, query: ShardQuery, done: FanOutCallback) -> None:
-        self._fan_out, self._pool, self._query, self._done = fan_out, fan_out.pool, query, done
+        self._fan_out = fan_out
+        self._pool = fan_out.pool
+        self._query = query
+        self._done = done
         self._deadline = min(query.deadline, time.monotonic() + fan_out.pool.config.settings.timeout_seconds)
         self._loop = rankers_thread().loop
         self._attempts: list[_Attempt] = []
         self._tried: dict[int, list[Replica]] = {rank: [] for rank in query.parts}
         self._retried: Counter[int] = Counter()
-        self._full: dict[int, str] = {}  # what full replicas have said, by rank
+        self._full: dict[int, str] = {}  # messages of full replicas by rank
         self._answers: Answers = {}
         self._missing: tuple[int, ...] = ()
         self._is_over = False
@@ -142,7 +150,7 @@ class FanOutRequest:
         try:
             self._send_ranks(tuple(self._query.parts))
             self._finish_if_whole()
-        except Exception as error:  # a bug of ours: else the request would never end
+        except Exception as error:  # a bug of recinfer: else the request would never end
             self._finish(error)
 
     def _finish(self, error: Exception | None) -> None:
@@ -163,7 +171,7 @@ class FanOutRequest:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def _send_ranks(self, ranks: Sequence[int], *, hedge: bool = False) -> None:
-        """Send ``ranks`` to replicas that were not called for them yet, one message a replica."""
+        """Send the parts of ``ranks`` to replicas that were not called for them yet, one message per replica."""
         chosen: dict[Replica, list[int]] = {}
         lost = []
         for rank in ranks:
@@ -174,7 +182,7 @@ class FanOutRequest:
             else:
                 chosen.setdefault(replica, []).append(rank)
         if lost and not hedge:
-            self._lose(lost)
+            self._end_without_replica(lost)
         if not self._is_over:
             for replica, mine in chosen.items():
                 self._send(_Attempt(replica, tuple(mine), hedge))
@@ -193,28 +201,28 @@ class FanOutRequest:
             fan_out.earn_hedge()
             if fan_out.has_choice(attempt.ranks):
                 delay = _hedge_delay(fan_out.times(attempt.ranks[0], query.batch).p95)
-                attempt.timer = self._loop.call_later(delay, self._late, attempt, delay)
-        attempt.forget = replica.call(message, self._deadline, functools.partial(self._ended, attempt))
+                attempt.timer = self._loop.call_later(delay, self._on_late, attempt, delay)
+        attempt.forget = replica.call(message, self._deadline, functools.partial(self._on_end, attempt))
 
-    def _late(self, attempt: _Attempt, delay: float) -> None:
-        """It takes longer than 95 % of the others."""
+    def _on_late(self, attempt: _Attempt, delay: float) -> None:
+        """Hedge an attempt that takes longer than 95 % of the others, or schedule ``_on_very_late``."""
         left = self._left(attempt)
         if left and self._fan_out.spend_hedge():
             self._send_ranks(left, hedge=True)
             return
         give_up = max(_LEAST_GIVE_UP_S, _GIVE_UP * delay)
         wait = max(0.0, attempt.since + give_up - time.monotonic())
-        attempt.timer = self._loop.call_later(wait, self._very_late, attempt)
+        attempt.timer = self._loop.call_later(wait, self._on_very_late, attempt)
 
-    def _very_late(self, attempt: _Attempt) -> None:
-        """It takes so long that the host may be lost without notice: call another one, budget or not."""
+    def _on_very_late(self, attempt: _Attempt) -> None:
+        """Call another replica regardless of the hedge budget: the attempt's host may be lost without notice."""
         left = self._left(attempt)
         if left:
             self._fan_out.calls["retried"] += 1
             self._send_ranks(left, hedge=True)
 
     def _left(self, attempt: _Attempt) -> tuple[int, ...]:
-        """The ranks that it has not answered, where each has a replica that was not called; else none."""
+        """The unanswered ranks of ``attempt`` if each has a usable replica that was not called, else ()."""
         left = tuple(rank for rank in attempt.ranks if rank not in self._answers)
         version = self._query.version
         can = all(
@@ -222,34 +230,34 @@ class FanOutRequest:
         )
         return left if can else ()
 
-    # -- what comes back ---------------------------------------------------------------------------------------------
+    # -- responses ---------------------------------------------------------------------------------------------------
 
-    def _ended(self, attempt: _Attempt, data: bytes | bytearray | None, code: str, details: str) -> None:
-        """What came of an attempt."""
+    def _on_end(self, attempt: _Attempt, data: bytes | bytearray | None, code: str, details: str) -> None:
+        """Handle the response (``data``) or the failure of an attempt."""
         if attempt.is_over:
             return
         attempt.end()
         try:
             if data is None:
-                self._failed(attempt, code, details)
+                self._handle_failure(attempt, code, details)
             else:
                 self._take(attempt, data)
             self._finish_if_whole()
-        except Exception as error:  # a bug of ours: else the request would never end
+        except Exception as error:  # a bug of recinfer: else the request would never end
             self._finish(error)
 
     def _take(self, attempt: _Attempt, data: bytes | bytearray) -> None:
         try:
             answers = self._read(attempt, data)
         except _Refused as refused:
-            self._failed(attempt, refused.code, str(refused))
-        except RecinferError as error:  # the fault of the shard, so another replica is called
-            self._failed(attempt, "UNAVAILABLE", f"its answer is malformed: {error}")
+            self._handle_failure(attempt, refused.code, str(refused))
+        except RecinferError as error:  # a fault of the shard server, so another replica is called
+            self._handle_failure(attempt, "UNAVAILABLE", f"its answer is malformed: {error}")
         else:
-            self._answered(attempt, answers)
+            self._accept(attempt, answers)
 
     def _read(self, attempt: _Attempt, data: bytes | bytearray) -> Answers:
-        """What each rank of an attempt gave. Raises RecinferError: it is no answer to that."""
+        """The arrays of each rank of an attempt; raises RecinferError if ``data`` is no answer to the attempt."""
         failure = decode_failure(data)
         if failure is not None:
             raise _Refused(*failure)
@@ -270,7 +278,7 @@ class FanOutRequest:
                 )
         return found
 
-    def _answered(self, attempt: _Attempt, answers: Answers) -> None:
+    def _accept(self, attempt: _Attempt, answers: Answers) -> None:
         now = time.monotonic()
         attempt.replica.answered(now - attempt.since)
         new = {rank: mine for rank, mine in answers.items() if rank not in self._answers}
@@ -286,7 +294,7 @@ class FanOutRequest:
                     other.replica.was_slow(now - other.since)
                 other.end()
 
-    def _failed(self, attempt: _Attempt, code: str, details: str) -> None:
+    def _handle_failure(self, attempt: _Attempt, code: str, details: str) -> None:
         fan_out, replica = self._fan_out, attempt.replica
         left = [rank for rank in attempt.ranks if rank not in self._answers and not self._is_under_way(rank)]
         if code == "FAILED_PRECONDITION":
@@ -301,7 +309,7 @@ class FanOutRequest:
                 replica.failed(f"{code}: {details[:200]}")
             self._retry(left)
         elif code == "DEADLINE_EXCEEDED":
-            self._too_late()
+            self._end_at_deadline()
         elif code == "INVALID_ARGUMENT":
             self._finish(InputError(f"shard {replica.target}: {details}"))
         else:
@@ -311,7 +319,7 @@ class FanOutRequest:
         """Whether a replica may still answer for ``rank``."""
         return any(not attempt.is_over and rank in attempt.ranks for attempt in self._attempts)
 
-    def _too_late(self) -> None:
+    def _end_at_deadline(self) -> None:
         ranks = ", ".join(str(rank) for rank in self._query.parts if rank not in self._answers)
         for attempt in self._attempts:
             if not attempt.is_over:
@@ -326,10 +334,10 @@ class FanOutRequest:
             self._send_ranks(again)
         lost = [rank for rank in ranks if rank not in again]
         if lost:
-            self._lose(lost)
+            self._end_without_replica(lost)
 
-    def _lose(self, ranks: Sequence[int]) -> None:
-        """No replica is left for ``ranks``."""
+    def _end_without_replica(self, ranks: Sequence[int]) -> None:
+        """Use default rows for ``ranks``, which have no replica left, if allowed; else end the request with an error."""
         if self._query.default_rows and self._fan_out.gives_default_rows:
             self._fan_out.default_rows.update(ranks)
             self._missing = (*self._missing, *ranks)
@@ -346,13 +354,13 @@ class FanOutRequest:
 
 
 def begin_fan_out(fan_out: FanOut, query: ShardQuery, done: FanOutCallback) -> None:
-    """Get the arrays that each rank gives for its parts: from the least busy replica, and from another where that is late or fails.
+    """Get each rank's arrays for its parts from the least busy replica, or from another if this one is late or fails.
 
-    Any thread may call this; the request itself happens on the transport's.
+    Any thread may call this; the request itself runs on the transport's thread.
 
     Args:
         done: called once, on the transport's thread, which it must not block. Its error is an UnavailableError (a rank has
-            no living replica, and default rows are not allowed, or forbidden), a DeadlineError, an OverloadedError, or
-            the InputError of a shard that does not take the request.
+            no usable replica, and default rows are not allowed, or forbidden), a DeadlineError, an OverloadedError, or
+            the InputError of a shard server that refuses the request.
     """
     rankers_thread().call(FanOutRequest(fan_out, query, done).begin)

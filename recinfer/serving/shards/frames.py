@@ -1,7 +1,7 @@
-"""Framed messages over TCP and TLS, and the thread that both ends of the shards' transport run on.
+"""Framed messages over TCP and TLS, and the thread on which both ends of the shard servers' transport run.
 
-A frame is the length of its message (4 bytes, little-endian), the number of the request that it belongs to (8 bytes), and the
-message. Numbers let answers come in any order, so no request waits for another one's answer.
+A frame is the length of its message (4 bytes, little-endian), the number of its request (8 bytes), and the message. Numbers
+let answers come in any order, so no request waits for the answer to another.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from recinfer.serving.wire.loop import new_loop
 __all__ = ["MOST_BYTES", "FrameProtocol", "ShardsThread", "keep_alive"]
 
 MOST_BYTES = 2**32 - 1
-"""Of one message: its length has to fit the frame's head."""
+"""The most bytes of one message, whose length has to fit the frame's head."""
 
 _log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<IQ")
-_READ_BYTES = 256 << 10  # at a time: most messages come whole
+_READ_BYTES = 256 << 10  # most bytes of one read: most messages come whole
 _STALLED_S = 30.0
-# Of a message that has begun, at least so much comes in so many seconds, or the connection ends: it holds memory.
+# A connection ends if less than 64 KiB of a message that has begun come within 10 s, since the message holds memory.
 _PROGRESS_BYTES, _PROGRESS_S, _GRACE_S = 64 << 10, 10.0, 0.5
 _STOP_S, _FLUSH_S, _LOOK_S = 5.0, 1.0, 0.01
-# A host that fails silently is detected in three seconds, as by gRPC's keepalive.
+# TCP detects a host that fails silently in three seconds, as gRPC's keepalive does.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1), ("TCP_USER_TIMEOUT", 3_000))
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Have a TCP connection end when the other host is gone; what a listening socket accepts inherits it."""
+    """Have a TCP connection end when the other host is gone; the connections of a listening socket inherit these options."""
     options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     options += [(socket.IPPROTO_TCP, getattr(socket, n), value) for n, value in _KEEP_ALIVE if hasattr(socket, n)]
     for option in options:
@@ -45,13 +45,13 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 class ShardsThread:
-    """An event loop in a thread named recinfer-shards. Its methods may be called on any thread unless they say otherwise.
+    """An event loop in a thread named recinfer-shards. Any thread may call its methods, with the exceptions noted there.
 
     Attributes:
         loop: the event loop.
         thread_id: the thread's native id.
-        scratch: what connections read into; of no use after that turn.
-        connections: those that are open; changed on the thread alone.
+        scratch: buffer into which connections read; valid until the end of the turn.
+        connections: the open connections; changed on the thread alone.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class ShardsThread:
         self.thread_id = self._thread.native_id
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Call ``function`` on the thread: now, where this is it. All functions that are passed before its turn begins share one
-        wake-up.
+        """Call ``function`` on the thread; at once if the caller runs on the thread. Functions that are passed before its turn
+        begins share one wake-up.
         """
         if threading.get_ident() == self._thread.ident:
             function(*args)
@@ -80,14 +80,14 @@ class ShardsThread:
                 self._work.clear()
 
     def at_end_of_turn(self, function: Callable[[], object]) -> None:
-        """Call ``function`` once all that has come in this turn of the thread is done with; on another thread, now."""
+        """Call ``function`` when the messages of this turn of the thread are handled; on another thread, at once."""
         if threading.get_ident() == self._thread.ident:
             self.loop.call_soon(function)
         else:
             function()
 
     def close(self) -> None:
-        """End all connections, once what was sent is on its way, and the thread. On any other thread."""
+        """Close all connections after flushing their send buffers, then end the thread. Call on any other thread."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end_connections(), self.loop).result(_STOP_S)
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -98,7 +98,7 @@ class ShardsThread:
         self.loop.close()
 
     def _call_all(self) -> None:
-        self._is_woken = False  # before the first is taken: what comes from now on wakes the thread again
+        self._is_woken = False  # before the first function is taken: a later function wakes the thread again
         while self._work:
             function, args = self._work.popleft()
             try:
@@ -117,54 +117,56 @@ class ShardsThread:
 
 
 class FrameProtocol(asyncio.BufferedProtocol):
-    """One end of a connection; all of it happens on its thread. A subclass says what is done with what comes.
+    """One end of a connection; its methods run on its thread. A subclass handles the messages.
 
     Args:
-        thread: whose it is.
-        most: bytes of a message that may come; a longer one ends the connection.
+        thread: the thread on which the connection runs.
+        most: largest size of a received message in bytes; a longer message ends the connection.
 
     Attributes:
-        most: may be changed.
-        why: the connection has ended, or will, and why; empty: neither.
-        received: bytes that have come.
+        most: see the argument; may be changed.
+        why: the reason why the connection has ended or will end; empty while it stays open.
+        received: number of received bytes.
     """
 
     def __init__(self, thread: ShardsThread, most: int) -> None:
-        self.thread, self.most, self.why = thread, most, ""
+        self.thread = thread
+        self.most = most
+        self.why = ""
         self._transport: Any = None
         self._sent = 0
         self._stalls: asyncio.TimerHandle | None = None
-        self._head = b""  # the beginning of a head
-        self._message: bytearray | None = None  # one that has not come whole, its number, and how much of it has
+        self._head = b""  # received bytes of an incomplete head
+        self._message: bytearray | None = None  # an incomplete message, its number, and its received bytes
         self._number = self._got = 0
-        self._skipping = 0  # bytes to come of a message that there is no room for
+        self._skipping = 0  # bytes to come of a message without room in memory
         self.received = 0
         self._progress: asyncio.TimerHandle | None = None
-        self._since, self._since_bytes = 0.0, 0  # when progress was last looked at, and what had come then
+        self._since, self._since_bytes = 0.0, 0  # time of the last look at progress, and bytes received by then
 
     # -- of subclasses
 
     def opened(self) -> None:
-        """The connection is there."""
+        """Called when the connection is open."""
 
-    def took(self, number: int, message: bytes | bytearray) -> None:
-        """A message came. What this raises ends the connection."""
+    def take_message(self, number: int, message: bytes | bytearray) -> None:
+        """Handle a received message. An exception ends the connection."""
         raise NotImplementedError
 
     def begins(self, size: int) -> bool:
-        """A message of ``size`` bytes has begun, and room for it is made; False: there is none, and its bytes are skipped."""
+        """Called when a message of ``size`` bytes has begun; returns whether there is room for it. If not, its bytes are skipped."""
         return True
 
     def skipped(self, number: int) -> None:
-        """A message that there was no room for has come to its end."""
+        """Called when a message without room has come to its end."""
 
     def lost(self) -> None:
-        """The connection has ended; ``why`` says so."""
+        """Called when the connection has ended; ``why`` has the reason."""
 
     # -- for subclasses
 
     def unsent(self) -> tuple[int, int]:
-        """Bytes that the other end's system has so far, and those that wait here, also in the system's queue."""
+        """Number of bytes that the other end's system has acknowledged, and number of bytes that wait here or in this system."""
         waiting = int(self._transport.get_write_buffer_size())
         if (sock := self._transport.get_extra_info("socket")) is not None:
             with suppress(OSError):
@@ -189,7 +191,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def close(self, why: str) -> None:
-        """End it when what was sent is on its way."""
+        """Close the connection after flushing the send buffer."""
         self.why = self.why or why
         self._transport.close()
 
@@ -202,13 +204,13 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self._stalls = self.thread.loop.call_later(_STALLED_S, self._look_if_stalled, self._sent - waiting)
 
     def _look_at_progress(self, has_waited: bool = False) -> None:
-        """End a connection whose message stands still. ``has_waited``: it did at the last look, a moment ago; this process may
-        have been stopped in between."""
+        """End a connection whose message makes no progress. ``has_waited``: there was none at the last look either, a moment
+        ago; one look is not enough, since this process may have been stopped before it."""
         self._progress = None
         if self._message is None and not self._skipping:
             return
         now, wait = self.thread.loop.time(), _PROGRESS_S
-        if now - self._since < _PROGRESS_S:  # another message than at the last look
+        if now - self._since < _PROGRESS_S:  # a new message since the last look
             wait, has_waited = self._since + _PROGRESS_S - now, False
         elif self.received - self._since_bytes >= _PROGRESS_BYTES:
             self._since, self._since_bytes, has_waited = now, self.received, False
@@ -225,7 +227,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         """See asyncio.BaseProtocol."""
         self._transport = transport
         self.thread.connections.add(self)
-        if self.why:  # it was ended before it was there
+        if self.why:  # the connection was ended before it was open
             transport.abort()
         else:
             self.opened()
@@ -254,11 +256,11 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self.end("this end failed")
 
     def _read(self, count: int) -> None:
-        if self._message is not None:  # it came straight to where it belongs
+        if self._message is not None:  # the bytes were read straight into the message
             self._got += count
             if self._got == len(self._message):
                 message, self._message = self._message, None
-                self.took(self._number, message)
+                self.take_message(self._number, message)
             return
         data, at = self.thread.scratch[:count], 0
         if self._skipping:
@@ -278,12 +280,12 @@ class FrameProtocol(asyncio.BufferedProtocol):
             if len(data) - at < size:
                 self._begin(number, size, data[at:])
                 return
-            self.took(number, bytes(data[at : at + size]))
+            self.take_message(number, bytes(data[at : at + size]))
             at += size
         self._head = bytes(data[at:])
 
     def _begin(self, number: int, size: int, data: memoryview) -> None:
-        """A message has come in part, ``data``."""
+        """Begin a message of ``size`` bytes, of which ``data`` has come."""
         self._number = number
         if self.begins(size):
             self._message, self._got = bytearray(size), len(data)

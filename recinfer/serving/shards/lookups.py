@@ -1,4 +1,4 @@
-"""The transport to remote shards: a predictor's lookups, answered by other hosts."""
+"""A predictor's lookups in tables on other hosts, as a fan-out to their shard servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["MakeLookups", "RemoteLookups"]
 
-_MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
+_MAX_ORDERS = 256  # cached orders of keys; clients send a handful
 
 
 class _ModuleRequest(NamedTuple):
@@ -44,12 +44,12 @@ class _ModuleRequest(NamedTuple):
 class RemoteLookups:
     """The tables of one version of an archive, on shard servers. Every call looks up in this one version on all ranks.
 
-    Any thread may call it, but :meth:`find` waits for the shards.
+    Any thread may call it, but :meth:`find` waits for the shard servers.
 
     Args:
         archive: opened for no rank.
-        spec: the version; shards prepare it for as long as this lives.
-        fan_out: calls the shards.
+        spec: the version; shard servers keep it prepared for as long as this object lives.
+        fan_out: calls the shard servers.
 
     Raises:
         ConfigError: the fan-out's settings request default rows that the manifest does not allow.
@@ -97,15 +97,15 @@ class RemoteLookups:
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the transport's thread."""
-        # Golden requests are answered bit for bit, whatever the settings are.
+        # Golden requests need exact answers, so float16 is never used here.
         begin = functools.partial(self._begin, requests, present, float("inf"), half=False)
         return cast(Found, waited_for(begin).result())
 
     def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
-        """:meth:`find` without waiting, as it is; ``deadline`` is of ``time.monotonic()``.
+        """:meth:`find` without waiting; ``deadline`` is a time of ``time.monotonic()``.
 
         Args:
-            done: called once: here, where no shard has to be called or an id is out of range, else on the transport's thread.
+            done: called once: on this thread if an id is out of range, else on the transport's thread.
         """
         try:
             self._begin(requests, present, deadline, done, half=self._fan_out.half)
@@ -121,7 +121,7 @@ class RemoteLookups:
         *,
         half: bool,
     ) -> None:
-        """Raises errors in the requests themselves."""
+        """Begin the fan-out; raises InputError for errors in the requests themselves."""
         bags = requests[0]
         if len(requests) > 1:
             bags = merge_bags(requests, self._features, weighted=self._weighted)
@@ -133,7 +133,7 @@ class RemoteLookups:
             if present is not None and present.isdisjoint(part.info.features):
                 modules.append(None)
             else:
-                mine = _weighed(part, bags)
+                mine = _with_module_weights(part, bags)
                 module = _ModuleRequest(split, mine, split.split(mine))
                 modules.append(module)
                 for rank, section in module.sections.items():
@@ -147,8 +147,8 @@ class RemoteLookups:
             found = None
             try:
                 if error is None:
-                    found = Found(_joined(modules, answers), missing)
-            except Exception as wrong:  # a bug of ours: else the request would never end
+                    found = Found(_join_modules(modules, answers), missing)
+            except Exception as wrong:  # a bug of recinfer: else the request would never end
                 error = wrong
             done(found, error)
 
@@ -156,7 +156,7 @@ class RemoteLookups:
         begin_fan_out(self._fan_out, query, joined)
 
     def _check(self, bags: Bags) -> None:
-        """Raises InputError for an id out of range, naming the feature and the place."""
+        """Raise InputError for an id out of range; the message names the feature and the place."""
         rows = self._limits[bags.keys]
         if rows is None:
             rows = self._limits[bags.keys] = np.array([self._rows[key] for key in bags.keys], np.uint64)
@@ -164,7 +164,7 @@ class RemoteLookups:
             FeatureArranger(bags.keys, rows.astype(np.int64).tolist()).check(bags.kjt())
 
 
-def _joined(modules: Sequence[_ModuleRequest | None], answers: Answers) -> list[Any]:
+def _join_modules(modules: Sequence[_ModuleRequest | None], answers: Answers) -> list[Any]:
     taken = dict.fromkeys(answers, 0)
     parts: list[Any] = []
     for module in modules:
@@ -186,8 +186,8 @@ def _part(layout: ModuleLayout, names: list[str], positions: PositionWeights | N
     return Part(info, names, dims, positions, tuple(dict.fromkeys(info.features)))
 
 
-def _weighed(part: Part, bags: Bags) -> Bags:
-    """``bags`` with the weights that the module's ids have, or none."""
+def _with_module_weights(part: Part, bags: Bags) -> Bags:
+    """``bags`` with the weights of the module's ids: by position, from the request, or none for an unweighted module."""
     if part.positions is not None:
         mine = bags.arranged(part.order)
         features = KeyedJaggedTensor.from_parts_unchecked(
@@ -205,16 +205,18 @@ def _weighed(part: Part, bags: Bags) -> Bags:
 
 
 class MakeLookups:
-    """What a Predictor takes as ``lookups``. Any thread but the serving loop's may call it, as it may wait for the shards.
+    """Makes the ``lookups`` of a Predictor. Any thread except the serving loop's may call it, as a call may wait for shard servers.
 
     Args:
-        store: the ranker's model store: paths below it are named from there, as shards find them in theirs.
-        wait: have all replicas prepare the version first, and fail when one of them cannot; False: they prepare it when
-            they come. It may be changed: it counts for later calls.
+        store: the ranker's model store: paths are sent relative to it, and shard servers look for them in their own store.
+        wait: have all replicas prepare the version first, and fail if a replica cannot; False: replicas prepare the version
+            later. The attribute may be changed for later calls.
     """
 
     def __init__(self, fan_out: FanOut, store: str | None = None, *, wait: bool = True) -> None:
-        self._fan_out, self._store, self.wait = fan_out, store, wait
+        self._fan_out = fan_out
+        self._store = store
+        self.wait = wait
 
     def __call__(self, archive: Archive, deltas: Sequence[Delta] = ()) -> RemoteLookups:
         """The tables of ``archive`` after ``deltas``."""

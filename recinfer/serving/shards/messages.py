@@ -43,17 +43,17 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
 _NO_LENGTHS, _BYTE, _INT = 0, 1, 4
 _PARTS, _VALUES, _PACKED, _FILL = 3, 1, 2, 15
 _ALIGNED = 4
-_FEW_BAGS = 1 << 17  # largest size whose offsets are cached: those of more would hold memory permanently
+_FEW_BAGS = 1 << 17  # largest number of bags whose offsets are cached: larger ones would hold memory permanently
 
 _FAILED = field_head(3, 0)[:1]
 PACKED_HEAD = field_head(_PACKED, 0)[:-1]
-"""What stands before the size of packed rows in a ``ShardResponse``."""
+"""The bytes before the size of packed rows in a ``ShardResponse``."""
 
 Answers = dict[int, list[NDArray[Any]]]
 """The arrays that each rank answered, one per part."""
 
 Parts = list[list[Buffer]]
-"""One rank's parts of a request, one a module."""
+"""One rank's parts of a request, one per module."""
 
 
 def encode_part(
@@ -66,7 +66,7 @@ def encode_part(
     """Parts of a ``ShardPart`` field of a request.
 
     Args:
-        lengths_SB: ids of each stream and sample, of any integer type.
+        lengths_SB: number of ids of each stream and sample, of any integer type.
         ids: int32 or int64, counted from the rank's first row.
     """
     width, flat = _NO_LENGTHS, lengths_SB.reshape(-1)
@@ -96,8 +96,8 @@ def join_request(version: str, batch: int, parts: Iterable[Sequence[Buffer]], ha
     """A serialized ``ShardRequest`` of parts of :func:`encode_part`.
 
     Args:
-        half: vectors are sent as float16: half the bytes, three decimal digits. Else as rows that the table stores, where those
-            are fewer bytes than float32; the ranker gets the same float32 numbers.
+        half: vectors are sent as float16: half the bytes, three decimal digits. Otherwise vectors are sent as the table's
+            stored rows, where these have fewer bytes than float32; the ranker computes the same float32 numbers.
     """
     return b"".join([_request_head(version, batch, half), *(buffer for part in parts for buffer in part)])
 
@@ -115,7 +115,7 @@ class RequestPart:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A decoded request; its parts are decoded one by one, where the number of their streams is known."""
+    """A decoded request; its parts are decoded later one by one, by callers that know the number of their streams."""
 
     version: str
     batch: int
@@ -124,7 +124,7 @@ class Request:
 
 
 def decode_request(data: bytes, limits: Limits) -> Request:
-    """Raises InputError: no such message, or beyond a limit."""
+    """Decode a serialized ShardRequest; raises InputError for another message, or a batch size beyond the limits."""
     message = codec.parse(pb.ShardRequest, data)
     if not 1 <= message.batch_size <= limits.max_concurrent * limits.max_batch:
         raise InputError(f"batch_size: got {message.batch_size}, expected 1 or more")
@@ -153,7 +153,7 @@ def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
 
 
 def part_sizes(part: pb.ShardPart, streams: int, batch: int) -> tuple[int, int]:
-    """Ids of a part, and bytes of the offsets that :func:`decode_part` would make; nothing is allocated."""
+    """The number of ids of a part, and the bytes of the offsets that :func:`decode_part` would allocate."""
     item = _id_type(part).itemsize
     return len(part.ids or part.ids_int64) // item, (streams * batch + 1) * item
 
@@ -172,7 +172,7 @@ def _array(name: str, raw: bytes, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def _ones(bags: int, dtype: Any) -> NDArray[Any]:
-    """Offsets of that many bags of one id each; not to be written."""
+    """The offsets of ``bags`` bags of one id each; shared, so not to be written."""
     return _few_ones(bags, dtype) if bags <= _FEW_BAGS else np.arange(bags + 1, dtype=dtype)
 
 
@@ -182,7 +182,7 @@ def _few_ones(bags: int, dtype: Any) -> NDArray[Any]:
 
 
 def encode_response(values: Sequence[Sequence[NDArray[Any]]]) -> bytes:
-    """A serialized ``ShardResponse``; each entry's arrays follow one another in its bytes."""
+    """A serialized ``ShardResponse``; the arrays of each entry of ``values`` follow one another in its bytes."""
     parts: list[Buffer] = []
     at = 0
     for arrays in values:
@@ -195,12 +195,12 @@ def encode_response(values: Sequence[Sequence[NDArray[Any]]]) -> bytes:
 
 
 def encode_failure(code: str, message: str) -> bytes:
-    """A serialized ``ShardResponse`` that says why there is no answer; ``code``: name of a gRPC status."""
+    """A serialized ``ShardResponse`` that reports an error; ``code``: name of a gRPC status."""
     return pb.ShardResponse(failure=pb.Failure(code=code, message=message)).SerializeToString()
 
 
 def decode_failure(data: bytes | bytearray) -> tuple[str, str] | None:
-    """Code and message of one; None: it is an answer. Raises InputError: it is neither."""
+    """Code and message of a response that reports an error; None for an answer. Raises InputError for malformed bytes."""
     if data[:1] != _FAILED:
         return None
     failure = codec.parse(pb.ShardResponse, bytes(data)).failure
@@ -209,17 +209,18 @@ def decode_failure(data: bytes | bytearray) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=1024)
 def _values_head(at: int, size: int) -> bytes:
-    """What stands before ``size`` bytes of values in a ``ShardResponse`` that has ``at`` bytes (modulo 4) already."""
+    """The bytes before ``size`` bytes of values in a ``ShardResponse`` that has ``at`` bytes (modulo 4) already."""
     head = field_head(_VALUES, size)
     short = -(at + len(head)) % _ALIGNED
-    if short:  # a field of its own takes two bytes and what it holds
+    if short:  # a field that fills up to the alignment takes two bytes and its content
         return b"".join([*bytes_field(_FILL, bytes((short - 2) % _ALIGNED)), head])
     return head
 
 
 def decode_response(data: bytes | bytearray, half: bool = False) -> list[NDArray[Any]]:
-    """The arrays of a response, flat, over its own bytes, packed ones as uint8; raises InputError when it is no such
-    message. ``half``: as the request had it.
+    """The arrays of a response, flat, over its own bytes, packed arrays as uint8; raises InputError for malformed bytes.
+
+    ``half``: whether the request asked for float16.
     """
     types: dict[int, np.dtype[Any]] = {
         _VALUES: np.dtype(np.float16 if half else np.float32),
@@ -237,7 +238,7 @@ def decode_response(data: bytes | bytearray, half: bool = False) -> list[NDArray
 
 
 def _fields(data: bytes | bytearray) -> Iterator[tuple[int, memoryview]]:
-    """The length-delimited fields of a message that has no others."""
+    """The number and bytes of each field of a message with length-delimited fields alone."""
     view, at, size = memoryview(data), 0, len(data)
     try:
         while at < size:

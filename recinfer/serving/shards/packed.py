@@ -1,7 +1,8 @@
-"""Where the columns of a rank's answer go, and packed answers: rows of bags of at most one id as the tables store them.
+"""The places of a rank's columns in the answer, and packed answers: stored rows of bags of at most one id.
 
-An INT8 row of 16 columns crosses the wire in 20 bytes for 64; the ranker turns it into the floats that the shard would have
-sent, by the same compiled loop. What is packed, shards decide feature by feature: see ``pack`` of recinfer.quant._tables.
+An INT8 row of 16 columns crosses the wire in 20 bytes instead of 64; the ranker turns the row into the floats that the shard
+server would have sent, by the same compiled loop. Shard servers decide feature by feature whether to pack rows: see ``pack`` of
+recinfer.quant._tables.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ __all__ = ["is_packed", "pairs_of", "runs_of", "unpacked"]
 
 
 def is_packed(values: NDArray[Any]) -> bool:
-    """Whether an answer's array is a packed one."""
+    """Whether an answer's array is packed."""
     return values.dtype == np.uint8
 
 
 def pairs_of(
     mine: RankModule, configs: Sequence[BaseEmbeddingConfig], firsts: Mapping[int, int] | None = None
 ) -> NDArray[np.int64]:
-    """What a rank's packed answer holds, as ``join`` takes it.
+    """The spans of a rank's packed answer for ``join``, see RankAnswer.
 
     Args:
-        configs: of the module's tables.
+        configs: configurations of the module's tables.
         firsts: number of a feature in the module -> first column of the answer; None: the answer has the rank's columns.
 
     Returns:
@@ -57,14 +58,14 @@ def pairs_of(
 
 
 def runs_of(mine: RankModule, firsts: Mapping[int, int] | None = None) -> NDArray[np.int64]:
-    """Where the columns of a rank's float32 answer go, as ``join`` takes it; neighbours are one run.
+    """The spans of a rank's float32 answer for ``join``, see RankAnswer; neighbouring columns are one run.
 
     Args:
-        firsts: number of a feature in the module -> first column of the joined answer; None: all, as the module has them.
+        firsts: number of a feature in the module -> first column of the joined answer; None: the columns of the module.
 
     Returns:
         int64 ``[runs, 4]``: first column of the rank, first column of the joined answer, number of columns, whether other
-        ranks' are added.
+        ranks add to them.
     """
     runs: list[tuple[int, int, int, int]] = []
     column = 0
@@ -85,7 +86,7 @@ def unpacked(values: NDArray[np.uint8], pairs: NDArray[np.int64], batch: int) ->
     """The float32 ``[batch, columns]`` of a packed answer; ``pairs``: of the rank's own columns.
 
     Raises:
-        RecinferError: it is not an answer of these columns for so many samples.
+        RecinferError: ``values`` are no packed answer of these columns for ``batch`` samples.
     """
     columns = int(pairs[:, 0].sum())
     found = np.empty((batch, columns), np.float32)

@@ -1,8 +1,8 @@
 """The parts of each embedding module that each rank has, derived from the plan by both ends of the wire.
 
-A rank's *streams* are what it is sent: one for each feature and range of rows that it has. Column pieces of a table on one
-rank read the same stream. Its *pairs* (feature, rectangle) are what it looks up: the module's features in order, for each the
-rank's rectangles of its table from left to right, from top to bottom. Both ends of the wire count on that order.
+A rank's *streams* are the lists of ids that it receives: one for each feature and range of rows on the rank. Column pieces of
+a table on one rank read the same stream. Its *pairs* (feature, rectangle) are its lookups: the module's features in order, for
+each the rank's rectangles of its table from left to right, from top to bottom. Both ends of the wire rely on that order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Stream:
 
     @property
     def rows(self) -> int:
-        """Height."""
+        """Number of rows."""
         return self.row_stop - self.row_start
 
 
@@ -38,11 +38,11 @@ class Pair:
     """One feature read from one rectangle.
 
     Attributes:
-        number: of the feature in the module.
-        feature: its name.
-        rect: which rows and columns of its table.
-        column: of the module's output, the first one that it gives.
-        stream: whose ids it takes.
+        number: number of the feature in the module.
+        feature: name of the feature.
+        rect: rectangle of the feature's table.
+        column: first column of the pair in the module's output.
+        stream: number of the stream with its ids.
     """
 
     number: int
@@ -57,10 +57,10 @@ class RankModule:
     """One rank's part of one module.
 
     Attributes:
-        pairs: what it looks up.
-        streams: what it is sent.
-        pooling: the rank's pooling: MEAN if no other rank has rows of its tables and all of them are MEAN,
-            else SUM, which the ranker divides; NONE for unpooled ones.
+        pairs: its lookups.
+        streams: the lists of ids that it receives.
+        pooling: the rank's pooling: MEAN if no other rank has rows of its tables and all these tables are MEAN,
+            else SUM, which the ranker divides; NONE for an unpooled module.
     """
 
     rank: int
@@ -70,13 +70,13 @@ class RankModule:
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether it has only some rows of a table."""
+        """Whether the rank has only some rows of a table."""
         return not all(stream.whole for stream in self.streams)
 
 
 @dataclass(frozen=True)
 class ModuleLayout:
-    """One embedding module over all ranks; ``ranks`` only those that have a part of it."""
+    """One embedding module over all ranks; ``ranks`` holds the ranks that have a part of the module."""
 
     info: ModuleInfo
     configs: Sequence[BaseEmbeddingConfig]
@@ -84,12 +84,12 @@ class ModuleLayout:
 
     @property
     def pooled(self) -> bool:
-        """Whether it gives one vector per bag, not one per id."""
+        """Whether the module returns one vector per bag, instead of one per id."""
         return self.info.kind == "pooled"
 
 
-def _owned(table: TablePlan, number: int) -> list[Rect]:
-    """The rectangles that are looked up in. A replicated table is looked up on one rank, each table on another one."""
+def _lookup_rects(table: TablePlan, number: int) -> list[Rect]:
+    """The rectangles for lookups in a table. One rank serves all lookups in a replicated table, another rank for each table."""
     rects = [rect for rect in table.shards if rect.rows]
     return [rects[number % len(rects)]] if table.sharding_type == "data_parallel" else rects
 
@@ -98,7 +98,7 @@ def module_layouts(manifest: Manifest, plan: Plan) -> list[ModuleLayout]:
     """The layout of every module, in the manifest's order."""
     rects: dict[tuple[str, int], list[Rect]] = {}
     for number, table in enumerate(plan.tables):
-        for rect in _owned(table, number):
+        for rect in _lookup_rects(table, number):
             rects.setdefault((table.module, rect.rank), []).append(rect)
     layouts = []
     for info in manifest.modules:
@@ -123,7 +123,7 @@ def _rank_module(rank: int, configs: Sequence[BaseEmbeddingConfig], rects: Seque
         for feature in config.feature_names:
             for rect in by_table.get(config.name, ()):
                 whole = rect.rows == config.num_embeddings
-                # Whole tables of two heights that read one feature share its ids: those were checked against the lower.
+                # Whole tables of two heights that read one feature share its ids, which were checked against the lower table.
                 key = (feature, 0, 0, True) if whole else (feature, rect.row_start, rect.row_stop, False)
                 stream = streams.setdefault(key, len(streams))
                 pairs.append(Pair(number, feature, rect, column + rect.col_start, stream))

@@ -19,10 +19,10 @@ class PlainPart(NamedTuple):
     """One part of a plain ``ShardRequest``. Places are offsets in the request's bytes.
 
     Attributes:
-        rank, module: whose rows are looked up.
+        rank, module: numbers of the rank and of the module for the lookup.
         length_bytes: size of one length: 4, 1, or 0 where each bag holds one id and no lengths are sent.
-        lengths_at, lengths_size: where the lengths are, and their bytes.
-        ids_at, ids: where the ids are, and how many there are.
+        lengths_at, lengths_size: offset of the lengths, and their bytes.
+        ids_at, ids: offset of the ids, and their number.
         wide: whether ids are int64, else int32.
     """
 
@@ -37,13 +37,13 @@ class PlainPart(NamedTuple):
 
 
 class PlainFind(NamedTuple):
-    """A plain ``ShardRequest``, as ``read_find`` returns it.
+    """A plain ``ShardRequest``, the result of ``read_find``.
 
     Attributes:
         version: key of the archive's version.
         batch: number of samples.
         stored: whether rows may be sent as the tables store them.
-        parts: of each part, the fields of a :class:`PlainPart`.
+        parts: the fields of a :class:`PlainPart` for each part.
     """
 
     version: str
@@ -53,7 +53,7 @@ class PlainFind(NamedTuple):
 
 
 class RankStreams(NamedTuple):
-    """What ``split`` needs to write one rank's part of a request.
+    """The input of ``split`` for one rank's part of a request.
 
     Attributes:
         head_without_lengths, head_of_byte_lengths, head_of_int_lengths: the ``ShardPart`` without its lengths and ids, for
@@ -70,7 +70,7 @@ class RankStreams(NamedTuple):
 
 
 class RankAnswer(NamedTuple):
-    """One rank's answer, as ``join`` takes it.
+    """One rank's answer, for ``join``.
 
     Attributes:
         values: float32 ``[batch, columns]`` as a buffer, or a packed answer (``pack`` of ``recinfer.quant._tables``).

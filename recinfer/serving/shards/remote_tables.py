@@ -1,7 +1,7 @@
-"""The ranker's side of small requests that go from their bytes to the shards' messages and back, by compiled loops.
+"""The ranker's side of small requests: compiled loops from a request's bytes to messages for shard servers, and back.
 
-Array operations of the decoded path (recinfer.serving.shards.lookups) are here one call to split a request by rank
-and one to put the answers together; the messages and the vectors are the same, to the byte.
+One call splits a request by rank and another joins the answers, instead of the array operations of the decoded path
+(recinfer.serving.shards.lookups); the messages and the vectors are the same, to the byte.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["RemoteLookup", "RemoteRows", "RemoteTables"]
 
 @dataclass(frozen=True, eq=False)
 class _Rank:
-    """One rank, for one order of a request's keys.
+    """A rank's prepared split and join for one order of a request's keys.
 
     Attributes:
-        streams: what ``split`` needs to write its part.
-        columns: of its answer.
-        runs, pairs: ``RankAnswer.spans`` of an answer in float32, and of a packed one.
+        streams: input of ``split`` for the rank's part.
+        columns: number of columns of its answer.
+        runs, pairs: ``RankAnswer.spans`` of a float32 answer, and of a packed answer.
     """
 
     rank: int
@@ -51,8 +51,8 @@ class RemoteLookup(AwaitedLookup):
     Attributes:
         tables: of the ranks.
         limits: int64 ``[keys]``, rows of each key's tables.
-        ranks: those that hold rows of the module; ``streams``: what ``split`` takes for them.
-        means: int64 ``[M, 3]``: key, first and last column of what is divided by the number of ids.
+        ranks: the ranks that hold rows of the module; ``streams``: the input of ``split`` for these ranks.
+        means: int64 ``[M, 3]``: key, first and last column to divide by the number of ids.
     """
 
     tables: RemoteTables
@@ -134,10 +134,12 @@ class RemoteTables(ByteTables):
     """Tables on other hosts.
 
     Args:
-        split: of the module.
-        names, dims: of the module's outputs.
-        rows: of each feature's tables.
-        fan_out: to the shards, for ``version``; ``default_rows``: as ``ShardQuery`` has it.
+        split: the split of the module.
+        names, dims: names and widths of the module's outputs.
+        rows: feature -> number of rows of its smallest table.
+        fan_out: calls the shard servers.
+        version: key of the version.
+        default_rows: see ``ShardQuery``.
 
     Attributes:
         at_end_of_turn: see :class:`FanOut`.

@@ -1,6 +1,7 @@
-"""One shard server as a ranker sees it: its connections, whether it is up, which versions it has, how fast it answers.
+"""A ranker's view of one shard server: connections to it, its readiness, its versions, and its latency.
 
-Its health service says over gRPC whether it accepts requests, and its State names the port of the framed transport.
+The server's health service says over gRPC whether the server accepts requests, and its State names the port of the framed
+transport.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ __all__ = ["Replica"]
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _STATE_S = 5.0  # for an answer of State
-_AGAIN_S, _MISSING_S = 0.2, 2.0  # until the next look at it: first, and while it lacks a version
-_STALE_S = 2.0  # after which a latency is not known any more
-_RETIRED_S = 0.1  # between two looks whether all is answered
+_AGAIN_S, _MISSING_S = 0.2, 2.0  # until the next look at the server: at first, and while it lacks a version
+_STALE_S = 2.0  # after which a latency counts as unknown
+_RETIRED_S = 0.1  # between two checks for outstanding requests
 _HEADS_BYTES = 1 << 20  # more than a response has in addition to its rows
-_SMOOTHING = 0.2  # the part of an answer's time in the latency
-_STRIKES = 3  # slow answers in a row, after which it is suspended
-_OUT_S, _MAX_OUT_S = 1.0, 8.0  # for how long: the first time, and at most
+_SMOOTHING = 0.2  # weight of an answer's time in the latency
+_STRIKES = 3  # slow answers in a row, after which the replica is suspended
+_OUT_S, _MAX_OUT_S = 1.0, 8.0  # length of a suspension: the first time, and at most
 _log = logging.getLogger(__name__)
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A host that fails silently is detected in three seconds; a restarted one in one.
+    # A ping detects a host that fails silently in three seconds; a reconnect finds a restarted server in one.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # Else a ping that measures bandwidth holds keepalive's back for a minute on a connection that is dead.
+    # Without this, a ping that measures bandwidth holds keepalive's ping back for a minute on a dead connection.
     ("grpc.http2.ping_timeout_ms", 2_000),
-    # A proxy of the environment is for the internet.
+    # The proxy of the environment is meant for the internet.
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
@@ -57,20 +58,20 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Replica:
-    """For the serving loop, except methods that name the transport's thread, on which requests are sent.
+    """A shard server to which requests are sent. Call it on the serving loop, apart from the methods for the transport's thread.
 
     Args:
         target: ``host:port``.
-        credentials: of its server.
-        name: that TLS is to check, where the credentials name none; None: the target's host.
-        wanted: the versions that it should have.
-        max_response_bytes: that a rank's rows of one request may take.
-        changed: called when it becomes usable or unusable, and before that when it has reported which ranks it has.
+        credentials: credentials of the server.
+        name: name for TLS to check if the credentials have none; None: the target's host.
+        wanted: returns the versions that the server should have.
+        max_response_bytes: most bytes of a rank's rows for one request.
+        changed: called when the replica becomes usable or unusable, and before that when the server has reported its ranks.
 
     Attributes:
-        up: it answers, and accepts requests.
-        versions: those that it has; ``ranks`` likewise, empty until it has reported them.
-        outstanding: requests that it has not answered; ``answers``: how many it has. Changed on the transport's thread.
+        up: whether the server answers, and accepts requests.
+        versions: the server's versions; ``ranks``: the server's ranks, empty until it has reported them.
+        outstanding: number of unanswered requests; ``answers``: number of answered requests. Changed on the transport's thread.
         why: the last failure, for messages.
     """
 
@@ -84,7 +85,9 @@ class Replica:
         max_response_bytes: int = Limits.max_response_bytes,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.target, self._credentials, self._max_response_bytes = target, credentials, max_response_bytes
+        self.target = target
+        self._credentials = credentials
+        self._max_response_bytes = max_response_bytes
         host, _, _ = target.rpartition(":")
         self._host = host.strip("[]")
         named = credentials.name or (name if credentials.tls is not None else None)
@@ -97,7 +100,8 @@ class Replica:
         else:
             self._channel = grpc.aio.secure_channel(target, credentials.channel, options=options)
         self._metadata = (("authorization", f"Bearer {credentials.token}"),) if credentials.token else ()
-        self._wanted, self._changed = wanted, changed
+        self._wanted = wanted
+        self._changed = changed
         self._prepare = self._channel.unary_unary(f"/{SERVICE_NAME}/Prepare")
         self._state = self._channel.unary_unary(f"/{SERVICE_NAME}/State")
         self._health = self._channel.unary_stream(f"/{_HEALTH}/Watch")
@@ -110,7 +114,7 @@ class Replica:
         self.outstanding = self.answers = 0
         self.why = "not connected yet"
         self._seconds = 0.0  # smoothed latency
-        self._timed = 0.0  # when it was last updated
+        self._timed = 0.0  # time of the last update of the latency
         self._strikes = 0
         self._out_until = 0.0
         self._out_seconds = _OUT_S
@@ -129,7 +133,7 @@ class Replica:
         self._task = self._loop.create_task(self._watch())
 
     async def retire(self, seconds: float) -> None:
-        """End when its requests are answered, or after ``seconds``; it takes no new ones."""
+        """Take no new requests, and close when the outstanding requests are answered, or after ``seconds``."""
         self._stop_watching()
         end = time.monotonic() + seconds
         while self.outstanding and time.monotonic() < end:
@@ -137,7 +141,7 @@ class Replica:
         await self.close()
 
     async def close(self) -> None:
-        """End at once; running requests are lost."""
+        """Close at once; running requests are lost."""
         self._stop_watching()
         self.up = False
         self._disconnect()
@@ -152,17 +156,17 @@ class Replica:
     # -- which replica to call ---------------------------------------------------------------------------------------
 
     def usable(self, version: str) -> bool:
-        """Whether it can look up in ``version``."""
+        """Whether the server can look up in ``version``."""
         return self.up and version in self.versions
 
     def lack_of(self, rank: int) -> str:
-        """Why it cannot look up ``rank``: shards.json lists it there, but its server has other ranks. Empty: it can."""
+        """The reason why the server, which shards.json lists for ``rank``, cannot look up in it; empty if it has the rank."""
         if not self.ranks or rank in self.ranks:
             return ""
         return f"its server has ranks {', '.join(map(str, self.ranks))}, not {rank}"
 
-    def wrong(self, version: str) -> str:
-        """What is wrong with it, or why it cannot look up in ``version``."""
+    def reason_unusable(self, version: str) -> str:
+        """The reason why the server cannot look up in ``version``."""
         if not self.up:
             return self.why
         named = next((str(spec) for spec in self._wanted() if spec.key == version), version)
@@ -183,14 +187,14 @@ class Replica:
         return self._connection.call(request, deadline, done)
 
     def answered(self, seconds: float) -> None:
-        """It answered in time."""
+        """Record an answer in time, after ``seconds``."""
         self.answers += 1
         self._timed = time.monotonic()
         self._seconds += _SMOOTHING * (seconds - self._seconds) if self._seconds else seconds
         self._strikes, self._out_seconds = 0, _OUT_S
 
     def was_slow(self, seconds: float) -> None:
-        """Another one answered first, or the deadline passed. After a third time in a row it is suspended for a while."""
+        """Record a request that another replica answered first, or whose deadline passed; three in a row suspend the replica."""
         self._seconds = max(self._seconds, seconds)
         self._timed = time.monotonic()
         self._strikes += 1
@@ -199,12 +203,12 @@ class Replica:
             self._out_seconds = min(_MAX_OUT_S, 2 * self._out_seconds)
 
     def failed(self, why: str) -> None:
-        """A request was lost: it gets no other before its State was read again."""
+        """Record a lost request; the replica gets no other before its server's State is read again."""
         self.why, self.up = why, False
         self._loop.call_soon_threadsafe(self._look_again, _AGAIN_S)
 
     def lacks(self, version: str) -> None:
-        """It answered that it no longer has ``version``. On the serving loop too."""
+        """Record that the server lacks ``version``, and look at the server again. The serving loop may call this too."""
         self.versions.discard(version)
         self._loop.call_soon_threadsafe(self._look_again, 0.0)
 
@@ -216,7 +220,7 @@ class Replica:
     # -- versions ----------------------------------------------------------------------------------------------------
 
     async def prepare(self, spec: VersionSpec) -> None:
-        """Have it map and check a version; raises grpc.aio.AioRpcError."""
+        """Have the server map and check a version; raises grpc.aio.AioRpcError."""
         request = pb.PrepareRequest(
             version=spec.key, folder=spec.folder, deltas=spec.deltas, wanted=[spec.key, *self._keys()]
         ).SerializeToString()
@@ -227,21 +231,21 @@ class Replica:
         return [spec.key for spec in self._wanted()]
 
     def renew(self) -> None:
-        """Send the wanted versions again, so that its server keeps them, and have it prepare those that it lacks."""
+        """Send the wanted versions again, so that the server keeps them, and have it prepare missing versions."""
         if (self.up or self._syncing) and (self._renewal is None or self._renewal.done()):
             self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
     async def _renew(self) -> None:
-        """Also while versions are prepared, which may take longer than they are kept."""
+        """Renew once; also while versions are being prepared, which may take longer than the server keeps them."""
         try:
             await self._learn()
         except grpc.aio.AioRpcError:
-            return  # its health, or the next call, reports the error
+            return  # the server's health, or the next call, reports the error
         if not self._syncing and not self.versions.issuperset(self._keys()):
             self._look_again(0.0)
 
     async def _learn(self) -> None:
-        """Send which versions are wanted, and read which ranks and versions it has."""
+        """Send the wanted versions, and read the server's ranks, versions and port for lookups."""
         request = pb.StateRequest(wanted=self._keys()).SerializeToString()
         answer = await self._state(request, timeout=_STATE_S, metadata=self._metadata)
         state = pb.ShardState.FromString(answer)
@@ -252,7 +256,7 @@ class Replica:
             self._changed()
 
     async def _connect(self) -> None:
-        """Connect to the port on which its server accepts requests; raises UnavailableError."""
+        """Connect to the server's port for lookups; raises UnavailableError."""
         async with self._connecting:
             address, connection = self._address, self._connection
             assert address is not None
@@ -263,7 +267,7 @@ class Replica:
                 raise UnavailableError(
                     "its server names no port for lookups; it is of another release than this ranker"
                 )
-            # The rows of all its ranks, and the message's other fields.
+            # A response holds the rows of all the server's ranks, and the message's other fields.
             most = self._max_response_bytes * max(1, len(self.ranks)) + _HEADS_BYTES
             self._connection = ShardConnection(address, self._credentials.token, most, self._lost)
             await self._connection.connect(self._credentials.tls, self._tls_name)
@@ -274,14 +278,14 @@ class Replica:
             connection.thread.call(connection.end, "this ranker has closed it")
 
     async def _sync(self) -> bool:
-        """Read which versions it has, and have it prepare those that it lacks; returns whether it has all now."""
+        """Connect, and have the server prepare missing versions; returns whether none is missing."""
         self._syncing += 1
         try:
             await self._learn()
             await self._connect()
             whole = True
             tried: set[str] = set()
-            # What is wanted may grow while one is prepared; nothing is awaited between the last look at it and "up".
+            # The wanted versions may grow while one is prepared; nothing is awaited between the last check and "up".
             while lacking := [spec for spec in self._wanted() if spec.key not in self.versions | tried]:
                 for spec in lacking:
                     tried.add(spec.key)
@@ -308,11 +312,11 @@ class Replica:
             self._changed()
 
     async def _watch(self) -> None:
-        """Follow its health for as long as the replica is listed."""
+        """Follow the server's health for as long as the replica is listed."""
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME).SerializeToString()
         while True:
             try:
-                # Not wait_for_ready: that would hide why there is no connection.
+                # Without wait_for_ready, which would hide the reason of a missing connection.
                 call = self._health(request)
                 async for answer in call:
                     status = health_pb2.HealthCheckResponse.FromString(answer).status
@@ -331,7 +335,7 @@ class Replica:
             await asyncio.sleep(_AGAIN_S)
 
     async def _try_to_follow(self) -> None:
-        """Bring it up, or try again later, each time after a longer pause; raises grpc.aio.AioRpcError."""
+        """Make the replica usable, or try again later, each time after a longer pause; raises grpc.aio.AioRpcError."""
         try:
             whole = await self._sync()
             if self._connection is None or not self._connection.is_open:
@@ -350,7 +354,7 @@ class Replica:
             self._look_again(_MISSING_S)
 
     def _look_again(self, seconds: float) -> None:
-        """Follow it again after a while, since its health may not change: it lacks a version, or a request was lost."""
+        """Look at the server again after ``seconds``: a missing version, or a lost request, may not change its health."""
         self._changed()
         if self._closes or self._checking:
             return
@@ -363,7 +367,7 @@ class Replica:
                 await self._try_to_follow()
             except grpc.aio.AioRpcError as error:
                 self.why = _short(error)
-                self._look_again(_MISSING_S)  # or its health says so before
+                self._look_again(_MISSING_S)  # a change of its health may come before
 
         self._check = self._loop.create_task(check())
 

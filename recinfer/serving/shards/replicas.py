@@ -1,5 +1,5 @@
-"""All replicas of all ranks, as shards.json lists them: kept up to date with the file and with DNS, and with the versions
-that the ranker serves."""
+"""The replicas of all ranks in shards.json, kept up to date with the file, with DNS, and with the versions that the ranker
+serves."""
 
 from __future__ import annotations
 
@@ -27,36 +27,38 @@ from recinfer.serving.wire.loop import run_on_loop, start_on_loop
 __all__ = ["ReplicaPool"]
 
 _LOOK_S, _RESOLVE_S = 0.5, 5.0
-_SWITCH_S = 10.0  # at most, that connections wait for those that take their place
-_RENEW_S = 20.0  # a third of the time for which shards keep wanted versions
+_SWITCH_S = 10.0  # for new connections, before the old ones are closed
+_RENEW_S = 20.0  # a third of the time for which shard servers keep wanted versions
 _log = logging.getLogger(__name__)
 
 
 class ReplicaPool:
-    """Replicas by rank. Made and closed from any thread; everything else happens on the serving loop.
+    """The replicas of each rank. Any thread may construct and close the pool; use it on the serving loop otherwise.
 
     Args:
         path: shards.json; read again when it changes.
-        token: bearer token of the shards, unless the file names another one.
-        max_response_bytes: that a rank's rows of one request may take.
+        token: bearer token of the shard servers, unless the file names another token.
+        max_response_bytes: most bytes of a rank's rows for one request.
 
     Raises:
-        ConfigError: the file is not what its format says.
+        ConfigError: the file breaks its format.
     """
 
     def __init__(
         self, path: Path, *, token: str | None = None, max_response_bytes: int = Limits.max_response_bytes
     ) -> None:
-        self._path, self._token, self._max_response_bytes = path, token, max_response_bytes
+        self._path = path
+        self._token = token
+        self._max_response_bytes = max_response_bytes
         self.config = read_shards(path)
         self._credentials = ShardCredentials.of(self.config.settings, token)
         self._seen = _stamp(path)
-        self._last_error = ""  # why the file was not followed
+        self._last_error = ""  # the reason why the file was not followed
         self._read_again = False
         self._replicas: dict[str, Replica] = {}
         self._listed: dict[int, tuple[Replica, ...]] = {}
-        self._by_rank: dict[int, tuple[Replica, ...]] = {}  # without those that turned out not to have the rank
-        self._lacks: dict[tuple[str, int], str] = {}  # why a replica is not called for a rank; empty: it is
+        self._by_rank: dict[int, tuple[Replica, ...]] = {}  # without replicas that have reported other ranks
+        self._lacks: dict[tuple[str, int], str] = {}  # the reason why a replica is not called for a rank, or empty
         self._wanted: weakref.WeakValueDictionary[str, VersionSpec] = weakref.WeakValueDictionary()
         self._resolved: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._following: asyncio.Task[None] | None = None
@@ -68,44 +70,44 @@ class ReplicaPool:
         run_on_loop(self._stop(), timeout=10.0)
 
     def reload(self) -> None:
-        """Read the file again soon, whether it looks changed or not; takes no lock, so a signal handler may call it."""
+        """Read the file again soon, also if it looks unchanged; takes no lock, so a signal handler may call this."""
         self._read_again = True
 
     def replicas(self, rank: int) -> tuple[Replica, ...]:
-        """The replicas of a rank that may be called; none if the file does not list it."""
+        """The replicas of a rank that may be called; empty if the file does not list the rank."""
         return self._by_rank.get(rank, ())
 
     def listed(self, rank: int) -> tuple[Replica, ...]:
-        """All replicas that the file lists for a rank, also those whose servers report that they do not have it."""
+        """All replicas that the file lists for a rank, also replicas whose servers have reported other ranks."""
         return self._listed.get(rank, ())
 
     def everyone(self) -> list[Replica]:
-        """Each replica once."""
+        """All replicas, each once."""
         return list(self._replicas.values())
 
     def addresses(self, rank: int, version: str = "") -> str:
-        """A rank's replicas and their failures, or why they cannot look up in ``version``, for messages."""
+        """The addresses of a rank's replicas, each with the reason why it cannot look up in ``version``, for messages."""
         found = [
-            f"{replica.target} ({replica.lack_of(rank) or replica.wrong(version)})" for replica in self.listed(rank)
+            f"{replica.target} ({replica.lack_of(rank) or replica.reason_unusable(version)})"
+            for replica in self.listed(rank)
         ]
         listed = self.config.ranks.get(rank)
         return "; ".join(found) or (f"{', '.join(listed)} (no address)" if listed else "none listed in shards.json")
 
     def unreachable(self, ranks: Iterable[int], version: str) -> list[int]:
-        """Those of ``ranks`` without a replica that can be called."""
+        """The ranks among ``ranks`` without a replica that can look up in ``version``."""
         return [rank for rank in ranks if not any(r.usable(version) for r in self.replicas(rank))]
 
     # -- versions ----------------------------------------------------------------------------------------------------
 
     def want(self, spec: VersionSpec) -> VersionSpec:
-        """Replicas prepare ``spec``, present and later ones, for as long as the caller keeps what this
-        returns."""
+        """Have all replicas, also later ones, prepare ``spec`` for as long as the caller keeps the returned object."""
         found = self._wanted.setdefault(spec.key, spec)
         start_on_loop(self._catch_up(found.key))
         return found
 
     async def _catch_up(self, version: str) -> None:
-        """Make replicas that came up before ``version`` was wanted check their versions again."""
+        """Have replicas that came up before ``version`` was wanted check their versions again."""
         for replica in self.everyone():
             if replica.up and version not in replica.versions:
                 replica.lacks(version)
@@ -115,10 +117,10 @@ class ReplicaPool:
         return list(self._wanted.values())
 
     async def prepare(self, spec: VersionSpec, ranks: Sequence[int]) -> None:
-        """Make every replica that is up map and check a version.
+        """Have every replica that is up map and check a version.
 
         Raises:
-            InputError: one of them cannot; names it and says why.
+            InputError: a replica cannot; the message has its address and the reason.
             UnavailableError: a rank has no replica that is up, nor gets one within the settings' ``timeout_seconds``.
         """
         end = time.monotonic() + self.config.settings.timeout_seconds
@@ -129,7 +131,7 @@ class ReplicaPool:
         for replica, outcome in zip(up, outcomes):
             if isinstance(outcome, grpc.aio.AioRpcError):
                 if outcome.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                    continue  # it is lost, and prepares when it is back
+                    continue  # a lost replica prepares the version when it is back
                 raise InputError(f"shard {replica.target} did not prepare version {spec}: {outcome.details()}")
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -162,17 +164,19 @@ class ReplicaPool:
                 stamp = _stamp(self._path)
                 if self._read_again or self._last_error or stamp != self._seen:
                     self._read_again, self._seen = False, stamp
-                    await self._take_again()
+                    await self._read_config_again()
                 else:
                     await self._list(self.config, self._credentials)
             except ConfigError as error:
-                if self._last_error != str(error):  # it is tried again, as what it names may change and the file not
+                if self._last_error != str(
+                    error
+                ):  # tried again each time, as named files may change while shards.json does not
                     _log.error("the shards stay as they were: %s", error)
                 self._last_error = str(error)
             except Exception:
                 _log.exception("following %s failed", self._path)
 
-    async def _take_again(self) -> None:
+    async def _read_config_again(self) -> None:
         config = read_shards(self._path)
         needed = max((spec.world_size for spec in self.wanted()), default=0)
         lost = sorted(set(range(needed)) - config.ranks.keys())
@@ -184,7 +188,7 @@ class ReplicaPool:
         _log.info("%s was read again", self._path)
 
     async def _list(self, config: ShardsConfig, credentials: ShardCredentials) -> None:
-        """Use replicas for the addresses that the file and DNS now give; close the others. A failure changes nothing."""
+        """Use replicas for the addresses in the file and in DNS now, and close the others. A failure changes nothing."""
         names: dict[str, str | None] = {}
         by_rank: dict[int, list[str]] = {}
         for rank, addresses in config.ranks.items():
@@ -192,9 +196,9 @@ class ReplicaPool:
             names |= {target: name for target, name in found if target not in names}
             by_rank[rank] = list(dict.fromkeys(target for target, _ in found))
         kept = self._replicas if credentials == self._credentials else {}
-        with self._made(names, kept, credentials) as new:
+        with self._new_replicas(names, kept, credentials) as new:
             used = {target: new.get(target) or kept[target] for target in names}
-            await self._until_up(new, by_rank, used, min(config.settings.timeout_seconds, _SWITCH_S))
+            await self._wait_until_up(new, by_rank, used, min(config.settings.timeout_seconds, _SWITCH_S))
             gone = [replica for target, replica in self._replicas.items() if used.get(target) is not replica]
             self.config, self._credentials, self._replicas = config, credentials, used
             self._listed = {rank: tuple(used[target] for target in mine) for rank, mine in by_rank.items()}
@@ -205,10 +209,10 @@ class ReplicaPool:
             self._retire(replica)
 
     @contextmanager
-    def _made(
+    def _new_replicas(
         self, names: Mapping[str, str | None], kept: Mapping[str, Replica], credentials: ShardCredentials
     ) -> Iterator[dict[str, Replica]]:
-        """Replicas for those that are not ``kept``; closed where they come to nothing."""
+        """New replicas for the addresses that are not ``kept``; an exception in the with block closes them."""
         new: dict[str, Replica] = {}
         try:
             for target, name in names.items():
@@ -220,17 +224,19 @@ class ReplicaPool:
                 self._retire(replica)
             raise
 
-    async def _until_up(
+    async def _wait_until_up(
         self,
         new: Mapping[str, Replica],
         by_rank: Mapping[int, Sequence[str]],
         used: Mapping[str, Replica],
         seconds: float,
     ) -> None:
-        """Until of each rank as many ``new`` replicas can be called as leave that can be: so no rank is without one in between.
+        """Wait, for ``seconds`` at most, until each rank has as many usable ``new`` replicas as it loses usable replicas.
+
+        So no rank is without a replica during the switch.
 
         Args:
-            by_rank, used: what will be listed.
+            by_rank, used: the addresses by rank, and the replicas by address, after the switch.
         """
 
         def awaited() -> list[Replica]:
@@ -255,7 +261,7 @@ class ReplicaPool:
         task.add_done_callback(self._retiring.discard)
 
     def _sort(self) -> None:
-        """Keep for each rank the replicas that have it, or have not reported their ranks yet."""
+        """Keep for each rank the replicas whose servers have the rank, or have not reported their ranks yet."""
         lacks = {
             (replica.target, rank): replica.lack_of(rank) for rank, mine in self._listed.items() for replica in mine
         }
@@ -269,10 +275,10 @@ class ReplicaPool:
         }
 
     async def _targets(self, address: str) -> list[tuple[str, str | None]]:
-        """Addresses behind ``address``, with the name that TLS is to check."""
+        """The addresses to which ``address`` resolves, each with the name for TLS to check."""
         if not address.startswith("dns:///"):
             return [(address, None)]
-        # Every address is a replica of its own, since versions are prepared on each: so names are resolved here.
+        # Each address of a name is a replica, since versions are prepared on each, so names are resolved here and not by gRPC.
         host, _, port = address.removeprefix("dns:///").rpartition(":")
         until, known = self._resolved.get(address, (0.0, ()))
         if time.monotonic() >= until:

@@ -34,9 +34,9 @@ class Section:
     """One rank's part of a request for one module.
 
     Attributes:
-        parts: of the message.
-        offsets: ``[S * B + 1]`` of the ids that are sent.
-        positions: the position of each among its stream's ids of the whole request; None when all were sent.
+        parts: buffers of the message.
+        offsets: ``[S * B + 1]``, offsets of the sent ids.
+        positions: the position of each sent id among its stream's ids of the whole request; None if all ids were sent.
     """
 
     parts: list[Buffer]
@@ -48,21 +48,24 @@ class _RankSplit:
     """One rank's streams, as arrays."""
 
     def __init__(self, number: int, mine: RankModule, configs: Sequence[BaseEmbeddingConfig]) -> None:
-        self.rank, self._number, self.mine = mine.rank, number, mine
+        self.rank = mine.rank
+        self._number = number
+        self.mine = mine
         self.names = tuple(stream.feature for stream in mine.streams)
         self._starts = np.array([stream.row_start for stream in mine.streams], np.int64)
         self._rows = np.array([stream.rows for stream in mine.streams], np.int64)
         narrow = max(stream.rows for stream in mine.streams) <= _INT32_ROWS
         self.wide = not narrow
         self._type = np.dtype(np.int32 if narrow else np.int64)
-        self.runs, self.pairs = runs_of(mine).tolist(), pairs_of(mine, configs)
+        self.runs = runs_of(mine).tolist()
+        self.pairs = pairs_of(mine, configs)
         self.num_columns = sum(pair.rect.cols for pair in mine.pairs)
 
     def is_answer(self, values: NDArray[Any], batch: int, offsets: NDArray[Any] | None = None) -> bool:
         """Whether ``values`` are of the size of this rank's rows for ``batch`` samples.
 
         Args:
-            offsets: of the section that was sent, for a module that is not pooled.
+            offsets: offsets of the sent section, for an unpooled module.
         """
         if offsets is None:
             if is_packed(values):
@@ -73,7 +76,7 @@ class _RankSplit:
         return not is_packed(values) and values.size == wanted
 
     def section(self, bags: Bags, keep_positions: bool) -> Section | None:
-        """Its part; None without any id. All ids are in range."""
+        """The rank's part of ``bags``, whose ids are in range; None without any id."""
         mine = bags.arranged(self.names)
         if not mine.values.size:
             return None
@@ -86,7 +89,7 @@ class _RankSplit:
         edges = mine.offsets[::batch]
         counts_S = edges[1:] - edges[:-1]
         local_N = values_N - np.repeat(self._starts.astype(values_N.dtype), counts_S)
-        # Unsigned, a row before the first one is huge.
+        # As an unsigned number, a row before the first row is huge.
         unsigned = np.uint64 if local_N.dtype == np.int64 else np.uint32
         keep_N = local_N.view(unsigned) < np.repeat(self._rows.astype(unsigned), counts_S)
         before = offsets_of(keep_N, mine.offsets.dtype)
@@ -104,16 +107,18 @@ class _RankSplit:
 
 
 class ModuleSplit:
-    """One embedding module, as the ranker splits and joins it. Nothing changes in it, so any thread may call it.
+    """Splits and joins the requests for one embedding module on a ranker. Immutable, so any thread may call it.
 
     Attributes:
-        features: of its outputs, in order.
-        ranks: those that have a part of it.
-        mean_columns: (number of the feature, first and last column in its vector) that ranks sum and the ranker divides.
+        features: features of its outputs, in order.
+        ranks: the ranks that have a part of the module.
+        mean_columns: (number of the feature, first and last column in its vector) of columns that ranks sum and the ranker
+            divides.
     """
 
     def __init__(self, number: int, layout: ModuleLayout) -> None:
-        self.layout, self.number = layout, number
+        self.layout = layout
+        self.number = number
         self.ranks = [_RankSplit(number, mine, layout.configs) for mine in layout.ranks.values()]
         self._by_rank = {rank.rank: rank for rank in self.ranks}
         self.features = tuple(f for config in layout.configs for f in config.feature_names)
@@ -134,7 +139,7 @@ class ModuleSplit:
         )
 
     def split(self, bags: Bags) -> dict[int, Section]:
-        """Each rank's part of ``bags``, whose ids are in range and which hold weights only where the module has them."""
+        """Each rank's part of ``bags``, whose ids are in range and which hold weights only for a weighted module."""
         sections = {}
         for rank in self.ranks:
             section = rank.section(bags, not self.layout.pooled)
@@ -149,7 +154,7 @@ class ModuleSplit:
     def join(
         self, bags: Bags, sections: Mapping[int, Section], found: Mapping[int, NDArray[Any]]
     ) -> Tensor | list[JaggedTensor]:
-        """The module's vectors: ``[B, D]``, or of each output. Ranks without an answer give rows of zeros."""
+        """The module's vectors: ``[B, D]``, or a JaggedTensor of each output. A rank without an answer gives rows of zeros."""
         return self._join_pooled(bags, found) if self.layout.pooled else self._join_rows(bags, sections, found)
 
     def _join_pooled(self, bags: Bags, found: Mapping[int, NDArray[Any]]) -> Tensor:

@@ -38,9 +38,9 @@ from recinfer.serving.wire.limits import Limits
 __all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
 
 MAX_VERSIONS = 4
-"""Versions of a model that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on. More of
-them where rankers want more: see :meth:`ShardTables.keep`."""
-_WANTED_S = 60.0  # three times as long as rankers take to say it again
+"""Number of versions of a model that stay mapped: the current, the next and the previous version, and the base of a delta.
+Rankers may keep more: see :meth:`ShardTables.keep`."""
+_WANTED_S = 60.0  # three times the interval at which rankers repeat their wanted versions
 _MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = 1 << 17, 1 << 22  # for more, FBGEMM's operator is worth the cost of its call
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,9 @@ class _Version:
     def __init__(
         self, key: str, archive: Archive, ranks: Sequence[int], deltas: Sequence[Delta], **mapping: bool
     ) -> None:
-        self.key, self.archive, self.deltas = key, archive, tuple(deltas)
+        self.key = key
+        self.archive = archive
+        self.deltas = tuple(deltas)
         manifest = archive.manifest
 
         def edit(mapped: MappedShards) -> None:
@@ -78,15 +80,15 @@ class ShardModel:
 
 
 class ShardTables:
-    """The ranks that this process serves, in every version that it has. Thread-safe.
+    """The ranks that this process serves, in every mapped version. Thread-safe.
 
     Args:
-        ranks: which.
-        store: folder that versions may be prepared from; None: only what :meth:`add` brought.
-        preload, lock: as recinfer.inference.predictor.load has them.
+        ranks: the ranks to map.
+        store: folder from which versions may be prepared; None: :meth:`add` maps all versions.
+        preload, lock: see recinfer.inference.predictor.load.
 
     Raises:
-        InputError: no rank.
+        InputError: ``ranks`` is empty.
     """
 
     def __init__(
@@ -97,41 +99,41 @@ class ShardTables:
             raise InputError("ranks: got none, expected at least one")
         self._store = store
         self._mapping = {"preload": preload, "lock": lock}
-        self._versions: dict[str, _Version] = {}  # the one used last at the end
-        self._wanted: dict[str, float] = {}  # until when (time.monotonic()) a ranker wants a version
+        self._versions: dict[str, _Version] = {}  # ordered by last use, the latest at the end
+        self._wanted: dict[str, float] = {}  # by version, the time.monotonic() until which a ranker wants it
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
 
     def add(self, path: Path, deltas: Sequence[Path] = ()) -> str:
-        """Map an archive, with deltas applied; its key. Raises ArchiveError, InputError."""
+        """Map an archive, with deltas applied; returns its key. Raises ArchiveError, InputError."""
         archive = open_archive(path, ranks=self.ranks, dense=False)
         return self._add(archive, [read_delta(delta) for delta in deltas]).key
 
     def keys(self) -> list[str]:
-        """The mapped versions."""
+        """The keys of the mapped versions."""
         with self._lock:
             return list(self._versions)
 
     def models(self) -> list[ShardModel]:
-        """The same as text."""
+        """The mapped versions, for the status."""
         with self._lock:
             versions = list(self._versions.values())
         return [ShardModel(v.key, v.archive.manifest, v.mapped.buffer.numel(), len(v.deltas)) for v in versions]
 
     def keep(self, keys: Iterable[str]) -> None:
-        """A ranker may look up in these versions: they stay mapped for a minute from now, however many there are."""
+        """Keep versions that a ranker wants mapped for a minute from now, regardless of MAX_VERSIONS."""
         now = time.monotonic()
         with self._lock:
             still = {key: until for key, until in self._wanted.items() if until > now}
             self._wanted = still | dict.fromkeys(keys, now + _WANTED_S)
 
     def prepare(self, key: str, folder: str, deltas: Sequence[str] = ()) -> None:
-        """Map and check a version; nothing happens when it is here.
+        """Map and check a version, unless it is mapped already.
 
         Raises:
             NotFoundError: the store has no such folder or file, or another content under that name.
-            InputError: a name that leads out of the store.
-            ArchiveError: a file is not what the manifest or the delta says; its hash is checked too.
+            InputError: a name leads out of the store.
+            ArchiveError: a file differs from the manifest or the delta, also by its hash.
         """
         with self._preparing:
             if self._get(key) is not None:
@@ -146,14 +148,14 @@ class ShardTables:
         """Answer a serialized ShardRequest.
 
         Raises:
-            InputError: it does not fit the plan, or a rank's part of it takes more than ``limits.max_response_bytes``.
-            NotPreparedError: its version is not mapped.
+            InputError: the request does not fit the plan, or a rank's part takes more than ``limits.max_response_bytes``.
+            NotPreparedError: the request's version is not mapped.
         """
         answer = self.find_directly(data, limits)
         return self.find_any(data, limits) if answer is None else answer
 
     def find_directly(self, data: bytes, limits: Limits) -> bytes | None:
-        """:meth:`find` of a small request of bags without weights, by the compiled loops; None for any other."""
+        """:meth:`find` for a small request of bags without weights, by the compiled loops; None for any other request."""
         fields = read_find(data)
         if fields is None:
             return None
@@ -169,7 +171,7 @@ class ShardTables:
                 return None
             bags, floats = batch * tables.num_streams, batch * tables.columns
             taken += FLOAT_BYTES * floats
-            if taken > limits.max_response_bytes:  # of all ranks together, so find_any counts each by itself
+            if taken > limits.max_response_bytes:  # the sum over all ranks; find_any counts each rank alone
                 return None
             if (
                 part.ids > _MOST_DIRECT_IDS
@@ -192,7 +194,7 @@ class ShardTables:
         return answer[0] if len(answer) == 1 else b"".join(answer)
 
     def find_any(self, data: bytes, limits: Limits) -> bytes:
-        """:meth:`find` of any request, through tensors and FBGEMM's operator."""
+        """:meth:`find` for any request, through tensors and FBGEMM's operator."""
         request = decode_request(data, limits)
         version = self._get(request.version)
         if version is None:
@@ -204,7 +206,7 @@ class ShardTables:
             if tables is None:
                 raise InputError(f"rank {part.rank}: this server has ranks {', '.join(map(str, self.ranks))}")
             ids, offset_bytes = part_sizes(part, tables.num_streams, request.batch)
-            # Each rank's part of a request that a ranker with the same limits lets through is within them.
+            # A request that a ranker with the same limits accepts keeps each rank within the limits.
             taken[part.rank] += max(tables.answer_bytes(request.batch, ids), offset_bytes)
             if taken[part.rank] > limits.max_response_bytes:
                 raise InputError(

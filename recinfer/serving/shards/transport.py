@@ -1,8 +1,9 @@
 """The framed transport between rankers and shard servers: the server's end, which listens, and the ranker's, which connects.
 
-Its address comes over gRPC: a shard server's State has the port and the server's id. Each end of a connection begins with one
-message: the server's says who it is and a random number, the ranker's proves by an HMAC over both that it has the token,
-without sending it. Then requests come, serialized ``ShardRequest``s, and each is answered under its number.
+A ranker learns the address over gRPC: a shard server's State has the port and the server's id. Each end of a connection begins
+with one message: the server sends its id and a random number, and the ranker proves by an HMAC over both that it has the token,
+without sending the token. Then the ranker sends requests, serialized ``ShardRequest``s, and the server answers each under its
+number.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from recinfer.serving.wire.limits import Limits
 __all__ = ["Answer", "ResponseCallback", "ShardAddress", "ShardConnection", "ShardListener", "rankers_thread"]
 
 ResponseCallback = Callable[["bytes | bytearray | None", str, str], None]
-"""Called at a request's end: the response or None, the name of the ``grpc.StatusCode``, its details."""
+"""Called at a request's end with the response or None, the name of the ``grpc.StatusCode``, and its details."""
 
 Answer = Callable[[bytes, Callable[[bytes], None]], None]
-"""Takes a request, on the listener's thread, and what to call with its response: once, then or later, on any thread."""
+"""Takes a request, on the listener's thread, and a function to call once with the response, at once or later, on any thread."""
 
 _HELLO = b"recinfer.find.2\n"
 _ID_BYTES = 32
 _PROOF_BYTES = 1024  # bytes that a peer may send before its proof, more than a proof has
-_UNPROVED, _CONNECTIONS = 64, 4096  # that may be open: without a proof, and in all
+_UNPROVED, _CONNECTIONS = 64, 4096  # most open connections: without a proof, and in all
 _UNANSWERED = 1024  # requests of one connection
-_UNREAD_BYTES = 4 << 20  # of responses, above which a connection's next requests are not read
+_UNREAD_BYTES = 4 << 20  # unread bytes of responses, above which a connection's next requests are not read
 _HANDSHAKE_S, _CONNECT_S = 10.0, 3.0
 _EXPIRE_S = 0.05  # between two checks for requests past their deadline
-# A connection that a proxy keeps open and moves nothing on is found by its silence, since TCP's keepalive sees the proxy: a
-# ping after two seconds without a byte, then two more, and the end.
+# A connection that a proxy keeps open without passing bytes is found by its silence, since TCP's keepalive sees the proxy: a ping
+# after two seconds without a byte, then two more pings, and the end.
 _LOOK_S, _SILENT_LOOKS = 2.0, 3
 _PINGS_BYTES = 256  # more than the pings of these looks
 _PING = 0
-"""The number of pings: empty messages that the other end answers. Servers of before answer them as requests that they refuse."""
+"""The number of pings: empty messages that the other end answers. Servers of older releases answer pings as refused requests."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,24 +57,24 @@ def _proof(token: str | None, of: bytes) -> bytes:
 
 
 class ShardListener:
-    """The server's end, with a thread of its own.
+    """The server's end of the transport, with its own thread.
 
     Args:
         answer: answers a request.
-        refuse: gives the response to a request of a connection that has too many unanswered ones, or that is too much for
-            the memory budget.
-        token: that rankers send; None: any ranker may connect.
-        max_request_bytes: of one request, and of all that one connection has unanswered, but for a single one.
-        tls: of the server's certificate; None: no TLS.
-        budget: of the bytes that requests and responses hold; None: one of its own.
+        refuse: returns the response to a request that exceeds the memory budget, or whose connection has too many unanswered
+            requests.
+        token: the token that rankers must have; None: any ranker may connect.
+        max_request_bytes: largest size of one request, and of all unanswered requests of one connection together.
+        tls: TLS context with the server's certificate; None: no TLS.
+        budget: memory budget of requests and responses; None: a budget of the default size.
 
     Attributes:
-        server_id: 32 bytes that no other server has.
-        port: that is listened on.
-        thread: that it runs on.
+        server_id: 32 random bytes that identify the server.
+        port: the port on which it listens.
+        thread: the thread on which it runs.
 
     Raises:
-        UnavailableError: the address cannot be listened on.
+        UnavailableError: the address cannot be bound.
     """
 
     def __init__(
@@ -89,7 +90,10 @@ class ShardListener:
         budget: MemoryBudget | None = None,
     ) -> None:
         self.budget = budget or MemoryBudget(Limits.memory_budget_bytes)
-        self.answer, self.refuse, self.token, self.max_request_bytes = answer, refuse, token, max_request_bytes
+        self.answer = answer
+        self.refuse = refuse
+        self.token = token
+        self.max_request_bytes = max_request_bytes
         self.server_id = secrets.token_bytes(_ID_BYTES)
         try:
             listening = listening_socket(host, port)
@@ -97,7 +101,7 @@ class ShardListener:
             raise UnavailableError(f"for rankers' lookups: {error}") from None
         keep_alive(listening)
         self.port = int(listening.getsockname()[1])
-        # One that sends nothing has its place until others need it.
+        # A connection that sends nothing keeps its place until another connection needs it.
         self.unproved: OrderedDict[_RankerConnection, None] = OrderedDict()
         self.thread = ShardsThread()
         options: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": _HANDSHAKE_S}
@@ -106,22 +110,22 @@ class ShardListener:
         self._server = asyncio.run_coroutine_threadsafe(made, loop).result()
 
     def close(self) -> None:
-        """Take no more connections, and end those that are open: their requests end UNAVAILABLE at the ranker."""
+        """Take no more connections, and end the open ones: their requests end UNAVAILABLE at the ranker."""
         self.thread.call(self._server.close)
         self.thread.close()
 
 
 class _RankerConnection(FrameProtocol):
-    """A connection at the server's end."""
+    """The server's end of a connection."""
 
     def __init__(self, listener: ShardListener) -> None:
         super().__init__(listener.thread, _PROOF_BYTES)
         self._listener = listener
-        self._proof: bytes | None = None  # that is to come
+        self._proof: bytes | None = None  # the expected proof, until it has come
         self._unanswered = self._unanswered_bytes = 0
-        self._is_unread = False  # more was sent than the other end reads
-        self._unread: list[Ticket] = []  # of responses that were sent since
-        self._coming: Ticket | None = None  # of a request that has come in part
+        self._is_unread = False  # whether the ranker reads too slowly
+        self._unread: list[Ticket] = []  # tickets of responses that were sent since
+        self._coming: Ticket | None = None  # the ticket of a request that has come in part
 
     def opened(self) -> None:
         """See FrameProtocol."""
@@ -137,7 +141,7 @@ class _RankerConnection(FrameProtocol):
         self._transport.set_write_buffer_limits(high=_UNREAD_BYTES)
         self.send(0, _HELLO + greeting)
 
-    def took(self, number: int, message: bytes | bytearray) -> None:
+    def take_message(self, number: int, message: bytes | bytearray) -> None:
         """See FrameProtocol."""
         listener = self._listener
         if self._proof is not None:
@@ -164,7 +168,7 @@ class _RankerConnection(FrameProtocol):
             raise
 
     def _admitted(self, size: int) -> Ticket | None:
-        """Room for a request of ``size`` bytes; None: there is none."""
+        """A ticket for a request of ``size`` bytes; None if there is no room for the request."""
         held = self._unanswered_bytes + size
         if self._unanswered >= _UNANSWERED or (self._unanswered and held > self._listener.max_request_bytes):
             return None
@@ -176,7 +180,7 @@ class _RankerConnection(FrameProtocol):
     def begins(self, size: int) -> bool:
         """See FrameProtocol. A request counts in the memory budget from its first byte, however slowly it comes."""
         if self._proof is not None:
-            return True  # a few bytes
+            return True  # a proof has a few bytes
         self._coming = self._admitted(size)
         return self._coming is not None
 
@@ -203,22 +207,22 @@ class _RankerConnection(FrameProtocol):
         if self._coming is not None:
             self._coming.release()
             self._coming = None
-        self._give_back()
+        self._release_unread()
 
-    def _give_back(self) -> None:
+    def _release_unread(self) -> None:
         self._is_unread = False
         for ticket in self._unread:
             ticket.release()
         self._unread.clear()
 
     def pause_writing(self) -> None:
-        """See asyncio.BaseProtocol: who does not read its responses is not read either."""
+        """See asyncio.BaseProtocol: the server stops reading from a ranker that does not read its responses."""
         self._is_unread = True
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """See asyncio.BaseProtocol."""
-        self._give_back()
+        self._release_unread()
         self._transport.resume_reading()
 
 
@@ -229,12 +233,12 @@ def rankers_thread() -> ShardsThread:
 
 
 class ShardAddress(NamedTuple):
-    """Where a shard server takes requests, from its State.
+    """The address for a shard server's requests, from its State.
 
     Attributes:
-        host, port: of its listener.
-        server_id: the server that is expected there.
-        max_request_bytes: of a request that it takes.
+        host, port: address of its listener.
+        server_id: id of the server that is expected there.
+        max_request_bytes: largest size of a request.
     """
 
     host: str
@@ -249,19 +253,20 @@ class _Pending:
     __slots__ = ("deadline", "done")
 
     def __init__(self, deadline: float, done: ResponseCallback) -> None:
-        self.deadline, self.done = deadline, done
+        self.deadline = deadline
+        self.done = done
 
 
 class ShardConnection(FrameProtocol):
-    """A connection to a shard server, at the ranker's end. All but :meth:`connect` is for its thread, :func:`rankers_thread`.
+    """The ranker's end of a connection. Call all methods but :meth:`connect` on its thread, :func:`rankers_thread`.
 
     Args:
-        token: of the server, if it has one.
-        max_response_bytes: of one response.
-        on_lost: called once when a connection that was open has ended, before its requests are; ``why`` says why.
+        token: the server's token, or None.
+        max_response_bytes: largest size of one response.
+        on_lost: called once when an open connection has ended, before its requests end; ``why`` has the reason.
 
     Attributes:
-        is_open: it takes requests.
+        is_open: whether the connection takes requests.
     """
 
     def __init__(
@@ -272,7 +277,9 @@ class ShardConnection(FrameProtocol):
         on_lost: Callable[[ShardConnection], None],
     ) -> None:
         super().__init__(rankers_thread(), min(max_response_bytes, MOST_BYTES))
-        self.address, self._token, self._on_lost = address, token, on_lost
+        self.address = address
+        self._token = token
+        self._on_lost = on_lost
         self.is_open = False
         self._greeted: asyncio.Future[None] = self.thread.loop.create_future()
         self._pending: dict[int, _Pending] = {}
@@ -281,13 +288,13 @@ class ShardConnection(FrameProtocol):
         self._alive: asyncio.TimerHandle | None = None
 
     async def connect(self, tls: ssl.SSLContext | None, tls_name: str) -> None:
-        """Returns once it is open; on any event loop.
+        """Return when the connection is open; may be awaited on any event loop.
 
         Args:
-            tls, tls_name: TLS, and the name in the server's certificate; None: no TLS.
+            tls, tls_name: TLS context and the name in the server's certificate; None: no TLS.
 
         Raises:
-            UnavailableError: says why it can't be.
+            UnavailableError: the connection failed; the message has the reason.
         """
         made = self._connect(tls, tls_name)
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(made, self.thread.loop))
@@ -296,7 +303,7 @@ class ShardConnection(FrameProtocol):
         loop, address = self.thread.loop, self.address
         try:
             async with asyncio.timeout(_CONNECT_S):
-                # In another thread, since names may take seconds to resolve.
+                # In another thread, since the resolution of a name may take seconds.
                 sock = await loop.run_in_executor(None, socket.create_connection, address[:2], _CONNECT_S)
                 keep_alive(sock)
                 sock.setblocking(False)
@@ -312,11 +319,11 @@ class ShardConnection(FrameProtocol):
             raise UnavailableError(f"its port for lookups, {where}, cannot be reached: {why}") from None
 
     def call(self, request: bytes, deadline: float, done: ResponseCallback) -> Callable[[], object]:
-        """Send a serialized ``ShardRequest``; what is returned makes it forgotten: ``done`` is not called any more.
+        """Send a serialized ``ShardRequest``; returns a function that drops the request, after which ``done`` is not called.
 
         Args:
-            deadline: ``time.monotonic()`` after which it ends DEADLINE_EXCEEDED.
-            done: called at its end, once, on this thread, never before this returns.
+            deadline: ``time.monotonic()`` after which the request ends DEADLINE_EXCEEDED.
+            done: called once at the request's end, on this thread, after this method has returned.
         """
         number = next(self._numbers)
         loop, most = self.thread.loop, self.address.max_request_bytes
@@ -340,7 +347,7 @@ class ShardConnection(FrameProtocol):
         if self._pending:
             self._expires = self.thread.loop.call_later(_EXPIRE_S, self._expire)
 
-    def took(self, number: int, message: bytes | bytearray) -> None:
+    def take_message(self, number: int, message: bytes | bytearray) -> None:
         """See FrameProtocol."""
         if not self.is_open:
             who = _HELLO + self.address.server_id
@@ -353,17 +360,17 @@ class ShardConnection(FrameProtocol):
             self._alive = self.thread.loop.call_later(_LOOK_S, self._look_if_alive, (self.received, *self.unsent()), 0)
             return
         pending = self._pending.pop(number, None)
-        if pending is not None:  # else its caller has given up, or this answers a ping
+        if pending is not None:  # else the request was dropped, or the message answers a ping
             _end(pending, message, "OK", "")
 
     def _look_if_alive(self, before: tuple[int, int, int], silent: int) -> None:
         """End the connection after several looks in a row at which no byte had moved, though pings were sent.
 
-        A request that was cancelled, or another replica's answer, is no sign of life of this one: bytes from it are, and bytes of
-        a large request that it takes, behind which the pings wait.
+        Received bytes show that the server is alive, and so do sent bytes of a large request, behind which the pings wait.
+        Cancelled requests, and answers of other replicas, show nothing.
         """
         received, taken, waiting = before
-        # More than pings waited to be sent, and some of it went.
+        # More bytes than those of pings were waiting, and some of them were sent.
         sends = waiting > _PINGS_BYTES and self.unsent()[0] != taken
         silent = 0 if sends or self.received != received else silent + 1
         if silent > _SILENT_LOOKS:
@@ -377,21 +384,21 @@ class ShardConnection(FrameProtocol):
         """See FrameProtocol."""
         if not self._greeted.done():
             self._greeted.set_exception(ConnectionError(self.why))
-            self._greeted.exception()  # its caller may no longer wait for it
+            self._greeted.exception()  # marks the error as read, as ``connect`` may no longer wait
         for timer in (self._expires, self._alive):
             if timer is not None:
                 timer.cancel()
         was_open, self.is_open = self.is_open, False
         if was_open:
             self._on_lost(self)
-        # The end of a request may cancel others of this connection, so none is taken from a copy.
+        # The end of a request may drop others of this connection, so the loop takes none from a copy.
         while self._pending:
             _, pending = self._pending.popitem()
             _end(pending, None, "UNAVAILABLE", self.why)
 
 
 def _end(pending: _Pending, message: bytes | bytearray | None, code: str, details: str) -> None:
-    """Call ``done`` of a request; a failure there is no reason for others to wait."""
+    """Call ``done`` of a request; an exception there must not keep other requests from their end."""
     try:
         pending.done(message, code, details)
     except Exception:

@@ -12,13 +12,13 @@ from recinfer.archive.reader import Archive
 __all__ = ["VersionSpec", "base_of", "version_key"]
 
 _DIGITS = 32
-_SHOWN_DIGITS = 12  # of them
+_SHOWN_DIGITS = 12  # in messages
 
 
 def version_key(manifest_sha256: str, deltas: Sequence[Delta] = ()) -> str:
-    """Name of a content: the start of the manifest's SHA-256, and behind a delta its sequence number and SHA-256.
+    """The key of a version's content: the start of the manifest's SHA-256; after deltas, also their number and the last's SHA-256.
 
-    The manifest lists the hashes of all files, and a delta names what it follows, so equal keys are equal rows.
+    The manifest lists the hashes of all files, and a delta names its predecessor, so equal keys mean equal rows.
     """
     base = manifest_sha256[:_DIGITS]
     return f"{base}+{len(deltas)}:{deltas[-1].sha256[:_DIGITS]}" if deltas else base
@@ -35,9 +35,9 @@ class VersionSpec:
 
     Attributes:
         key: see :func:`version_key`.
-        folder: of the archive, below the server's store.
+        folder: folder of the archive, below the server's store.
         deltas: files below the store, in their order.
-        world_size: ranks that the archive is cut for.
+        world_size: number of ranks of the archive's plan.
     """
 
     key: str
@@ -46,13 +46,13 @@ class VersionSpec:
     world_size: int = 0
 
     def __str__(self) -> str:
-        """As text: the folder, its deltas, and the start of its key."""
+        """The folder, its deltas, and the start of its key."""
         after = "".join(f" + {delta.rpartition('/')[2]}" for delta in self.deltas)
         return f"{self.folder}{after} ({self.key[:_SHOWN_DIGITS]})"
 
     @classmethod
     def of(cls, archive: Archive, deltas: Sequence[Delta], store: str | None = None) -> VersionSpec:
-        """The version that ``archive`` is after ``deltas``; paths below ``store`` are named from there, others by name."""
+        """The version of ``archive`` after ``deltas``; paths below ``store`` become relative to it, other paths their last part."""
         root = None if store is None else Path(store).resolve()
 
         def name(path: Path) -> str:

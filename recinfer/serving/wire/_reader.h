@@ -17,7 +17,7 @@ typedef struct {
     Py_ssize_t size;
 } Span;
 
-/* The next varint; 0 if there is none. */
+/* Read the next varint into `value`; return 0 if it is cut off or longer than 63 bits. */
 static inline int read_varint(Reader *reader, uint64_t *value) {
     *value = 0;
     for (int shift = 0; shift < 63 && reader->at < reader->end; shift += 7) {

@@ -1,7 +1,7 @@
 /* Finds the parts of a small plain LookupRequest or PredictRequest in its bytes.
 
-   Whatever is unusual, malformed or optional (weights, raw rows, fields in pieces, a context of several samples) gives None: then the protobuf
-   runtime reads the message and reports what is wrong with it. */
+   A message with unusual, malformed or optional parts (weights, raw rows, fields in pieces, a context of several samples) gives None:
+   the protobuf runtime then reads the message and reports its errors. */
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -11,7 +11,7 @@
 #include "_reader.h"
 
 typedef struct {
-    Span keys; /* the fields of all keys, tags and all */
+    Span keys; /* the fields of all keys, with their tags */
     Span lengths, values, values_int32;
     uint64_t batch;
     Py_ssize_t num_keys;
@@ -75,7 +75,7 @@ static int read_features(Span message, Features *features) {
     return has_batch && features->num_keys && features->batch >= 1 && features->batch <= INT32_MAX;
 }
 
-/* Whether it holds as many lengths as it has bags, and ids of one width. */
+/* Whether the features hold one length per bag, and ids of one width. */
 static int is_whole(const Features *features) {
     const Span *ids = features->values_int32.size ? &features->values_int32 : &features->values;
     if (features->values.size && features->values_int32.size)
@@ -132,9 +132,9 @@ static PyObject *places_of(const Features *features, const uint8_t *bytes) {
 PyDoc_STRVAR(read_doc,
              "read_request(data)\n--\n\n"
              "The fields of a recinfer.serving.engine.plain.RequestParts for a serialized LookupRequest or PredictRequest;\n"
-             "None for one that is not of the plain kind. features and context, which is None where there is none: (bytes of the\n"
-             "keys, the fields of a recinfer.quant.bags.BagPlaces). Places are offsets in `data`. The ids are not\n"
-             "checked. A LookupRequest has no context.");
+             "None for a request of another form. features and context are (bytes of the keys, the fields of a\n"
+             "recinfer.quant.bags.BagPlaces); context may be None, as in a LookupRequest. Places are offsets in `data`. The ids\n"
+             "are not checked.");
 
 static PyObject *read_method(PyObject *module, PyObject *data) {
     (void)module;
@@ -172,6 +172,6 @@ static PyMethodDef methods[] = {{"read_request", read_method, METH_O, read_doc},
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_wire", "Where the parts of a small request lie.", 0, methods, slots, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "_wire", "Finds the parts of a small request.", 0, methods, slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__wire(void) { return PyModuleDef_Init(&definition); }

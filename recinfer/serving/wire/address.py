@@ -1,4 +1,4 @@
-"""Addresses: their text form, what a host means to all ports of a server, and sockets that listen on one or reserve it.
+"""Addresses: their text form, the meaning of a host for all ports of a server, and sockets that listen on or reserve an address.
 
 A host is an IP address, in brackets or not, or a name. ``::`` is all addresses of both families, ``0.0.0.0`` all of IPv4 alone, any
 other address itself; a name is its first IPv4 address, or its first IPv6 address where it has no other.
@@ -31,14 +31,14 @@ def join_address(host: str, port: int | str) -> str:
 
 
 def listening_socket(host: str, port: int, *, share_port: bool = False) -> socket.socket:
-    """A socket that listens on what ``host`` means.
+    """Open a socket that listens on the addresses that ``host`` stands for.
 
     Args:
-        port: 0 takes a free one.
-        share_port: other processes may listen on it too (SO_REUSEPORT).
+        port: 0 takes a free port.
+        share_port: other processes may listen on the port too (SO_REUSEPORT).
 
     Raises:
-        UnavailableError: it cannot be bound; the message has the system's reason.
+        UnavailableError: the address cannot be bound; the message has the system's reason.
     """
     try:
         address = _address_of(host)
@@ -59,7 +59,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def hold_address(host: str, port: int) -> socket.socket:
-    """A socket bound to the address and not listening, with SO_REUSEPORT: workers can bind it too, and nobody else takes it.
+    """Bind a socket to the address without listening, with SO_REUSEPORT: workers can bind the address, and no other program.
 
     Raises UnavailableError.
     """
@@ -78,11 +78,11 @@ def hold_address(host: str, port: int) -> socket.socket:
 
 
 def grpc_address(host: str, port: int) -> tuple[str, socket.socket | None]:
-    """What to give gRPC so that it listens on what ``host`` means, and a socket to close once it does, or None.
+    """The address to pass to gRPC so that it listens on ``host``, and a socket to close once gRPC listens, or None.
 
-    gRPC takes 0.0.0.0 for all addresses of both families, and falls back to IPv4 alone where it cannot bind those of IPv6: the socket
-    has them. It waits for its turn where workers do the same: with a socket of another process in its place, the kernel would
-    bind both families for the second worker, since its first check is of the last socket with SO_REUSEPORT alone.
+    gRPC treats 0.0.0.0 as all addresses of both families, and falls back to IPv4 alone where it cannot bind the IPv6 addresses: the
+    socket holds these. Workers that start together take turns, each with its own socket: with a socket of another process, the
+    kernel would bind both families for the second worker, since its first check covers the last socket with SO_REUSEPORT alone.
 
     Raises:
         UnavailableError: no address has that name.
@@ -98,7 +98,7 @@ def grpc_address(host: str, port: int) -> tuple[str, socket.socket | None]:
             port = int(free.getsockname()[1])
     try:
         taken = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-    except OSError:  # no IPv6 here
+    except OSError:  # this machine has no IPv6
         return join_address(address, port), None
     taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     end = time.monotonic() + _TURN_S
@@ -106,7 +106,7 @@ def grpc_address(host: str, port: int) -> tuple[str, socket.socket | None]:
         try:
             taken.bind((_ALL, port))
             break
-        except OSError:  # another worker has its turn; or anybody's server of IPv6 alone is there
+        except OSError:  # another worker has its turn, or a server of IPv6 alone uses the port
             time.sleep(_LOOK_S)
     return join_address(address, port), taken
 

@@ -95,7 +95,7 @@ def encode_lookup_request(features: Any, model: str = "", version: str = "", lab
     """A serialized LookupRequest of ``features``, see :func:`recinfer.columns.as_features`.
 
     Raises:
-        InputError: features that are none, ids that are not int32 or int64, or a batch size that varies by key.
+        InputError: values that are no features, ids that are not int32 or int64, or a batch size that varies by key.
     """
     return b"".join([_request_head(model, version, label), *_encode_features(as_features(features))])
 
@@ -103,12 +103,12 @@ def encode_lookup_request(features: Any, model: str = "", version: str = "", lab
 def encode_predict_request(
     dense: Any, features: Any, model: str = "", version: str = "", *, label: str = "", context: Any = None
 ) -> bytes:
-    """A serialized PredictRequest from ``dense [B, num_dense]`` (None: none) and the features of the same B samples.
+    """A serialized PredictRequest from ``dense [B, num_dense]`` (None: no dense inputs) and the features of the same B samples.
 
     ``context``: features of one sample that go with all B, none of them in ``features``.
 
     Raises:
-        InputError: as encode_lookup_request, or ``dense`` is not a matrix of numbers of the batch size.
+        InputError: see encode_lookup_request; or ``dense`` is not a matrix of numbers of the batch size.
     """
     sparse = as_features(features)
     parts = [_request_head(model, version, label), *_encode_features(sparse)]
@@ -124,7 +124,7 @@ def encode_predict_request(
 
 
 def features_of(message: pb.JaggedFeatures) -> FeatureArrays:
-    """The arrays of a message that :mod:`recinfer.serving.wire.json_codec` made; a server checks what came from elsewhere."""
+    """The arrays, unchecked, of a message that :mod:`recinfer.serving.wire.json_codec` made."""
     weights = np.frombuffer(message.weights, _FLOAT32) if message.weights else None
     lengths, values = np.frombuffer(message.lengths, _INT32), np.frombuffer(message.values, _INT64)
     keys, weighted = tuple(message.keys), tuple(message.weighted_keys)
@@ -152,7 +152,7 @@ class LookupArrays:
         return dict(zip(self.keys, blocks))
 
     def bags(self) -> dict[str, list[NDArray[np.float32]]]:
-        """``sequences`` by key, for each an array ``[n, D]`` a sample."""
+        """``sequences`` by key: one array ``[n, D]`` per sample."""
         return {key: np.split(vectors, np.cumsum(lengths)[:-1]) for key, (lengths, vectors) in self.sequences.items()}
 
 

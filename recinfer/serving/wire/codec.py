@@ -53,8 +53,8 @@ def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "fea
     """The ids of a request, as arrays over the message's own bytes.
 
     Returns:
-        F keys and B samples; values ``[N]`` int64 or int32 (as sent), weights ``[N]`` float32 or None. What the values
-        say (ids, names, finite weights) is the predictor's check.
+        F keys and B samples; values ``[N]`` int64 or int32 (as sent), weights ``[N]`` float32 or None. The predictor
+        checks the values themselves (ids, names, finite weights).
 
     Raises:
         InputError: a field that does not fit the others or a limit; the message names the field, got and expected.
@@ -65,7 +65,7 @@ def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "fea
         todo = ": send fewer samples per request" if batch > limits.max_batch else ""
         raise InputError(f"{field}.batch_size: got {batch}, expected 1 to {limits.max_batch}{todo}")
     lengths = array_of(f"{field}.lengths", message.lengths, _INT32, len(keys) * batch, "keys x batch_size")
-    # One pass: read as unsigned, a negative length is 2^31 or more, so a sum within the limit has none.
+    # One pass: read as unsigned, a negative length is 2^31 or more, so no length is negative where the sum is within the limit.
     offsets = offsets_of(lengths.view(_UINT32), np.int64)
     num_ids = int(offsets[-1])
     if num_ids > limits.max_ids:
@@ -73,7 +73,7 @@ def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "fea
     values = _decode_values(message, num_ids, field)
     if values.dtype == _INT32:
         offsets = offsets.astype(np.int32)
-    weights = None if num_ids else _NO_WEIGHTS  # without ids, weights that are none and weights left out look alike
+    weights = None if num_ids else _NO_WEIGHTS  # without ids, empty and absent weights look alike
     if weighted := tuple(message.weighted_keys):
         weights = _spread_weights(message.weights, weighted, keys, offsets[::batch], field)
     elif raw := message.weights:
@@ -84,7 +84,10 @@ def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "fea
 def _spread_weights(
     raw: bytes, weighted: Sequence[str], keys: Sequence[str], edges: NDArray[Any], field: str
 ) -> NDArray[np.float32]:
-    """The weights of some features as those of all ids: the other ids weigh 1. ``edges``: where each key's ids begin."""
+    """Expand the weights of some features to one weight per id; the other ids weigh 1.
+
+    ``edges``, ``[F + 1]``: the position of each key's first id, then the number of ids.
+    """
     if strange := [key for key in weighted if key not in keys] or [key for key in weighted if weighted.count(key) > 1]:
         raise InputError(f"{field}.weighted_keys: got {strange[0]!r}, expected some of {field}.keys, each once")
     given = np.repeat([key in weighted for key in keys], np.diff(edges))
@@ -134,16 +137,16 @@ def _decode_values(message: pb.JaggedFeatures, num_ids: int, field: str) -> NDAr
 
 
 def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
-    """``[B, num_dense]`` float32 over ``raw``; that they are finite is the predictor's check.
+    """``[B, num_dense]`` float32 over ``raw``; the predictor checks that the numbers are finite.
 
     Raises:
-        InputError: another number of bytes.
+        InputError: ``raw`` holds another number of bytes.
     """
     values = array_of("dense", raw, _FLOAT32, batch * num_dense, f"batch_size {batch} x num_dense {num_dense}")
     return torch.from_numpy(values).view(batch, num_dense)
 
 
-# -- answers: what the server sends ------------------------------------------------------------------------------
+# -- answers that the server encodes -----------------------------------------------------------------------------
 
 
 def encode_lookup_response(
@@ -155,13 +158,13 @@ def encode_lookup_response(
 ) -> bytes:
     """A serialized LookupResponse of pooled embeddings ``[B, sum(D)]`` and unpooled ones ``{feature: [n, D]}``.
 
-    ``missing``: ranks whose rows are zero in it.
+    ``missing``: ranks whose rows are zero in the response.
     """
     parts: list[Buffer] = []
     if pooled is None:
         parts.append(lookup_head((), (), batch, version, missing))
     else:
-        # Equal for most answers of a model, so written once; the dims and names alone are a third of a small answer.
+        # The head is equal for most answers of a model, so it is cached; its dims and names are a third of a small answer.
         head = lookup_head(tuple(pooled.keys()), tuple(pooled.length_per_key()), batch, version, missing)
         parts += [head, *bytes_field(4, tensor_bytes(pooled.values(), _FLOAT32))]
     for key, sequence in sequences.items():
@@ -211,7 +214,7 @@ def encode_output_arrays(
     return b"".join(parts)
 
 
-# -- answers: what a client in a process with torch makes of them --------------------------------------------------
+# -- answers that a client in a process with torch decodes ---------------------------------------------------------
 
 
 def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str, tuple[int, ...]]:

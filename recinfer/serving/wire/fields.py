@@ -35,8 +35,8 @@ def field_head(number: int, size: int) -> bytes:
 
 
 def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:
-    """The elements of ``tensor`` as little-endian bytes of ``dtype``, row-major: a view where that is what it holds."""
-    # Each operator without work costs as much as the copy of a small answer.
+    """The elements of ``tensor`` as little-endian bytes of ``dtype``, row-major: a view if the tensor holds them in this form."""
+    # A detach() or cpu() without effect costs as much as the copy of a small answer.
     if tensor.requires_grad or tensor.device.type != "cpu":
         tensor = tensor.detach().cpu()
     return array_bytes(tensor.numpy(), dtype)
@@ -49,7 +49,7 @@ def array_bytes(array: np.ndarray[Any, Any], dtype: np.dtype | None = None) -> m
 
 
 def varint(value: int) -> bytes:
-    """A number from 0, as protobuf writes it."""
+    """``value``, 0 or more, as a protobuf varint."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -46,7 +46,7 @@ def parse_json(body: bytes | bytearray | str) -> dict[str, Any]:
     """The JSON object in ``body``.
 
     Raises:
-        InputError: it is no JSON object, or an object in it has a key twice.
+        InputError: ``body`` holds no JSON object, or an object in it has a key twice.
     """
     try:
         value = json.loads(body, object_pairs_hook=_once)
@@ -69,7 +69,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def whole_numbers(values: Sequence[Any], dtype: np.dtype) -> NDArray[Any] | None:
-    """``values``, parsed from JSON, as a 1-D array of an integer dtype; None where one is no integer, or beyond the dtype.
+    """``values``, parsed from JSON, as a 1-D array of an integer dtype; None if a value is no integer or is beyond the dtype.
 
     The types are compared before numpy sees them: numpy takes true for 1 where another value is a number.
     """
@@ -82,9 +82,9 @@ def whole_numbers(values: Sequence[Any], dtype: np.dtype) -> NDArray[Any] | None
 
 
 def real_numbers(values: Sequence[Any]) -> NDArray[np.float32] | None:
-    """``values``, parsed from JSON, as a 1-D array; None where one is no number, or an integer beyond float64.
+    """``values``, parsed from JSON, as a 1-D array; None if a value is no number, or an integer beyond float64.
 
-    An integer of any size is a number: JavaScript writes 1e20 as 100000000000000000000. What is beyond float32 becomes infinite,
+    An integer of any size is a number: JavaScript writes 1e20 as 100000000000000000000. A number beyond float32 becomes infinite,
     which the predictor refuses.
     """
     if not set(map(type, values)) <= {int, float}:
@@ -252,7 +252,7 @@ def _flat(bags: dict[str, list[list[Any]]]) -> list[Any]:
 
 
 def _rows(dense: Any) -> NDArray[np.float32]:
-    """``dense``, a list of numbers or of lists of them, all of one length."""
+    """A list of numbers as a vector, or a list of equally long lists of numbers as a matrix; raises InputError for other values."""
     in_rows = isinstance(dense, list) and set(map(type, dense)) == {list}
     flat = None
     if in_rows and len(set(map(len, dense))) == 1:

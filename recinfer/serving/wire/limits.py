@@ -11,7 +11,7 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on one request, and on the memory of all; a request beyond one is refused before anything is computed.
+    """Bounds on one request, and on the memory of all; a request beyond a bound is refused before any computation.
 
     Attributes:
         max_message_bytes: bytes of the serialized request; gRPC itself refuses a longer one (RESOURCE_EXHAUSTED).
@@ -20,8 +20,8 @@ class Limits:
         max_keys: feature names in a request.
         max_response_bytes: bytes of embeddings an answer may hold; known before the lookup runs.
         max_concurrent: calls that one connection may have open at a time; further ones wait at the client, but gRPC
-            refuses some (UNAVAILABLE) when a client comes near it while the server is busy. So it is far above the bound
-            on queued requests (recinfer.serving.engine.scheduler.BatchConfig), which refuses with a time to retry.
+            refuses some (UNAVAILABLE) when a client comes near this limit while the server is busy. So the limit is far
+            above the bound on queued requests (recinfer.serving.engine.scheduler.BatchConfig), which refuses with a time to retry.
         memory_budget_bytes: bytes that the requests and answers of a process may hold together, from the first received byte
             to the last sent one; see recinfer.serving.engine.memory_budget.
     """
@@ -37,7 +37,7 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            # Below 2^31: the wire counts samples in int32, and gRPC's own limits are int32. Memory has more.
+            # Below 2^31: the wire counts samples in int32, and gRPC's own limits are int32. The memory budget may be larger.
             bits = 63 if field.name == "memory_budget_bytes" else 31
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << bits:
                 raise ConfigError(f"limit {field.name}: got {value!r}, expected an integer from 1 to 2^{bits} - 1")

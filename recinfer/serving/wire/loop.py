@@ -17,7 +17,7 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's event loop where it is installed, else asyncio's."""
+    """A new event loop: uvloop's where uvloop is installed, else asyncio's."""
     try:
         import uvloop
     except ImportError:
@@ -26,16 +26,16 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 def run_on_loop(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Run ``work`` on the loop, from any other thread, and wait for its result.
+    """Run ``work`` on the process's loop, from any other thread, and wait for its result.
 
     grpc.aio has one completion queue per process: two loops in two threads wake each other needlessly and log errors, so
-    all servers of a process share this loop. It is started by the first use and ends with the process.
+    all servers of a process share this loop. The loop starts with its first use and ends with the process.
     """
     return start_on_loop(work).result(timeout)
 
 
 def start_on_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Start ``work`` on that loop, from any thread."""
+    """Start ``work`` on the process's loop, from any thread."""
     return asyncio.run_coroutine_threadsafe(work, _running())
 
 

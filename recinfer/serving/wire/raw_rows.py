@@ -29,8 +29,8 @@ def read_raw(
     Args:
         data: an Arrow IPC stream of one record batch, uncompressed; columns of text, integers, floats, booleans, or
             lists of text or integers for features whose contract names a separator.
-        contract: the model's; None when its archive has none.
-        replaced: ids that became the default row are added here, by feature.
+        contract: the model's feature contract; None when its archive has none.
+        replaced: receives, by feature, the number of ids that became the default row.
 
     Raises:
         InputError: bytes that are no such stream, too many rows, columns that the contract refuses, or no contract.
@@ -63,12 +63,12 @@ def _read_batch(pyarrow: Any, data: bytes) -> Any:
     if _is_compressed(messages[1].metadata.to_pybytes()):
         raise InputError("raw: the record batch is compressed; send it uncompressed")
     batch = pyarrow.ipc.read_record_batch(messages[1], pyarrow.ipc.read_schema(messages[0]))
-    batch.validate(full=True)  # lengths and offsets in it come from outside
+    batch.validate(full=True)  # its lengths and offsets come from the client
     return batch
 
 
 def _columns(pyarrow: Any, batch: Any, contract: FeatureContract, limits: Limits) -> dict[str, Any]:
-    """The columns that the contract reads, as it takes them."""
+    """The columns that the contract reads, by name, as arrays or lists."""
     if not 1 <= batch.num_rows <= limits.max_batch:
         raise InputError(f"raw: got {batch.num_rows} rows, expected 1 to {limits.max_batch}")
     names = batch.schema.names
@@ -80,7 +80,7 @@ def _columns(pyarrow: Any, batch: Any, contract: FeatureContract, limits: Limits
 
 
 def _is_compressed(metadata: bytes) -> bool:
-    """Whether a record batch's flatbuffer names a compression: a few bytes of it could become any number of bytes."""
+    """Whether a record batch's flatbuffer names a compression, with which a few bytes could expand to any size."""
 
     def field(table: int, number: int) -> int:
         vtable = table - struct.unpack_from("<i", metadata, table)[0]
@@ -113,14 +113,14 @@ def _values(pyarrow: Any, name: str, column: Any, separators: Mapping[str, str |
 
 
 def _joined(pyarrow: Any, name: str, column: Any, separator: str | None) -> Any:
-    """Lists as the texts that the contract splits again."""
+    """Join each list to one text with the separator at which the contract splits the text again."""
     from pyarrow import compute
 
     if separator is None:
         raise InputError(f"raw: column {name!r} holds lists; the feature contract has one value a row there")
     types, kind = pyarrow.types, column.type.value_type
     is_text = types.is_string(kind) or types.is_large_string(kind)
-    if not (is_text or types.is_integer(kind) or types.is_null(kind)):  # null: lists that are all empty have no other
+    if not (is_text or types.is_integer(kind) or types.is_null(kind)):  # null is the type of lists that are all empty
         raise InputError(f"raw: column {name!r} holds {column.type}; expected lists of text or integers")
     texts = column.cast(pyarrow.list_(pyarrow.string()))
     values = texts.flatten()

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from recinfer.errors import OverloadedError, UnavailableError
 from recinfer.serving.wire.fields import bytes_field, varint
 
-__all__ = ["has_said", "trailing_of"]
+__all__ = ["is_from_server", "trailing_of"]
 
 _TYPE = b"type.googleapis.com/google.rpc.RetryInfo"
 _RESOURCE_EXHAUSTED = 8
-# UNAVAILABLE comes from gRPC where no server answers, and from a ranker whose shards do not. The ranker's has this pair, so that
+# UNAVAILABLE comes from gRPC where no server answers, and from a ranker whose shard servers do not. The ranker adds this pair, so that
 # a client does not tell its user to start the server that has just answered.
-_SAID = ("recinfer-said", "1")
+_SERVER_MARK = ("recinfer-said", "1")
 
 
-def has_said(trailing: Sequence[tuple[str, str | bytes]] | None) -> bool:
+def is_from_server(trailing: Sequence[tuple[str, str | bytes]] | None) -> bool:
     """Whether a recinfer server ended the call, rather than gRPC because no server answered."""
-    return any(tuple(pair) == _SAID for pair in trailing or ())
+    return any(tuple(pair) == _SERVER_MARK for pair in trailing or ())
 
 
 def trailing_of(error: BaseException, message: str) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata for ``error``: empty unless it is one that says of a server that it does not answer now."""
+    """Trailing metadata for ``error``: empty unless the error means "unavailable" or "overloaded"."""
     if not isinstance(error, OverloadedError):
-        return (_SAID,) if isinstance(error, UnavailableError) else ()
+        return (_SERVER_MARK,) if isinstance(error, UnavailableError) else ()
     # google.rpc.Status{code, message, details[Any{type_url, value: RetryInfo{retry_delay: Duration}}]}, written by hand:
     # the package that holds those messages is not worth a dependency.
     micros = int(error.retry_after * 1e6)
@@ -40,5 +40,5 @@ def trailing_of(error: BaseException, message: str) -> tuple[tuple[str, str | by
 
 
 def _integer(number: int, value: int) -> bytes:
-    """A field that holds a number."""
+    """A varint field."""
     return varint(number << 3) + varint(value)

@@ -58,7 +58,7 @@ _ERRORS: dict[str, type[RecinferError]] = {
 
 
 def status_of(error: BaseException) -> Status:
-    """The status a caller gets for ``error``; any error that is not the caller's becomes a bare INTERNAL."""
+    """The status that a client gets for ``error``; errors of the server itself become INTERNAL without their message."""
     for kind, code, http in _TABLE:
         if isinstance(error, kind):
             return _INTERNAL if code == "INTERNAL" else Status(code, http, _short(str(error)))
@@ -66,7 +66,7 @@ def status_of(error: BaseException) -> Status:
 
 
 def _short(message: str) -> str:
-    # It travels in a header, and a client may refuse headers beyond 8 KB; names in it are as long as callers make them.
+    # The message travels in a header, and a client may refuse headers beyond 8 KB; names in the message come from callers.
     return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)"
 
 

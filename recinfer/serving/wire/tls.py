@@ -22,7 +22,7 @@ def read_token(path: File) -> str:
 
 
 def load_pem(context: ssl.SSLContext, cert: File | None, key: File | None, authority: File | None) -> None:
-    """Put PEM files into ``context``: a certificate chain with its key, and the trusted authority; None: there is none.
+    """Put PEM files into ``context``: a certificate chain with its key, and the trusted authority; None leaves a file out.
 
     Raises:
         ConfigError: a file that cannot be read or holds something else, a key of another certificate or with a passphrase.
@@ -63,7 +63,7 @@ def credentials_of(ca: File | None, cert: File | None, key: File | None) -> grpc
 
 
 def authorization(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that a call with ``token`` carries, without the white space around it; empty: none.
+    """The metadata of a call with ``token``, without the white space around the token; no metadata for an empty token.
 
     Raises:
         InputError: a token that no header can hold.
@@ -82,7 +82,7 @@ def fits_a_header(text: str) -> bool:
 
 
 def read_file(path: File) -> bytes:
-    """Its content; raises ConfigError."""
+    """The bytes of a PEM or token file; raises ConfigError if the file cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:

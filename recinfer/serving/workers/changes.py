@@ -1,4 +1,4 @@
-"""Changes of models, which the admin service requests: each is made in all workers or in none."""
+"""Changes of models by admin calls: each change is made in all workers or in none."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from recinfer.serving.workers.process import WorkerProcess
 
 __all__ = ["ModelChanges"]
 
-_ANSWER_S = 5.0  # for a worker to show that it would take a change
+_ANSWER_S = 5.0  # for each worker's heartbeat before a change
 _CHANGE_S = 3600.0  # loading reads and checks a whole archive
-# What takes back a change that some workers made and another could not, in addition to the weights that each of them had before.
-# The requests begin with the same fields, so that a change's own request serves to take it back.
+# The call that undoes a change which another worker failed to make, after the weights are restored; None: no call is needed.
+# The requests of both calls begin with the same fields, so the request of the change is also the request of the undoing call.
 _OPPOSITE = {
     "Load": "Unload",
     "SetDefault": None,
@@ -31,60 +31,61 @@ _OPPOSITE = {
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The results of a call in several workers; one that died meanwhile is in neither list."""
+    """The results of a call in several workers; a worker that died meanwhile is in neither list."""
 
     made: list[tuple[WorkerProcess, dict[str, Any]]]
     failed: list[tuple[WorkerProcess, RecinferError]]
 
 
 class ModelChanges:
-    """Makes one change after another, on a thread of its own.
+    """Makes the changes of models one after another, on its own thread.
 
     Args:
-        workers: gives the workers that are ready now.
-        report: gets a line for people about each worker that has to begin anew.
+        workers: returns the workers that are ready now.
+        report: called with a line of text for each worker that must be replaced.
 
     Attributes:
-        lock: held while a change is made: who holds it may read what follows, and may say that a worker is ready.
-        state: the models with which a worker begins that replaces another; None: those that its command names.
-        generation: of ``state``.
+        lock: held while a change is made. Hold it to read ``state`` and ``generation`` and to mark a worker as ready.
+        state: the models that a replacement worker loads; None: the models that its command names.
+        generation: number of changes made.
     """
 
     def __init__(self, workers: Callable[[], list[WorkerProcess]], report: Callable[[str], None]) -> None:
-        self._workers, self._report = workers, report
+        self._workers = workers
+        self._report = report
         self.lock = threading.Lock()
         self.state: dict[str, Any] | None = None
         self.generation = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recinfer-change")
 
     def submit(self, call: str, data: str) -> Future[str]:
-        """Make the admin call ``call`` with the base64 of its request; the base64 of its answer."""
-        return self._thread.submit(self._make, call, data)
+        """Queue the admin call ``call`` with its request in base64; the Future gives the answer in base64."""
+        return self._thread.submit(self._make_and_log, call, data)
 
     def close(self) -> None:
-        """Make no other change."""
+        """Drop the queued changes and accept no more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, call: str, data: str) -> str:
+    def _make_and_log(self, call: str, data: str) -> str:
         request = base64.b64decode(data)
         try:
-            answer = self._made(call, data)
+            answer = self._make_in_all(call, data)
         except Exception as error:
             log_refused(call, request, error)
             raise
         log_change(call, request)
         return answer
 
-    def _made(self, call: str, data: str) -> str:
+    def _make_in_all(self, call: str, data: str) -> str:
         with self.lock:
             workers = [worker for worker in self._workers() if not worker.stale]
             _check_all_answer(workers)
             outcome = _request_all(workers, call, data)
             failed = list(outcome.failed)
             if failed and (call in _OPPOSITE or not outcome.made):
-                self._begin_anew(_take_back(outcome, call, data))
+                self._end_workers(_take_back(outcome, call, data))
                 raise failed[0][1]
-            self._begin_anew(failed)  # there is no way back
+            self._end_workers(failed)  # this call cannot be undone in the workers that made it
             if not outcome.made:
                 raise UnavailableError("no worker is there to make the change; try again")
             answer = outcome.made[0][1]
@@ -92,8 +93,8 @@ class ModelChanges:
             self.generation += 1
             return str(answer["answer"])
 
-    def _begin_anew(self, failed: Sequence[tuple[WorkerProcess, RecinferError]]) -> None:
-        """End the workers whose models differ from the others'; their replacements begin with the others' models."""
+    def _end_workers(self, failed: Sequence[tuple[WorkerProcess, RecinferError]]) -> None:
+        """End the workers whose models differ from the others'; their replacements load the others' models."""
         for worker, error in failed:
             self._report(f"{worker.name} could not make a change and ends: {error}")
             worker.stale = True
@@ -101,7 +102,7 @@ class ModelChanges:
 
 
 def _check_all_answer(workers: Sequence[WorkerProcess]) -> None:
-    """Raises UnavailableError, which names the workers that do not answer."""
+    """Raise UnavailableError if a worker does not answer; the message names the silent workers."""
     beats = [(worker, worker.beat()) for worker in workers]
     wait([beat for _, beat in beats], timeout=_ANSWER_S)
     silent = [worker.name for worker, beat in beats if not beat.done()]
@@ -114,9 +115,10 @@ def _check_all_answer(workers: Sequence[WorkerProcess]) -> None:
 
 
 def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProcess, RecinferError]]:
-    """Undo a change in the workers that made it; returns those that could not. Weights first: a version with one is not unloaded.
+    """Undo a change in the workers that made it; returns the workers that could not.
 
-    The caller gets the refusal afterwards, so its next request finds the weights from before.
+    The weights are restored first: a version with a weight is not unloaded. The caller gets its error afterwards, so its next
+    request finds the old weights.
     """
     restored = [
         (worker, worker.connection.request("set_spread", spread=said["before"])) for worker, said in outcome.made
@@ -125,7 +127,7 @@ def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProc
     opposite = _OPPOSITE.get(call)
     if opposite is None:
         return failed
-    # A load of what a worker served already is no change: it goes on serving it.
+    # Loading a version that a worker already served changed nothing: the worker keeps the version.
     made = [worker for worker, said in outcome.made if not said.get("served_before")]
     return failed + [found for found in _request_all(made, opposite, data).failed if found[0] not in dict(failed)]
 
@@ -135,7 +137,7 @@ def _request_all(workers: Sequence[WorkerProcess], call: str, data: str) -> _Out
 
 
 def _outcome(futures: Sequence[tuple[WorkerProcess, Future[Any]]]) -> _Outcome:
-    """A worker that hangs meanwhile is killed by the supervisor, so its Future ends as that of one that died does."""
+    """Wait for the results of a call. The supervisor kills a worker that hangs, so the Future of each worker ends."""
     wait([future for _, future in futures], timeout=_CHANGE_S)
     outcome = _Outcome([], [])
     for worker, future in futures:

@@ -24,18 +24,20 @@ Answer = Callable[[str, dict[str, Any]], Any]
 
 
 class PeerConnection:
-    """One end. One thread reads, and calls ``answer``; another one sends, so that nobody waits for a peer that reads nothing.
+    """One end of the connection. A thread reads and calls ``answer``; another sends, so that no caller waits for a slow peer.
 
     Args:
-        connection: as multiprocessing.Pipe gives it; closed here once the peer has gone. Nothing on it is pickled.
+        connection: an end of a multiprocessing.Pipe; closed here once the peer has gone. No message is pickled.
         answer: (what, arguments) -> the answer, JSON or a Future of it; an exception reaches the peer as the
-            error of ours with the same meaning. Called on the reading thread, so it must not block.
-        on_gone: called on the reading thread once the peer has gone, however it went.
+            RecinferError of the same status. Called on the reading thread, so it must not block.
+        on_gone: called on the reading thread once the peer has closed its end or ended, for any reason.
     """
 
     def __init__(self, connection: Connection, answer: Answer, *, on_gone: Callable[[], None] = lambda: None) -> None:
-        self._connection, self._answer, self._on_gone = connection, answer, on_gone
-        self._lock = threading.Lock()  # of the three below
+        self._connection = connection
+        self._answer = answer
+        self._on_gone = on_gone
+        self._lock = threading.Lock()  # guards the next three attributes
         self._numbers = itertools.count()
         self._pending: dict[int, Future[Any]] = {}
         self._closed = False
@@ -63,14 +65,14 @@ class PeerConnection:
         return future
 
     def join(self, timeout: float) -> None:
-        """Wait until the peer has gone and all that it sent has been read, for ``timeout`` seconds at most."""
+        """Wait at most ``timeout`` seconds until the peer has gone and all its messages are read."""
         self._reader.join(timeout)
 
     def _send_all(self) -> None:
         while (message := self._unsent.get()) is not None:
             try:
                 self._connection.send_bytes(json.dumps(message).encode())
-            except OSError:  # the peer has gone; the reading thread says so to all who wait
+            except OSError:  # the peer has gone; the reading thread fails the pending requests
                 return
 
     def _read_all(self) -> None:
@@ -88,7 +90,7 @@ class PeerConnection:
                 _settle(future, _gone())
             self._on_gone()
             self._unsent.put(None)
-            self._sender.join()  # it sends into nothing, which fails at once
+            self._sender.join()  # the sending thread fails at once, as the peer has gone
             self._connection.close()
 
     def _take(self, message: dict[str, Any]) -> None:

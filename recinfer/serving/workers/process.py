@@ -1,4 +1,4 @@
-"""One worker process as its supervisor sees it: its connection, its last status, and how long it has not answered."""
+"""A supervisor's view of one worker process: the connection to it, its last status, and the time since its last answer."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class WorkerProcess:
     """A started worker process. May be used from any thread.
 
     Args:
-        slot: which of the workers it is; the one that takes its place has the same number.
-        command: what to run; its stdin is the connection (see recinfer.serving.workers.worker).
-        environment: of the process.
-        answer: answers its requests to the supervisor, see PeerConnection.
+        slot: number of the worker; its replacement gets the same number.
+        command: program and arguments; the stdin of the process is the connection (see recinfer.serving.workers.worker).
+        environment: environment variables of the process.
+        answer: answers the worker's requests, see PeerConnection.
 
     Raises:
         OSError: the process could not be started.
 
     Attributes:
-        ready: it takes requests, with the models that the others have.
-        stale: its models are not those of the others, so it ends and another one begins with theirs.
-        ready_since: ``time.monotonic()`` when it was ready.
-        fault: why the supervisor killed it; None: it did not.
+        ready: whether the worker takes requests, with the same models as the others.
+        stale: whether the worker's models differ from the others', so that it ends and its replacement loads theirs.
+        ready_since: ``time.monotonic()`` when the worker became ready.
+        fault: the reason why the supervisor killed the worker, or None.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class WorkerProcess:
         self.ready_since = 0.0
         self.fault: str | None = None
         self.connection = PeerConnection(ours, answer)
-        self._lock = threading.Lock()  # of what is below
+        self._lock = threading.Lock()  # guards the attributes below
         self._beat: Future[Any] | None = None
         self._status: Status | None = None
         self._unanswered_s = self._event_s = 0.0
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The worker's name in messages."""
         return f"worker {self.slot} (process {self.process.pid})"
 
     def first_line(self) -> dict[str, Any]:
-        """The first JSON object among its lines: where it serves, or its error; empty where it ends without one."""
+        """The first JSON object that the worker prints: its address or its error; empty if the worker ends without one."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with suppress(ValueError):
@@ -86,17 +86,17 @@ class WorkerProcess:
         return {}
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait until the process has ended; returns its exit code."""
         assert self.process.stdout is not None
         with self.process.stdout as stray:
-            for _ in stray:  # a full pipe would stop it
+            for _ in stray:  # a full pipe would block the process
                 pass
         code = self.process.wait()
         self.connection.join(_LAST_WORDS_S)
         return code
 
     def beat(self) -> Future[Any]:
-        """Request its status from its event loop, unless it has not answered the last time yet."""
+        """Request the worker's status from its event loop, unless the last request is still unanswered."""
         with self._lock:
             if self._beat is None or self._beat.done():
                 self._read_beat()
@@ -104,10 +104,10 @@ class WorkerProcess:
             return self._beat
 
     def silent_s(self, passed_s: float) -> float:
-        """For how many seconds its event loop has not answered, or its gRPC thread has been at one event.
+        """Seconds for which the worker's event loop has not answered or its gRPC thread has been at one event, the larger.
 
         Args:
-            passed_s: seconds that count as waited since the last call of this.
+            passed_s: seconds to count as waited since the last call.
         """
         with self._lock:
             self._read_beat()
@@ -116,18 +116,18 @@ class WorkerProcess:
             return max(self._unanswered_s, self._event_s)
 
     def status(self) -> Status | None:
-        """Its last status."""
+        """The last status that the worker sent; None before the first."""
         with self._lock:
             self._read_beat()
             return self._status
 
     def kill(self, fault: str) -> None:
-        """Kill it; ``fault`` says why."""
+        """Kill the process; ``fault`` is the reason."""
         self.fault = fault
         self.process.kill()
 
-    def why(self, code: int) -> str:
-        """How it ended, for people."""
+    def end_reason(self, code: int) -> str:
+        """A description, for messages, of how the process ended with exit code ``code``."""
         return self.fault or _reason(code)
 
     def _read_beat(self) -> None:

@@ -1,8 +1,8 @@
 """Several serving processes on one port: started, watched, replaced when one dies or hangs, drained together at the end.
 
 The supervisor loads no model and takes no traffic. It holds the port (bound, not listening), so that the workers can
-share it (SO_REUSEPORT) and no other process takes it between two of them. Over a connection to each worker it notices at an
-interval how the worker is and what it counted, and has a change of models made in all of them or in none.
+share it (SO_REUSEPORT) and no other process takes it between two of them. Over a connection to each worker, the supervisor reads
+the worker's status and counts at an interval, and makes a change of models in all workers or in none.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 30.0
 _ALONE_BACKOFF_S = 0.5  # where no other worker runs
 _STEADY_S = 10.0  # a worker that served this long starts again at once
 _POLL_S = 0.05
-_BEATS = 10  # within the timeout
-_MAX_INTERVAL_S = 1.0  # between two: what a killed worker counted since the last one is lost
-_STATUS_S = 1.0  # a worker whose status does not arrive within that is shown with its last one
+_BEATS = 10  # status requests per timeout
+_MAX_INTERVAL_S = 1.0  # between two of them: a killed worker's counts since its last answer are lost
+_STATUS_S = 1.0  # a worker whose status takes longer is shown with its last status
 _STOP_SLACK_S = 5.0  # for a worker to end, after its grace period
-_KILLED_S = 5.0  # for a killed one to end
+_KILLED_S = 5.0  # for a killed worker to end
 
 
 class Supervisor:
     """Keeps ``workers`` processes serving one port.
 
     Args:
-        command: port -> the command of one worker. It serves that port with SO_REUSEPORT. Its stdin is a connection (see
-            recinfer.serving.workers.worker), whose first message says what to load. It prints one line of JSON to stdout
-            when it takes requests, and drains when the connection ends or on SIGTERM.
-        workers: how many.
-        host, port: where; port 0 takes a free one.
+        command: port -> the command of one worker, which serves that port with SO_REUSEPORT. Its stdin is a connection (see
+            recinfer.serving.workers.worker), whose first message has the models to load. The worker prints one line of JSON to
+            stdout when it takes requests, and drains when the connection ends or on SIGTERM.
+        workers: number of worker processes.
+        host, port: the address to serve; port 0 takes a free port.
         grace: seconds a worker has to drain.
         timeout: seconds; a worker that takes requests and whose event loop has not answered for that long, or whose
             gRPC thread has been at one event for that long, is killed and replaced.
-        report: gets one line of text for each worker that died or came back.
-        one_first: start the others when the first serves, with its models: where what a worker loads depends on when
-            it looks (the newest versions of a model store).
-        environment: of the workers; None: this process's. A variable that marks them as workers is added (see recinfer.env):
-            whatever ``command`` makes of its arguments, no worker becomes a supervisor.
+        report: called with one line of text for each worker that died or came back.
+        one_first: start the other workers when the first serves, with its models: for a model store, whose newest versions
+            depend on when a worker reads the folder.
+        environment: environment variables of the workers; None: those of this process. A variable that marks them as workers
+            is added (see recinfer.env), so that no worker becomes a supervisor, whatever ``command`` runs.
 
     Attributes:
-        changes: of models; its ``submit`` makes a change in all workers.
+        changes: changes of models; its ``submit`` makes a change in all workers.
 
     Raises:
         ConfigError: no workers, no timeout, or this process is a worker itself.
@@ -83,15 +83,20 @@ class Supervisor:
             raise ConfigError(f"workers: got {workers}, expected at least 1")
         if not timeout > 0:
             raise ConfigError(f"timeout: got {timeout}, expected seconds above 0")
-        self._command, self._host, self._grace, self._report = command, host, grace, report
-        self._timeout, self._interval = timeout, min(_MAX_INTERVAL_S, timeout / _BEATS)
-        self._one_first, self._environment = one_first, env.supervised_environment(environment)
+        self._command = command
+        self._host = host
+        self._grace = grace
+        self._report = report
+        self._timeout = timeout
+        self._interval = min(_MAX_INTERVAL_S, timeout / _BEATS)
+        self._one_first = one_first
+        self._environment = env.supervised_environment(environment)
         # Set by signal handlers too, so they are no Events: see recinfer.serving.server.run.serve.
         self._stopping = self._hung_up = False
-        self._lock = threading.Lock()  # of the next three
+        self._lock = threading.Lock()  # guards the next three attributes
         self._workers: dict[int, WorkerProcess] = {}
-        self._started_slots: set[int] = set()  # whose workers run, or are about to be started
-        self._ended: Status | None = None  # the counts of workers that are gone
+        self._started_slots: set[int] = set()  # slots whose workers run, or are about to be started
+        self._ended: Status | None = None  # the summed counts of ended workers
         self._began = time.monotonic()
         self.changes = ModelChanges(self._ready_workers, report)
         self._ready = [threading.Event() for _ in range(workers)]
@@ -109,10 +114,10 @@ class Supervisor:
         """Serve until ``stop``.
 
         Args:
-            on_ready: called once, when all workers take requests, with what the first said.
+            on_ready: called once, when all workers take requests, with the JSON line of the first ready worker.
 
         Raises:
-            UnavailableError: a worker ended before it was ever ready: the same would happen to its successor.
+            UnavailableError: a worker ended before it was ever ready: the same would happen to its replacement.
         """
         slots = [threading.Thread(target=self._keep, args=(slot,), daemon=True) for slot in range(len(self._ready))]
         try:
@@ -128,7 +133,7 @@ class Supervisor:
             self.stop()
             self._send_all(signal.SIGTERM)
             _join(slots, self._grace + _STOP_SLACK_S)
-            self._send_all(signal.SIGKILL)  # those that hang, or are stopped
+            self._send_all(signal.SIGKILL)  # workers that hang, or are stopped
             _join(slots, _KILLED_S)
             self.changes.close()
             self._socket.close()
@@ -140,25 +145,25 @@ class Supervisor:
         self._stopping = True
 
     def hang_up(self) -> None:
-        """Send SIGHUP to the workers that serve, soon; those that are yet to serve read their files later. Takes no lock."""
+        """Send SIGHUP to the serving workers, soon; starting workers read their files later anyway. Takes no lock."""
         self._hung_up = True
 
     def status(self) -> Status:
         """The sum of all workers' counts, also of ended ones (see recinfer.serving.server.telemetry.metrics).
 
-        A killed worker's counts are those of its last answer; what it counted after that is lost.
+        A killed worker's counts are those of its last answer; its later counts are lost.
         """
         workers = self._ready_workers()
         wait([worker.beat() for worker in workers], timeout=_STATUS_S)
         with self._lock:
             ended = [] if self._ended is None else [self._ended]
-            # Under the lock, since a worker that ends meanwhile is counted either here or there.
+            # Under the lock, so that a worker that ends meanwhile is counted exactly once.
             still = [worker.status() for worker in self._workers.values() if worker in workers]
         merged = merge_statuses([status for status in still if status is not None], ended)
         return merged | {"uptime": time.monotonic() - self._began}
 
     def _watch(self, until: Sequence[threading.Event] | None = None) -> None:
-        """Kill workers that hang, until all of ``until`` are set, or the end."""
+        """Kill hanging workers until all events of ``until`` are set or ``stop`` is called."""
         looked = time.monotonic()
         while not self._stopping and (until is None or not all(event.is_set() for event in until)):
             time.sleep(min(_POLL_S, self._interval))
@@ -170,7 +175,7 @@ class Supervisor:
                 continue
             looked += passed
             for worker in self._ready_workers():
-                # However long this process itself was stopped: answers that arrived meanwhile are still unread.
+                # If this process itself was stopped, answers that arrived meanwhile are still unread: count two intervals at most.
                 if worker.silent_s(min(passed, 2 * self._interval)) > self._timeout:
                     worker.kill(f"hung (no answer for {self._timeout:g} s) and was killed")
                 worker.beat()
@@ -191,7 +196,7 @@ class Supervisor:
                 worker.process.send_signal(number)
 
     def _keep(self, slot: int) -> None:
-        """Run a worker in ``slot``, and its replacements, until the end."""
+        """Run a worker in ``slot``, and its replacements, until ``stop`` is called."""
         pause = 0.0
         while self._may_start(slot, pause):
             began = time.monotonic()
@@ -215,7 +220,7 @@ class Supervisor:
             self._report(f"{said}; {self._next_start(pause)}")
 
     def _run(self, worker: WorkerProcess, began: float) -> tuple[str, bool, bool]:
-        """Let it serve until it ends; returns how it ended, whether it had served for long, whether it was ended as stale."""
+        """Let ``worker`` serve until it ends; returns how it ended, whether it had served for long, whether it was stale."""
         with self._lock:
             self._workers[worker.slot] = worker
         if self._stopping:
@@ -227,9 +232,9 @@ class Supervisor:
             if (last := worker.status()) is not None:
                 self._ended = merge_statuses([], [only_counts(last), *([self._ended] if self._ended else [])])
         when = f"after {time.monotonic() - began:.1f} s" if self._ready[worker.slot].is_set() else "before it was ready"
-        # Not how long it lived: one that fails after a long load would be started again and again at once.
+        # Counted from when the worker was ready: a worker that fails after a long load would else restart at once, again and again.
         steady = worker.ready and time.monotonic() - worker.ready_since > _STEADY_S
-        return f"{worker.name} {worker.why(code)} {when}{error}", steady, worker.stale
+        return f"{worker.name} {worker.end_reason(code)} {when}{error}", steady, worker.stale
 
     def _next_start(self, pause: float) -> str:
         with self._lock:
@@ -239,7 +244,7 @@ class Supervisor:
         return f"no other one runs, another starts in {min(pause, _ALONE_BACKOFF_S):g} s"
 
     def _may_start(self, slot: int, pause: float) -> bool:
-        """Wait for ``pause`` seconds, less where no other worker runs: False where all are to end meanwhile."""
+        """Wait for ``pause`` seconds, less where no other worker runs; returns False if ``stop`` is called meanwhile."""
         began = time.monotonic()
         while not self._stopping:
             waited = time.monotonic() - began
@@ -251,7 +256,7 @@ class Supervisor:
         return False
 
     def _begin(self, worker: WorkerProcess) -> str:
-        """Send the worker the state to begin with and read its line; returns what went wrong, as the end of a message."""
+        """Send the worker the state to begin with and read its line; returns its error as the end of a message, or ""."""
         changes = self.changes
         with changes.lock:
             state, generation = changes.state, changes.generation
@@ -274,20 +279,20 @@ class Supervisor:
         return ""
 
     def _on_request(self, what: str, arguments: dict[str, Any]) -> Future[str]:
-        """A worker got an admin call that changes models."""
+        """Queue an admin call that changes models, for the worker that got it."""
         assert what == "change", what
         return self.changes.submit(arguments["call"], arguments["data"])
 
 
 def _state_of(worker: WorkerProcess, seconds: float) -> dict[str, Any] | None:
-    """The state that it began with; None if it does not answer."""
+    """The models that ``worker`` began with; None if it does not answer."""
     future = worker.connection.request("state")
     wait([future], timeout=seconds)
     return future.result() if future.done() and future.exception() is None else None
 
 
 def _join(threads: Sequence[threading.Thread], seconds: float) -> None:
-    """Wait for those that were started, for ``seconds`` in all."""
+    """Wait for the started threads, for ``seconds`` in all."""
     end = time.monotonic() + seconds
     for thread in threads:
         if thread.ident is not None:

@@ -29,26 +29,26 @@ _STDIN = 0
 
 
 class WorkerLink:
-    """Waits for the supervisor's first message, then answers it. All its answers come from the event loop, so that an answer
-    shows that the loop runs.
+    """Waits for the supervisor's first message, then answers its requests. All answers come from the event loop, so that an
+    answer shows that the loop runs.
 
     Args:
-        connection: to the supervisor; None: this process's stdin.
+        connection: the connection to the supervisor; None: this process's stdin.
 
     Raises:
         ConfigError: there is no supervisor at the other end.
 
     Attributes:
-        gone: set when the supervisor has gone, however it went.
-        restore: what :func:`recinfer.serving.engine.store.served_state` of a running worker gave, for one that takes the place
-            of another; None for the first ones.
+        gone: set when the supervisor has closed the connection or ended, for any reason.
+        restore: for a replacement, the :func:`recinfer.serving.engine.store.served_state` of a running worker; None for the
+            first workers.
     """
 
     def __init__(self, connection: Connection | None = None) -> None:
         self.gone = threading.Event()
         self._server: Server | None = None
         self._manager: StoreManager | None = None
-        # (restore,), or nothing where the supervisor went first.
+        # (restore,), or an empty tuple where the supervisor went first.
         self._begun: queue.SimpleQueue[tuple[dict[str, Any] | None, ...]] = queue.SimpleQueue()
         self._peer = PeerConnection(connection or _from_stdin(), self._answer, on_gone=self._end)
         begun = self._begun.get()
@@ -61,7 +61,10 @@ class WorkerLink:
         self._server, self._manager = server, manager
 
     async def change(self, call: str, data: bytes) -> bytes:
-        """An admin call, serialized, made in all workers; the serialized answer. Call on the serving loop."""
+        """Make the admin call ``call``, whose serialized request is ``data``, in all workers; returns the serialized answer.
+
+        Call on the serving loop.
+        """
         if call == "ListModels":  # a listing changes nothing, and all workers have the same models
             assert self._server is not None
             return await self._server.admin_calls[call](data)
@@ -115,7 +118,7 @@ def _from_stdin() -> Connection:
     try:
         if stat.S_ISSOCK(os.fstat(_STDIN).st_mode):
             return Connection(os.dup(_STDIN))
-    except OSError:  # it is closed
+    except OSError:  # stdin is closed
         pass
     raise _no_supervisor()
 

@@ -18,7 +18,7 @@ _ABOUT = """Predictions and embedding lookups of recommendation models, by two p
 also binary). A request may take {bytes} bytes, {batch} samples and {ids} ids."""
 
 _V1, _V2, _HEALTH = "V1: rows and columns", "V2: Open Inference Protocol", "health"
-_NO_NAME = re.compile("[^A-Za-z0-9._-]")  # in names of components
+_NO_NAME = re.compile("[^A-Za-z0-9._-]")  # characters that the name of a component cannot have
 _ERROR_REF = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
 _ERRORS = {
     "400": "The request is wrong; the error names the place, what came and what was expected.",
@@ -31,7 +31,7 @@ _ERRORS = {
 
 
 def document(registry: ModelRegistry, limits: Limits, *, needs_token: bool) -> dict[str, Any]:
-    """The document; each model's schemas are those of the version that most of its requests go to."""
+    """The document; a model's schemas are those of its version with the largest weight."""
     schemas: dict[str, Any] = {"Error": _object({"error": {"type": "string"}}, ["error"])}
     paths = _common_paths()
     for at, name in enumerate(registry.names()):

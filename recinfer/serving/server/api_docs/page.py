@@ -31,7 +31,7 @@ _PAGE = """<!doctype html>
 <script src="docs/swagger-ui-bundle.js"></script><script src="docs/start.js"></script>
 </body></html>
 """
-# The viewer loads nothing from other hosts, and this policy makes the browser enforce that. It sets styles on its elements.
+# The viewer loads nothing from other hosts, and this policy makes the browser enforce that. The viewer sets styles on its elements.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -41,18 +41,20 @@ _HEADERS = {
 
 
 class ApiDocs:
-    """The description of a port. See recinfer.serving.server.http_server.HttpProtocol.
+    """The paths that describe a port. See recinfer.serving.server.http_server.HttpProtocol.
 
     Args:
         registry: the models.
         limits: bounds on requests.
-        needs_token: whether requests carry one.
+        needs_token: whether requests need a token.
     """
 
     paths = "/docs, /openapi.json"
 
     def __init__(self, registry: ModelRegistry, limits: Limits, needs_token: bool) -> None:
-        self._registry, self._limits, self._needs_token = registry, limits, needs_token
+        self._registry = registry
+        self._limits = limits
+        self._needs_token = needs_token
 
     def routes(self) -> list[Route]:
         """The document, the page, and its files."""
@@ -84,12 +86,12 @@ class ApiDocs:
 
 @lru_cache(maxsize=len(_FILES))
 def _read(name: str) -> bytes:
-    """One of the viewer's files: kept, so that many concurrent requests for it hold it once."""
+    """The bytes of a viewer's file, cached so that concurrent requests share them."""
     return (_folder() / name).read_bytes()
 
 
 def _folder() -> Path:
-    """Where the viewer's files are; the package's own code, for other web frameworks, is not imported."""
+    """The folder of the viewer's files; the package's own code, for other web frameworks, is not imported."""
     found = importlib.util.find_spec("swagger_ui")
     if found is None or not found.submodule_search_locations:
         raise NotFoundError(

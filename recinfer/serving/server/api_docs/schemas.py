@@ -38,10 +38,10 @@ class ModelSchemas:
 
 
 def schemas_of(model: ServedModel, registry: ModelRegistry, limits: Limits, prefix: str) -> ModelSchemas:
-    """Of the calls that ``model`` answers: ``Predict`` (with a dense part) and ``Lookup`` of V1, ``Infer`` of V2.
+    """The schemas of the calls that ``model`` answers: ``Predict`` (with a dense part) and ``Lookup`` of V1, ``Infer`` of V2.
 
     The names of all components begin with ``prefix``. Every object is a component: tools that write clients name a class after
-    each, and find no good names for objects within objects.
+    each component, and find no good names for objects within objects.
     """
     made = _Model(model, limits, prefix)
     examples = {"InferRequest": made.infer(registry), "LookupRequest": made.examples(with_dense=False)}
@@ -54,9 +54,12 @@ def schemas_of(model: ServedModel, registry: ModelRegistry, limits: Limits, pref
 
 class _Model:
     def __init__(self, model: ServedModel, limits: Limits, prefix: str) -> None:
-        self._model, self._limits, self._prefix = model, limits, prefix
+        self._model = model
+        self._limits = limits
+        self._prefix = prefix
         predictor = model.predictor
-        self._manifest, self._inputs = predictor.manifest, inputs_of(predictor)
+        self._manifest = predictor.manifest
+        self._inputs = inputs_of(predictor)
         self._weighted = {f for module in self._manifest.modules if module.is_weighted for f in module.features}
         self._tables = self._manifest.feature_tables
         self._info = {feature.name: feature for feature in self._manifest.features}
@@ -68,14 +71,14 @@ class _Model:
             self._bags = self._add("WeightedColumn", _object({"ids": ids, "weights": weights}, ["ids", "weights"]))
 
     def _add(self, name: str, schema: Schema) -> Schema:
-        """Make ``schema`` a component; a reference to it."""
+        """Make ``schema`` a component; returns a reference to it."""
         self.components[self._prefix + name] = schema
         return {"$ref": f"#/components/schemas/{self._prefix}{name}"}
 
     # -- V1
 
     def predict(self) -> None:
-        """The request and the answer of a prediction."""
+        """Add the components of a prediction's request and answer."""
         dense = self._manifest.dense
         assert dense is not None
         needed = [name for name in self._inputs.features if self._info[name].missing == "reject"]
@@ -83,14 +86,14 @@ class _Model:
         row = {name: _array(_FLOAT, *shape) for name, shape in shapes.items()}
         column = {name: _array(_FLOAT, None, *shape) for name, shape in shapes.items()}
         self._request("Predict", needed, with_dense=True)
-        if len(shapes) == 1:  # the only output stands as it is, several by name
+        if len(shapes) == 1:  # a single output has no name, several have
             ((_, one), (_, many)) = (*row.items(), *column.items())
             self._response("Predict", one, many)
         else:
             self._named_response("Predict", row, column)
 
     def lookup(self) -> None:
-        """The request and the answer of a lookup."""
+        """Add the components of a lookup's request and answer."""
         row, column = {}, {}
         for spec in self._model.predictor.features:
             shape = (spec.dim,) if spec.pooled else (None, spec.dim)
@@ -168,7 +171,7 @@ class _Model:
         return {"description": text, "anyOf": forms}
 
     def examples(self, *, with_dense: bool) -> dict[str, Any]:
-        """Requests of two samples, as rows and as columns."""
+        """Example requests of two samples, as rows and as columns."""
         rows = []
         for at in range(2):
             row: dict[str, Any] = {}
@@ -190,7 +193,7 @@ class _Model:
     # -- V2
 
     def infer(self, registry: ModelRegistry) -> dict[str, Any]:
-        """The request and the answer of a ModelInfer; gives an example."""
+        """Add the components of a ModelInfer's request and answer; returns an example request by name."""
         described = model_metadata(registry, self._model.name, self._model.version)
         inputs = [tensor["name"] for tensor in described["inputs"]]
         outputs = [tensor["name"] for tensor in described["outputs"]]
@@ -234,7 +237,7 @@ def _tensor(name: str, datatype: str, shape: list[int], data: list[Any]) -> dict
 
 
 def _array(items: Schema, *sizes: int | None) -> Schema:
-    """Lists in lists of these sizes, the outermost first; None is any."""
+    """The schema of nested lists of these sizes, the outermost first; None: any size."""
     for size in reversed(sizes):
         items = {"type": "array", "items": items} | ({} if size is None else {"minItems": size, "maxItems": size})
     return items

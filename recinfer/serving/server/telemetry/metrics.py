@@ -1,16 +1,16 @@
-"""A server's status as plain data: counts read where they are kept, and sums over the processes of one server.
+"""A server's status as plain data: counts read from their owners, and sums over the processes of one server.
 
-A status is a JSON object. Its counts only grow, so that who looks twice has a rate:
+A status is a JSON object. Its counts only grow, so that two statuses give a rate:
 
     uptime      seconds
     workers     processes behind these figures
-    ready       whether a request would be answered now: by every one of them, since they share the port
+    ready       whether a request would be answered now: by every process, since all share the port
     requests    [{method, code, count}]
-    latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for what is beyond
+    latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for values beyond the bounds
     stages      {stage: histogram}, in the order a request goes through them
     samples     histogram of the samples of a request
     queue       {waiting, running, runs, requests, samples, expired, refused}, or None
-    memory      {budget, held, refused}: bytes of requests and answers, and how often some did not fit
+    memory      {budget, held, refused}: bytes of requests and answers, and the number of refusals
     models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count}}]
     shards      of a ranker: {calls: {outcome: count}, default_rows: {rank: count}, replicas: [{rank, address, up, ...}]}
     held        of a shard server alone: {ranks, busy, running, refused, versions: [{key, model, version, deltas, mapped}]}
@@ -40,21 +40,21 @@ __all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts", "request_
 
 Status = dict[str, Any]
 _NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
-_NOW = ("waiting", "running")  # of the queue: not counts since the start
+_NOW = ("waiting", "running")  # fields of the queue that are no counts since the start
 _MEMORY_NOW = ("budget", "held")
 
 
 class ServerMetrics:
-    """Reads counts where they are kept, when a status is requested; nothing here runs on the path of a request. For the event
-    loop alone.
+    """Reads counts from their owners when a status is requested; no request runs through this class. Call it on the event loop
+    alone.
 
     Args:
         stats: requests and their stages.
         registry: the models.
-        queue: gives the state of the queue of requests; None where there is none (yet).
-        shards: gives the figures of the remote shards (see recinfer.serving.shards.fan_out); None: none are.
+        queue: returns the state of the queue of requests; None before there is a queue.
+        shards: returns the figures of the shard servers (see recinfer.serving.shards.fan_out); None: all tables are local.
         is_ready: whether the server can answer now.
-        budget: of the process's requests and answers.
+        budget: the memory budget of the process's requests and answers.
     """
 
     def __init__(
@@ -67,11 +67,15 @@ class ServerMetrics:
         shards: Callable[[], dict[str, Any]] | None = None,
         is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._stats, self._registry, self._queue, self._shards = stats, registry, queue, shards
-        self._is_ready, self._budget = is_ready, budget
+        self._stats = stats
+        self._registry = registry
+        self._queue = queue
+        self._shards = shards
+        self._is_ready = is_ready
+        self._budget = budget
         self._started = time.monotonic()
-        self._stages_of: dict[int, Stages] = {}  # of the models seen last time
-        self._past: list[dict[str, HistogramState]] = []  # of models that are gone, summed: at most one entry
+        self._stages_of: dict[int, Stages] = {}  # stages of the models at the last status
+        self._past: list[dict[str, HistogramState]] = []  # sums over unloaded models: at most one entry
 
     def status(self) -> Status:
         """The status of this process."""
@@ -92,7 +96,7 @@ class ServerMetrics:
         now = {id(model.predictor.stages): model.predictor.stages for model, _ in self._models()}
         gone = [stages.state() for key, stages in self._stages_of.items() if key not in now]
         self._stages_of = now
-        if gone:  # what an unloaded model counted stays in the sums
+        if gone:  # the counts of an unloaded model stay in the sums
             self._past = [{name: _sum([state[name] for state in [*self._past, *gone]]) for name in gone[0]}]
         models = [*self._past, *(stages.state() for stages in now.values())]
         both = {name: _sum([state[name] for state in models]) for name in ("lookup", "dense")}
@@ -108,7 +112,7 @@ class ServerMetrics:
 
 
 def request_figures(stats: RequestStats, stages: Mapping[str, HistogramState], budget: MemoryBudget) -> Status:
-    """The part of a status that servers of models and of shards have: their requests, and the memory that those hold."""
+    """The part of a status that servers and shard servers share: their requests, and the memory that the requests hold."""
     return {
         "requests": _requests(stats.requests()),
         "latency": {call: _plain(state) for call, state in sorted(stats.latency().items())},
@@ -119,11 +123,11 @@ def request_figures(stats: RequestStats, stages: Mapping[str, HistogramState], b
 
 
 def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> Status:
-    """One status of several processes that serve the same.
+    """The merged status of several processes that serve the same models.
 
     Args:
-        running: of processes that run now. What they share (a mapped archive) is counted once.
-        ended: of processes that do not run any more; their counts stay in the sums, which would else go back.
+        running: statuses of running processes. A mapped archive, which the processes share, is counted once.
+        ended: statuses of ended processes; their counts stay in the sums, which would else decrease.
     """
     everything = [*running, *ended]
     counted: Counter[tuple[str, str]] = Counter()
@@ -133,7 +137,7 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
     return {
         "uptime": max((status["uptime"] for status in running), default=0.0),
         "workers": sum(status["workers"] for status in running),
-        "ready": bool(running) and all(status["ready"] for status in running),  # they share the port
+        "ready": bool(running) and all(status["ready"] for status in running),  # the processes share the port
         "requests": _requests(counted),
         "latency": _merge_histograms([status["latency"] for status in everything]),
         "stages": _merge_histograms([status["stages"] for status in everything]),
@@ -148,7 +152,7 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
 
 
 def _merge_shards(running: Sequence[Status], everything: Sequence[Status]) -> dict[str, Any] | None:
-    """Counts of all processes, and the replicas: up if every running process that lists one says so."""
+    """Summed counts of all processes, and the replicas: a replica is up if every running process that lists it says so."""
     rankers = [status["shards"] for status in everything if status.get("shards") is not None]
     if not rankers:
         return None
@@ -251,7 +255,7 @@ def _described(model: ServedModel, weight: int) -> dict[str, Any]:
 
 
 def _ranks(plan: Plan) -> list[dict[str, Any]]:
-    """Per rank: tables, cells (rows x columns) it holds, and the planner's estimate of a batch, ms or None."""
+    """For each rank, the numbers of its tables and cells (rows x columns), and the planner's estimate of a batch, ms or None."""
     estimates = plan.estimates.get("perf_ms_per_rank") or [None] * plan.world_size
     ranks = [{"rank": rank, "tables": 0, "cells": 0, "ms": estimates[rank]} for rank in range(plan.world_size)]
     for table in plan.tables:

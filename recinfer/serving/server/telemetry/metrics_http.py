@@ -24,18 +24,18 @@ _PAGE = {
     "Cache-Control": "no-store",
 }
 
-# Of pages that are being sent, apart from the server's budget: a server that is full still shows its figures.
+# The memory budget of the pages is apart from the server's: a server that is full still shows its figures.
 _BUDGET_BYTES = 64 << 20
 _GRACE_S = 1.0
 
 
 def metrics_server(status: Callable[[], Awaitable[Status]], host: str, port: int, security: Security) -> HttpServer:
-    """What serves the metrics port; it is started by the caller.
+    """The server of the metrics port; the caller starts it.
 
     Args:
-        status: gives the status that is shown (see recinfer.serving.server.telemetry.metrics).
-        host, port: where; port 0 takes a free one.
-        security: who may see it. ``/ready`` and ``/live`` are open to all, as gRPC's health is.
+        status: returns the status to show (see recinfer.serving.server.telemetry.metrics).
+        host, port: address to listen on; port 0 takes a free port.
+        security: TLS and token of the port. ``/ready`` and ``/live`` are open to all, as gRPC's health is.
     """
     budget, tls = MemoryBudget(_BUDGET_BYTES), security.tls_context()
     return HttpServer([_Pages(status)], budget, 0, host, port, allows=security.allows, tls=tls, grace=_GRACE_S)
@@ -51,7 +51,7 @@ class _Pages:
         self._page = files("recinfer.serving.server.telemetry").joinpath("status_page.html").read_text(encoding="utf-8")
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """The routes of all pages."""
         return [
             Get("/", "StatusPage", self._show_page, for_people=True),
             Get("/metrics", "Metrics", self._show_metrics, for_people=True),

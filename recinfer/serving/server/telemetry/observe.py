@@ -26,12 +26,12 @@ _EXTRA = ("request_id", "call", "code", "ms", "bytes", "protocol", *_OF_A_CHANGE
 
 
 class Observer:
-    """Called once for every answered request, on the thread that ends it.
+    """Records every answered request, once, on the thread that ends the request.
 
     Args:
-        stats: where requests are counted.
-        trace: start OpenTelemetry spans; None: when the package ``opentelemetry`` is installed and a tracer provider was
-            set (by the program, or by ``opentelemetry-instrument``): without one every span would be made and discarded.
+        stats: counts the requests.
+        trace: start OpenTelemetry spans; None: if the package ``opentelemetry`` is installed and a tracer provider was set
+            (by the program, or by ``opentelemetry-instrument``): without a provider every span would be discarded.
     """
 
     def __init__(self, stats: RequestStats, *, trace: bool | None = None) -> None:
@@ -53,20 +53,20 @@ class Observer:
         Args:
             call: the method's name.
             code: name of its gRPC status code.
-            seconds: from its arrival to its answer.
-            headers: its metadata, a mapping or pairs, or a function that gives them; read only where needed.
+            seconds: seconds from its arrival to its answer.
+            headers: its metadata, a mapping or pairs, or a function that returns them; read only if needed.
             num_bytes: size of the request.
             protocol: ``"grpc"`` or ``"http"``.
         """
         self.stats.add(call, code, seconds)
-        self._tell(call, code, seconds, headers, num_bytes, protocol)
+        self._log_and_trace(call, code, seconds, headers, num_bytes, protocol)
 
     def refused(self, call: str, code: str, headers: Any = None) -> None:
         """Count, log and trace a request that was refused on arrival, with a duration of 0."""
         self.stats.count(call, code)
-        self._tell(call, code, 0.0, headers, 0, "grpc")
+        self._log_and_trace(call, code, 0.0, headers, 0, "grpc")
 
-    def _tell(self, call: str, code: str, seconds: float, headers: Any, num_bytes: int, protocol: str) -> None:
+    def _log_and_trace(self, call: str, code: str, seconds: float, headers: Any, num_bytes: int, protocol: str) -> None:
         logged = _log.isEnabledFor(logging.INFO)
         if not logged and self._tracing is None:
             return
@@ -100,7 +100,8 @@ class _Tracing:
     def __init__(self) -> None:
         from opentelemetry import propagate, trace
 
-        self._extract, self._trace = propagate.extract, trace
+        self._extract = propagate.extract
+        self._trace = trace
         self._tracer = trace.get_tracer("recinfer")
 
     def span(self, call: str, code: str, seconds: float, headers: dict[str, str], request_id: str) -> None:
@@ -118,10 +119,10 @@ class _Tracing:
 
 
 class JsonLines(logging.Formatter):
-    """A log record as one JSON object: time, level, logger, message, what a request's line adds, and the traceback."""
+    """Formats a log record as one JSON object: time, level, logger, message, the fields of a request's line, the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """The line without a line end."""
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
         line |= {key: getattr(record, key) for key in _EXTRA if hasattr(record, key)}

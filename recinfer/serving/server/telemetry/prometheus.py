@@ -1,4 +1,4 @@
-"""A status as Prometheus reads it."""
+"""Converts a status to Prometheus' text format."""
 
 from __future__ import annotations
 

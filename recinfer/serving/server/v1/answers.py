@@ -1,4 +1,4 @@
-"""Our answers as the V1 protocol has them: ``predictions`` of rows, ``outputs`` of columns."""
+"""Converts recinfer's answers to the V1 protocol: ``predictions`` of rows, ``outputs`` of columns."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from recinfer.serving.wire.json_codec import json_pieces, json_text
 __all__ = ["to_json"]
 
 _Column = NDArray[Any] | Sequence[NDArray[Any]]
-"""An array with an entry a sample, or an array a sample."""
+"""An array with one entry per sample, or one array per sample."""
 
 
 def to_json(call: CallName, data: bytes, in_rows: bool) -> bytes:
-    """The JSON of a serialized answer: of a prediction the only output bare, or all by name; of a lookup all by name.
+    """The JSON of a serialized answer: a prediction's single output without a name, several outputs and embeddings by name.
 
     Raises:
-        InputError: rows were asked for, and an output has none.
+        InputError: ``in_rows``, and an output has no rows.
     """
     columns: dict[str, _Column]
     if call == "Predict":
@@ -60,7 +60,7 @@ def _value(column: _Column) -> str:
 
 
 def _list(columns: Mapping[str, _Column], is_bare: bool) -> str:
-    """A list of one entry a sample: of the only column, or of all by name."""
+    """A JSON list with one entry per sample: the value of the only column, or the values of all columns by name."""
     entries = len(next(iter(columns.values())))
     numbers = sum(c.size if isinstance(c, np.ndarray) else sum(part.size for part in c) for c in columns.values())
     texts = []

@@ -1,4 +1,4 @@
-"""What the V1 protocol says of models: the status of their versions, and their metadata in TensorFlow Serving's form."""
+"""Descriptions of models in the V1 protocol: the status of their versions, and metadata in TensorFlow Serving's form."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["metadata", "status"]
 
 
 def status(registry: ModelRegistry, name: str, version: str, is_ready: bool) -> dict[str, Any]:
-    """The versions that are loaded (``version``: that one), and KServe's ``name`` and ``ready`` beside them: whether the
-    server can answer now. A version with a fault answers, and nobody knows with what. Raises NotFoundError."""
+    """The state of the loaded versions (or of ``version`` alone), with KServe's ``name`` and ``ready``: whether the server can
+    answer now. A version with a fault is UNKNOWN, since it may answer wrongly. Raises NotFoundError."""
     versions = [registry.get(name, version).version] if version else list(registry.versions(name))
     faults, found = registry.faults(name), []
     for each in versions:
@@ -23,7 +23,7 @@ def status(registry: ModelRegistry, name: str, version: str, is_ready: bool) -> 
 
 
 def metadata(model: ServedModel) -> dict[str, Any]:
-    """Signatures of a model: ``serving_default`` predicts, ``lookup`` gives vectors."""
+    """Signatures of a model: ``serving_default`` predicts, ``lookup`` returns vectors."""
     predictor = model.predictor
     inputs = inputs_of(predictor)
     features = {name: _tensor(name, "DT_INT64", -1, -1) for name in inputs.features}
@@ -51,6 +51,6 @@ def _signature(inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any
 
 
 def _tensor(name: str, dtype: str, *shape: int) -> dict[str, Any]:
-    # Sizes are text here: that is how JSON of protobuf writes 64-bit integers, and TensorFlow Serving with it.
+    # Sizes are text: protobuf's JSON, and TensorFlow Serving with it, writes 64-bit integers as text.
     dim = [{"size": str(size), "name": ""} for size in shape]
     return {"dtype": dtype, "tensor_shape": {"dim": dim, "unknown_rank": False}, "name": name}

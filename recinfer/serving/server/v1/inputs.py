@@ -1,4 +1,4 @@
-"""What a model takes by the V1 protocol: its features, and its dense columns by the names that its archive knows."""
+"""The inputs of a model in the V1 protocol: its features, and its dense columns by the names in its archive."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """Which inputs a request has, in its order.
+    """The inputs of a request, in the request's order.
 
     Attributes:
         features: names of its features.
-        dense: names of its dense columns; that of the list alone where they come as one list; none in a lookup.
-        cells: those of the features, of one sample.
-        numbers: those of the dense columns, of one sample.
+        dense: names of its dense columns; the name of the list alone for numbers in one list; empty in a lookup.
+        cells: sample -> the cells of its features.
+        numbers: sample -> its dense numbers.
     """
 
     features: tuple[str, ...]
@@ -47,8 +47,8 @@ class ModelInputs:
 
     Attributes:
         features: the names of its features, in the archive's order.
-        num_dense: dense numbers of a sample.
-        columns: their names, as the feature contract has them; none where the archive has no contract.
+        num_dense: number of dense numbers of a sample.
+        columns: names of the dense numbers in the feature contract; empty without a contract.
         dense: the name of the input that holds all dense numbers of a sample as one list.
     """
 
@@ -62,7 +62,7 @@ class ModelInputs:
         """The layout of a request with these inputs; ``field`` is their place in the body.
 
         Raises:
-            InputError: an input that the model has not, or some dense columns without the others.
+            InputError: an input that the model lacks, or some dense columns without the others.
         """
         key = (*names, "predict" if with_dense else "lookup")
         found = self._layouts[key]
@@ -71,7 +71,7 @@ class ModelInputs:
         return found
 
     def only(self) -> str | None:
-        """The name of the model's input, where it has one; its samples need not name it."""
+        """The name of the model's only input, which samples need not name; None for a model with several inputs."""
         return self.features[0] if len(self.features) == 1 and not self.num_dense else None
 
     def _new_layout(self, names: tuple[str, ...], field: str, with_dense: bool) -> Layout:
@@ -121,7 +121,7 @@ def _inputs(predictor: Predictor) -> ModelInputs:
     features = predictor.intake.names
     dense = dense_name(features)
     if len(columns) != predictor.num_dense or not {dense, *features}.isdisjoint(columns):
-        columns = ()  # another list than the model's, or names that mean something else already
+        columns = ()  # not the model's columns, or names that features or the list have
     return ModelInputs(features, predictor.num_dense, columns, dense)
 
 

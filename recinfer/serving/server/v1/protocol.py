@@ -14,37 +14,40 @@ from recinfer.serving.engine.request import AnswerCall, CallName
 from recinfer.serving.server.http_server import Get, Post, Route, count_json
 from recinfer.serving.server.v1.answers import to_json
 from recinfer.serving.server.v1.described import metadata, status
-from recinfer.serving.server.v1.requests import Asked, to_message
+from recinfer.serving.server.v1.requests import ConvertedRequest, to_message
 from recinfer.serving.wire.json_codec import parse_json
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import off_loop
 
 __all__ = ["V1"]
 
-_WRITTEN = 24  # bytes of Python objects and text for one of a vector
+_WRITTEN = 24  # bytes of Python objects and text per byte of a vector
 
 
 class V1:
-    """The protocol on a port. See recinfer.serving.server.http_server.HttpProtocol.
+    """The paths of the V1 protocol. See recinfer.serving.server.http_server.HttpProtocol.
 
     Args:
         registry: the models.
         limits: bounds on requests.
-        ask: answers a serialized request of ours; raises errors of ours.
+        ask: answers recinfer's serialized request; raises RecinferErrors.
         is_ready: whether the server can answer now.
     """
 
     paths = "/v1/models/MODEL[/versions/VERSION or /labels/LABEL][:predict, :lookup or /metadata]"
 
     def __init__(self, registry: ModelRegistry, limits: Limits, ask: AnswerCall, is_ready: Callable[[], bool]) -> None:
-        self._registry, self._limits, self._ask, self._is_ready = registry, limits, ask, is_ready
+        self._registry = registry
+        self._limits = limits
+        self._ask = ask
+        self._is_ready = is_ready
 
     def routes(self) -> list[Route]:
         """Every path of the protocol."""
         found: list[Route] = [Get("/v1/models", "V1Models", self._models)]
         for where in ("", "/versions/{version}", "/labels/{label}"):
             path = "/v1/models/{model}" + where
-            # The router takes the first that fits, and a model's name may have a colon.
+            # The router takes the first path that fits, and a model's name may have a colon.
             found += [
                 Post(path + ":predict", "V1Predict", partial(self._answer, "Predict")),
                 Post(path + ":lookup", "V1Lookup", partial(self._answer, "Lookup")),
@@ -58,17 +61,17 @@ class V1:
 
     async def _status(self, request: web.Request) -> web.Response:
         try:
-            return web.json_response(status(self._registry, *self._named(request), self._is_ready()))
+            return web.json_response(status(self._registry, *self._model_and_version(request), self._is_ready()))
         except NotFoundError:
             if request.path.endswith((":predict", ":lookup")):
                 raise web.HTTPMethodNotAllowed(request.method, ["POST"]) from None
             raise
 
     async def _metadata(self, request: web.Request) -> web.Response:
-        return web.json_response(metadata(self._registry.get(*self._named(request))))
+        return web.json_response(metadata(self._registry.get(*self._model_and_version(request))))
 
     async def _answer(self, call: CallName, request: web.Request, body: bytearray, ticket: Ticket) -> web.Response:
-        name, version = self._named(request)
+        name, version = self._model_and_version(request)
         count_json(ticket, len(body))
         asked = await off_loop(len(body), self._read, body, call, name, version)
         ticket.resize(len(body) + len(asked.message))
@@ -77,7 +80,7 @@ class V1:
         except NotFoundError:
             if version:
                 raise
-            # The version that was drawn may be unloaded since; then it is no more.
+            # The chosen version may be unloaded by now; the second try chooses another.
             asked = await off_loop(len(body), self._read, body, call, name, version)
             answer = await self._ask(call, asked.message)
         ticket.resize((1 + _WRITTEN) * len(answer))
@@ -85,11 +88,11 @@ class V1:
         ticket.resize(len(text))
         return web.Response(body=text, content_type="application/json")
 
-    def _read(self, body: bytearray, call: CallName, name: str, version: str) -> Asked:
+    def _read(self, body: bytearray, call: CallName, name: str, version: str) -> ConvertedRequest:
         return to_message(parse_json(body), call, self._registry.get(name, version), self._limits)
 
-    def _named(self, request: web.Request) -> tuple[str, str]:
-        """The model and version that a path means; no version where it names none."""
+    def _model_and_version(self, request: web.Request) -> tuple[str, str]:
+        """The model and version of a path; an empty version where the path names none."""
         found = request.match_info
         name = found["model"]
         if "label" in found:

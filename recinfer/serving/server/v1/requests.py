@@ -24,10 +24,10 @@ from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_r
 from recinfer.serving.wire.json_codec import real_numbers, text_of, whole_numbers
 from recinfer.serving.wire.limits import Limits
 
-__all__ = ["SIGNATURES", "Asked", "to_message"]
+__all__ = ["SIGNATURES", "ConvertedRequest", "to_message"]
 
 SIGNATURES: dict[CallName, tuple[str, ...]] = {"Predict": ("serving_default", "predict"), "Lookup": ("lookup",)}
-"""What ``signature_name`` may be, by call; empty and left out are the call's own."""
+"""The allowed values of ``signature_name`` by call; an empty or absent name is allowed too."""
 
 _TOP = {"instances", "inputs", "signature_name"}
 _NUMBERS, _IDS = {int, float}, {int}
@@ -35,19 +35,19 @@ _Cells = Sequence[Any]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request of ours: its message, and whether it came as rows (``instances``)."""
+class ConvertedRequest:
+    """A converted request: its serialized message, and whether it came as rows (``instances``)."""
 
     message: bytes
     in_rows: bool
 
 
-def to_message(document: dict[str, Any], call: CallName, model: ServedModel, limits: Limits) -> Asked:
-    """The request of ours that ``document`` asks of ``model``.
+def to_message(document: dict[str, Any], call: CallName, model: ServedModel, limits: Limits) -> ConvertedRequest:
+    """Convert ``document`` to recinfer's request to ``model``.
 
     Raises:
-        InputError: what the model does not take, values of another type, samples that do not fit each other; names the
-            place in the document.
+        InputError: an input that the model lacks, values of another type, samples that do not fit each other; the message
+            names the place in the document.
     """
     if unknown := [key for key in document if key not in _TOP]:
         raise InputError(f"body: got {text_of(unknown[0])}, expected instances or inputs, and maybe signature_name")
@@ -62,8 +62,8 @@ def to_message(document: dict[str, Any], call: CallName, model: ServedModel, lim
     features = table.features(limits.max_ids)
     if with_dense:
         dense = table.numbers(inputs) if table.has_dense else None
-        return Asked(encode_predict_request(dense, features, model.name, model.version), in_rows)
-    return Asked(encode_lookup_request(features, model.name, model.version), in_rows)
+        return ConvertedRequest(encode_predict_request(dense, features, model.name, model.version), in_rows)
+    return ConvertedRequest(encode_lookup_request(features, model.name, model.version), in_rows)
 
 
 def _check_signature(name: Any, call: CallName) -> None:
@@ -72,13 +72,16 @@ def _check_signature(name: Any, call: CallName) -> None:
 
 
 class _Table:
-    """The cells of B samples: B of each feature, and one row of dense numbers per sample (None: no dense input)."""
+    """The cells of B samples: B cells of each feature, and one row of dense numbers per sample (empty: no dense input)."""
 
     def __init__(
         self, in_rows: bool, features: tuple[str, ...], cells: Sequence[_Cells], dense: tuple[str, ...], rows: _Cells
     ) -> None:
-        self._in_rows, self._features, self._cells = in_rows, features, cells
-        self._dense, self._rows = dense, rows
+        self._in_rows = in_rows
+        self._features = features
+        self._cells = cells
+        self._dense = dense
+        self._rows = rows
         self._batch = len(cells[0])
 
     @property
@@ -91,7 +94,7 @@ class _Table:
         lengths: list[int] = []
         ids: list[int] = []
         weights: dict[str, list[float]] = {}
-        if set(map(type, chain.from_iterable(self._cells))) == {list}:  # as most have it, and all at once
+        if set(map(type, chain.from_iterable(self._cells))) == {list}:  # the usual form, converted at once
             lengths = list(map(len, chain.from_iterable(self._cells)))
             ids = list(chain.from_iterable(chain.from_iterable(self._cells)))
         else:
@@ -164,7 +167,7 @@ class _Table:
         rows, width, is_list = self._rows, inputs.num_dense, self._dense == (inputs.dense,)
         sized = set(map(type, rows)) <= {list, tuple} and set(map(len, rows)) == {width}
         found = real_numbers(list(chain.from_iterable(rows))) if sized else None
-        # One sum sees every NaN and infinity; those in a list are left to the predictor, which says where they are.
+        # One sum shows every NaN and infinity; the predictor checks the numbers of a list, and names their place.
         if found is not None and (is_list or math.isfinite(np.vdot(found, found))):
             return found.reshape(len(rows), width)
         for at, row in enumerate(rows):
@@ -181,7 +184,7 @@ class _Table:
                     raise InputError(f"{place}: got {text_of(value)}, expected a finite number")
                 if type(value) is int and not _is_finite(value):
                     raise InputError(f"{place}: got {text_of(value)}, expected a number that float32 holds")
-        with np.errstate(over="ignore"):  # each is finite; it is their squares that are too large to add
+        with np.errstate(over="ignore"):  # each number is finite; the sum of the squares overflows
             return np.array(rows, np.float32)
 
     def _place(self, name: str, at: int) -> str:
@@ -193,7 +196,7 @@ class _Table:
 
 
 def _is_finite(value: float) -> bool:
-    """Also as float32's range has it, so that the text can name the place."""
+    """Whether ``value`` is finite in float32, checked for each number so that an error can name the place."""
     try:
         return math.isfinite(value) and abs(value) <= 3.4028235677973366e38
     except OverflowError:
@@ -201,7 +204,7 @@ def _is_finite(value: float) -> bool:
 
 
 def _rows(rows: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table:
-    """The cells of ``instances``; every row has the inputs of the first."""
+    """The cells of ``instances``; every row has the inputs of the first row."""
     if type(rows) is not list:
         raise InputError(f"instances: got {text_of(rows)}, expected a list with one object a sample")
     _check_batch("instances", len(rows), most)
@@ -219,7 +222,7 @@ def _rows(rows: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table
 
 
 def _named(rows: list[Any], inputs: ModelInputs) -> list[dict[str, Any]]:
-    """Rows of a model of one input, which may leave out its name."""
+    """The rows with the input's name, for a model of one input, whose rows may leave out the name."""
     only = inputs.only()
     if only is None:
         at = next(at for at, row in enumerate(rows) if type(row) is not dict)
@@ -242,7 +245,7 @@ def _other_inputs(rows: list[dict[str, Any]]) -> InputError:
 
 
 def _columns(columns: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table:
-    """The cells of ``inputs``: by name, a list of one cell a sample, or ``{"ids": [...], "weights": [...]}`` of such lists."""
+    """The cells of ``inputs``: by name, a list of one cell per sample, or ``{"ids": [...], "weights": [...]}`` of such lists."""
     only = inputs.only()
     if only is not None and (type(columns) is list or (type(columns) is dict and "ids" in columns and only != "ids")):
         columns = {only: columns}
@@ -277,7 +280,7 @@ def _cells(name: str, column: Any) -> list[Any]:
 
 
 def _singles(cells: list[Any]) -> list[Any]:
-    """Numbers of a column; also where each stands in a list of its own, as TensorFlow's shape [B, 1] has them."""
+    """The numbers of a column; also of a column of lists with one number each, TensorFlow's shape [B, 1]."""
     return [cell[0] if type(cell) is list and len(cell) == 1 else cell for cell in cells]
 
 
