@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import os
+import pkgutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from recinfer.serving.server.grpc_methods import (
     generic_handler,
 )
 from recinfer.serving.server.health import EndingHealth
+from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security
@@ -280,19 +282,16 @@ class Server:
 
     async def _start_http(self, port: int) -> None:
         from recinfer.serving.server.api_docs.page import ApiDocs
-        from recinfer.serving.server.http_server import HttpServer
-        from recinfer.serving.server.open_inference_rest import OpenInferenceRest
-        from recinfer.serving.server.v1.protocol import V1
+        from recinfer.serving.server.http_server import HttpServer, ModelProtocol
 
         if not self._share_port:
             check_address(self.host, port)
         registry, limits, security = self.service.registry, self.service.limits, self._security
+        kinds: list[type[ModelProtocol]] = [pkgutil.resolve_name(known.place) for known in HTTP_PROTOCOLS]
+        protocols = [kind(registry, limits, self._answer, self.is_ready) for kind in kinds]
         self._http = HttpServer(
-            [
-                OpenInferenceRest(self.open_inference),
-                V1(registry, limits, self._answer, self.is_ready),
-                ApiDocs(registry, limits, needs_token=security.token is not None),
-            ],
+            # The last protocol's paths stand first in the error about an unknown path.
+            [*reversed(protocols), ApiDocs(protocols, registry, limits, needs_token=security.token is not None)],
             self.budget,
             limits.max_message_bytes,
             self.host,
