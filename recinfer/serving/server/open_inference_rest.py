@@ -88,7 +88,7 @@ class OpenInferenceRest:
         return found
 
     def add_schemas(self, model: ServedModel, schemas: ModelSchemas) -> None:
-        """Add those of a ModelInfer."""
+        """Add the schemas of a ModelInfer."""
         add_schemas(model, self._answers.registry, schemas)
 
     async def _live(self, request: web.Request) -> web.Response:

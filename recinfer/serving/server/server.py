@@ -44,6 +44,7 @@ from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import most_connections, tell_open_files
 from recinfer.serving.wire.address import check_address, join_address, plain_host
+from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
@@ -343,8 +344,7 @@ class Server:
         ]
         if self._shows_admin:
             through = self._admin_through
-            offered = admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods_by_name
-            calls = {name: call for name, call in self.admin_calls.items() if name in offered}
+            calls = {name: self.admin_calls[name] for name in VERBS}
             if through is not None:
                 calls = {call: functools.partial(through, call) for call in calls}
             found.append(handlers(_ADMIN_NAME, signed(calls, self._security)))

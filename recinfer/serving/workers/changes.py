@@ -11,22 +11,13 @@ from typing import Any
 
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.change_log import log_change, log_refused
+from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.workers.process import WorkerProcess
 
 __all__ = ["ModelChanges"]
 
 _ANSWER_S = 5.0  # for a worker to show that it would take a change
 _CHANGE_S = 3600.0  # loading reads and checks a whole archive
-# What takes back a change that some workers made and another could not, in addition to the weights that each of them had before.
-# The requests begin with the same fields, so that a change's own request serves to take it back.
-_OPPOSITE = {
-    "Load": "Unload",
-    "SetDefault": None,
-    "SetWeights": None,
-    "SetLabels": None,
-    "Rollback": None,
-    "ApplyDelta": "UndoDelta",
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,7 @@ class ModelChanges:
             _check_all_answer(workers)
             outcome = _request_all(workers, call, data)
             failed = list(outcome.failed)
-            if failed and (call in _OPPOSITE or not outcome.made):
+            if failed and (_undo(call) is not None or not outcome.made):
                 self._begin_anew(_take_back(outcome, call, data))
                 raise failed[0][1]
             self._begin_anew(failed)  # there is no way back
@@ -113,6 +104,11 @@ def _check_all_answer(workers: Sequence[WorkerProcess]) -> None:
         )
 
 
+def _undo(call: str) -> str | None:
+    """The verb that takes ``call`` back, see recinfer.serving.wire.admin_verbs.Verb."""
+    return VERBS[call].undo if call in VERBS else None
+
+
 def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProcess, RecinferError]]:
     """Undo a change in the workers that made it; returns those that could not. Weights first: a version with one is not unloaded.
 
@@ -122,8 +118,8 @@ def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProc
         (worker, worker.connection.request("set_spread", spread=said["before"])) for worker, said in outcome.made
     ]
     failed = _outcome(restored).failed
-    opposite = _OPPOSITE.get(call)
-    if opposite is None:
+    opposite = _undo(call)
+    if not opposite:
         return failed
     # A load of what a worker served already is no change: it goes on serving it.
     made = [worker for worker, said in outcome.made if not said.get("served_before")]

@@ -74,7 +74,7 @@ def document(
 
 
 def _parameters(model: ServedModel, labels: list[str]) -> dict[str, Schema]:
-    """What the paths of a model may hold behind its name; labels only if it has some."""
+    """Schemas of the parameters in a model's paths; ``label`` is missing if the model has no labels."""
     found: dict[str, Schema] = {"version": {"type": "string", "default": model.version}}
     if labels:
         found["label"] = {"type": "string", "enum": labels, "default": labels[0]}

@@ -58,7 +58,7 @@ class V1:
         return found
 
     def add_schemas(self, model: ServedModel, schemas: ModelSchemas) -> None:
-        """Add those of a prediction and a lookup."""
+        """Add the schemas of a prediction and a lookup."""
         add_schemas(model, self._limits, schemas)
 
     async def _models(self, request: web.Request) -> web.Response:

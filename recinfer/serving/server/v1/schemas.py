@@ -21,7 +21,7 @@ _MISSING_RANKS = {
 
 
 def add_schemas(model: ServedModel, limits: Limits, schemas: ModelSchemas) -> None:
-    """Add those of the calls that ``model`` answers: ``Predict`` (with a dense part) and ``Lookup``."""
+    """Add the schemas of the calls that ``model`` answers: ``Predict`` (with a dense part) and ``Lookup``."""
     made = _Model(model, limits, schemas)
     if model.predictor.manifest.dense is not None:
         made.predict()
