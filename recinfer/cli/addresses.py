@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recinfer.cli.console import Output, styled
+from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
 from recinfer.serving.wire.address import join_address
 
 __all__ = ["show_addresses"]
@@ -32,7 +33,8 @@ def show_addresses(
     secure = "s" if tls else ""
     output.show(styled("green", "serving", f" {what} on {join_address(host, port)}  (Ctrl-C stops)"))
     if http_port is not None:
-        output.show(f"REST (V1, Open Inference, /docs) over HTTP{secure.upper()} on {join_address(host, http_port)}")
+        names = ", ".join([*(known.name for known in HTTP_PROTOCOLS), "/docs"])
+        output.show(f"REST ({names}) over HTTP{secure.upper()} on {join_address(host, http_port)}")
     if metrics_port is not None:
         output.show(f"status page on http{secure}://{join_address(host, metrics_port)}/")
     for engine in engines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled, 
 from recinfer.cli.declared import takes
 from recinfer.cli.options import parse_pair
 from recinfer.errors import ConfigError
+from recinfer.serving.wire.admin_verbs import VERBS, Command
 from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ app = typer.Typer(
 )
 
 _AT = "--target 127.0.0.1:8500"
-_WHAT = "--model movies --version 8"
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,6 @@ class ChangeOptions(ListOptions):
     """The options of every command that changes something."""
 
     reason: Annotated[str, typer.Option("--reason", help="Reason for the change, written to the server's log.")] = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions(ChangeOptions):
-    """The options of ``load``."""
-
-    activate: Annotated[bool, typer.Option("--activate", help="Also make this version the default.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,83 +94,31 @@ class DeltaOptions(ChangeOptions):
     undo: Annotated[bool, typer.Option("--undo", help="Undo the version's last delta instead.")] = False
 
 
-@takes(LoadOptions)
-def load(options: LoadOptions) -> None:
-    """Load a version from the model store, check it and warm it up. Without --version: the newest. Succeeds if already
-    loaded."""
-    name, version = _model(options), options.client.version
-    _change(
-        options,
-        lambda admin: admin.load(name, version, activate=options.activate, reason=options.reason),
-        f"loaded {name} {version or '(the newest)'}",
-    )
+_Change = tuple[str, dict[str, Any]]
+"""A verb, and fields of its request besides the model, the version and the reason."""
 
 
-@takes(ChangeOptions)
-def unload(options: ChangeOptions) -> None:
-    """Stop serving a version. Requests already running on it complete."""
-    name, version = _model(options), _version(options)
-    _change(options, lambda admin: admin.unload(name, version, reason=options.reason), f"unloaded {name} {version}")
-
-
-@takes(ChangeOptions)
-def default(options: ChangeOptions) -> None:
-    """Send all requests without a version to one version."""
-    name, version = _model(options), _version(options)
-    _change(
-        options,
-        lambda admin: admin.set_default(name, version, reason=options.reason),
-        f"requests for {name} go to {version}",
-    )
-
-
-@takes(WeightsOptions)
-def weights(options: WeightsOptions) -> None:
-    """Split requests without a version between several versions, for example for a canary."""
-    name = _model(options)
+def weights(options: WeightsOptions) -> _Change:
+    """The shares of ``--weight``."""
     pairs = [parse_pair(text, "--weight", "VERSION=SHARE, as in 8=10") for text in options.weight]
     odd = [share for _, share in pairs if not share.isdecimal()]
     if odd:
         raise ConfigError(f"--weight: got the share {odd[0]!r}, expected a whole number of 0 or more")
-    shares = {version: int(share) for version, share in pairs}
-    _change(options, lambda admin: admin.set_weights(name, shares, reason=options.reason), f"weights of {name} set")
+    return "SetWeights", {"weights": {version: int(share) for version, share in pairs}}
 
 
-@takes(LabelsOptions)
-def labels(options: LabelsOptions) -> None:
-    """Set the labels of a model's versions, such as stable and canary; a request may name a label instead of a
-    version."""
-    name = _model(options)
+def labels(options: LabelsOptions) -> _Change:
+    """The labels of ``--label``."""
     expected = "LABEL=VERSION, as in stable=7"
     named = dict(parse_pair(text, "--label", expected, at_first=True) for text in options.label or ())
-    _change(options, lambda admin: admin.set_labels(name, named, reason=options.reason), f"labels of {name} set")
+    return "SetLabels", {"labels": named}
 
 
-@takes(ChangeOptions)
-def rollback(options: ChangeOptions) -> None:
-    """Restore the traffic shares from before the last load --activate, default or weights."""
-    name = _model(options)
-    _change(options, lambda admin: admin.rollback(name, reason=options.reason), f"rolled {name} back")
-
-
-@takes(DeltaOptions)
-def delta(options: DeltaOptions) -> None:
-    """Apply a delta from the model store to a served version, or undo the last one."""
-    name, version, file = _model(options), options.client.version, options.delta
-    if (file is None) == (not options.undo):
+def delta(options: DeltaOptions) -> _Change:
+    """The delta of ``--delta``, or the verb of ``--undo``."""
+    if (options.delta is None) == (not options.undo):
         raise ConfigError("delta: give either --delta FILE or --undo")
-    if file is not None:
-        _change(
-            options,
-            lambda admin: admin.apply_delta(name, file, version, reason=options.reason),
-            f"applied {file} to {name} {version or '(the default version)'}",
-        )
-    else:
-        _change(
-            options,
-            lambda admin: admin.undo_delta(name, version, reason=options.reason),
-            f"undid the last delta of {name} {version or '(the default version)'}",
-        )
+    return ("UndoDelta", {}) if options.undo else ("ApplyDelta", {"delta": options.delta})
 
 
 @takes(ListOptions)
@@ -220,10 +161,17 @@ def status(options: ListOptions) -> None:
         raise typer.Exit(EXIT_FAILED_CHECK)
 
 
-def _change(options: ChangeOptions, make: Callable[[AdminClient], Loaded], done: str) -> None:
+def _change(options: ChangeOptions, fields: Callable[[Any], _Change]) -> None:
+    model = _model(options)
+    name, given = fields(options)
+    entry = VERBS[name]
+    given["model"] = model
+    if entry.version is not None:
+        given["version"] = options.client.version if entry.version else _version(options)
     output = Output(options.as_json)
     with _open(options) as admin:
-        found = make(admin)
+        found = getattr(admin, entry.method)(**given, reason=options.reason)
+    done = entry.done.format(**{**given, "version": given.get("version") or entry.version})
     output.show(styled("green", done), _table(found))
     output.finish(_plain(options.target, found))
 
@@ -324,14 +272,37 @@ def _plain(target: str, found: Loaded) -> dict[str, Any]:
     return {"target": target, "models": models}
 
 
+# Verbs whose options are more than flags.
+_OWN: dict[str, tuple[type[ChangeOptions], Callable[[Any], _Change]]] = {
+    "SetWeights": (WeightsOptions, weights),
+    "SetLabels": (LabelsOptions, labels),
+    "ApplyDelta": (DeltaOptions, delta),
+}
+
+
+def _command_of(name: str, command: Command) -> Callable[..., None]:
+    """The command of a verb, with the flags that the table has, or with options of its own."""
+
+    def given(options: ChangeOptions) -> _Change:
+        return name, {flag: getattr(options, flag) for flag in command.flags}
+
+    flags = [
+        (flag, Annotated[bool, typer.Option(f"--{flag}", help=text)], field(default=False))
+        for flag, text in command.flags.items()
+    ]
+    with_flags = make_dataclass("FlagOptions", flags, bases=(ChangeOptions,), frozen=True, kw_only=True)
+    kind, fields = _OWN.get(name, (with_flags, given))
+
+    def run(options: ChangeOptions) -> None:
+        _change(options, fields)
+
+    run.__doc__ = command.help
+    return takes(kind)(run)
+
+
+_COMMANDS = [(entry.command, _command_of(name, entry.command)) for name, entry in VERBS.items() if entry.command]
 for _name, _run, _example in (
-    ("load", load, f'load {_AT} {_WHAT} --activate --reason "release 8"'),
-    ("unload", unload, f"unload {_AT} --model movies --version 7"),
-    ("default", default, f"default {_AT} {_WHAT}"),
-    ("weights", weights, f"weights {_AT} --model movies --weight 7=90 --weight 8=10"),
-    ("labels", labels, f"labels {_AT} --model movies --label stable=7 --label canary=8"),
-    ("rollback", rollback, f'rollback {_AT} --model movies --reason "clicks fell"'),
-    ("delta", delta, f"delta {_AT} {_WHAT} --delta monday.rqd"),
+    *((command.name, run, f"{command.name} {_AT} {command.example}") for command, run in _COMMANDS),
     ("list", list_models, f"list {_AT} --json | tail -1"),
     ("status", status, f"status {_AT}"),
 ):

@@ -10,6 +10,7 @@ import typer
 
 from recinfer.cli.console import JsonOption
 from recinfer.cli.options import Device, MissingShards
+from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
 
 __all__ = [
     "AddressOptions",
@@ -42,7 +43,7 @@ class AddressOptions:
         typer.Option(
             min=0,
             max=65535,
-            help="Also serve REST on this TCP port: TensorFlow Serving's V1, the Open Inference Protocol, and /docs; "
+            help=f"Also serve REST on this TCP port: {', '.join(known.title for known in HTTP_PROTOCOLS)}, and /docs; "
             "0 picks a free port.",
         ),
     ] = None

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from recinfer.inference.predictor import Predictor
+from recinfer.serving.engine.memory_budget import Ticket
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.server.api_docs.schemas import ModelSchemas, open_object
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits
@@ -18,10 +21,13 @@ from tests.serving.tasks import COLUMNS, tasks_archive, tasks_predictor
 from tests.serving.test_sequences import predictors
 from tests.serving.v1 import get, post
 
-pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
+web = pytest.importorskip("aiohttp.web", reason="aiohttp is not installed (the serve extra)")
 validator = pytest.importorskip(
     "openapi_spec_validator", reason="openapi-spec-validator is not installed (the dev extra)"
 )
+
+from recinfer.serving.server.api_docs.document import document as openapi  # noqa: E402
+from recinfer.serving.server.http_server import Described, Post, Route  # noqa: E402
 
 __all__ = ["predictors", "tasks_archive", "tasks_predictor"]
 
@@ -114,3 +120,38 @@ def test_a_browser_is_asked_for_the_token(predictor: Predictor):
         validator.OpenAPIV31SpecValidator(document).validate()
         assert document["security"] == [{"token": []}]
         assert document["paths"]["/v2/health/live"]["get"]["security"] == []
+
+
+class Count:
+    """A protocol of one route, as another one would be added."""
+
+    about = "**Count** is a protocol of this test"
+    paths = "/count/MODEL"
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def routes(self) -> list[Route]:
+        described = Described("count", "Features of {model}", "count", "CountResponse", "CountRequest")
+        return [Post("/count/{model}/{version}", "Count", self.count, described)]
+
+    def add_schemas(self, model: ServedModel, schemas: ModelSchemas) -> None:
+        schemas.add("CountRequest", open_object({}, []))
+        schemas.add("CountResponse", open_object({"features": {"type": "integer"}}, ["features"]))
+        schemas.examples["CountRequest"] = {"all": {}}
+
+    async def count(self, request: web.Request, body: bytearray, ticket: Ticket) -> web.Response:
+        raise NotImplementedError
+
+
+def test_the_routes_and_schemas_of_a_protocol_are_its_part(predictor: Predictor):
+    found = openapi([Count()], ModelRegistry({"a b": predictor}), Limits(), needs_token=False)
+    validator.OpenAPIV31SpecValidator(found).validate()
+    assert Count.about in found["info"]["description"]
+    assert [*found["paths"]] == ["/count/a%20b/{version}"] and found["tags"] == [{"name": "count"}]
+    operation = found["paths"]["/count/a%20b/{version}"]["post"]
+    assert (operation["summary"], operation["operationId"]) == ("Features of a b", "a_b.0.count_version")
+    assert operation["parameters"][0]["name"] == "version"
+    body = operation["requestBody"]["content"]["application/json"]
+    assert body == {"schema": {"$ref": "#/components/schemas/a_b.0.CountRequest"}, "examples": {"all": {"value": {}}}}
+    assert found["components"]["schemas"].keys() == {"Error", "a_b.0.CountRequest", "a_b.0.CountResponse"}

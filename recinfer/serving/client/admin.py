@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.message import Message
-
 from recinfer.errors import InputError
 from recinfer.serving.client.calls import channel_to, invoke, security_of
+from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.arrays import parse
 from recinfer.serving.wire.proto import admin_pb2 as pb
 from recinfer.serving.wire.tls import authorization
@@ -86,19 +85,19 @@ class AdminClient:
 
     def list_models(self) -> Loaded:
         """All loaded versions."""
-        return self._call("ListModels", pb.ListModelsRequest())
+        return self._call("ListModels")
 
     def load(self, model: str, version: str = "", *, activate: bool = False, reason: str = "") -> Loaded:
-        """Load a version of the model store (empty: the newest); ``activate``: requests then go to this version."""
-        return self._change("Load", pb.LoadRequest(model=model, version=version, activate=activate), reason)
+        """Load a version of the model store (empty: the newest); ``activate``: requests go to it from then on."""
+        return self._call("Load", reason, model=model, version=version, activate=activate)
 
     def unload(self, model: str, version: str, *, reason: str = "") -> Loaded:
         """Unload a version; its running requests finish first."""
-        return self._change("Unload", pb.UnloadRequest(model=model, version=version), reason)
+        return self._call("Unload", reason, model=model, version=version)
 
     def set_default(self, model: str, version: str, *, reason: str = "") -> Loaded:
-        """Send all requests that name no version to this version."""
-        return self._change("SetDefault", pb.SetDefaultRequest(model=model, version=version), reason)
+        """Send all requests that name no version to this one."""
+        return self._call("SetDefault", reason, model=model, version=version)
 
     def set_weights(self, model: str, weights: Mapping[str, int], *, reason: str = "") -> Loaded:
         """Spread requests that name no version: ``{"7": 90, "8": 10}``."""
@@ -106,24 +105,24 @@ class AdminClient:
             items = [pb.VersionWeight(version=version, weight=weight) for version, weight in weights.items()]
         except (TypeError, ValueError):
             raise InputError(f"weights: got {dict(weights)}, expected whole numbers from 0 to 2^32 - 1") from None
-        return self._change("SetWeights", pb.SetWeightsRequest(model=model, weights=items), reason)
+        return self._call("SetWeights", reason, model=model, weights=items)
 
     def set_labels(self, model: str, labels: Mapping[str, str], *, reason: str = "") -> Loaded:
         """Give a model these labels and no others, each the name of a version: ``{"stable": "7", "canary": "8"}``."""
         items = [pb.VersionLabel(label=label, version=version) for label, version in labels.items()]
-        return self._change("SetLabels", pb.SetLabelsRequest(model=model, labels=items), reason)
+        return self._call("SetLabels", reason, model=model, labels=items)
 
     def rollback(self, model: str, *, reason: str = "") -> Loaded:
         """Go back to the weights before the last change of them."""
-        return self._change("Rollback", pb.RollbackRequest(model=model), reason)
+        return self._call("Rollback", reason, model=model)
 
     def apply_delta(self, model: str, delta: str, version: str = "", *, reason: str = "") -> Loaded:
         """Apply ``delta``, a file in the model's folder of the store, to a loaded version (empty: the default one)."""
-        return self._change("ApplyDelta", pb.ApplyDeltaRequest(model=model, version=version, delta=delta), reason)
+        return self._call("ApplyDelta", reason, model=model, version=version, delta=delta)
 
     def undo_delta(self, model: str, version: str = "", *, reason: str = "") -> Loaded:
         """Undo a version's last delta."""
-        return self._change("UndoDelta", pb.UndoDeltaRequest(model=model, version=version), reason)
+        return self._call("UndoDelta", reason, model=model, version=version)
 
     def close(self) -> None:
         """Close the channel; calls after it fail."""
@@ -135,11 +134,9 @@ class AdminClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _change(self, name: str, request: Any, reason: str) -> Loaded:
-        request.change.reason = reason
-        return self._call(name, request)
-
-    def _call(self, name: str, request: Message) -> Loaded:
+    def _call(self, name: str, reason: str = "", **fields: Any) -> Loaded:
+        verb = VERBS[name]
+        request = verb.request(**fields, **({"change": pb.Change(reason=reason)} if verb.changes else {}))
         answer = invoke(
             self.channel.unary_unary(f"/{_SERVICE}/{name}"),
             request.SerializeToString(),

@@ -7,11 +7,13 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from recinfer.archive.manifest import ENGINE_PACKAGES
 from recinfer.serving.engine.change_log import log_change, log_refused
 from recinfer.serving.engine.store import StoreManager
 from recinfer.serving.wire import codec
+from recinfer.serving.wire.admin_verbs import VERBS, Verb
 from recinfer.serving.wire.proto import admin_pb2 as pb
 
 __all__ = ["SERVICE_NAME", "SET_FAULT", "AdminService"]
@@ -35,22 +37,11 @@ class AdminService:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recinfer-admin")
 
     def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
-        """The coroutine function of each method name and of SET_FAULT: serialized request -> serialized answer.
-
-        A coroutine raises RecinferErrors.
-        """
-        work = {
-            "Load": self._load,
-            "Unload": self._unload,
-            "ListModels": self._list,
-            "SetDefault": self._set_default,
-            "SetWeights": self._set_weights,
-            "SetLabels": self._set_labels,
-            "Rollback": self._rollback,
-            "ApplyDelta": self._apply_delta,
-            "UndoDelta": self._undo_delta,
-            SET_FAULT: self._set_fault,
+        """Method name, and SET_FAULT -> serialized request to serialized answer; raises errors of ours."""
+        work: dict[str, Callable[[bytes], bytes | None]] = {
+            name: partial(self._apply, verb) for name, verb in VERBS.items()
         }
+        work[SET_FAULT] = self._set_fault
         return {name: self._on_admin_thread(name, call) for name, call in work.items()}
 
     def _on_admin_thread(self, name: str, call: Callable[[bytes], bytes | None]) -> Callable[[bytes], Awaitable[bytes]]:
@@ -70,41 +61,11 @@ class AdminService:
 
         return answer
 
-    def _load(self, data: bytes) -> bytes:
-        """Load a version; returns the request with the name of the loaded version."""
-        request = codec.parse(pb.LoadRequest, data)
-        request.version = self.manager.load(request.model, request.version, activate=request.activate)
+    def _apply(self, verb: Verb, data: bytes) -> bytes:
+        """Returns the request as it was made: a load of the newest version names it."""
+        request = codec.parse(verb.request, data)
+        verb.apply(self.manager, request)
         return request.SerializeToString()
-
-    def _unload(self, data: bytes) -> None:
-        request = codec.parse(pb.UnloadRequest, data)
-        self.manager.unload(request.model, request.version)
-
-    def _list(self, data: bytes) -> None:
-        codec.parse(pb.ListModelsRequest, data)
-
-    def _set_default(self, data: bytes) -> None:
-        request = codec.parse(pb.SetDefaultRequest, data)
-        self.manager.registry.set_weights(request.model, {request.version: 1})
-
-    def _set_weights(self, data: bytes) -> None:
-        request = codec.parse(pb.SetWeightsRequest, data)
-        self.manager.registry.set_weights(request.model, {item.version: item.weight for item in request.weights})
-
-    def _set_labels(self, data: bytes) -> None:
-        request = codec.parse(pb.SetLabelsRequest, data)
-        self.manager.registry.set_labels(request.model, {item.label: item.version for item in request.labels})
-
-    def _rollback(self, data: bytes) -> None:
-        self.manager.registry.rollback(codec.parse(pb.RollbackRequest, data).model)
-
-    def _apply_delta(self, data: bytes) -> None:
-        request = codec.parse(pb.ApplyDeltaRequest, data)
-        self.manager.apply_delta(request.model, request.version, request.delta)
-
-    def _undo_delta(self, data: bytes) -> None:
-        request = codec.parse(pb.UndoDeltaRequest, data)
-        self.manager.undo_delta(request.model, request.version)
 
     def _set_fault(self, data: bytes) -> None:
         fault = json.loads(data)

@@ -6,9 +6,9 @@ import logging
 import sys
 from typing import Any
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
-from recinfer.serving.wire.proto import admin_pb2 as pb
+from recinfer.serving.wire.admin_verbs import VERBS
 
 __all__ = ["BY_POLLING", "log_change", "log_refused", "show_changes"]
 
@@ -43,31 +43,17 @@ def log_refused(call: str, data: bytes, error: Exception) -> None:
 
 
 def _fields_of(call: str, data: bytes) -> dict[str, Any] | None:
-    """The fields of a log line by name; None for a call that changes nothing."""
-    kind = getattr(pb, f"{call}Request", None)
-    if kind is None or "change" not in kind.DESCRIPTOR.fields_by_name:
+    """What a line says, by name; None: the call changes nothing."""
+    verb = VERBS.get(call)
+    if verb is None or not verb.changes:
         return None
     try:
-        request = kind.FromString(data)
+        request: Any = verb.request.FromString(data)
     except DecodeError:
         return None
     who, reason = (_short(text) for text in (request.change.who, request.change.reason))
-    fields = {"change": call, "model": _short(request.model), "version": _short(_subject(request))}
+    fields = {"change": call, "model": _short(request.model), "version": _short(verb.subject(request))}
     return fields | {"who": who or "unknown", "reason": reason or "none given"}
-
-
-def _subject(request: Message) -> str:
-    """The version that a change concerns, or the weights or labels that it sets."""
-    message: Any = request
-    names = request.DESCRIPTOR.fields_by_name
-    if "weights" in names:
-        return ", ".join(f"{item.version}={item.weight}" for item in message.weights)
-    if "labels" in names:
-        return ", ".join(f"{item.label}={item.version}" for item in message.labels)
-    version = message.version if "version" in names else ""
-    if "delta" in names:
-        return f"{version} delta {message.delta}".strip()
-    return f"{version} and made the default" if "activate" in names and message.activate else version
 
 
 def _line(fields: dict[str, Any]) -> str:

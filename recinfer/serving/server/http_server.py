@@ -9,18 +9,22 @@ import math
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from recinfer.errors import InputError, OverloadedError
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_of_task
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.engine.request import AnswerCall
+from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema
 from recinfer.serving.server.http_site import HttpSite
 from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
+from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.status import status_of
 
-__all__ = ["Get", "HttpProtocol", "HttpServer", "Post", "Route", "count_json"]
+__all__ = ["Described", "Get", "HttpProtocol", "HttpServer", "ModelProtocol", "Post", "Route", "count_json"]
 
 _log = logging.getLogger(__name__)
 _BODY_S = 30.0  # for a body to arrive whole
@@ -33,6 +37,25 @@ _Work = Callable[[web.Request], Awaitable[web.Response]]
 
 
 @dataclass(frozen=True)
+class Described:
+    """The description of a route in ``/openapi.json``. A path with ``{model}`` stands there once for each model.
+
+    Attributes:
+        tag: heading of the route.
+        summary: one line; ``{model}`` in it becomes the model's name.
+        operation: its id, behind the model's name and before the names of the path's other parameters.
+        response: the schema of the answer, or its name among those that the protocol adds for a model.
+        request: name of the body's schema; a model without an example of it lacks the route.
+    """
+
+    tag: str
+    summary: str
+    operation: str
+    response: Schema | str
+    request: str = ""
+
+
+@dataclass(frozen=True)
 class Get:
     """A path without a body.
 
@@ -41,23 +64,30 @@ class Get:
         call: name of the path's calls in metrics and the log.
         work: answers a request; an exception becomes an HTTP error of its status.
         is_open: no token is needed.
-        for_people: a browser without the token shows its user a prompt for the token.
+        for_people: a browser without the token shows its user a prompt for it.
+        described: None: ``/openapi.json`` lacks the route.
     """
+
+    method: ClassVar = "GET"
 
     path: str
     call: str
     work: _Work
     is_open: bool = False
     for_people: bool = False
+    described: Described | None = None
 
 
 @dataclass(frozen=True)
 class Post:
     """A path with a body: ``work`` gets the body, read, unpacked and counted, with the call's ticket of the memory budget."""
 
+    method: ClassVar = "POST"
+
     path: str
     call: str
     work: Callable[[web.Request, bytearray, Ticket], Awaitable[web.Response]]
+    described: Described | None = None
 
 
 Route = Get | Post
@@ -74,6 +104,30 @@ class HttpProtocol(Protocol):
 
     def routes(self) -> Iterable[Route]:
         """The paths that the protocol answers."""
+        ...
+
+
+class ModelProtocol(HttpProtocol, Protocol):
+    """A protocol for requests to the served models, as recinfer.serving.server.http_protocols lists them.
+
+    Args:
+        registry: the models.
+        limits: bounds on requests.
+        ask: answers a serialized request of ours; raises errors of ours.
+        is_ready: whether the server can answer now.
+
+    Attributes:
+        about: of the protocol, for the first sentence of ``/openapi.json``; begins with its name.
+    """
+
+    about: str
+
+    def __init__(
+        self, registry: ModelRegistry, limits: Limits, ask: AnswerCall, is_ready: Callable[[], bool]
+    ) -> None: ...
+
+    def add_schemas(self, model: ServedModel, schemas: ModelSchemas) -> None:
+        """Add the schemas and examples that the descriptions of the routes name, as they are for ``model``."""
         ...
 
 
@@ -124,8 +178,7 @@ class HttpServer:
         """Bind and accept requests; raises OSError when the address cannot be bound."""
         app = web.Application(middlewares=[self._in_json])
         for route in (route for protocol in self._protocols for route in protocol.routes()):
-            method = "GET" if isinstance(route, Get) else "POST"
-            app.router.add_route(method, route.path, self._handler(route), expect_handler=self._expected)
+            app.router.add_route(route.method, route.path, self._handler(route), expect_handler=self._expected)
             if isinstance(route, Get):
                 app.router.add_route("HEAD", route.path, self._handler(route), expect_handler=self._expected)
         self._site = HttpSite(

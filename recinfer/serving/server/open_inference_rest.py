@@ -17,10 +17,14 @@ from aiohttp import web
 
 from recinfer.errors import InputError
 from recinfer.serving.engine.memory_budget import Ticket
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.engine.request import AnswerCall
 from recinfer.serving.server import open_inference as oip
-from recinfer.serving.server.http_server import Get, Post, Route, count_json
+from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema, array_of, open_object
+from recinfer.serving.server.http_server import Described, Get, Post, Route, count_json
 from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
 from recinfer.serving.server.open_inference_grpc import OpenInference, raw_array
+from recinfer.serving.server.open_inference_schemas import add_schemas
 from recinfer.serving.wire.fields import Buffer
 from recinfer.serving.wire.json_codec import (
     json_pieces,
@@ -31,6 +35,7 @@ from recinfer.serving.wire.json_codec import (
     valid_text,
     whole_numbers,
 )
+from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import off_loop
 
 __all__ = ["OpenInferenceRest"]
@@ -38,37 +43,53 @@ __all__ = ["OpenInferenceRest"]
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _WRITTEN = 24  # bytes of Python objects and text per byte of a tensor
 _MAX_NAME = 1024
-_DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of digits with an error of its own
+_DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of them with an error of its own
+_TAG, _HEALTH = "V2: Open Inference Protocol", "health"
+_TEXT: Schema = {"type": "string"}
+_SERVER = Described(
+    _TAG,
+    "The server's name and version",
+    "v2Server",
+    open_object({"name": _TEXT, "version": _TEXT, "extensions": array_of(_TEXT, None)}, ["name", "version"]),
+)
+_LIVE, _READY = (
+    Described(_HEALTH, f"Whether the server is {key}", f"health_{key}", open_object({key: {"type": "boolean"}}, [key]))
+    for key in ("live", "ready")
+)
+_METADATA = Described(_TAG, "Inputs and outputs of {model}", "v2Metadata", {"type": "object"})
+_MODEL_READY = Described(_HEALTH, "Whether {model} takes requests", "ready", {"type": "object"})
+_INFER = Described(_TAG, "Ask {model} by tensors", "infer", "InferResponse", "InferRequest")
 
 
 class OpenInferenceRest:
-    """The protocol's paths. See recinfer.serving.server.http_server.HttpProtocol.
+    """The protocol's paths. See recinfer.serving.server.http_server.ModelProtocol."""
 
-    Args:
-        answers: answers the requests.
-    """
-
+    about = "**V2** the Open Inference Protocol (tensors,\nalso binary)"
     paths = "/v2, /v2/health/live, /v2/health/ready, /v2/models/MODEL[/versions/VERSION][/ready or /infer]"
 
-    def __init__(self, answers: OpenInference) -> None:
-        self._answers = answers
+    def __init__(self, registry: ModelRegistry, limits: Limits, ask: AnswerCall, is_ready: Callable[[], bool]) -> None:
+        self._answers = OpenInference(registry, limits, ask, is_ready)
 
     def routes(self) -> list[Route]:
         """Every path of the protocol."""
         found: list[Route] = [
-            Get("/v2", "ServerMetadata", self._server),
-            Get("/v2/health/live", "ServerLive", self._live, is_open=True),
-            Get("/v2/health/ready", "ServerReady", self._ready, is_open=True),
+            Get("/v2", "ServerMetadata", self._server, described=_SERVER),
+            Get("/v2/health/live", "ServerLive", self._live, is_open=True, described=_LIVE),
+            Get("/v2/health/ready", "ServerReady", self._ready, is_open=True, described=_READY),
             Get("/live", "ServerLive", self._live, is_open=True),
             Get("/ready", "ServerReady", self._ready, is_open=True),
         ]
         for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             found += [
-                Get(path, "ModelMetadata", self._metadata),
-                Get(path + "/ready", "ModelReady", self._model_ready, is_open=True),
-                Post(path + "/infer", "ModelInfer", self._infer),
+                Get(path, "ModelMetadata", self._metadata, described=_METADATA),
+                Get(path + "/ready", "ModelReady", self._model_ready, is_open=True, described=_MODEL_READY),
+                Post(path + "/infer", "ModelInfer", self._infer, _INFER),
             ]
         return found
+
+    def add_schemas(self, model: ServedModel, schemas: ModelSchemas) -> None:
+        """Add the schemas of a ModelInfer."""
+        add_schemas(model, self._answers.registry, schemas)
 
     async def _live(self, request: web.Request) -> web.Response:
         return web.json_response({"live": True})

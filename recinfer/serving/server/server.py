@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import os
+import pkgutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from recinfer.serving.server.grpc_methods import (
     generic_handler,
 )
 from recinfer.serving.server.health import EndingHealth
+from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security
@@ -42,6 +44,7 @@ from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import most_connections, tell_open_files
 from recinfer.serving.wire.address import check_address, join_address, plain_host
+from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
@@ -280,19 +283,16 @@ class Server:
 
     async def _start_http(self, port: int) -> None:
         from recinfer.serving.server.api_docs.page import ApiDocs
-        from recinfer.serving.server.http_server import HttpServer
-        from recinfer.serving.server.open_inference_rest import OpenInferenceRest
-        from recinfer.serving.server.v1.protocol import V1
+        from recinfer.serving.server.http_server import HttpServer, ModelProtocol
 
         if not self._share_port:
             check_address(self.host, port)
         registry, limits, security = self.service.registry, self.service.limits, self._security
+        kinds: list[type[ModelProtocol]] = [pkgutil.resolve_name(known.place) for known in HTTP_PROTOCOLS]
+        protocols = [kind(registry, limits, self._answer, self.is_ready) for kind in kinds]
         self._http = HttpServer(
-            [
-                OpenInferenceRest(self.open_inference),
-                V1(registry, limits, self._answer, self.is_ready),
-                ApiDocs(registry, limits, needs_token=security.token is not None),
-            ],
+            # The last protocol's paths stand first in the error about an unknown path.
+            [*reversed(protocols), ApiDocs(protocols, registry, limits, needs_token=security.token is not None)],
             self.budget,
             limits.max_message_bytes,
             self.host,
@@ -344,8 +344,7 @@ class Server:
         ]
         if self._shows_admin:
             through = self._admin_through
-            offered = admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods_by_name
-            calls = {name: call for name, call in self.admin_calls.items() if name in offered}
+            calls = {name: self.admin_calls[name] for name in VERBS}
             if through is not None:
                 calls = {call: functools.partial(through, call) for call in calls}
             found.append(handlers(_ADMIN_NAME, signed(calls, self._security)))

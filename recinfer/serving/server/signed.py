@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from recinfer.serving.server.grpc_methods import Answer, core_call
 from recinfer.serving.server.security import Security
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.proto import admin_pb2 as pb
+from recinfer.serving.wire.admin_verbs import VERBS
 
 __all__ = ["signed"]
 
@@ -18,12 +19,13 @@ def signed(calls: Mapping[str, Answer], security: Security) -> dict[str, Answer]
 
 
 def _signed(name: str, call: Answer, security: Security) -> Answer:
-    kind = getattr(pb, f"{name}Request")
-    if "change" not in kind.DESCRIPTOR.fields_by_name:
+    verb = VERBS[name]
+    if not verb.changes:
         return call
 
     async def answer(data: bytes) -> bytes:
-        request, made_by = codec.parse(kind, data), core_call.get()
+        request: Any = codec.parse(verb.request, data)
+        made_by = core_call.get()
         request.change.who = "unknown" if made_by is None else security.client_identity(made_by)
         return await call(request.SerializeToString())
 

@@ -11,22 +11,13 @@ from typing import Any
 
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.change_log import log_change, log_refused
+from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.workers.process import WorkerProcess
 
 __all__ = ["ModelChanges"]
 
 _ANSWER_S = 5.0  # for each worker's heartbeat before a change
 _CHANGE_S = 3600.0  # loading reads and checks a whole archive
-# The call that undoes a change which another worker failed to make, after the weights are restored; None: no call is needed.
-# The requests of both calls begin with the same fields, so the request of the change is also the request of the undoing call.
-_OPPOSITE = {
-    "Load": "Unload",
-    "SetDefault": None,
-    "SetWeights": None,
-    "SetLabels": None,
-    "Rollback": None,
-    "ApplyDelta": "UndoDelta",
-}
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ class ModelChanges:
             _check_all_answer(workers)
             outcome = _request_all(workers, call, data)
             failed = list(outcome.failed)
-            if failed and (call in _OPPOSITE or not outcome.made):
+            if failed and (_undo(call) is not None or not outcome.made):
                 self._end_workers(_take_back(outcome, call, data))
                 raise failed[0][1]
             self._end_workers(failed)  # this call cannot be undone in the workers that made it
@@ -114,6 +105,11 @@ def _check_all_answer(workers: Sequence[WorkerProcess]) -> None:
         )
 
 
+def _undo(call: str) -> str | None:
+    """The verb that takes ``call`` back, see recinfer.serving.wire.admin_verbs.Verb."""
+    return VERBS[call].undo if call in VERBS else None
+
+
 def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProcess, RecinferError]]:
     """Undo a change in the workers that made it; returns the workers that could not.
 
@@ -124,8 +120,8 @@ def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProc
         (worker, worker.connection.request("set_spread", spread=said["before"])) for worker, said in outcome.made
     ]
     failed = _outcome(restored).failed
-    opposite = _OPPOSITE.get(call)
-    if opposite is None:
+    opposite = _undo(call)
+    if not opposite:
         return failed
     # Loading a version that a worker already served changed nothing: the worker keeps the version.
     made = [worker for worker, said in outcome.made if not said.get("served_before")]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from recinfer.errors import ConfigError
 from recinfer.serving.engine.store import served_state
 from recinfer.serving.wire import codec
+from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.loop import start_on_loop
 from recinfer.serving.wire.proto import admin_pb2 as pb
 from recinfer.serving.workers.connection import PeerConnection
@@ -61,11 +62,8 @@ class WorkerLink:
         self._server, self._manager = server, manager
 
     async def change(self, call: str, data: bytes) -> bytes:
-        """Make the admin call ``call``, whose serialized request is ``data``, in all workers; returns the serialized answer.
-
-        Call on the serving loop.
-        """
-        if call == "ListModels":  # a listing changes nothing, and all workers have the same models
+        """An admin call, serialized, made in all workers; the serialized answer. Call on the serving loop."""
+        if call in VERBS and not VERBS[call].changes:  # all workers have the same models
             assert self._server is not None
             return await self._server.admin_calls[call](data)
         if call == "Load" and self._manager is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from aiohttp import web
 from recinfer.errors import NotFoundError
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.server.api_docs.document import document
-from recinfer.serving.server.http_server import Get, Route
+from recinfer.serving.server.http_server import Get, ModelProtocol, Route
 from recinfer.serving.wire.json_codec import json_text
 from recinfer.serving.wire.limits import Limits
 
@@ -44,6 +45,7 @@ class ApiDocs:
     """The paths that describe a port. See recinfer.serving.server.http_server.HttpProtocol.
 
     Args:
+        protocols: that are described.
         registry: the models.
         limits: bounds on requests.
         needs_token: whether requests need a token.
@@ -51,10 +53,10 @@ class ApiDocs:
 
     paths = "/docs, /openapi.json"
 
-    def __init__(self, registry: ModelRegistry, limits: Limits, needs_token: bool) -> None:
-        self._registry = registry
-        self._limits = limits
-        self._needs_token = needs_token
+    def __init__(
+        self, protocols: Sequence[ModelProtocol], registry: ModelRegistry, limits: Limits, needs_token: bool
+    ) -> None:
+        self._make = partial(document, protocols, registry, limits, needs_token=needs_token)
 
     def routes(self) -> list[Route]:
         """The document, the page, and its files."""
@@ -67,8 +69,7 @@ class ApiDocs:
         ]
 
     async def _document(self, request: web.Request) -> web.Response:
-        make = partial(document, self._registry, self._limits, needs_token=self._needs_token)
-        text = await asyncio.to_thread(lambda: json_text(make()))
+        text = await asyncio.to_thread(lambda: json_text(self._make()))
         return web.Response(text=text, content_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def _page(self, request: web.Request) -> web.Response:

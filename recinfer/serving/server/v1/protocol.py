@@ -9,31 +9,35 @@ from aiohttp import web
 
 from recinfer.errors import NotFoundError
 from recinfer.serving.engine.memory_budget import Ticket
-from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.request import AnswerCall, CallName
-from recinfer.serving.server.http_server import Get, Post, Route, count_json
+from recinfer.serving.server.api_docs.schemas import ModelSchemas, array_of, open_object
+from recinfer.serving.server.http_server import Described, Get, Post, Route, count_json
 from recinfer.serving.server.v1.answers import to_json
 from recinfer.serving.server.v1.described import metadata, status
 from recinfer.serving.server.v1.requests import ConvertedRequest, to_message
+from recinfer.serving.server.v1.schemas import add_schemas
 from recinfer.serving.wire.json_codec import parse_json
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import off_loop
 
 __all__ = ["V1"]
 
-_WRITTEN = 24  # bytes of Python objects and text per byte of a vector
+_WRITTEN = 24  # bytes of Python objects and text for one of a vector
+_described = partial(Described, "V1: rows and columns")
+_MODELS = _described("The models", "v1Models", open_object({"models": array_of({"type": "string"}, None)}, ["models"]))
+_PREDICT = _described("Score samples with {model}", "v1Predict", "PredictResponse", "PredictRequest")
+_LOOKUP = _described("Embeddings of ids, by {model}", "v1Lookup", "LookupResponse", "LookupRequest")
+_STATUS = _described(
+    "Versions of {model} and their state", "status", {"type": "object", "required": ["model_version_status"]}
+)
+_METADATA = _described("Inputs and outputs of {model}", "metadata", {"type": "object"})
 
 
 class V1:
-    """The paths of the V1 protocol. See recinfer.serving.server.http_server.HttpProtocol.
+    """The protocol on a port. See recinfer.serving.server.http_server.ModelProtocol."""
 
-    Args:
-        registry: the models.
-        limits: bounds on requests.
-        ask: answers recinfer's serialized request; raises RecinferErrors.
-        is_ready: whether the server can answer now.
-    """
-
+    about = "**V1** is TensorFlow Serving's and KServe's REST API (JSON rows or columns)"
     paths = "/v1/models/MODEL[/versions/VERSION or /labels/LABEL][:predict, :lookup or /metadata]"
 
     def __init__(self, registry: ModelRegistry, limits: Limits, ask: AnswerCall, is_ready: Callable[[], bool]) -> None:
@@ -44,17 +48,21 @@ class V1:
 
     def routes(self) -> list[Route]:
         """Every path of the protocol."""
-        found: list[Route] = [Get("/v1/models", "V1Models", self._models)]
+        found: list[Route] = [Get("/v1/models", "V1Models", self._models, described=_MODELS)]
         for where in ("", "/versions/{version}", "/labels/{label}"):
             path = "/v1/models/{model}" + where
             # The router takes the first path that fits, and a model's name may have a colon.
             found += [
-                Post(path + ":predict", "V1Predict", partial(self._answer, "Predict")),
-                Post(path + ":lookup", "V1Lookup", partial(self._answer, "Lookup")),
-                Get(path + "/metadata", "V1Metadata", self._metadata),
-                Get(path, "V1Status", self._status),
+                Post(path + ":predict", "V1Predict", partial(self._answer, "Predict"), _PREDICT),
+                Post(path + ":lookup", "V1Lookup", partial(self._answer, "Lookup"), _LOOKUP),
+                Get(path + "/metadata", "V1Metadata", self._metadata, described=_METADATA),
+                Get(path, "V1Status", self._status, described=_STATUS),
             ]
         return found
+
+    def add_schemas(self, model: ServedModel, schemas: ModelSchemas) -> None:
+        """Add the schemas of a prediction and a lookup."""
+        add_schemas(model, self._limits, schemas)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"models": self._registry.names()})

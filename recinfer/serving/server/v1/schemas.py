@@ -1,0 +1,158 @@
+"""JSON Schemas and examples of one served model's requests and answers, in the form of V1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recinfer.serving.engine.registry import ServedModel
+from recinfer.serving.engine.request import CallName
+from recinfer.serving.server.api_docs.schemas import FLOAT, ModelSchemas, Schema, array_of, object_of
+from recinfer.serving.server.v1.inputs import inputs_of
+from recinfer.serving.server.v1.requests import SIGNATURES
+from recinfer.serving.wire.limits import Limits
+
+__all__ = ["add_schemas"]
+
+_MISSING_RANKS = {
+    "type": "array",
+    "items": {"type": "integer"},
+    "description": "Ranks that did not answer, so that their rows are zero; only there when some did not.",
+}
+
+
+def add_schemas(model: ServedModel, limits: Limits, schemas: ModelSchemas) -> None:
+    """Add the schemas of the calls that ``model`` answers: ``Predict`` (with a dense part) and ``Lookup``."""
+    made = _Model(model, limits, schemas)
+    if model.predictor.manifest.dense is not None:
+        made.predict()
+        schemas.examples["PredictRequest"] = made.examples(with_dense=True)
+    made.lookup()
+    schemas.examples["LookupRequest"] = made.examples(with_dense=False)
+
+
+class _Model:
+    def __init__(self, model: ServedModel, limits: Limits, schemas: ModelSchemas) -> None:
+        self._model = model
+        self._limits = limits
+        self._add = schemas.add
+        predictor = model.predictor
+        self._manifest, self._inputs = predictor.manifest, inputs_of(predictor)
+        self._weighted = predictor.intake.weighted
+        self._tables = self._manifest.feature_tables
+        self._info = {feature.name: feature for feature in self._manifest.features}
+        if self._weighted:
+            ids, weights = array_of({"type": "integer", "format": "int64"}, None), array_of(FLOAT, None)
+            self._bag = self._add("WeightedIds", object_of({"ids": ids, "weights": weights}, ["ids", "weights"]))
+            ids, weights = array_of(ids, None), array_of(weights, None)
+            self._bags = self._add("WeightedColumn", object_of({"ids": ids, "weights": weights}, ["ids", "weights"]))
+
+    def predict(self) -> None:
+        """The request and the answer of a prediction."""
+        dense = self._manifest.dense
+        assert dense is not None
+        needed = [name for name in self._inputs.features if self._info[name].missing == "reject"]
+        shapes = {output.name: output.shape for output in dense.outputs}
+        row = {name: array_of(FLOAT, *shape) for name, shape in shapes.items()}
+        column = {name: array_of(FLOAT, None, *shape) for name, shape in shapes.items()}
+        self._request("Predict", needed, with_dense=True)
+        if len(shapes) == 1:  # the only output stands as it is, several by name
+            ((_, one), (_, many)) = (*row.items(), *column.items())
+            self._response("Predict", one, many)
+        else:
+            self._named_response("Predict", row, column)
+
+    def lookup(self) -> None:
+        """The request and the answer of a lookup."""
+        row, column = {}, {}
+        for spec in self._model.predictor.features:
+            shape = (spec.dim,) if spec.pooled else (None, spec.dim)
+            row[spec.name], column[spec.name] = array_of(FLOAT, *shape), array_of(FLOAT, None, *shape)
+        self._request("Lookup", [], with_dense=False)
+        self._named_response("Lookup", row, column)
+
+    def _request(self, call: CallName, needed: list[str], *, with_dense: bool) -> None:
+        row = {name: self._cell(name) for name in self._inputs.features}
+        column: dict[str, Schema] = {name: array_of(cell, None) for name, cell in row.items()}
+        for name in self._weighted:
+            column[name] = {"anyOf": [column[name], self._bags]}
+        signature = {"type": "string", "enum": [*SIGNATURES[call], ""]}
+        forms = []
+        for field, properties in (("instances", row), ("inputs", column)):
+            whole = object_of(properties, needed) | {"minProperties": 1}
+            if with_dense and self._inputs.num_dense:
+                self._add_dense(whole, is_row=field == "instances")
+            if field == "instances":
+                given = array_of(self._add(f"{call}Row", whole), None) | {
+                    "minItems": 1,
+                    "maxItems": self._limits.max_batch,
+                }
+            else:
+                given = self._add(f"{call}Inputs", whole)
+            form = object_of({field: given, "signature_name": signature}, [field])
+            forms.append(self._add(f"{call}{'Rows' if field == 'instances' else 'Columns'}", form))
+        self._add(f"{call}Request", {"oneOf": forms})
+
+    def _add_dense(self, whole: Schema, *, is_row: bool) -> None:
+        numbers = array_of(FLOAT, self._inputs.num_dense) | {
+            "description": "All dense columns, as the model takes them."
+        }
+        whole["properties"][self._inputs.dense] = numbers if is_row else array_of(numbers, None)
+        if not self._inputs.columns:
+            whole["required"].append(self._inputs.dense)
+            return
+        # The contract's transforms (fill, clip, log, scale) make this number from the raw one.
+        one = FLOAT | {"description": "A dense column, as the model takes it: after the feature contract's transforms."}
+        for name in self._inputs.columns:
+            whole["properties"][name] = one if is_row else array_of(one, None)
+        whole["description"] = (
+            f"With either {self._inputs.dense!r} or all of the columns {', '.join(self._inputs.columns)}."
+        )
+
+    def _named_response(self, call: CallName, row: dict[str, Schema], column: dict[str, Schema]) -> None:
+        needed = list(row) if call == "Predict" else []
+        one = self._add(f"{call}Prediction", object_of(row, needed))
+        self._response(call, one, self._add(f"{call}Outputs", object_of(column, needed)))
+
+    def _response(self, call: CallName, row: Schema, columns: Schema) -> None:
+        found = {"missing_ranks": _MISSING_RANKS}
+        rows = object_of({"predictions": array_of(row, None), **found}, ["predictions"])
+        forms = [self._add(f"{call}RowsAnswer", rows)]
+        forms.append(self._add(f"{call}ColumnsAnswer", object_of({"outputs": columns, **found}, ["outputs"])))
+        self._add(f"{call}Response", {"oneOf": forms})
+
+    def _id(self, name: str) -> Schema:
+        if self._info[name].out_of_range == "default_row":
+            return {"type": "integer", "format": "int64"}
+        rows = min(table.rows for table in self._tables[name])
+        return {"type": "integer", "format": "int64", "minimum": 0, "maximum": rows - 1}
+
+    def _cell(self, name: str) -> Schema:
+        info, one = self._info[name], self._id(name)
+        tables = ", ".join(dict.fromkeys(table.name for table in self._tables[name]))
+        text = f"Ids of table {tables}."
+        if info.missing != "reject":
+            text += " May be left out: " + ("no ids." if info.missing == "empty" else f"the id {info.missing}.")
+        forms: list[Schema] = [array_of(one, None), one]
+        if name in self._weighted:
+            forms.append(self._bag)
+        return {"description": text, "anyOf": forms}
+
+    def examples(self, *, with_dense: bool) -> dict[str, Any]:
+        """Requests of two samples, as rows and as columns."""
+        rows = []
+        for at in range(2):
+            row: dict[str, Any] = {}
+            for name in self._inputs.features:
+                ids = [(at + 1) % min(table.rows for table in self._tables[name])]
+                row[name] = {"ids": ids, "weights": [1.0]} if name in self._weighted else ids
+            if with_dense and self._inputs.num_dense:
+                row[self._inputs.dense] = [0.5] * self._inputs.num_dense
+            rows.append(row)
+        found = {
+            "rows": {"instances": rows},
+            "columns": {"inputs": {name: [row[name] for row in rows] for name in rows[0]}},
+        }
+        if with_dense and self._inputs.columns:
+            named = {name: cell for name, cell in rows[0].items() if name != self._inputs.dense}
+            found["named columns"] = {"instances": [named | dict.fromkeys(self._inputs.columns, 0.5)]}
+        return found
