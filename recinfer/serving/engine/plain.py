@@ -50,7 +50,8 @@ class PlainRequest(NamedTuple):
     """A plain request: offsets of its parts in ``data``, and the version and tables that answer it.
 
     Attributes:
-        tables: DirectTables, or recinfer.serving.shards.remote_tables.RemoteTables; ``order``: their order of the request's keys.
+        tables: DirectTables, or recinfer.serving.shards.remote_tables.RemoteTables; ``order``: their order of the
+            request's keys.
         bags: places of the samples' ids; ``context``: places of the ids that go with all samples.
         dense_at, dense_bytes: offset and size of its dense inputs, in bytes.
     """
@@ -102,8 +103,8 @@ class PlainRequest(NamedTuple):
         columns = self.state.num_dense
         samples = (self.batch if last is None else last) - first
         values = np.frombuffer(self.data, np.float32, samples * columns, self.dense_at + 4 * first * columns)
-        # One sum shows every NaN and infinity. Numbers that are merely large are checked again in the decoded path. np.dot would
-        # report an overflow of the sum on stderr; vdot takes as long and reports nothing.
+        # One sum shows every NaN and infinity. Numbers that are merely large are checked again in the decoded path.
+        # np.dot would report an overflow of the sum on stderr; vdot takes as long and reports nothing.
         return values if math.isfinite(np.vdot(values, values)) else None
 
 

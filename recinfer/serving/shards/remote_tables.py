@@ -113,7 +113,8 @@ class RemoteTables:
         return self._orders[block]
 
     def learn(self, block: bytes, keys: Sequence[str]) -> RemoteOrder | None:
-        """Make and cache the order for ``block``, the bytes of ``keys``; None if the keys are not features of the model, each once."""
+        """Make and cache the order for ``block``, the bytes of ``keys``; None if the keys are not features of the model,
+        each once."""
         at = {key: place for place, key in enumerate(keys)}
         if not at or len(at) != len(keys) or not self._known.issuperset(at):
             return None
