@@ -57,7 +57,8 @@ class LoadResult:
 def random_features(
     features: Sequence[FeatureSpec], batch: int, ids: int, random: np.random.Generator, *, weighted: bool = False
 ) -> FeatureArrays:
-    """``batch`` samples with ``ids`` ids for each feature, uniform over the rows; ``weighted``: each id has a weight below 1."""
+    """``batch`` samples with ``ids`` ids for each feature, uniform over the rows; ``weighted``: each id has a weight
+    below 1."""
     # A feature that several tables read is listed once per table, as feature@table: its ids fit the smallest table.
     rows: dict[str, int] = {}
     for feature in features:
@@ -97,7 +98,8 @@ def measure_load(
     """Measure ``target`` at each level of ``concurrency`` for ``duration`` seconds, after a short warm-up.
 
     Args:
-        client: further arguments of AsyncInferenceClient: model, version, timeout (60 s unless given), token, tls_ca and others.
+        client: further arguments of AsyncInferenceClient: model, version, timeout (60 s unless given), token, tls_ca and
+            others.
 
     Raises:
         InputError: an argument out of range.

@@ -24,7 +24,8 @@ ARCHIVE_FORMATS = {"no-archive": "", "zip-store": ".mar"}
 
 _HANDLER = "recinfer_handler.py"
 _CONFIG = "model-config.yaml"
-# The archiver works in the shared temporary folder, under the model's name, and empties it first, so each call gets a folder of its own.
+# The archiver works in the shared temporary folder, under the model's name, and empties it first, so each call gets a
+# folder of its own.
 _ARCHIVER = (
     "import sys, tempfile; tempfile.tempdir = sys.argv.pop(1); "
     "from model_archiver.model_packaging import generate_model_archive; generate_model_archive()"

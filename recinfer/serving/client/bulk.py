@@ -52,7 +52,8 @@ def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int, dens
         while waiting:
             yield from waiting.popleft().result()
     finally:
-        # The pool is not waited for: a caller that stops reading, also by Ctrl-C, closes the client, which ends the running calls.
+        # The pool is not waited for: a caller that stops reading, also by Ctrl-C, closes the client, which ends the
+        # running calls.
         pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -139,8 +139,8 @@ class InferenceClient(_Client):
 
     Features are a dict of feature to list, ``{"user": [3, 4], "tags": (ids, weights)}``, a KeyedJaggedTensor, or a DataFrame or
     Table: see :func:`recinfer.columns.as_features`. All calls raise InputError (the request is wrong), NotFoundError (no
-    such model or version), UnavailableError (no server answers; DeadlineError: too slow; OverloadedError: the server is full) or, when
-    the server fails, RecinferError.
+    such model or version), UnavailableError (no server answers; DeadlineError: too slow; OverloadedError: the server is
+    full) or, when the server fails, RecinferError.
     """
 
     def _open(self) -> None:
@@ -344,7 +344,8 @@ class AsyncInferenceClient(_Client):
             await asyncio.sleep(wait)
 
     def _method(self, call: str) -> Any:
-        """gRPC's method for ``call``. The first call opens the channel, on its event loop: a client may be made before a loop runs."""
+        """gRPC's method for ``call``. The first call opens the channel, on its event loop: a client may be made before a
+        loop runs."""
         loop = asyncio.get_running_loop()
         if self._closed:
             raise self._is_closed()

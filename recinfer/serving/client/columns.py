@@ -16,7 +16,8 @@ def as_raw(rows: Any) -> bytes:
 
     Args:
         rows: a mapping of column name to values, a pandas DataFrame, a pyarrow Table or RecordBatch, a table of another
-            library that lends it through Arrow's PyCapsule interface (polars), or such a stream (bytes), which is returned unchanged.
+            library that lends it through Arrow's PyCapsule interface (polars), or such a stream (bytes), which is
+            returned unchanged.
             Columns hold text, integers, floats, booleans or lists of them.
 
     Raises:

@@ -134,7 +134,8 @@ class Predictions:
         return cost.expected(samples) <= max(_LONGEST_RUN_S, 2 * cost.expected(1))
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """The learned estimate; infinite for a version's first run, whose duration is unknown, so that a worker thread runs it."""
+        """The learned estimate; infinite for a version's first run, whose duration is unknown, so that a worker thread
+        runs it."""
         plain = entry.work.plain
         expected: float = plain.model.run_cost.expected(samples)
         if not expected:
@@ -227,7 +228,8 @@ class Predictions:
                 arrays.insert(0, values.reshape(last - first, state.num_dense))
             return time.perf_counter(), _run_dense(state, arrays, last - first, counted=False)
 
-        # The caller begins while the other threads still wake up, and waits for them at the end: so the caller's part is larger.
+        # The caller begins while the other threads still wake up, and waits for them at the end: so the caller's part is
+        # larger.
         each = int(plain.batch * _OTHER_SHARE / parts)
         ends = [plain.batch - each * other for other in range(parts - 1, -1, -1)]
         given, elsewhere = self._parts.run([functools.partial(run, *span) for span in itertools.pairwise([0, *ends])])
@@ -264,5 +266,6 @@ def _run_dense(
 
 def _has_nan(outputs: Sequence[NDArray[Any]]) -> bool:
     """Whether ``outputs`` hold a NaN, which the decoded path answers with an error."""
-    # Squares are never negative, so their sum is NaN only if an element is NaN; the sum may be infinite. See PlainRequest.dense.
+    # Squares are never negative, so their sum is NaN only if an element is NaN; the sum may be infinite. See
+    # PlainRequest.dense.
     return any(math.isnan(np.vdot(output, output)) for output in outputs)

@@ -1,4 +1,5 @@
-"""The memory budget: the bytes that all requests and answers of a process may hold, from the first received to the last sent byte."""
+"""The memory budget: the bytes that all requests and answers of a process may hold, from the first received to the last
+sent byte."""
 
 from __future__ import annotations
 

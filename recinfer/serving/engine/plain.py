@@ -101,8 +101,8 @@ class PlainRequest(NamedTuple):
         columns = self.state.num_dense
         samples = (self.batch if last is None else last) - first
         values = np.frombuffer(self.data, np.float32, samples * columns, self.dense_at + 4 * first * columns)
-        # One sum shows every NaN and infinity. Numbers that are merely large are checked again in the decoded path. np.dot would
-        # report an overflow of the sum on stderr; vdot takes as long and reports nothing.
+        # One sum shows every NaN and infinity. Numbers that are merely large are checked again in the decoded path.
+        # np.dot would report an overflow of the sum on stderr; vdot takes as long and reports nothing.
         return values if math.isfinite(np.vdot(values, values)) else None
 
 

@@ -207,7 +207,8 @@ class StorePoller:
             self._tried[key] = _TRY_AGAIN
 
     def _notice_fault(self, model: str, version: str, path: Path, seen: Fingerprint) -> bool:
-        """Whether files of a served version were changed in place; each transition goes into the log and the version's health."""
+        """Whether files of a served version were changed in place; each transition goes into the log and the version's
+        health."""
         key, before = (model, version), self._in_place.get((model, version), [])
         content = next((c for name, v, _, _, c in self._versions() if (name, v) == key), ("",))
         found = changed_in_place(path, content[0], self._loaded.get(key, {}), seen, before)

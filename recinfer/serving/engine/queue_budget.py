@@ -58,8 +58,9 @@ class QueueBudget:
             self.waiting -= requests
 
     def admit(self, deadline: float) -> None:
-        """Raise OverloadedError, and count a refusal, if a request that arrives now cannot be queued, or would be answered after
-        its ``deadline`` (of ``time.monotonic()``): a late request would take the run of another whose client still waits.
+        """Raise OverloadedError, and count a refusal, if a request that arrives now cannot be queued, or would be
+        answered after its ``deadline`` (of ``time.monotonic()``): a late request would take the run of another whose
+        client still waits.
         """
         if (error := self.refused(deadline)) is not None:
             raise error

@@ -3,7 +3,8 @@
 Each thread that receives requests (gRPC's thread, the event loop, the thread of the shards' answers) submits them, and calls
 :meth:`Scheduler.run_ready` when it has no further request: at the end of its turn. Requests of one turn run together. So
 a single request does not wait, and while many requests arrive, or runs take long, many share a run. Short runs are
-computed on the calling thread, long runs on worker threads; requests that arrive while all of these are busy share the next run.
+computed on the calling thread, long runs on worker threads; requests that arrive while all of these are busy share the
+next run.
 """
 
 from __future__ import annotations

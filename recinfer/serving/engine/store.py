@@ -1,4 +1,5 @@
-"""A model store, a folder of archives, ``<model>/<version>/``, and deltas, ``<model>/*.rqd``; and a server's changes from it."""
+"""A model store, a folder of archives, ``<model>/<version>/``, and deltas, ``<model>/*.rqd``; and a server's changes
+from it."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class ModelStore:
         return predictor
 
     def manifest_sha256(self, model: str, version: str) -> str | None:
-        """The SHA-256 of a version's manifest, which lists the hashes of all other files; None if the manifest is unreadable."""
+        """The SHA-256 of a version's manifest, which lists the hashes of all other files; None if the manifest is
+        unreadable."""
         try:
             data = (self._inside(self._inside(self.folder, model), version) / "manifest.json").read_bytes()
         except OSError:
@@ -307,7 +309,8 @@ def _open_version(store: ModelStore | None, name: str, version: str) -> ServedMo
 def _with_recorded_deltas(
     model: ServedModel, deltas: Iterable[str], back: int, content: list[str], store: ModelStore | None
 ) -> ServedModel:
-    """``model`` with its recorded deltas; raises ArchiveError (X5) if the result has another content than the served version."""
+    """``model`` with its recorded deltas; raises ArchiveError (X5) if the result has another content than the served
+    version."""
     for _ in range(back):
         model.predictor.undo_delta()
     for delta in deltas:

@@ -1,4 +1,5 @@
-"""The files of a version on disk: fingerprints that show a change, and the files changed in place under a server that maps them."""
+"""The files of a version on disk: fingerprints that show a change, and the files changed in place under a server that
+maps them."""
 
 from __future__ import annotations
 

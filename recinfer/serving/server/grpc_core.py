@@ -55,8 +55,8 @@ Refused = Callable[[str, str, Sequence[tuple[str, Any]]], None]
 """Called for each call that was ended because of the memory that it holds: method path, code, metadata. On gRPC's thread."""
 
 Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
-"""(method path, ``time.monotonic()`` of the deadline, metadata) -> the status that ends a call as it arrives, before its message
-is read; None: the call goes on. Called on gRPC's thread."""
+"""(method path, ``time.monotonic()`` of the deadline, metadata) -> the status that ends a call as it arrives, before its
+message is read; None: the call goes on. Called on gRPC's thread."""
 
 _NO_METHOD = Ending("UNIMPLEMENTED", "Method not found!")
 

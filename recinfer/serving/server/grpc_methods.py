@@ -71,8 +71,8 @@ def connection_options() -> list[tuple[str, int]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Both limits are equal: between gRPC's defaults of 8 and 16 KiB, the length of long cookies and tokens, calls are refused
-        # at random.
+        # Both limits are equal: between gRPC's defaults of 8 and 16 KiB, the length of long cookies and tokens, calls
+        # are refused at random.
         ("grpc.max_metadata_size", MOST_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
         # The largest age of a connection ends calls that are opened and never sent. Such calls take no place from others, since

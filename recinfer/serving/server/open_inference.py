@@ -187,8 +187,8 @@ def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> t
 
 
 def _dense(by_name: dict[str, InputTensor], name: str) -> InputTensor | None:
-    """Take the dense numbers out of ``by_name``: the FP32 tensor ``name``, or an FP32 tensor ``dense`` next to a feature of this
-    name, whose ids are integers; None without such a tensor."""
+    """Take the dense numbers out of ``by_name``: the FP32 tensor ``name``, or an FP32 tensor ``dense`` next to a feature
+    of this name, whose ids are integers; None without such a tensor."""
     at = next((one for one in (name, "dense") if one in by_name and by_name[one].datatype == "FP32"), None)
     if at is None:
         return None

@@ -68,7 +68,8 @@ class Security:
         )
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """gRPC's credentials for a secure port; None without TLS. Raises ConfigError, which names an unreadable or wrong file."""
+        """gRPC's credentials for a secure port; None without TLS. Raises ConfigError, which names an unreadable or wrong
+        file."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         self.tls_context()  # gRPC would report a wrong file as a port that cannot be bound

@@ -182,7 +182,8 @@ class Server:
         return self
 
     def stop(self, grace: float = 10.0) -> None:
-        """Refuse new requests, let running requests end for up to ``grace`` seconds, then close. A second call has no effect."""
+        """Refuse new requests, let running requests end for up to ``grace`` seconds, then close. A second call has no
+        effect."""
         if self._server is not None:
             run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
 

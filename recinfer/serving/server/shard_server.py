@@ -122,7 +122,8 @@ class ShardServer:
         self.stop()
 
     def status(self) -> Status:
-        """The status of this process in the form of recinfer.serving.server.telemetry.metrics; ``held``: the mapped versions."""
+        """The status of this process in the form of recinfer.serving.server.telemetry.metrics; ``held``: the mapped
+        versions."""
         return {
             "uptime": time.monotonic() - self._started,
             "workers": 1,

@@ -205,7 +205,8 @@ def _with_module_weights(part: Part, bags: Bags) -> Bags:
 
 
 class MakeLookups:
-    """Makes the ``lookups`` of a Predictor. Any thread except the serving loop's may call it, as a call may wait for shard servers.
+    """Makes the ``lookups`` of a Predictor. Any thread except the serving loop's may call it, as a call may wait for
+    shard servers.
 
     Args:
         store: the ranker's model store: paths are sent relative to it, and shard servers look for them in their own store.

@@ -58,7 +58,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Replica:
-    """A shard server to which requests are sent. Call it on the serving loop, apart from the methods for the transport's thread.
+    """A shard server to which requests are sent. Call it on the serving loop, apart from the methods for the transport's
+    thread.
 
     Args:
         target: ``host:port``.
@@ -194,7 +195,8 @@ class Replica:
         self._strikes, self._out_seconds = 0, _OUT_S
 
     def was_slow(self, seconds: float) -> None:
-        """Record a request that another replica answered first, or whose deadline passed; three in a row suspend the replica."""
+        """Record a request that another replica answered first, or whose deadline passed; three in a row suspend the
+        replica."""
         self._seconds = max(self._seconds, seconds)
         self._timed = time.monotonic()
         self._strikes += 1

@@ -43,12 +43,13 @@ _UNANSWERED = 1024  # requests of one connection
 _UNREAD_BYTES = 4 << 20  # unread bytes of responses, above which a connection's next requests are not read
 _HANDSHAKE_S, _CONNECT_S = 10.0, 3.0
 _EXPIRE_S = 0.05  # between two checks for requests past their deadline
-# A connection that a proxy keeps open without passing bytes is found by its silence, since TCP's keepalive sees the proxy: a ping
-# after two seconds without a byte, then two more pings, and the end.
+# A connection that a proxy keeps open without passing bytes is found by its silence, since TCP's keepalive sees the
+# proxy: a ping after two seconds without a byte, then two more pings, and the end.
 _LOOK_S, _SILENT_LOOKS = 2.0, 3
 _PINGS_BYTES = 256  # more than the pings of these looks
 _PING = 0
-"""The number of pings: empty messages that the other end answers. Servers of older releases answer pings as refused requests."""
+"""The number of pings: empty messages that the other end answers. Servers of older releases answer pings as refused
+requests."""
 _log = logging.getLogger(__name__)
 
 

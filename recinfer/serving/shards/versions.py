@@ -16,7 +16,8 @@ _SHOWN_DIGITS = 12  # in messages
 
 
 def version_key(manifest_sha256: str, deltas: Sequence[Delta] = ()) -> str:
-    """The key of a version's content: the start of the manifest's SHA-256; after deltas, also their number and the last's SHA-256.
+    """The key of a version's content: the start of the manifest's SHA-256; after deltas, also their number and the
+    last's SHA-256.
 
     The manifest lists the hashes of all files, and a delta names its predecessor, so equal keys mean equal rows.
     """
@@ -52,7 +53,8 @@ class VersionSpec:
 
     @classmethod
     def of(cls, archive: Archive, deltas: Sequence[Delta], store: str | None = None) -> VersionSpec:
-        """The version of ``archive`` after ``deltas``; paths below ``store`` become relative to it, other paths their last part."""
+        """The version of ``archive`` after ``deltas``; paths below ``store`` become relative to it, other paths their
+        last part."""
         root = None if store is None else Path(store).resolve()
 
         def name(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""Addresses: their text form, the meaning of a host for all ports of a server, and sockets that listen on or reserve an address.
+"""Addresses: their text form, the meaning of a host for all ports of a server, and sockets that listen on or reserve an
+address.
 
 A host is an IP address, in brackets or not, or a name. ``::`` is all addresses of both families, ``0.0.0.0`` all of IPv4 alone, any
 other address itself; a name is its first IPv4 address, or its first IPv6 address where it has no other.
@@ -80,8 +81,9 @@ def hold_address(host: str, port: int) -> socket.socket:
 def grpc_address(host: str, port: int) -> tuple[str, socket.socket | None]:
     """The address to pass to gRPC so that it listens on ``host``, and a socket to close once gRPC listens, or None.
 
-    gRPC treats 0.0.0.0 as all addresses of both families, and falls back to IPv4 alone where it cannot bind the IPv6 addresses: the
-    socket holds these. Workers that start together take turns, each with its own socket: with a socket of another process, the
+    gRPC treats 0.0.0.0 as all addresses of both families, and falls back to IPv4 alone where it cannot bind the IPv6
+    addresses: the socket holds these. Workers that start together take turns, each with its own socket: with a socket
+    of another process, the
     kernel would bind both families for the second worker, since its first check covers the last socket with SO_REUSEPORT alone.
 
     Raises:

@@ -84,7 +84,8 @@ def whole_numbers(values: Sequence[Any], dtype: np.dtype) -> NDArray[Any] | None
 def real_numbers(values: Sequence[Any]) -> NDArray[np.float32] | None:
     """``values``, parsed from JSON, as a 1-D array; None if a value is no number, or an integer beyond float64.
 
-    An integer of any size is a number: JavaScript writes 1e20 as 100000000000000000000. A number beyond float32 becomes infinite,
+    An integer of any size is a number: JavaScript writes 1e20 as 100000000000000000000. A number beyond float32 becomes
+        infinite,
     which the predictor refuses.
     """
     if not set(map(type, values)) <= {int, float}:
@@ -252,7 +253,8 @@ def _flat(bags: dict[str, list[list[Any]]]) -> list[Any]:
 
 
 def _rows(dense: Any) -> NDArray[np.float32]:
-    """A list of numbers as a vector, or a list of equally long lists of numbers as a matrix; raises InputError for other values."""
+    """A list of numbers as a vector, or a list of equally long lists of numbers as a matrix; raises InputError for other
+    values."""
     in_rows = isinstance(dense, list) and set(map(type, dense)) == {list}
     flat = None
     if in_rows and len(set(map(len, dense))) == 1:

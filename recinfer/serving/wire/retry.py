@@ -11,8 +11,8 @@ __all__ = ["is_from_server", "trailing_of"]
 
 _TYPE = b"type.googleapis.com/google.rpc.RetryInfo"
 _RESOURCE_EXHAUSTED = 8
-# UNAVAILABLE comes from gRPC where no server answers, and from a ranker whose shard servers do not. The ranker adds this pair, so that
-# a client does not tell its user to start the server that has just answered.
+# UNAVAILABLE comes from gRPC where no server answers, and from a ranker whose shard servers do not. The ranker adds this
+# pair, so that a client does not tell its user to start the server that has just answered.
 _SERVER_MARK = ("recinfer-said", "1")
 
 

@@ -1,8 +1,8 @@
 """Several serving processes on one port: started, watched, replaced when one dies or hangs, drained together at the end.
 
 The supervisor loads no model and takes no traffic. It holds the port (bound, not listening), so that the workers can
-share it (SO_REUSEPORT) and no other process takes it between two of them. Over a connection to each worker, the supervisor reads
-the worker's status and counts at an interval, and makes a change of models in all workers or in none.
+share it (SO_REUSEPORT) and no other process takes it between two of them. Over a connection to each worker, the
+supervisor reads the worker's status and counts at an interval, and makes a change of models in all workers or in none.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ class Supervisor:
                 continue
             looked += passed
             for worker in self._ready_workers():
-                # If this process itself was stopped, answers that arrived meanwhile are still unread: count two intervals at most.
+                # If this process itself was stopped, answers that arrived meanwhile are still unread: count two
+                # intervals at most.
                 if worker.silent_s(min(passed, 2 * self._interval)) > self._timeout:
                     worker.kill(f"hung (no answer for {self._timeout:g} s) and was killed")
                 worker.beat()
@@ -232,7 +233,8 @@ class Supervisor:
             if (last := worker.status()) is not None:
                 self._ended = merge_statuses([], [only_counts(last), *([self._ended] if self._ended else [])])
         when = f"after {time.monotonic() - began:.1f} s" if self._ready[worker.slot].is_set() else "before it was ready"
-        # Counted from when the worker was ready: a worker that fails after a long load would else restart at once, again and again.
+        # Counted from when the worker was ready: a worker that fails after a long load would else restart at once, again
+        # and again.
         steady = worker.ready and time.monotonic() - worker.ready_since > _STEADY_S
         return f"{worker.name} {worker.end_reason(code)} {when}{error}", steady, worker.stale
 

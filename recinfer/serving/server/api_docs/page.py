@@ -32,7 +32,8 @@ _PAGE = """<!doctype html>
 <script src="docs/swagger-ui-bundle.js"></script><script src="docs/start.js"></script>
 </body></html>
 """
-# The viewer loads nothing from other hosts, and this policy makes the browser enforce that. The viewer sets styles on its elements.
+# The viewer loads nothing from other hosts, and this policy makes the browser enforce that. The viewer sets styles on
+# its elements.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

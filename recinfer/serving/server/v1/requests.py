@@ -245,7 +245,8 @@ def _other_inputs(rows: list[dict[str, Any]]) -> InputError:
 
 
 def _columns(columns: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table:
-    """The cells of ``inputs``: by name, a list of one cell per sample, or ``{"ids": [...], "weights": [...]}`` of such lists."""
+    """The cells of ``inputs``: by name, a list of one cell per sample, or ``{"ids": [...], "weights": [...]}`` of such
+    lists."""
     only = inputs.only()
     if only is not None and (type(columns) is list or (type(columns) is dict and "ids" in columns and only != "ids")):
         columns = {only: columns}
