@@ -109,9 +109,6 @@ _OPENING = re.compile(
 
 _SENTENCE = re.compile(r"(?<=[.;])\s")
 
-_OPENINGS_LATER = ("recinfer/serving/",)
-"""Folders whose openings are not checked. TEMPORARY: remove serving/ when its docstrings and comments are rewritten."""
-
 _TABLE = re.compile(r"(## Words to avoid\n.*?\n\|---\|---\|---\|\n).*", re.DOTALL)
 
 _SHOWS = {"error", "exception", "info", "note", "show", "warning"}
@@ -209,7 +206,7 @@ def check(root: Path) -> list[str]:
         source = path.read_text()
         for line, text in user_strings(source):
             problems += [f"{name}:{n}: {phrase!r}: write {how}" for n, phrase, how in find(text, line)]
-        if not name.startswith(_OPENINGS_LATER) and not path.stem.endswith("_pb2"):
+        if not path.stem.endswith("_pb2"):
             problems += [f"{name}:{n}: {phrase!r}: {todo}" for n, phrase, todo in find_openings(source)]
     glossary = root / "docs/glossary.md"
     if glossary.exists() and with_words_to_avoid(glossary.read_text()) != glossary.read_text():

@@ -22,7 +22,7 @@ __all__ = ["STEPS", "CountReplaced", "IdStep", "IdSteps", "MakeStep", "out_of_ra
 
 _MAX_ORDERS = 256  # stored orders of keys; clients send few different ones
 _INT64 = np.iinfo(np.int64)
-_LENGTH_BYTES = 4  # of a length in a request
+_LENGTH_BYTES = 4  # size of a length in a request
 
 CountReplaced = Callable[[Mapping[str, int]], None]
 """Counts ids that became the default row, by feature."""

@@ -172,7 +172,7 @@ class CompiledBatch(nn.Module):
         return self.storage.managed
 
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As ``TableBatch.forward``; ids beyond the rows raise RuntimeError, and -1 is skipped."""
+        """Look up, like ``TableBatch.forward``; ids beyond the rows raise RuntimeError, and -1 is skipped."""
         if self.pooling is PoolingType.NONE:
             edges = offsets[:: (offsets.numel() - 1) // len(self.reads)].tolist()
             return torch.cat(self.rows_per_read(indices, offsets, edges))
@@ -194,7 +194,7 @@ class CompiledBatch(nn.Module):
     def rows_per_read(
         self, indices: Tensor, offsets: Tensor, edges: Sequence[int], *, traced: bool = False
     ) -> list[Tensor]:
-        """As ``TableBatch.rows_per_read``."""
+        """See ``TableBatch.rows_per_read``."""
         if traced:
             rows = self.traced(indices, offsets)
         else:
@@ -227,7 +227,7 @@ class CompiledBatch(nn.Module):
         return out_BD
 
     def use_threads(self, threads: int) -> None:
-        """As ``TableBatch.use_threads``."""
+        """See ``TableBatch.use_threads``."""
         self._split = None
         if threads > 1 and self.pooling is not PoolingType.NONE and len(self.reads) > 1:
             self._split = SplitLookup(threads, self.widths, self._part, self.output_dtype)
@@ -296,12 +296,12 @@ class MixedBatch(nn.Module):
         return found
 
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As ``TableBatch.forward``."""
+        """See ``TableBatch.forward``."""
         calls = [run.forward for run in self._batches()]
         return self._joined(calls, indices, offsets, per_sample_weights)
 
     def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As ``TableBatch.traced``."""
+        """See ``TableBatch.traced``."""
         calls = [run.traced for run in self._batches()]
         return self._joined(calls, indices, offsets, per_sample_weights)
 
@@ -317,11 +317,11 @@ class MixedBatch(nn.Module):
         return torch.cat(parts, dim=1)
 
     def without_padding(self, out_BD: Tensor) -> Tensor:
-        """As ``TableBatch.without_padding``."""
+        """See ``TableBatch.without_padding``."""
         return out_BD if self.real_columns is None else out_BD.index_select(1, self.real_columns)
 
     def use_threads(self, threads: int) -> None:
-        """As ``TableBatch.use_threads``."""
+        """See ``TableBatch.use_threads``."""
         for run in self._batches():
             run.use_threads(threads)
 

@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 def main(parent: int, command: list[str]) -> int:
     """Execute ``command``; returns only if the parent has ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() == parent:  # else it ended before the kernel was asked
+    if os.getppid() == parent:  # the parent has not ended before the call above
         os.execv(command[0], command)
     return 128 + signal.SIGTERM
 

@@ -167,7 +167,7 @@ def down(name: str | None) -> list[str]:
     from ray import serve
 
     saved = _saved(name)
-    with suppress(serve.exceptions.RayServeException):  # somebody has shut Serve down
+    with suppress(serve.exceptions.RayServeException):  # Serve has been shut down
         serve.delete(saved.spec.name)
     rest = [server.name for server in Records().servers(saved.spec.name) if server.state != "pending"]
     Records().forget(saved.spec.name)

@@ -53,7 +53,7 @@ class ServerProcess:
             server.port, server.metrics_port = (int(output.get(name) or 0) for name in ("port", "metrics_port"))
             server.pid, server.memory = self._process.pid, _resident(self._process.pid)
             return True
-        self._reader.join(1.0)  # its last line says why it ended
+        self._reader.join(1.0)  # the last line of the output says why the server ended
         killed = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
         server.why = self._output["error"]["message"] if "error" in self._output else killed
         return False

@@ -173,7 +173,7 @@ class Agent:
         except OSError as error:
             self._misses += 1
             if self._misses >= _MISSES and server.serving:
-                process.stop(0.0)  # it would not react to SIGTERM
+                process.stop(0.0)  # a hung server does not react to SIGTERM
                 raise UnavailableError(f"its metrics port does not respond: {error}") from None
             server.why = server.why if server.serving else f"its metrics port does not respond: {error}"
             return

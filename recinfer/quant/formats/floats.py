@@ -30,7 +30,7 @@ class FloatRows(RowFormat):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of an element."""
+        """Type of an element."""
         return data_type_to_dtype(self.data_type)
 
     @property

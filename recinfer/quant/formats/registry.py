@@ -28,7 +28,7 @@ def row_format(data_type: DataType) -> RowFormat:
 
 
 def find_row_format(data_type: DataType) -> RowFormat | None:
-    """As :func:`row_format`; None for a precision that only float tables have."""
+    """The row format of a precision, like :func:`row_format`; None for a precision that only float tables have."""
     return _BY_TYPE.get(data_type)
 
 

@@ -43,7 +43,7 @@ def log_refused(call: str, data: bytes, error: Exception) -> None:
 
 
 def _fields_of(call: str, data: bytes) -> dict[str, Any] | None:
-    """What a line says, by name; None: the call changes nothing."""
+    """The fields of a log line by name; None for a call that changes nothing."""
     verb = VERBS.get(call)
     if verb is None or not verb.changes:
         return None

@@ -73,7 +73,7 @@ class ParallelParts:
 
 
 class _Work:
-    """One of a caller's works, with its result or error."""
+    """A caller's piece of work, with its result or error."""
 
     __slots__ = ("_free", "_over", "_seconds", "_work", "error", "result")
 

@@ -117,7 +117,7 @@ class FanOuts:
                     request.reply(error)
                 elif rows is not None:
                     request.reply(self._joined(plain, rows, missing, start))
-        except Exception as failed:  # else the request would never be answered
+        except Exception as failed:  # without a reply the request would never end
             request.reply(failed)
         if self._scheduler.queue.waiting and not self._turn_ends:
             self._turn_ends = True

@@ -52,7 +52,7 @@ class Request:
     def reply(self, answer: bytes | Exception) -> None:
         """Send the answer; only the first call counts."""
         reply, self._reply = self._reply, None
-        self.waits = None  # it may refer to this request: a cycle would hold memory until a garbage collection
+        self.waits = None  # ``waits`` may refer to this request: a cycle would hold memory until a garbage collection
         if reply is not None:
             reply(answer)
 

@@ -213,7 +213,7 @@ class HttpServer:
             return web.json_response({"error": why}, status=417)
         if request.version == HttpVersion11:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0  # else an error of the handler would count as one in the middle of an answer
+            request.writer.output_size = 0  # a handler's error would otherwise count as one in the middle of an answer
         return None
 
     def _handler(self, route: Route) -> _Work:

@@ -114,7 +114,7 @@ class HttpSite:
             async def finish_response(
                 self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
             ) -> tuple[web.StreamResponse, bool]:
-                # aiohttp itself answers a request with the header Expect for an unknown path, before the application gets it.
+                # aiohttp answers requests with the header Expect for an unknown path before the application gets them.
                 if isinstance(resp, web.HTTPError):
                     resp = site._unreadable(request, resp.status, None, resp.text or resp.reason)
                 return await super().finish_response(request, resp, start_time)

@@ -209,7 +209,10 @@ class Server:
             options=[
                 ("grpc.max_receive_message_length", limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
-                ("grpc.so_reuseport", int(self._share_port)),  # else a second server on a taken port must fail
+                (
+                    "grpc.so_reuseport",
+                    int(self._share_port),
+                ),  # without a shared port, a second server on a taken port fails
                 ("grpc.max_concurrent_streams", limits.max_concurrent),
                 ("grpc.max_allowed_incoming_connections", most_connections()),
                 *connection_options(),

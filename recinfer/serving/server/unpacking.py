@@ -57,5 +57,5 @@ def _feed(stream: zlib._Decompress, piece: bytes | bytearray, found: bytearray, 
         if len(found) > most:
             raise TooLargeError(f"body: got more than {most} bytes, expected at most that many")
         piece = stream.unconsumed_tail
-        if not piece and len(step) < left:  # else zlib may have more output for its input
+        if not piece and len(step) < left:  # a full step means that zlib may have more output
             return

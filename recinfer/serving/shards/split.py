@@ -89,7 +89,7 @@ class _RankSplit:
         edges = mine.offsets[::batch]
         counts_S = edges[1:] - edges[:-1]
         local_N = values_N - np.repeat(self._starts.astype(values_N.dtype), counts_S)
-        # As an unsigned number, a row before the first row is huge.
+        # Read as an unsigned number, a row before the first row is huge.
         unsigned = np.uint64 if local_N.dtype == np.int64 else np.uint32
         keep_N = local_N.view(unsigned) < np.repeat(self._rows.astype(unsigned), counts_S)
         before = offsets_of(keep_N, mine.offsets.dtype)

@@ -361,7 +361,7 @@ class ShardConnection(FrameProtocol):
             self._alive = self.thread.loop.call_later(_LOOK_S, self._look_if_alive, (self.received, *self.unsent()), 0)
             return
         pending = self._pending.pop(number, None)
-        if pending is not None:  # else the request was dropped, or the message answers a ping
+        if pending is not None:  # None: the request was dropped, or the message answers a ping
             _end(pending, message, "OK", "")
 
     def _look_if_alive(self, before: tuple[int, int, int], silent: int) -> None:

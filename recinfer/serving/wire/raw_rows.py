@@ -63,7 +63,7 @@ def _read_batch(pyarrow: Any, data: bytes) -> Any:
     if _is_compressed(messages[1].metadata.to_pybytes()):
         raise InputError("raw: the record batch is compressed; send it uncompressed")
     batch = pyarrow.ipc.read_record_batch(messages[1], pyarrow.ipc.read_schema(messages[0]))
-    batch.validate(full=True)  # its lengths and offsets come from the client
+    batch.validate(full=True)  # lengths and offsets come from the client
     return batch
 
 

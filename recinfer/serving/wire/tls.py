@@ -32,7 +32,9 @@ def load_pem(context: ssl.SSLContext, cert: File | None, key: File | None, autho
             read_file(path)  # ssl's error would not name the file
     try:
         if cert is not None:
-            context.load_cert_chain(cert, key, password="")  # else ssl prompts for a passphrase on the terminal
+            context.load_cert_chain(
+                cert, key, password=""
+            )  # without a password ssl prompts for a passphrase on the terminal
     except OSError as error:  # ssl's own errors are among them
         raise ConfigError(
             f"TLS: {cert} and {key} are no certificate with its key, PEM without a passphrase ({error})"

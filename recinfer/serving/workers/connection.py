@@ -132,7 +132,7 @@ def _plain(what: str, error: BaseException) -> dict[str, str]:
 
 
 def _settle(future: Future[Any], found: Any) -> None:
-    with suppress(InvalidStateError):  # its caller no longer waits
+    with suppress(InvalidStateError):  # the caller no longer waits
         if isinstance(found, RecinferError):
             future.set_exception(found)
         else:

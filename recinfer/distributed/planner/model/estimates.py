@@ -90,9 +90,9 @@ class ShardArrays:
     features: FloatN
     pooled: npt.NDArray[np.bool_]
     weighted: npt.NDArray[np.bool_]
-    element_bytes: FloatN  # of the float table; for inference of one packed element
+    element_bytes: FloatN  # bytes of an element of the float table; for inference, of a packed element
     row_format: IntN  # row_format_code of the packed rows
-    output_bytes: FloatN  # of one element of the output
+    output_bytes: FloatN  # bytes of an element of the output
     fwd_a2a: FloatN  # bytes per element in each collective
     bwd_a2a: FloatN
     fwd_sr: FloatN

@@ -36,8 +36,8 @@ _ERRORS = {
 def document(
     protocols: Iterable[ModelProtocol], registry: ModelRegistry, limits: Limits, *, needs_token: bool
 ) -> dict[str, Any]:
-    """The document; each model's schemas are those of the version that most of its requests go to."""
-    protocols = sorted(protocols, key=lambda protocol: protocol.about)  # it begins with the protocol's name
+    """The document; each model's schemas are the schemas of its version with the largest weight."""
+    protocols = sorted(protocols, key=lambda protocol: protocol.about)  # ``about`` begins with the protocol's name
     routes = [route for protocol in protocols for route in protocol.routes()]
     of_models = [route for route in routes if _MODEL in route.path]
     schemas: dict[str, Any] = {"Error": _ERROR}
