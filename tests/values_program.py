@@ -97,6 +97,35 @@ def after_a_cast():
     return [dmp(ids_of(1)).wait()["f"][0, 0].item(), state.local_shards()[0].tensor[1, 0].item()]
 
 
+def after_other_casts():
+    """Row 1 after a cast there and back and a step: collections, shardings and types."""
+    found = {}
+    for name, module in (("bags", bags), ("rows", rows)):
+        for kind in ("table_wise", "column_wise"):
+            for there in (torch.bfloat16, torch.float64):
+                dmp = sharded(module(), kind=kind)
+                dmp.to(there).float()
+
+                def row(dmp=dmp, module=module):
+                    found = dmp(ids_of(1)).wait()["f"]
+                    return found if module is bags else found.values()
+
+                row().sum().backward()
+                found[f"{name} {kind} {there}"] = row()[0, 0].item()
+    return found
+
+
+def narrow_tables():
+    """A table of one column: pooled, unpooled, and after a step; None in TorchRec, which shards multiples of four columns."""
+    if EmbeddingBagCollection.__module__.startswith("torch" + "rec"):
+        return None
+    table = {**TABLE, "embedding_dim": 1, "init_fn": numbered}
+    pooled = sharded(EmbeddingBagCollection(tables=[EmbeddingBagConfig(**table)]))
+    pooled(ids_of(1, 2)).wait()["f"].sum().backward()
+    unpooled = sharded(EmbeddingCollection(tables=[EmbeddingConfig(**table)]))
+    return [pooled(ids_of(1, 2, 3)).wait()["f"].tolist(), unpooled(ids_of(1, 2)).wait()["f"].values().tolist()]
+
+
 def inverse_indices():
     found = sharded(rows())(variable()).wait()["f"]
     return {
@@ -166,5 +195,15 @@ def long_bags(path):
 
 dist.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
 long_bags(sys.argv[1])
-cases = [two_names, after_a_cast, inverse_indices, without_feature_names, bad_ids_fail, float_ids_fail, optimizers]
+cases = [
+    two_names,
+    after_a_cast,
+    after_other_casts,
+    narrow_tables,
+    inverse_indices,
+    without_feature_names,
+    bad_ids_fail,
+    float_ids_fail,
+    optimizers,
+]
 print(json.dumps({case.__name__: case() for case in cases}))
