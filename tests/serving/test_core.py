@@ -99,7 +99,7 @@ def dispatch(data: bytes, until: float, call: CoreCall) -> None:
     elif data == b"now":
         call.answer(b"at once")
     else:
-        call.hand_over(data)
+        call.run_handler(data)
 
 
 @contextmanager

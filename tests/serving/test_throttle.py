@@ -40,7 +40,7 @@ class Played:
             has_room = bool(self.takes) and self.waiting < 8
             self.waiting += has_room
             sent, taken = sent + 1, taken + has_room
-            self.throttle.heard(refused=not has_room)
+            self.throttle.record(refused=not has_room)
         return sent, taken
 
 
@@ -86,8 +86,8 @@ def test_counts_of_many_threads():
 
     def hear() -> None:
         for _ in range(5_000):
-            counts.heard(refused=False)
-            counts.heard(refused=True)
+            counts.record(refused=False)
+            counts.record(refused=True)
 
     threads = [threading.Thread(target=hear) for _ in range(4)]
     for thread in threads:
@@ -148,7 +148,7 @@ def test_held_back_calls_wait_as_refused_ones_do(predictor: Predictor, monkeypat
             predictions = client._throttles["Predict"]
             predictions._chance = lambda: 0.0
             for _ in range(1_000):
-                predictions.heard(refused=True)
+                predictions.record(refused=True)
             waits: list[float] = []
             ordinary = Retries.held_back
 
