@@ -106,8 +106,8 @@ def test_bad_calls_are_refused() -> None:
         quantize_inference_model(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="names zz; the model has: a, b, c, d, seq"):
         quantize_inference_model(Model(), per_table_weight_dtype={"zz": torch.int8})
-    with pytest.raises(ConfigError, match="no packed layout for BF16"):
-        quantize_inference_model(Model(), quantization_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="no packed layout for INT32"):
+        quantize_inference_model(Model(), quantization_dtype=DataType.INT32)
     quantized = quantize_inference_model(Model())
     _, plan = shard_quant_model(quantized, world_size=2, compute_device="cpu")
     with pytest.raises(ConfigError, match="no sharder supports a EmbeddingBagCollection; quantize the model first"):
