@@ -74,8 +74,8 @@ def grpc_proxy(target: str) -> str:
         return ""
     host = target.rpartition(":")[0].rpartition("/")[2].strip("[]").lower()
     exempt = "no_grpc_proxy" if "no_grpc_proxy" in os.environ else "no_proxy"
-    for entry in filter(None, os.environ.get(exempt, "").lower().split(",")):
-        if host.endswith(entry.strip()) or _is_in(host, entry.strip()):
+    for entry in filter(None, map(str.strip, os.environ.get(exempt, "").lower().split(","))):
+        if host.endswith(entry) or _is_in(host, entry):
             return ""
     return name
 

@@ -32,12 +32,12 @@ class IdStep(Protocol):
     """Changes ids. Any thread may call it.
 
     Attributes:
-        compiled: whether the compiled loops of the byte paths leave a request that this step would change to the decoded path,
-            so that the byte paths may omit the step.
+        decoded_only: whether the byte paths may omit the step, since their loops leave each request that it would change to the
+            decoded path.
     """
 
     @property
-    def compiled(self) -> bool: ...
+    def decoded_only(self) -> bool: ...
 
     def __call__(self, ids: NDArray[Any], keys: tuple[str, ...], edges: NDArray[Any]) -> NDArray[Any]:
         """The ids that the lookup reads in place of ``ids``.
@@ -73,7 +73,7 @@ class IdSteps:
 
     def __init__(self, manifest: Manifest, count: CountReplaced) -> None:
         self._steps = [step for make in STEPS if (step := make(manifest, count)) is not None]
-        self._byte_steps = [step for step in self._steps if not step.compiled]
+        self._byte_steps = [step for step in self._steps if not step.decoded_only]
         self.in_bytes = bool(self._byte_steps)
 
     def apply(self, features: Bags) -> Bags:
@@ -133,7 +133,7 @@ def _run(steps: Sequence[IdStep], ids: NDArray[Any], keys: tuple[str, ...], edge
 class _OutOfRange:
     """Replaces ids outside the table by the feature's default row, where the archive was exported with that policy."""
 
-    compiled = True
+    decoded_only = True
 
     def __init__(self, manifest: Manifest, count: CountReplaced) -> None:
         rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}

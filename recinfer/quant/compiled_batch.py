@@ -83,7 +83,7 @@ def _look_up_rows(
         _sum_bags(buffer, tables, steps, ids, offsets, weights, out_BD)
         return out_BD
     edges = offsets[:: (offsets.numel() - 1) // features].tolist()
-    return _rows(buffer, tables, ids, edges, columns)
+    return _rows([buffer] * features, tables, ids, edges, columns)
 
 
 @_look_up_rows.register_fake
@@ -100,12 +100,14 @@ def _(
     return buffer.new_empty((rows, columns), dtype=torch.float32)
 
 
-def _rows(buffer: Tensor, tables: NDArray[np.int64], ids: Tensor, edges: Sequence[int], columns: int) -> Tensor:
-    """``[N, columns]``: the rows of each table's own ids, one after another."""
+def _rows(
+    buffers: Sequence[Tensor], tables: NDArray[np.int64], ids: Tensor, edges: Sequence[int], columns: int
+) -> Tensor:
+    """``[N, columns]``: the rows of each table's own ids, one after another; ``buffers``: one for each table."""
     out_ND = torch.empty(ids.numel(), columns)
     only = np.zeros((1, 3), np.int64)
     for number, (start, end) in enumerate(pairwise(edges)):
-        _sum_bags(buffer, tables[number : number + 1], only, ids[start:end], None, None, out_ND[start:end])
+        _sum_bags(buffers[number], tables[number : number + 1], only, ids[start:end], None, None, out_ND[start:end])
     return out_ND
 
 
@@ -198,13 +200,8 @@ class CompiledBatch(nn.Module):
         if traced:
             rows = self.traced(indices, offsets)
         else:
-            rows = torch.empty(indices.numel(), self.total_dim)
-            only = np.zeros((1, 3), np.int64)
-            for number, read in enumerate(self.reads):
-                mine = slice(edges[number], edges[number + 1])
-                buffer = self._buffer(self.storage.memory_of(read) != "near")
-                _sum_bags(buffer, self._pieces[number : number + 1], only, indices[mine], None, None, rows[mine])
-            rows = rows.to(self.output_dtype)
+            buffers = [self._buffer(self.storage.memory_of(read) != "near") for read in self.reads]
+            rows = _rows(buffers, self._pieces, indices, edges, self.total_dim).to(self.output_dtype)
         return [rows[edges[i] : edges[i + 1]] for i in range(len(self.reads))]
 
     def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:

@@ -31,7 +31,7 @@ FIRST = 10**15
 class RawIds:
     """A trial step: id FIRST + r of any feature is row r, other ids from FIRST are unknown, smaller ones stay."""
 
-    compiled = False
+    decoded_only = False
 
     def __call__(self, ids: NDArray[Any], keys: tuple[str, ...], edges: NDArray[Any]) -> NDArray[Any]:
         assert len(edges) == len(keys) + 1 and edges[-1] == ids.size
