@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from recinfer.archive.manifest import Manifest
+from recinfer.archive.manifest import DenseInput, InputInfo, Manifest
 from recinfer.archive.reader import Archive
 from recinfer.archive.tensors import pack_tensors, unpack_tensors
 from recinfer.errors import ArchiveError, InputError
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
     "ANSWERS",
@@ -21,6 +22,7 @@ __all__ = [
     "Request",
     "compare_answers",
     "golden_requests",
+    "input_tensor",
     "odd_rows",
     "pack_answers",
     "pack_requests",
@@ -38,10 +40,17 @@ _UNIFORM = ((2, 0), (1, 1))
 
 @dataclass(frozen=True)
 class Request:
-    """One golden request: all features of the archive, in its order."""
+    """One golden request.
+
+    Attributes:
+        dense: float32 [B, num_dense], or None.
+        features: all features of a request, in the archive's order.
+        inputs: tensors and jagged tensors of the other inputs, by name.
+    """
 
     dense: Tensor | None
     features: KeyedJaggedTensor
+    inputs: Mapping[str, Tensor | JaggedTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,48 +62,20 @@ class Answer:
     outputs: list[Tensor] = field(default_factory=list)
 
 
-def golden_requests(
-    features: Sequence[str],
-    rows: Mapping[str, int],
-    num_dense: int,
-    *,
-    weighted: bool,
-    longest: Mapping[str, int],
-    seed: int = 0,
-) -> list[Request]:
-    """Deterministic requests: the first and last id of every feature, random ids, bags of 0 to 3 ids; then a request
-    without ids, and a request of one sample with one id per feature.
+class MakesRequests(Protocol):
+    """Makes random requests of a model: recinfer.archive.samples.Samples."""
 
-    Args:
-        rows: ids of each feature are below this.
-        longest: longest bag of features that have a limit.
-    """
+    def request(
+        self, batch: int, generator: torch.Generator, *, size: int | None = None, edges: bool = False
+    ) -> Request: ...
+
+
+def golden_requests(samples: MakesRequests, *, seed: int = 0) -> list[Request]:
+    """Deterministic requests: the first and last id of every feature, random ids, bags of 0 to 3 ids; then a request
+    without ids, and a request of one sample with one id per feature."""
     generator = torch.Generator().manual_seed(seed)
-    requests = []
-    for index, (batch, size) in enumerate([*((batch, None) for batch in _BATCHES), *_UNIFORM]):
-        if size is None:
-            lengths = torch.randint(0, 4, (len(features), batch), generator=generator)
-        else:
-            lengths = torch.full((len(features), batch), size)
-        if index == 0:
-            lengths[:, 0] = 2
-        limits = torch.tensor([longest.get(name, 3) for name in features]).unsqueeze(1)
-        lengths = torch.minimum(lengths, limits)
-        counts = lengths.sum(1).tolist()
-        ids = [torch.randint(0, rows[name], (n,), generator=generator) for name, n in zip(features, counts)]
-        if index == 0:
-            for name, feature_ids in zip(features, ids):
-                edges = torch.tensor([0, rows[name] - 1])
-                feature_ids[: len(edges)] = edges[: len(feature_ids)]
-        values = torch.cat(ids)
-        kjt = KeyedJaggedTensor(
-            list(features),
-            values,
-            lengths=lengths.flatten().int(),
-            weights=torch.rand(len(values), generator=generator) + 0.5 if weighted else None,
-        )
-        requests.append(Request(torch.randn(batch, num_dense, generator=generator) if num_dense else None, kjt))
-    return requests
+    drawn = [samples.request(batch, generator, edges=not index) for index, batch in enumerate(_BATCHES)]
+    return [*drawn, *(samples.request(batch, generator, size=size) for batch, size in _UNIFORM)]
 
 
 def pack_requests(requests: Sequence[Request]) -> bytes:
@@ -107,6 +88,13 @@ def pack_requests(requests: Sequence[Request]) -> bytes:
             tensors[f"{i}/weights"] = request.features.weights()
         if request.dense is not None:
             tensors[f"{i}/dense"] = request.dense
+        for name, given in request.inputs.items():
+            if isinstance(given, JaggedTensor):
+                tensors[f"{i}/input/{name}/lengths"] = given.lengths().int()
+                if given.weights_or_none() is not None:
+                    tensors[f"{i}/input/{name}/weights"] = given.weights()
+                given = given.values()
+            tensors[f"{i}/input/{name}"] = given
     return pack_tensors(tensors)
 
 
@@ -127,6 +115,11 @@ def read_requests(archive: Archive) -> list[tuple[Request, Answer]]:
     weighted = any(m.is_weighted and m.position_weights is None for m in manifest.modules)
     num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
     names = ["lengths", "values", *(["weights"] if weighted else []), *(["dense"] if num_dense else [])]
+    for about in manifest.named_inputs:
+        names.append(f"input/{about.name}")
+        names += [f"input/{about.name}/{part}" for part in ("lengths", "weights")[: 1 + about.weighted]] * (
+            about.kind == "jagged"
+        )
     count = manifest.check.num_requests
     if given.keys() != {f"{i}/{name}" for i in range(count) for name in names}:
         raise ArchiveError(f"{REQUESTS}: expected {names} of {count} requests; got {sorted(given)[:8]}", rule="C1")
@@ -137,7 +130,7 @@ def read_requests(archive: Archive) -> list[tuple[Request, Answer]]:
         shapes = _answer_shapes(manifest, request)
         for name, shape in shapes.items():
             tensor = stored.get(f"{i}/{name}")
-            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+            if tensor is None or not _has_shape(tensor, shape) or tensor.dtype != torch.float32:
                 came = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
                 raise ArchiveError(f"{ANSWERS}: {i}/{name} is {came}; expected float32 {shape}", rule="C1")
             left.discard(f"{i}/{name}")
@@ -150,36 +143,81 @@ def read_requests(archive: Archive) -> list[tuple[Request, Answer]]:
     return pairs
 
 
+def _has_shape(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
+    return tensor.dim() == len(shape) and all(size in (None, n) for size, n in zip(shape, tensor.shape))
+
+
 def _request(manifest: Manifest, index: int, tensors: Mapping[str, Tensor]) -> Request:
     dtypes = {"lengths": torch.int32, "values": torch.int64, "weights": torch.float32, "dense": torch.float32}
-    features = [feature.name for feature in manifest.features]
+    features = list(manifest.request_features)
     try:
         for name, tensor in tensors.items():
+            if name.startswith("input/"):
+                continue
             if tensor.dtype != dtypes[name] or tensor.dim() != (2 if name == "dense" else 1):
                 raise InputError(f"{name} is {tensor.dtype} {list(tensor.shape)}")
         kjt = KeyedJaggedTensor(features, tensors["values"], tensors.get("weights"), lengths=tensors["lengths"])
         dense = tensors.get("dense")
         if dense is not None and (len(dense) != kjt.stride() or dense.shape[1] != _num_dense(manifest)):
             raise InputError(f"dense is {list(dense.shape)} for a batch of {kjt.stride()}")
+        inputs = {about.name: _stored_input(about, tensors, kjt.stride()) for about in manifest.named_inputs}
     except InputError as error:
         raise ArchiveError(f"{REQUESTS}: request {index}: {error}", rule="C1") from None
-    return Request(dense, kjt)
+    return Request(dense, kjt, inputs)
+
+
+def _stored_input(about: InputInfo, tensors: Mapping[str, Tensor], batch: int) -> Tensor | JaggedTensor:
+    """One input of a golden request; raises InputError for another dtype or shape than the signature's."""
+    given = tensors[f"input/{about.name}"]
+    sizes = [batch if size == "batch" else size for size in about.shape]
+    if about.kind == "jagged":
+        lengths = tensors[f"input/{about.name}/lengths"]
+        sizes[0] = int(lengths.sum())
+    fits = given.dim() == len(sizes) and all(
+        isinstance(size, str) or size == n for size, n in zip(sizes, given.shape)
+    )
+    if str(given.dtype) != f"torch.{about.dtype}" or not fits:
+        raise InputError(f"{about.name} is {given.dtype} {list(given.shape)}; expected {about.dtype} {sizes}")
+    if about.kind == "tensor":
+        return given
+    return JaggedTensor(given, tensors.get(f"input/{about.name}/weights"), lengths)
 
 
 def _num_dense(manifest: Manifest) -> int:
     return 0 if manifest.dense is None else manifest.dense.num_dense
 
 
-def _answer_shapes(manifest: Manifest, request: Request) -> dict[str, tuple[int, ...]]:
+def input_tensor(about: DenseInput, request: Request) -> Tensor:
+    """The tensor of a request that the program input ``about`` carries; not for vectors of lookups."""
+    if about.kind == "dense":
+        assert request.dense is not None
+        return request.dense
+    assert about.feature is not None
+    if about.kind == "tensor":
+        found = request.inputs[about.feature]
+        assert isinstance(found, Tensor)
+        return found
+    jagged = request.inputs.get(about.feature)
+    bag = jagged if isinstance(jagged, JaggedTensor) else request.features[about.feature]
+    if about.kind == "jagged_values":
+        return bag.values()
+    if about.kind == "jagged_weights":
+        return bag.weights()
+    return bag.lengths().long()
+
+
+def _answer_shapes(manifest: Manifest, request: Request) -> dict[str, tuple[int | None, ...]]:
+    """The shape of each tensor of the answer; None for a number of ids that the ids program decides."""
     batch = request.features.stride()
     counts = dict(zip(request.features.keys(), request.features.length_per_key()))
-    embeddings: list[tuple[int, ...]] = []
+    computed = manifest.signature.ids.features if manifest.signature is not None and manifest.signature.ids else ()
+    embeddings: list[tuple[int | None, ...]] = []
     for module in manifest.modules:
         tables = manifest.module_tables(module.path)
         if module.kind == "pooled":
             embeddings.append((batch, sum(t.dim * len(t.features) for t in tables)))
         else:
-            embeddings += [(counts[feature], t.dim) for t in tables for feature in t.features]
+            embeddings += [(None if f in computed else counts[f], t.dim) for t in tables for f in t.features]
     outputs = [] if manifest.dense is None else [(batch, *output.shape) for output in manifest.dense.outputs]
     return {
         **{f"embedding/{j}": shape for j, shape in enumerate(embeddings)},

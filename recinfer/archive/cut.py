@@ -1,85 +1,167 @@
-"""Separates a model's dense part from its embedding modules, as one function of tensors.
-
-The model runs with stand-ins: each embedding module returns given vectors instead of looking up, and each argument of
-``forward`` is a stand-in that records whether it reaches an embedding module (a sparse input) or is used as a tensor
-(the dense input). Any other use raises an error that names it.
-"""
+"""Cuts a model into embedding lookups and programs: traces forward on an example batch and splits it at the lookups."""
 
 from __future__ import annotations
 
-import copy
-import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, fx, nn
 
-from recinfer.archive.leaves import Leaf, find_leaves
-from recinfer.archive.standins import Argument, Refused, Slots, Stub, UsedAsTensor, named_outputs
+from recinfer.archive.check import Request, input_tensor
+from recinfer.archive.dense import Part
+from recinfer.archive.leaves import Leaf
+from recinfer.archive.made_batch import made_batch
+from recinfer.archive.manifest import DenseInput, InputInfo, Signature
+from recinfer.archive.samples import Samples
+from recinfer.archive.split import ComputedFeature, ModuleLookup, Split, split
+from recinfer.capture import Captured, CaptureError, Slot, trace
 from recinfer.errors import ConfigError
 
-__all__ = ["Cut", "Leaf", "cut_model", "find_leaves"]
+__all__ = ["Cut", "cut_captured", "cut_model"]
 
-_PROBE_WIDTH = 10007  # a dense width that no model has, to recognise the dense input where a Linear reads it
+_TRIALS = 50
 
 
-@dataclass
+@dataclass(frozen=True)
 class Cut:
-    """The dense part of a model as one function.
+    """A model cut at its lookups.
 
     Attributes:
-        program: ``forward(*tensors) -> dict[str, Tensor]``; inputs as :attr:`inputs` name them, outputs float32 [B, ...].
-        inputs: names, in order.
-        example: makes random inputs of a batch size.
-        batch_axes: per input the name of its dynamic first dimension: ``"batch"``, or one of its own.
-        num_dense: columns of the dense input; 0 without one.
+        dense, inputs: the program behind the lookups, and its inputs.
+        ids, ids_inputs, computed: the program before them, its inputs and the features that it computes; None, if forward
+            passes its ids on.
+        signature: what forward takes and returns, without the ids program.
+        lookups: the lookups of each module.
+        num_dense: columns of the dense input; 0 where requests name their tensors.
         outputs: output names and shapes behind the batch.
+        samples: makes requests.
     """
 
-    program: nn.Module
-    inputs: list[str]
-    example: Callable[[int, int], list[Tensor]]
-    batch_axes: list[str]
+    dense: Part
+    inputs: tuple[DenseInput, ...]
+    ids: Part | None
+    ids_inputs: tuple[DenseInput, ...]
+    computed: tuple[ComputedFeature, ...]
+    signature: Signature
+    lookups: tuple[ModuleLookup, ...]
     num_dense: int
     outputs: dict[str, tuple[int, ...]]
+    samples: Samples
 
 
 def cut_model(
-    model: nn.Module, leaves: Sequence[Leaf], load: Callable[[nn.Module], object], num_dense: int | None = None
+    model: nn.Module,
+    leaves: Sequence[Leaf],
+    load: Callable[[nn.Module], object],
+    batches: Sequence[Any] = (),
+    num_dense: int | None = None,
 ) -> Cut | None:
-    """Separate the dense part of ``model`` from the embedding modules ``leaves``.
+    """Cut ``model`` at its embedding modules ``leaves``.
 
     Args:
         model: not changed; its dense parameters may be on meta.
         leaves: the model's embedding modules, whose tables are neither copied nor read.
         load: fills the parameters and buffers of the model without its leaves.
-        num_dense: columns of the dense input, if no Linear layer or matrix product determines them.
+        batches: example batches, see recinfer.capture.capture; none: a made one, for a forward that takes one float matrix
+            and passes its sparse inputs on.
+        num_dense: columns of the dense input of a made batch, where they are known.
 
     Returns:
-        the dense part, or None if the model is a single embedding module.
+        the cut, or None if the model is a single embedding module.
 
     Raises:
-        ConfigError: the input of an embedding module is computed inside forward, two tensors are used as dense inputs,
-            an output is not a batch of numbers, or num_dense is unknown. The message names the place.
+        ConfigError: forward cannot be traced or split; the message names the input or the line.
     """
     if len(leaves) == 1 and leaves[0].module is model:
         return None
-    slots = Slots(leaves)
-    stubs: dict[int, Any] = {id(leaf.module): Stub(slots, i) for i, leaf in enumerate(leaves)}
-    body = copy.deepcopy(model, stubs).eval()
-    load(body)
-    _refuse_meta(body)
-    with torch.no_grad():
-        dense_path, width = _discover(body, slots, num_dense)
-        outputs = _check_outputs(body, slots, dense_path, width)
-    names, axes = _input_names(leaves, width)
-    program = _Program(body, slots, dense_path)
-    return Cut(program, names, lambda batch, seed: _example(leaves, width, batch, seed), axes, width, outputs)
+
+    def prepare(body: nn.Module) -> None:
+        load(body)
+        _refuse_meta(body)
+
+    modules = [leaf.module for leaf in leaves]
+    abouts = [leaf.about for leaf in leaves]
+    try:
+        if not batches:
+            batches = [made_batch(model, leaves, prepare, num_dense)]
+        captured = trace(model, modules, abouts, batches, prepare)
+    except CaptureError as error:
+        raise ConfigError(str(error)) from error
+    return cut_captured(captured, leaves)
+
+
+def cut_captured(captured: Captured, leaves: Sequence[Leaf]) -> Cut:
+    """Split a trace of the model of ``leaves``, and describe what requests bring; see :func:`cut_model`."""
+    parts = split(captured, leaves)
+    used = _used_slots(captured, parts)
+    infos = tuple(_infos(used))
+    inputs, ids_inputs, num_dense = _with_plain_dense(parts, infos)
+    rows: dict[str, int] = {}
+    computed = {feature.name for feature in parts.computed}
+    longest: dict[str, int] = {}
+    for lookup in parts.lookups:
+        for config, names in zip(lookup.leaf.configs, lookup.features):
+            for name in names:
+                if name not in computed:
+                    rows[name] = min(config.num_embeddings, rows.get(name, config.num_embeddings))
+        for name, (_, positions) in (lookup.leaf.position_weights or {}).items():
+            longest[name] = min(positions, longest.get(name, positions))
+    given = [info.name for info in infos if info.kind == "ids"]
+    samples = Samples(
+        {(slot.name, slot.part): tensor for slot, tensor in zip(captured.slots, captured.examples)},
+        infos,
+        parts.facts,
+        tuple(dict.fromkeys([*(name for name in rows if name in given), *given])),
+        rows,
+        longest,
+        any(info.weighted for info in infos if info.kind == "ids"),
+        num_dense,
+    )
+    names = {info.name for info in infos}
+    signature = Signature(
+        arguments=captured.arguments,
+        inputs=infos,
+        per_sample={name: count for name, count in parts.facts.per_sample.items() if name in names},
+        as_long_as={a: b for a, b in parts.facts.as_long_as.items() if a in names and b in names},
+        ids=None,
+        returns=captured.structure or {},
+    )
+    sizes = _Sizes(parts, ids_inputs, samples)
+    free = {_program_name(slot): slot for slot in used}
+    dense = Part(
+        parts.dense,
+        [i.name for i in inputs],
+        [_free_axes(i, free) for i in inputs],
+        lambda batch, seed: sizes.example(inputs, batch, seed),
+        lambda: sizes.without_ids(inputs),
+        list(captured.outputs),
+    )
+    ids = None
+    if parts.ids is not None:
+        outputs = [node_name for node_name in _output_names(parts.ids)]
+        ids = Part(
+            parts.ids,
+            [i.name for i in ids_inputs],
+            [_free_axes(i, free) for i in ids_inputs],
+            lambda batch, seed: sizes.example(ids_inputs, batch, seed),
+            lambda: sizes.without_ids(ids_inputs),
+            outputs,
+            "the program that computes ids",
+        )
+    return Cut(
+        dense,
+        inputs,
+        ids,
+        ids_inputs,
+        parts.computed,
+        signature,
+        parts.lookups,
+        num_dense,
+        _check_outputs(dense),
+        samples,
+    )
 
 
 def _refuse_meta(body: nn.Module) -> None:
@@ -94,209 +176,138 @@ def _refuse_meta(body: nn.Module) -> None:
         )
 
 
-class _Found(Exception):
-    def __init__(self, num_dense: int) -> None:
-        self.num_dense = num_dense
+# ------------------------------------------------------------------------------------------------- what requests bring
 
 
-class _Program(nn.Module):
-    """The dense part as a function of tensors: it fills the stand-ins, calls the model and names its outputs."""
-
-    def __init__(self, body: nn.Module, slots: Slots, dense_path: str) -> None:
-        super().__init__()
-        self.model = body
-        self.__dict__["_slots"] = slots  # not a submodule
-        self._dense_path = dense_path
-
-    def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
-        path = self._dense_path
-        slots: Slots = self.__dict__["_slots"]
-        slots.fill(tensors[1:] if path else tensors)
-        try:
-            return named_outputs(_call(self.model, {path: tensors[0]} if path else {}))
-        finally:
-            slots.fill([])
+def _program_name(slot: Slot) -> str:
+    return slot.name if slot.part == "tensor" else f"{slot.name}/{slot.part}"
 
 
-def _call(body: nn.Module, dense: Mapping[str, Tensor]) -> Any:
-    """Run forward with stand-ins for the arguments that have no default."""
-    args, kwargs = [], {}
-    for name, parameter in inspect.signature(body.forward).parameters.items():
-        if (
-            parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            or parameter.default is not parameter.empty
-        ):
-            continue
-        value = dense[name] if name in dense else Argument(name, dense)
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            kwargs[name] = value
-        else:
-            args.append(value)
-    return body(*args, **kwargs)
+def _used_slots(captured: Captured, parts: Split) -> list[Slot]:
+    """The tensors that a program or a lookup reads, and the other parts of the same jagged inputs."""
+    programs = [i.feature for i in (*parts.inputs, *parts.ids_inputs) if i.kind == "tensor" or "jagged" in i.kind]
+    looked_up = [name for lookup in parts.lookups for names in lookup.features for name in names]
+    used = {*programs, *looked_up}
+    used |= {parts.facts.as_long_as[name] for name in used if name in parts.facts.as_long_as}
+    return [slot for slot in captured.slots if slot.name in used]
 
 
-class _FindDense(TorchFunctionMode):
-    """Finds the Linear layer or the matrix product that reads the dense input, by the width of a probe input."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given, taken = _inner_sizes(function, args)
-        extra = given - _PROBE_WIDTH
-        if extra >= 0 and given != taken > extra:
-            raise _Found(taken - extra)
-        return function(*args, **(kwargs or {}))
-
-
-_PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
-
-
-def _inner_sizes(function: Any, args: Any) -> tuple[int, int]:
-    """The two sizes that ``function`` contracts, the larger one first; (0, 0) if it contracts none."""
-    if len(args) < 2 or not all(isinstance(value, Tensor) and value.dim() >= 2 for value in args[:2]):
-        return 0, 0
-    if function is nn.functional.linear:
-        return args[0].shape[-1], args[1].shape[-1]
-    if function in _PRODUCTS:  # crossnets multiply by their weights without a transpose
-        sizes = args[0].shape[-1], args[1].shape[-2]
-        return max(sizes), min(sizes)
-    return 0, 0
+def _infos(slots: Sequence[Slot]) -> list[InputInfo]:
+    infos: dict[str, InputInfo] = {}
+    weighted = {slot.name for slot in slots if slot.part == "weights"}
+    for slot in slots:
+        if slot.part == "tensor":
+            infos[slot.name] = InputInfo(slot.name, slot.path, "tensor", slot.dtype, slot.shape, False)
+        elif slot.part == "values":
+            is_ids = slot.dtype == "int64" and len(slot.shape) == 1
+            infos[slot.name] = InputInfo(
+                slot.name,
+                slot.path,
+                "ids" if is_ids else "jagged",
+                slot.dtype,
+                (f"values of {slot.name}"[:256], *slot.shape[1:]),
+                slot.name in weighted,
+            )
+    return list(infos.values())
 
 
-def _discover(body: nn.Module, slots: Slots, num_dense: int | None) -> tuple[str, int]:
-    """The path and the width of the dense input; ("", 0) without one."""
-    path = use = ""
-    width = num_dense
-    while True:
-        slots.given = [None] * len(slots.leaves)
-        try:
-            _run(body, slots, path, width, 4, use)
-        except UsedAsTensor as used:
-            if path:
-                raise ConfigError(
-                    f"forward uses two inputs as tensors, {path!r} and {used.path!r}: {use}, and {used.use}; "
-                    f"recinfer passes a model one dense tensor; concatenate the inputs, or remove the training part (the loss) from forward"
-                ) from None
-            path, use = used.path, used.use
-            continue
-        except _Found as found:
-            width = found.num_dense
-            continue
-        break
-    _check_features(slots)
-    if not path:
-        if num_dense:
-            raise ConfigError(f"num_dense is {num_dense}, but forward uses no dense tensor")
-        return "", 0
-    if width is None:
-        raise ConfigError(
-            f"no Linear layer or matrix product reads the dense input {path!r}, so its width is not known; give num_dense"
-        )
-    return path, width
+def _with_plain_dense(
+    parts: Split, infos: Sequence[InputInfo]
+) -> tuple[tuple[DenseInput, ...], tuple[DenseInput, ...], int]:
+    """The inputs of both programs, and the width of the dense matrix, where that is the only input beside ids."""
+    others = [info for info in infos if info.kind != "ids"]
+    if len(others) != 1 or others[0].kind != "tensor" or others[0].dtype != "float32":
+        return parts.inputs, parts.ids_inputs, 0
+    shape = others[0].shape
+    if len(shape) != 2 or shape[0] != "batch" or not isinstance(shape[1], int) or not shape[1]:
+        return parts.inputs, parts.ids_inputs, 0
+    dense = DenseInput("dense", "dense", None, None, shape[1])
+    renamed = [tuple(dense if i.kind == "tensor" else i for i in inputs) for inputs in (parts.inputs, parts.ids_inputs)]
+    return renamed[0], renamed[1], shape[1]
 
 
-def _run(body: nn.Module, slots: Slots, path: str, width: int | None, batch: int, use: str = "") -> dict[str, Tensor]:
-    """Run the model once on random embeddings, with the probe width for a dense input of unknown width; ``use`` says
-    how forward uses it."""
-    dense = {path: torch.zeros(batch, _PROBE_WIDTH if width is None else width)} if path else {}
-    slots.fill(_example(slots.leaves, 0, batch, 0))
-    try:
-        with _FindDense() if width is None else nullcontext():
-            return named_outputs(_call(body, dense))
-    except (UsedAsTensor, _Found, ConfigError):
-        raise
-    except Refused as refused:
-        raise ConfigError(f"the dense part cannot be cut out: {refused}{_left_out(body)}") from None
-    except Exception as error:
-        why = _any_length(slots, str(error)) + _left_out(body)
-        why += f"; {path!r} was taken for the dense input, because forward uses {use}" if use else ""
-        if path and width is None:
-            raise ConfigError(
-                f"cannot tell the width of the dense input {path!r} ({type(error).__name__}: {error}); give num_dense{why}"
-            ) from None
-        came = f"the dense input {path!r} of shape {(batch, width)}" if path else "no dense input"
-        raise ConfigError(
-            f"forward failed on the tables' outputs and {came}: {type(error).__name__}: {error}{why}"
-        ) from error
+def _free_axes(about: DenseInput, slots: dict[str, Slot]) -> tuple[int, ...]:
+    slot = slots.get(about.name)
+    if about.kind != "tensor" or slot is None:
+        return (0,)
+    return tuple(axis for axis, size in enumerate(slot.shape) if isinstance(size, str))
 
 
-def _left_out(body: nn.Module) -> str:
-    """A hint for an error: the arguments of forward whose default is None, their value in an export; "" without any."""
-    names = [repr(name) for name, p in inspect.signature(body.forward).parameters.items() if p.default is None]
-    if not names:
-        return ""
-    return (
-        f"; an export runs forward with the defaults of its arguments: {', '.join(names)} {'is' if len(names) == 1 else 'are'} "
-        f"None; remove the default of each one that the model needs"
-    )
+def _output_names(module: fx.GraphModule) -> list[str]:
+    (result,) = (node.args[0] for node in module.graph.nodes if node.op == "output")
+    assert isinstance(result, dict)
+    return list(result)
 
 
-def _any_length(slots: Slots, sizes: str) -> str:
-    """Explains a size that is the number of ids of an unpooled feature, where the number of samples was expected; ""
-    if ``sizes`` names none."""
-    for leaf, parts in zip(slots.leaves, slots.values):
-        if leaf.pooled:
-            continue
-        for name, values, lengths in zip(leaf.outputs, parts[::2], parts[1::2]):
-            if re.search(rf"\b{len(values)}\b", sizes) and len(values) != len(lengths):
-                return (
-                    f"; {name!r} has any number of ids a sample, here {len(values)} in {len(lengths)} samples, and its values() are "
-                    f"[ids, dim]: where each sample has one id, take .to_padded_dense(1).squeeze(1), which is [samples, dim]"
-                )
-    return ""
+# ------------------------------------------------------------------------------------------------- examples of parts
 
 
-def _check_features(slots: Slots) -> None:
-    """Raises ConfigError if forward never calls a leaf, or if two different inputs share a feature name."""
-    where: dict[str, str] = {}
-    for leaf, path in zip(slots.leaves, slots.given):
-        if path is None:
-            raise ConfigError(f"forward never calls the embedding module {leaf.module_path!r}; remove it or use it")
-        for feature in leaf.features:
-            if where.setdefault(feature, path) != path:
-                raise ConfigError(
-                    f"feature {feature!r} comes from two inputs of forward, {where[feature]!r} and {path!r}; "
-                    "give the features different names"
-                )
+class _Sizes:
+    """Makes inputs of programs: of random requests, with random vectors of as many rows as the lookups would give."""
 
+    def __init__(self, parts: Split, ids_inputs: tuple[DenseInput, ...], samples: Samples) -> None:
+        self._parts = parts
+        self._ids_inputs = ids_inputs
+        self._samples = samples
+        self._features = {  # output of a sequence module -> the feature of its ids
+            (lookup.leaf.path, output): feature
+            for lookup in parts.lookups
+            if not lookup.leaf.pooled
+            for output, (_, feature) in zip(lookup.leaf.output_names(lookup.features), lookup.columns)
+        }
 
-def _input_names(leaves: Sequence[Leaf], num_dense: int) -> tuple[list[str], list[str]]:
-    names, axes = (["dense"], ["batch"]) if num_dense else ([], [])
-    for i, leaf in enumerate(leaves):
-        if leaf.pooled:
-            names.append(f"pooled_{i}")
-            axes.append("batch")
-            continue
-        for j in range(len(leaf.outputs)):
-            names += [f"sequence_{i}_{j}_values", f"sequence_{i}_{j}_lengths"]
-            axes += [f"values_{i}_{j}", "batch"]
-    return names, axes
+    def example(self, inputs: Sequence[DenseInput], batch: int, seed: int) -> list[Tensor]:
+        """Inputs for ``batch`` samples; no free size is below 2 unless the batch is."""
+        tensors: list[Tensor] = []
+        for trial in range(_TRIALS):
+            generator = torch.Generator().manual_seed(seed + 1000 * trial)
+            tensors = self._tensors(inputs, self._samples.request(batch, generator, edges=True), generator)
+            if batch < 2 or all(tensor.shape[0] >= 2 for tensor in tensors if tensor.dim()):
+                break
+        return tensors
 
+    def without_ids(self, inputs: Sequence[DenseInput]) -> list[Tensor]:
+        """Inputs of two samples without ids, but for features that need some."""
+        generator = torch.Generator().manual_seed(0)
+        return self._tensors(inputs, self._samples.request(2, generator, size=0), generator)
 
-def _example(leaves: Sequence[Leaf], num_dense: int, batch: int, seed: int) -> list[Tensor]:
-    """Random inputs of the program for ``batch`` samples."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(batch, num_dense, generator=generator)] if num_dense else []
-    with torch.device("cpu"):
-        for leaf in leaves:
-            if leaf.pooled:
-                tensors.append(torch.randn(batch, sum(leaf.dims), generator=generator))
+    def _tensors(self, inputs: Sequence[DenseInput], request: Request, generator: torch.Generator) -> list[Tensor]:
+        computed: dict[str, Tensor] = {}
+        if self._parts.ids is not None:
+            with torch.no_grad():
+                computed = self._parts.ids(*(input_tensor(i, request) for i in self._ids_inputs))
+        tensors = []
+        for about in inputs:
+            if about.kind == "pooled":
+                batch = request.features.stride() if request.features.keys() else len(request.dense or ())
+                tensors.append(torch.randn(batch, about.dim, generator=generator))
                 continue
-            for j, dim in enumerate(leaf.dims):
-                lengths = torch.randint(0, 4, (batch,), generator=generator)
-                lengths[0] = 2 + j % 2
-                tensors += [torch.randn(int(lengths.sum()), dim, generator=generator), lengths]
-    return tensors
+            if about.kind not in ("values", "lengths"):
+                tensors.append(input_tensor(about, request))
+                continue
+            feature = self._features[about.module or "", about.feature or ""]
+            lengths = computed.get(f"{feature}/lengths")
+            if lengths is None:
+                lengths = request.features[feature].lengths().long()
+            if about.kind == "lengths":
+                tensors.append(lengths)
+            else:
+                tensors.append(torch.randn(int(lengths.sum()), about.dim, generator=generator))
+        return tensors
 
 
-def _check_outputs(body: nn.Module, slots: Slots, dense_path: str, width: int) -> dict[str, tuple[int, ...]]:
+def _check_outputs(dense: Part) -> dict[str, tuple[int, ...]]:
+    """Output name -> its shape behind the batch; raises ConfigError for an output that is not a batch."""
     shapes = {}
     for batch in (3, 6):
-        for name, value in _run(body, slots, dense_path, width, batch).items():
+        with torch.no_grad():
+            outputs = dense.module(*dense.example(batch, 0))
+        for name, value in outputs.items():
             if value.dim() < 1 or value.shape[0] != batch:
                 raise ConfigError(
-                    f"output {name!r} of forward has shape {tuple(value.shape)} for a batch of {batch}; "
-                    "expected the batch as first dimension (remove the loss and other summaries from an inference "
-                    f"model){_any_length(slots, str(value.shape[:1]))}"
+                    f"output {name!r} of forward has shape {tuple(value.shape)} for a batch of {batch}; expected the batch as "
+                    f"first dimension (remove the loss and other summaries from an inference model; where each sample has "
+                    f"one id, .to_padded_dense(1).squeeze(1) of an unpooled feature is [samples, dim])"
                 )
             shapes[name] = tuple(value.shape[1:])
-    slots.fill([])
     return shapes

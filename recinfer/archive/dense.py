@@ -6,19 +6,19 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_unflatten
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from recinfer import env
-from recinfer.archive.cut import Cut
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo
 from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
@@ -26,7 +26,7 @@ from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
-__all__ = ["NEEDS_IDS", "DenseEngine", "ExportedDense", "OnnxEngine", "TorchEngine", "export_dense", "open_dense"]
+__all__ = ["NEEDS_IDS", "DenseEngine", "ExportedDense", "OnnxEngine", "TorchEngine", "Part", "export_part", "open_dense", "open_program"]
 
 _OPSET = 18
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -37,6 +37,29 @@ NEEDS_IDS = (
     "to_padded_dense() none"
 )
 """Advice, for messages, on a dense part that fails when unpooled features have no ids."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a traced forward to export.
+
+    Attributes:
+        module: ``forward(*tensors) -> dict[str, Tensor]``; inputs as :attr:`inputs` name them.
+        inputs: names, in order.
+        free: the free axes of each input.
+        example: makes inputs of a batch size from a seed.
+        without_ids: makes inputs of a request without ids.
+        outputs: names of the outputs, in order.
+        title: the part's name, for messages.
+    """
+
+    module: nn.Module
+    inputs: list[str]
+    free: list[tuple[int, ...]]
+    example: Callable[[int, int], list[Tensor]]
+    without_ids: Callable[[], list[Tensor]]
+    outputs: list[str]
+    title: str = "the dense part"
 
 
 @dataclass(frozen=True)
@@ -60,30 +83,33 @@ class DenseEngine(Protocol):
     def arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]: ...
 
 
-def export_dense(cut: Cut) -> ExportedDense:
-    """Export a dense part to torch and ONNX and compare the two on random inputs.
+def export_part(part: Part) -> ExportedDense:
+    """Export a part to torch and ONNX and compare the two on random inputs.
 
     Raises:
-        ConfigError: torch.export cannot trace the dense part with a free batch size, or what it gives cannot run without ids.
+        ConfigError: torch.export cannot trace it again with a free batch size, or what it gives cannot run without ids.
     """
-    axes = {name: Dim(name) for name in dict.fromkeys(cut.batch_axes)}
-    shapes = (tuple({0: axes[axis]} for axis in cut.batch_axes),)
+    axes = tuple({axis: Dim.AUTO for axis in free} for free in part.free)
+    count = len(part.inputs)
     try:
         with _quiet(), torch.no_grad():
-            program = torch.export.export(cut.program, tuple(cut.example(5, 1)), dynamic_shapes=shapes, strict=False)
-            onnx, refused = _to_onnx(program, cut)
+            program = torch.export.export(
+                part.module, tuple(part.example(5, 1)), dynamic_shapes=axes if count else None, strict=False
+            )
+            _free_sizes(program)
+            onnx, refused = _to_onnx(program, part)
             data = program_bytes(program)
     except ArchiveError as error:
-        raise ConfigError(f"the dense part uses operations that an archive may not contain: {error}") from error
+        raise ConfigError(f"{part.title} uses operations that an archive may not contain: {error}") from error
     except Exception as error:
         raise ConfigError(
-            f"torch.export cannot trace the dense part: {type(error).__name__}: {str(error)[:2000]}"
+            f"torch.export cannot trace {part.title}: {type(error).__name__}: {str(error)[:2000]}"
         ) from error
     if onnx is None:
         return ExportedDense(data, None, None, _printable(refused))
-    names = cut.inputs, list(cut.outputs)
+    names = part.inputs, part.outputs
     try:
-        error_found = _compare(OnnxEngine(onnx, *names, 1), TorchEngine(data, *names), cut)
+        error_found = _compare(OnnxEngine(onnx, *names, 1), TorchEngine(data, *names), part)
     except (ArchiveError, UnavailableError) as error:
         return ExportedDense(data, None, None, _printable(f"onnxruntime cannot run it: {error}"))
     if not error_found <= MAX_ONNX_ERROR:
@@ -93,14 +119,31 @@ def export_dense(cut: Cut) -> ExportedDense:
     return ExportedDense(data, onnx, OnnxInfo(_OPSET, error_found), None)
 
 
-def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | None]:
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
+
+
+def _free_sizes(program: ExportedProgram) -> None:
+    """Let free axes have any size: torch assumes at least 2 of each, and asserts it."""
+    for graph_module in program.graph_module.modules():
+        if not isinstance(graph_module, torch.fx.GraphModule):
+            continue
+        for node in list(graph_module.graph.nodes):
+            if any(name in str(node.target) for name in _ASSERTIONS) and not node.users:
+                graph_module.graph.erase_node(node)
+        graph_module.graph.eliminate_dead_code()
+        graph_module.recompile()
+    for symbol, sizes in list(program.range_constraints.items()):
+        program.range_constraints[symbol] = ValueRanges(0, sizes.upper)
+
+
+def _to_onnx(program: ExportedProgram, part: Part) -> tuple[bytes | None, str | None]:
     """The ONNX bytes, or the reason why the export failed."""
     try:
         exported: Any = torch.onnx.export(
             program,
             dynamo=True,
-            input_names=cut.inputs,
-            output_names=list(cut.outputs),
+            input_names=part.inputs,
+            output_names=part.outputs,
             opset_version=_OPSET,
             verbose=False,
         )
@@ -122,7 +165,7 @@ def _printable(reason: str | None) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)[:250]
 
 
-def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:
+def _compare(onnx: DenseEngine, torch_engine: DenseEngine, part: Part) -> float:
     """The largest difference on random inputs, relative to outputs that are larger than 1.
 
     Raises:
@@ -130,14 +173,14 @@ def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:
         ArchiveError: onnxruntime fails, or gives other shapes.
     """
     worst = 0.0
-    examples = [cut.example(batch, 100 + batch) for batch in _TRIAL_BATCHES]
-    for tensors in (*examples, _without_ids(cut, examples[-1])):
-        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in zip(cut.inputs, tensors))
+    examples = [part.example(batch, 100 + batch) for batch in _TRIAL_BATCHES]
+    for tensors in (*examples, part.without_ids()):
+        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in zip(part.inputs, tensors))
         try:
             expected = torch_engine(tensors)
         except Exception as error:
             todo = "" if all(len(tensor) for tensor in tensors) else NEEDS_IDS
-            raise ConfigError(f"the dense part cannot run on {sizes}: {_raised(error)}{todo}") from error
+            raise ConfigError(f"{part.title} cannot run on {sizes}: {_raised(error)}{todo}") from error
         try:
             found = onnx(tensors)
         except Exception as error:  # onnxruntime's exception types are not public
@@ -152,15 +195,6 @@ def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:
             if b.numel():
                 worst = max(worst, float((a - b).abs().max()) / max(1.0, float(b.abs().max())))
     return worst
-
-
-def _without_ids(cut: Cut, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs ``tensors`` with the ids of unpooled features removed."""
-    names = zip(cut.inputs, tensors)
-    return [
-        t[:0] if name.endswith("_values") else torch.zeros_like(t) if name.endswith("_lengths") else t
-        for name, t in names
-    ]
 
 
 def _raised(error: Exception) -> str:
@@ -274,9 +308,7 @@ def open_dense(
     num_threads: int = 1,
     engine: Literal["onnx", "torch"] | None = None,
 ) -> DenseEngine:
-    """The requested engine, or the default one: the manifest's on the CPU, torch on other devices.
-
-    Where ONNX runs, the torch program is checked and not loaded: loading takes a second and 60 MiB of each process.
+    """The requested engine of the dense program, or the default one: the manifest's on the CPU, torch on other devices.
 
     Raises:
         ArchiveError: rules F4, F5, D1 to D3.
@@ -284,13 +316,35 @@ def open_dense(
         UnavailableError: onnxruntime is needed and not installed.
     """
     chosen = engine or (info.engine if torch.device(device).type == "cpu" else "torch")
-    names = [i.name for i in info.inputs], [o.name for o in info.outputs]
-    program = archive.read("dense/model.pt2")
     if chosen == "onnx":
         if info.onnx is None:
             raise ConfigError(f"this archive has no ONNX program: {info.onnx_refused}; use dense_engine='torch'")
         if torch.device(device).type != "cpu":
             raise ConfigError(f"the ONNX engine runs on the CPU; got device {device!r}; use dense_engine='torch'")
+    names = [i.name for i in info.inputs], [o.name for o in info.outputs]
+    return open_program(archive, "dense/model", *names, chosen, device=device, num_threads=num_threads)
+
+
+def open_program(
+    archive: Archive,
+    path: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    engine: Literal["onnx", "torch"],
+    *,
+    device: str = "cpu",
+    num_threads: int = 1,
+) -> DenseEngine:
+    """Open the program ``path`` + ``.pt2`` or ``.onnx`` of an archive.
+
+    Where ONNX runs, the torch program is checked and not loaded: loading takes a second and 60 MiB of each process.
+
+    Raises:
+        ArchiveError: rules F4, F5, D1 to D3.
+        UnavailableError: onnxruntime is needed and not installed.
+    """
+    program = archive.read(f"{path}.pt2")
+    if engine == "onnx":
         check_program(program)
-        return OnnxEngine(archive.read("dense/model.onnx"), *names, num_threads)
-    return TorchEngine(program, *names, device)
+        return OnnxEngine(archive.read(f"{path}.onnx"), inputs, outputs, num_threads)
+    return TorchEngine(program, inputs, outputs, device)

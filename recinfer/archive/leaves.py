@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from recinfer.capture import EmbeddingModule
 from recinfer.distributed.planner.plan import embedding_tables
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
@@ -39,9 +42,31 @@ class Leaf:
     position_weights: dict[str, tuple[str, int]] | None
 
     @property
+    def about(self) -> EmbeddingModule:
+        """The module as a trace describes it."""
+        return EmbeddingModule(
+            self.module_path,
+            self.pooled,
+            self.is_weighted and self.position_weights is None,
+            tuple(self.features),
+            tuple(self.outputs),
+            tuple(self.dims),
+        )
+
+    @property
     def outputs(self) -> list[str]:
         """Embedding names in output order."""
         return [name for names in get_embedding_names_by_table(self.configs) for name in names]
+
+    def output_names(self, features: Sequence[Sequence[str]]) -> list[str]:
+        """Names of the outputs where the tables look up ``features``: the feature, or ``feature@table`` for a feature of
+        several tables."""
+        count = Counter(name for names in features for name in names)
+        return [
+            f"{name}@{config.name}" if count[name] > 1 else name
+            for config, names in zip(self.configs, features)
+            for name in names
+        ]
 
     @property
     def features(self) -> list[str]:

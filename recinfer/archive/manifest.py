@@ -21,14 +21,19 @@ __all__ = [
     "DenseOutput",
     "FeatureInfo",
     "FileInfo",
+    "IdsInfo",
+    "InputInfo",
+    "InputKind",
     "Manifest",
     "MissingShards",
     "ModuleInfo",
     "OnnxInfo",
     "QuantizationInfo",
+    "Signature",
     "TableInfo",
     "dense_inputs",
     "engine_text",
+    "lookup_inputs",
     "required_files",
     "shard_path",
 ]
@@ -118,11 +123,17 @@ class ModuleInfo:
 
 @dataclass(frozen=True)
 class DenseInput:
-    """One input of the dense program: ``dense`` [B, dim], ``pooled`` [B, dim] of a module, ``values`` [N, dim] and
-    ``lengths`` [B] int64 of one sequence feature."""
+    """One input of the dense program or the ids program.
+
+    ``dense`` [B, dim], ``pooled`` [B, dim] of a module, ``values`` [N, dim] and ``lengths`` [B] int64 of one sequence
+    feature. Only with a signature: ``tensor``, the input that ``feature`` names, and ``jagged_values``, ``jagged_lengths``
+    [B] int64 and ``jagged_weights`` of a jagged one.
+    """
 
     name: str
-    kind: Literal["dense", "pooled", "values", "lengths"]
+    kind: Literal[
+        "dense", "pooled", "values", "lengths", "tensor", "jagged_values", "jagged_lengths", "jagged_weights"
+    ]
     module: str | None
     feature: str | None
     dim: int
@@ -161,6 +172,83 @@ class DenseInfo:
         return engine_text(self.engine, self.onnx_refused)
 
 
+InputKind = Literal["tensor", "ids", "jagged"]
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """One input of forward, as requests name it.
+
+    Attributes:
+        name: the name in requests.
+        path: the place in forward's arguments, as ``batch.sparse_features['base']``.
+        kind: ``tensor``; ``ids`` of a feature, any number a sample; ``jagged``: numbers, any number a sample.
+        dtype: of the tensor or the values, as ``float32``.
+        shape: of the tensor or the values: a number per fixed axis, ``batch``, or text for another free axis.
+        weighted: whether forward reads a weight per value.
+    """
+
+    name: str
+    path: str
+    kind: InputKind
+    dtype: str
+    shape: tuple[int | str, ...]
+    weighted: bool
+
+
+@dataclass(frozen=True)
+class IdsInfo:
+    """The ids program, which computes the ids of some features from the inputs.
+
+    Attributes:
+        features: the features that it computes; the program returns ``<feature>/values`` and ``<feature>/lengths`` of each,
+            and ``<feature>/weights`` of those in ``weighted``.
+    """
+
+    engine: Literal["onnx", "torch"]
+    inputs: tuple[DenseInput, ...]
+    features: tuple[str, ...]
+    weighted: tuple[str, ...]
+    onnx: OnnxInfo | None
+    onnx_refused: str | None
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the program's outputs, in order."""
+        return [
+            f"{name}/{part}"
+            for name in self.features
+            for part in ("values", "lengths", "weights")
+            if part != "weights" or name in self.weighted
+        ]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What forward takes and returns.
+
+    Attributes:
+        arguments: names of forward's positional arguments.
+        inputs: the inputs that forward uses.
+        per_sample: input -> the number of values of every sample, which forward relies on.
+        as_long_as: input -> the input that has as many values, sample by sample, which forward relies on.
+        ids: the ids program; None where forward passes ids on as they are.
+        returns: forward's result as plain data, with ``{"output": name}`` for each tensor.
+    """
+
+    arguments: tuple[str, ...]
+    inputs: tuple[InputInfo, ...]
+    per_sample: dict[str, int]
+    as_long_as: dict[str, str]
+    ids: IdsInfo | None
+    returns: dict[str, Any]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether any ids may reach the lookups as they are."""
+        return self.ids is None and not self.per_sample and not self.as_long_as
+
+
 @dataclass(frozen=True)
 class CheckInfo:
     """The number of golden requests, and the largest absolute differences of their answers from the float model's."""
@@ -183,8 +271,8 @@ class FileInfo:
 class Manifest:
     """The content of ``manifest.json``; ``FORMAT.md`` defines each part and its rules.
 
-    ``missing_shards`` says whether default rows may replace rows of unavailable ranks. No other key is optional; its
-    default is ``"reject"``.
+    ``missing_shards`` says whether default rows may replace rows of unavailable ranks; its default is ``"reject"``.
+    ``signature`` is absent in archives of earlier versions and where there is no dense part. No other key is optional.
     """
 
     format: str
@@ -205,18 +293,40 @@ class Manifest:
     files: tuple[FileInfo, ...]
     bytes_total: int
     missing_shards: MissingShards = "reject"
+    signature: Signature | None = None
 
     def to_json(self) -> str:
         """Readable, deterministic JSON."""
         values = asdict(self)
         if self.missing_shards == "reject":  # older readers reject unknown keys
             del values["missing_shards"]
+        if self.signature is None:
+            del values["signature"]
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
     @property
     def name(self) -> str:
         """The model's name."""
         return self.model
+
+    @cached_property
+    def request_features(self) -> tuple[str, ...]:
+        """The features of requests: those of lookups that requests bring, then those that programs alone read."""
+        if self.signature is None:
+            return tuple(feature.name for feature in self.features)
+        given = [i.name for i in self.signature.inputs if i.kind == "ids"]
+        computed = set() if self.signature.ids is None else set(self.signature.ids.features)
+        looked_up = [feature.name for feature in self.features if feature.name not in computed]
+        return tuple(dict.fromkeys([*looked_up, *given]))
+
+    @cached_property
+    def named_inputs(self) -> tuple[InputInfo, ...]:
+        """The inputs of requests beside ``features`` and ``dense``."""
+        if self.signature is None or self.dense is None:
+            return ()
+        return tuple(
+            i for i in self.signature.inputs if i.kind == "jagged" or (i.kind == "tensor" and not self.dense.num_dense)
+        )
 
     @cached_property
     def feature_tables(self) -> dict[str, list[TableInfo]]:
@@ -277,16 +387,26 @@ def required_files(manifest: Manifest) -> list[str]:
         paths.append("dense/model.pt2")
         if manifest.dense.onnx is not None:
             paths.append("dense/model.onnx")
+    if manifest.signature is not None and manifest.signature.ids is not None:
+        paths.append("dense/ids.pt2")
+        if manifest.signature.ids.onnx is not None:
+            paths.append("dense/ids.onnx")
     if any(module.position_weights is not None for module in manifest.modules):
         paths.append("dense/position_weights.safetensors")
     return [*paths, "check/requests.safetensors", "check/answers.safetensors"]
 
 
 def dense_inputs(manifest: Manifest, num_dense: int) -> tuple[DenseInput, ...]:
-    """The inputs of the dense program, in order: ``dense``, then module by module."""
+    """The inputs of a dense program that reads nothing but ``dense`` and vectors: ``dense``, then module by module."""
     inputs: list[DenseInput] = []
     if num_dense:
         inputs.append(DenseInput("dense", "dense", None, None, num_dense))
+    return (*inputs, *lookup_inputs(manifest))
+
+
+def lookup_inputs(manifest: Manifest) -> tuple[DenseInput, ...]:
+    """The inputs of the dense program that hold vectors and lengths of lookups, module by module."""
+    inputs: list[DenseInput] = []
     for i, module in enumerate(manifest.modules):
         dims = [t.dim for t in manifest.module_tables(module.path) for _ in t.features]
         if module.kind == "pooled":

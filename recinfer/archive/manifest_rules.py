@@ -1,18 +1,24 @@
-"""Checks the manifest: rules J3 and M1 to M9 of FORMAT.md, and F2 and F7 for the files that it lists."""
+"""Checks the manifest: rules J3 and M1 to M10 of FORMAT.md, and F2 and F7 for the files that it lists."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from recinfer.archive.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MAX_ONNX_ERROR,
+    DenseInfo,
+    DenseInput,
     Manifest,
     ModuleInfo,
+    OnnxInfo,
+    Signature,
     dense_inputs,
+    lookup_inputs,
     required_files,
 )
 from recinfer.archive.paths import check_path
@@ -82,6 +88,11 @@ def _names(m: Manifest) -> Iterator[tuple[str, str]]:
         for dense_output in m.dense.outputs:
             yield dense_output.name, "output"
         yield (m.dense.onnx_refused or "none")[:MAX_NAME], "onnx_refused"
+    if m.signature is not None:
+        if m.dense is None:
+            raise ArchiveError("signature without a dense part", rule="M10")
+        for name in m.signature.arguments:
+            yield name, "argument"
 
 
 def _check_numbers(m: Manifest) -> None:
@@ -179,17 +190,120 @@ def _check_dense(m: Manifest) -> None:
     dense = m.dense
     if dense is None:
         return
-    if dense.inputs != dense_inputs(m, dense.num_dense):
-        raise ArchiveError("dense.inputs differ from those that modules and num_dense imply, in order", rule="M7")
+    if m.signature is None:
+        if dense.inputs != dense_inputs(m, dense.num_dense):
+            raise ArchiveError("dense.inputs differ from those that modules and num_dense imply, in order", rule="M7")
+    else:
+        _check_signature(m, m.signature, dense)
     names = [output.name for output in dense.outputs]
     if not names or len(set(names)) != len(names):
         raise ArchiveError(f"dense.outputs {names[:5]}; expected at least one, each name once", rule="M7")
-    if dense.onnx is None:
-        if dense.engine == "onnx":
-            raise ArchiveError("dense.engine is 'onnx' without an onnx block", rule="M7")
-    elif not 0 <= dense.onnx.max_abs_error <= MAX_ONNX_ERROR:
+    _check_engine("dense", dense.engine, dense.onnx, "M7")
+
+
+_DTYPES = frozenset(
+    ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+)
+
+
+def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
+    """Rule M10."""
+
+    def refuse(message: str) -> ArchiveError:
+        return ArchiveError(f"signature: {message}", rule="M10")
+
+    by_name = {i.name: i for i in s.inputs}
+    if len(by_name) != len(s.inputs):
+        raise refuse("an input is named twice")
+    for i in s.inputs:
+        _check_name(i.name, "input")
+        _check_name(i.path, "input")
+        free = [size for size in i.shape if isinstance(size, str)]
+        sizes = [size for size in i.shape if isinstance(size, int)]
+        if i.dtype not in _DTYPES or len(i.shape) > 8 or any(not 0 <= size <= MAX_DENSE for size in sizes):
+            raise refuse(f"input {i.name!r} is {i.dtype} {list(i.shape)[:8]}")
+        for size in free:
+            _check_name(size, "axis")
+        if i.kind != "tensor" and (not i.shape or isinstance(i.shape[0], int)):
+            raise refuse(f"the values of input {i.name!r} have the fixed number {i.shape[:1]}")
+        if i.kind == "ids" and (len(i.shape) != 1 or i.dtype not in ("int64", "int32")):
+            raise refuse(f"the ids {i.name!r} are {i.dtype} {list(i.shape)}")
+    jagged = {name for name, i in by_name.items() if i.kind != "tensor"}
+    for name, count in s.per_sample.items():
+        if name not in jagged or not 1 <= count <= MAX_DENSE:
+            raise refuse(f"per_sample gives {name!r} {count} values")
+    for name, other in s.as_long_as.items():
+        if name not in jagged or other not in jagged or other in s.as_long_as:
+            raise refuse(f"as_long_as says {_short(name)} is as long as {_short(other)}")
+    computed = set() if s.ids is None else set(s.ids.features)
+    looked_up = {feature.name for feature in m.features}
+    if s.ids is not None:
+        if not computed or len(computed) != len(s.ids.features) or not computed <= looked_up:
+            raise refuse("ids.features are not features of tables, each once")
+        if not set(s.ids.weighted) <= computed:
+            raise refuse("ids.weighted are not features of the ids program")
+        _check_engine("signature.ids", s.ids.engine, s.ids.onnx, "M10")
+        _check_program_inputs(m, s, s.ids.inputs, refuse)
+    if not looked_up - computed <= {i.name for i in s.inputs if i.kind == "ids"}:
+        raise refuse("a table reads a feature that is neither an input nor computed")
+    vectors = ("pooled", "values", "lengths")
+    if tuple(i for i in dense.inputs if i.kind in vectors) != lookup_inputs(m):
+        raise ArchiveError("dense.inputs of lookups differ from those that modules imply, in order", rule="M7")
+    _check_program_inputs(m, s, tuple(i for i in dense.inputs if i.kind not in vectors), refuse)
+    if (dense.num_dense > 0) != any(i.kind == "dense" for i in dense.inputs):
+        raise ArchiveError(f"num_dense is {dense.num_dense}, and dense.inputs disagree", rule="M7")
+    _check_returns(s.returns, {output.name for output in dense.outputs}, refuse)
+
+
+def _check_program_inputs(
+    m: Manifest, s: Signature, inputs: tuple[DenseInput, ...], refuse: Callable[[str], ArchiveError]
+) -> None:
+    """Each input of a program is an input of the signature, in a form that it has."""
+    by_name = {i.name: i for i in s.inputs}
+    if len({i.name for i in inputs}) != len(inputs):
+        raise refuse("a program takes an input twice")
+    num_dense = 0 if m.dense is None else m.dense.num_dense
+    for i in inputs:
+        if i.kind == "dense":
+            tensors = [t for t in s.inputs if t.kind == "tensor"]
+            if len(tensors) != 1 or tensors[0].dtype != "float32" or tensors[0].shape != ("batch", num_dense):
+                raise refuse("dense is not the only tensor, float32 [batch, num_dense]")
+            if i != DenseInput("dense", "dense", None, None, num_dense):
+                raise refuse("dense is described otherwise than its tensor")
+            continue
+        about = by_name.get(i.feature or "")
+        if about is None or (i.kind == "tensor") != (about.kind == "tensor") or i.module is not None:
+            raise refuse(f"a program takes {_short(i.name)}, which is no input")
+        if i.kind == "jagged_weights" and not about.weighted:
+            raise refuse(f"a program takes weights of {i.feature!r}, which has none")
+        _check_range(f"program input {i.name!r}: dim", i.dim, 0, MAX_DENSE)
+
+
+def _check_returns(value: Any, outputs: set[str], refuse: Callable[[str], ArchiveError], depth: int = 0) -> None:
+    if value is None:
+        return
+    if not isinstance(value, dict) or len(value) != 1 or depth > 8:
+        raise refuse("returns is not the structure of a result")
+    ((kind, inner),) = value.items()
+    if kind == "output" and isinstance(inner, str) and inner in outputs:
+        return
+    if kind == "dict" and isinstance(inner, dict):
+        children = list(inner.values())
+    elif kind in ("tuple", "list") and isinstance(inner, list):
+        children = inner
+    else:
+        raise refuse(f"returns has {_short(kind)}: {_short(inner)}")
+    for child in children:
+        _check_returns(child, outputs, refuse, depth + 1)
+
+
+def _check_engine(where: str, engine: str, onnx: OnnxInfo | None, rule: str) -> None:
+    if onnx is None:
+        if engine == "onnx":
+            raise ArchiveError(f"{where}.engine is 'onnx' without an onnx block", rule=rule)
+    elif not 0 <= onnx.max_abs_error <= MAX_ONNX_ERROR:
         raise ArchiveError(
-            f"dense.onnx.max_abs_error is {dense.onnx.max_abs_error}; expected 0 to {MAX_ONNX_ERROR}", rule="M7"
+            f"{where}.onnx.max_abs_error is {onnx.max_abs_error}; expected 0 to {MAX_ONNX_ERROR}", rule=rule
         )
 
 

@@ -43,8 +43,7 @@ def program_bytes(program: ExportedProgram) -> bytes:
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
-                for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
-                    node.meta.pop(key, None)
+                node.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
     program._example_inputs = None
     program._guards_code = []
     for parameter in program.state_dict.values():

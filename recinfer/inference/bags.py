@@ -96,10 +96,15 @@ class Bags:
             weights = None if weights is None else _joined(weights, pieces)
         return Bags(names, batch, offsets_of(lengths_FB, values.dtype), values, weights)
 
-    def with_context(self, context: Bags) -> Bags:
+    def with_context(self, context: Bags, *, repeat: bool = False) -> Bags:
         """Add the features of ``context``, one sample that applies to all samples; its bags go to the first sample.
 
-        The other samples get empty bags of those features; the lookup copies the first sample's vectors to them."""
+        The other samples get empty bags of those features; the lookup copies the first sample's vectors to them. With
+        ``repeat``, every sample gets the context's bags."""
+        if repeat and self.batch > 1:
+            copies = [context] * self.batch
+            context = merge_bags(copies, context.keys, weighted=context.weights is not None)
+            return _side_by_side(self, context)
         if not self.batch:  # no sample takes the context
             return self.arranged(self.keys + context.keys)
         lengths_FB = np.zeros((len(self.keys) + len(context.keys), self.batch), np.int64)
@@ -110,6 +115,16 @@ class Bags:
         if self.weights is not None and context.weights is not None:
             weights = np.concatenate((self.weights, context.weights))
         return Bags(self.keys + context.keys, self.batch, offsets_of(lengths_FB, values.dtype), values, weights)
+
+
+def _side_by_side(one: Bags, two: Bags) -> Bags:
+    """The features of both, of the same samples."""
+    weights = None
+    if one.weights is not None and two.weights is not None:
+        weights = np.concatenate((one.weights, two.weights))
+    lengths = np.concatenate((one.lengths_FB, two.lengths_FB))
+    values = np.concatenate((one.values, two.values))
+    return Bags(one.keys + two.keys, one.batch, offsets_of(lengths, values.dtype), values, weights)
 
 
 Features = KeyedJaggedTensor | Bags | Mapping[str, Any]

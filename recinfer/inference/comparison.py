@@ -205,8 +205,8 @@ def compare_export(
     for batch in batches:
         answer = predictor.replay(batch.request)
         compare_with_float(predictor, rows, [batch.request], [answer], position_weights)
-        vectors, lengths = float_embeddings(manifest, rows, batch.request, position_weights)
-        found = predictor.run_dense_on(batch.request.dense, vectors, lengths)
+        vectors, lengths = float_embeddings(manifest, rows, predictor.looked_up(batch.request), position_weights)
+        found = predictor.run_dense_on(batch.request, vectors, lengths)
         tally.add(batch, found, answer.outputs, draws.allowed(predictor, batch.request, found))
     return tally.comparison()
 
@@ -355,10 +355,10 @@ class _Draws:
         """The root mean square change of each output element over the draws of rows."""
         squares = [torch.zeros_like(output) for output in outputs]
         for rows in draws:
-            vectors, lengths = float_embeddings(self._manifest, rows, request, self._position_weights)
+            vectors, lengths = float_embeddings(self._manifest, rows, predictor.looked_up(request), self._position_weights)
             for place, error in self._pooling:
                 vectors[place] = vectors[place] * (1 + scale * error * _signs(vectors[place], self._generator))
-            moved = predictor.run_dense_on(request.dense, vectors, lengths)
+            moved = predictor.run_dense_on(request, vectors, lengths)
             for total, there, here in zip(squares, moved, outputs):
                 total += (there - here).square()
         return [(total / len(draws)).sqrt() for total in squares]

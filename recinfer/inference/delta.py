@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from recinfer.distributed.planner.plan import TablePlan
 from recinfer.distributed.planner.plan.plan import misfits
 from recinfer.errors import ConfigError
 from recinfer.inference.predictor import Predictor
-from recinfer.inference.prepare import dense_part, first_manifest, read_positions, table_keys, with_dense
+from recinfer.inference.prepare import cut_and_export, first_manifest, read_positions, table_keys
 from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import quantize_tables
 from recinfer.inference.reference import FloatRows, compare_with_float
@@ -74,6 +75,7 @@ def make_delta(
     out: str | os.PathLike[str],
     *,
     after: Sequence[str | os.PathLike[str]] = (),
+    inputs: Sequence[Any] = (),
     max_chunk_bytes: int = 16 << 20,
     progress: bool = True,
     overwrite: bool = False,
@@ -86,6 +88,7 @@ def make_delta(
         checkpoint: the new weights.
         out: the delta's path, by custom ``*.rqd``.
         after: deltas that are applied before this one, in their order.
+        inputs: the example batches that the archive was exported with.
         max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
         progress: show a bar on stderr.
         overwrite: replace a file that is at ``out``.
@@ -109,21 +112,18 @@ def make_delta(
         raise ConfigError(f"{_NEW_VERSION}: the model's tables differ from the archive's plan: {found}")
     checkpoint.align(model)
     keys = table_keys(leaves, checkpoint)
-    num_dense = None if manifest.dense is None else manifest.dense.num_dense
     with spinner("exporting the dense part", progress):
-        cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
-    fresh = with_dense(first_manifest(manifest.model, manifest.version, stored.plan, leaves, contract), cut, dense)
+        parts = cut_and_export(model, leaves, checkpoint, contract, inputs)
+    fresh = first_manifest(manifest.model, manifest.version, stored.plan, leaves, contract, parts)
     _check_same(manifest, fresh)
     weights = read_positions(leaves, checkpoint)
-    files = {} if dense is None else {"dense/model.pt2": dense.program}
-    if dense is not None and dense.onnx is not None:
-        files["dense/model.onnx"] = dense.onnx
+    files = parts.files()
     if weights:
         files[POSITIONS] = pack_position_weights(weights)
     known = {file.path: file.sha256 for file in manifest.files}
     files = {path: data for path, data in files.items() if sha256(data).hexdigest() != known.get(path)}
     requests = [request for request, _ in read_requests(stored)]
-    rows = FloatRows(manifest, requests)
+    rows = FloatRows(manifest, [predictor.looked_up(request) for request in requests])
     with delta_file(Path(out), overwrite=overwrite) as path:
         writer = DeltaWriter(path, manifest)
         try:
@@ -191,6 +191,9 @@ def _check_same(old: Manifest, new: Manifest) -> None:
     parts = [None if m.dense is None else (m.dense.num_dense, m.dense.inputs, m.dense.outputs) for m in (old, new)]
     if parts[0] != parts[1]:
         raise ConfigError(f"{_NEW_VERSION}: the dense part's inputs or outputs differ from the archive's")
+    # Archives of earlier versions have no signature, and those files of the ids program cannot change in a delta.
+    if old.signature is not None and new.signature is not None and old.signature.ids != new.signature.ids:
+        raise ConfigError(f"{_NEW_VERSION}: the program that computes ids differs from the archive's")
 
 
 def _write_changes(

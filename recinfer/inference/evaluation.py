@@ -148,11 +148,11 @@ def evaluate(
     for request in data.requests:
         answer = predictor.replay(request)
         quantized.append(answer.outputs[index].reshape(-1))
-        vectors, lengths = float_embeddings(manifest, rows, request, position_weights)
-        floats.append(predictor.run_dense_on(request.dense, vectors, lengths)[index].reshape(-1))
+        vectors, lengths = float_embeddings(manifest, rows, predictor.looked_up(request), position_weights)
+        floats.append(predictor.run_dense_on(request, vectors, lengths)[index].reshape(-1))
         for table, found in zip(tables, alone):
             mixed = _with_table(manifest, table, vectors, answer.embeddings)
-            found.append(predictor.run_dense_on(request.dense, mixed, lengths)[index].reshape(-1))
+            found.append(predictor.run_dense_on(request, mixed, lengths)[index].reshape(-1))
     labels = data.labels
     reference = Quality.of(labels, torch.cat(floats).numpy())
     drops = [

@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from recinfer.archive.check import ANSWERS, REQUESTS, Answer, Request, odd_rows, pack_answers, pack_requests
-from recinfer.archive.cut import Leaf, find_leaves
-from recinfer.archive.dense import ExportedDense
+from recinfer.archive.leaves import find_leaves
 from recinfer.archive.manifest import (
     CheckInfo,
     Manifest,
@@ -41,12 +40,11 @@ from recinfer.inference.lookups import output_names
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
     check_precisions,
-    dense_part,
+    cut_and_export,
     first_manifest,
     make_requests,
     read_positions,
     table_keys,
-    with_dense,
     with_policies,
 )
 from recinfer.inference.progress import byte_bar, spinner
@@ -70,7 +68,7 @@ def export_archive(
     name: str,
     version: str,
     contract: FeatureContract | None = None,
-    num_dense: int | None = None,
+    inputs: Sequence[Any] = (),
     missing: Mapping[str, str | int] | None = None,
     out_of_range: Mapping[str, str] | None = None,
     missing_shards: MissingShards = "reject",
@@ -92,7 +90,8 @@ def export_archive(
         out: the archive's folder, by custom ``*.rqa``.
         name, version: name and version that the model is served under.
         contract: the feature contract, by which raw rows become features.
-        num_dense: columns of the dense input; default the contract's, or read off the first Linear that takes it.
+        inputs: one or two example batches, see :func:`recinfer.capture.capture`; none: a made one, for a forward that takes
+            one float matrix and passes its sparse inputs on.
         missing: feature -> what predict does without it: ``"reject"`` (the default of each), ``"empty"`` (no ids), or the id
             that every sample gets; ``"*"``: all features that are not named. It decides about features left out of a
             request; a raw row without a value follows the contract.
@@ -132,29 +131,32 @@ def export_archive(
     checkpoint.align(model)
     keys = table_keys(leaves, checkpoint)
     with one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
-        manifest = first_manifest(name, version, plan, leaves, contract, missing_shards)
-        manifest = with_policies(manifest, missing, out_of_range)
         with spinner("exporting the dense part", progress):
-            cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
-        manifest = with_dense(manifest, cut, dense)
+            parts = cut_and_export(model, leaves, checkpoint, contract, inputs)
+        manifest = first_manifest(name, version, plan, leaves, contract, parts, missing_shards)
+        manifest = with_policies(manifest, missing, out_of_range)
         try:
             check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model cannot be stored in an archive: {error}") from None
         _check_output_names(manifest)
-        requests = make_requests(manifest)
+        requests = make_requests(manifest, parts.cut)
         recorded = reference.batches(manifest) if reference else []
         wanted = [*requests, *(eval_data.requests if eval_data else ()), *(batch.request for batch in recorded)]
-        rows = FloatRows(manifest, wanted)
+        ids = parts.ids_program(manifest)
+        rows = FloatRows(manifest, wanted if ids is None else [ids.looked_up(request) for request in wanted])
         stats = _write_shards(folder, plan, keys, checkpoint, rows, max_chunk_bytes, progress)
         folder.add("plan.json", plan.to_json().encode())
-        _write_dense(folder, dense, leaves, checkpoint)
+        for path, data in parts.files().items():
+            folder.add(path, data)
+        if positions := read_positions(leaves, checkpoint):
+            folder.add(POSITIONS, pack_position_weights(positions))
         folder.add(REQUESTS, pack_requests(requests))
         tables = tuple(replace(t, quantization=stats[t.module, t.name]) for t in manifest.tables)
         manifest = replace(manifest, tables=tables, files=tuple(folder.files))
-        weights = read_positions(leaves, checkpoint)
+        weights = positions
         manifest, predictor = _answer(
-            folder, manifest, plan, requests, rows, weights, None if cut is None else cut.program
+            folder, manifest, plan, requests, rows, weights, None if parts.cut is None else parts.cut.dense.module
         )
         found = None
         if eval_data is not None:
@@ -200,18 +202,6 @@ def _write_shards(
 
     with ShardWriter(folder, plan) as writer, byte_bar("quantizing tables", total, progress) as advance:
         return quantize_tables(tables, checkpoint, writer.write_rows, collect, advance, max_chunk_bytes)
-
-
-def _write_dense(
-    folder: ArchiveFolder, dense: ExportedDense | None, leaves: list[Leaf], checkpoint: CheckpointReader
-) -> None:
-    if dense is not None:
-        folder.add("dense/model.pt2", dense.program)
-        if dense.onnx is not None:
-            folder.add("dense/model.onnx", dense.onnx)
-    weights = read_positions(leaves, checkpoint)
-    if weights:
-        folder.add(POSITIONS, pack_position_weights(weights))
 
 
 def _answer(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recinfer.archive.manifest import Manifest
+from recinfer.archive.manifest import FeatureInfo, Manifest
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.id_steps import IdSteps
@@ -57,7 +57,9 @@ class FeatureIntake:
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        self._features = {feature.name: feature for feature in manifest.features}
+        by_name = {feature.name: feature for feature in manifest.features}
+        self._features = {n: by_name.get(n) or FeatureInfo(n, "reject", "reject", 0) for n in manifest.request_features}
+        self._computes_ids = manifest.signature is not None and manifest.signature.ids is not None
         self.names = tuple(self._features)
         self.weighted = weighted_features(manifest)
         self.needs_weights = bool(self.weighted)
@@ -96,7 +98,8 @@ class FeatureIntake:
             if features.weights is None:
                 features = replace(features, weights=np.ones(features.values.size, np.float32))
             _check_weights(features)
-        features = self.steps.apply(features)
+        if not self._computes_ids:  # else the steps follow the ids program
+            features = self.steps.apply(features)
         if order.absent:
             if need_all:
                 with self._lock:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,16 +15,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recinfer.archive.dense import NEEDS_IDS, DenseEngine, open_dense
-from recinfer.archive.manifest import Manifest
+from recinfer.archive.check import Request, input_tensor
+from recinfer.archive.dense import NEEDS_IDS, DenseEngine, open_dense, open_program
+from recinfer.archive.manifest import DenseInput, Manifest
 from recinfer.archive.mapping import MappedShards
 from recinfer.archive.reader import Archive
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import ConfigError, InputError
 from recinfer.inference.bags import Bags
 from recinfer.inference.byte_tables import ByteTables
+from recinfer.inference.ids_program import IdsProgram
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Steps, output_names
+from recinfer.inference.named_inputs import NamedInputs
 from recinfer.inference.results import LookupResult, feature_specs, on_host, selected
 from recinfer.inference.stages import Stages
 from recinfer.inference.states import States, at_one_state
@@ -48,6 +51,7 @@ class LoadedModel(States):
         mergeable: whether requests may share one run; false where the golden requests together get other answers than
             each alone (a model whose samples see each other).
         runs_on_arrays: whether :meth:`run_engine_arrays` may be called.
+        inputs: the checks of inputs beside features.
         parts, intake, output_names: the embedding modules, the checks of features, the dense program's outputs.
     """
 
@@ -74,7 +78,8 @@ class LoadedModel(States):
         self._lookups_of = lookups
         self._dense_options: dict[str, Any] = {"device": device, "num_threads": dense_threads, "engine": dense_engine}
         self.intake = FeatureIntake(manifest)
-        self.mergeable = True
+        self.inputs = NamedInputs(manifest)
+        self.mergeable = self.inputs.mergeable
         self.features = tuple(feature_specs(manifest, output_names(manifest)))
         self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
         outputs = () if manifest.dense is None else manifest.dense.outputs
@@ -95,12 +100,27 @@ class LoadedModel(States):
         self._engine: DenseEngine | None = None
         if manifest.dense is not None:
             self._engine = open_dense(archive, manifest.dense, **self._dense_options)
-        self.runs_on_arrays = self._engine is not None and self.device.type == "cpu"
+        signature = manifest.signature
+        is_plain = signature is None or (signature.is_plain and not self._reads_jagged())
+        self.runs_on_arrays = self._engine is not None and self.device.type == "cpu" and is_plain and not self.inputs.infos
+        self._ids: IdsProgram | None = None
+        if signature is not None and signature.ids is not None:
+            ids = signature.ids
+            names = [i.name for i in ids.inputs], ids.outputs
+            threads = self._dense_options["num_threads"]
+            self._ids = IdsProgram(
+                manifest, open_program(archive, "dense/ids", *names, ids.engine, num_threads=threads)
+            )
 
     @property
     def byte_tables(self) -> ByteTables | None:
         """The tables for lookups from a request's bytes; None if the model or the machine does not support them."""
-        return self.state.lookups.byte_tables
+        state = self.state
+        return None if state._ids is not None else state.lookups.byte_tables
+
+    def _reads_jagged(self) -> bool:
+        dense = self._archive.manifest.dense
+        return dense is not None and any(i.kind.startswith("jagged") for i in dense.inputs)
 
     @property
     def manifest(self) -> Manifest:
@@ -154,27 +174,55 @@ class LoadedModel(States):
         up)."""
         return selected(self.parts, on_host(found), present, missing)
 
+    @property
+    def computes_ids(self) -> bool:
+        """Whether an ids program computes ids of lookups."""
+        return self.state._ids is not None
+
+    @at_one_state
+    def compute_ids(self, given: Bags, tensor_of: Callable[[DenseInput], Tensor]) -> Bags:
+        """The bags that lookups read, by the ids program and the id steps; see IdsProgram.run."""
+        assert self._ids is not None
+        return self.intake.steps.apply(self._ids.run(given, tensor_of))
+
+    @at_one_state
+    def looked_up(self, request: Request) -> Request:
+        """``request`` with the features that lookups read: its own, or those of the ids program."""
+        return request if self._ids is None else self._ids.looked_up(request)
+
     @at_one_state
     def run_dense_on(
-        self, dense: Tensor | None, embeddings: Sequence[Tensor], lengths: Sequence[Tensor | None]
+        self, request: Request, embeddings: Sequence[Tensor], lengths: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """Run the dense part on embeddings as :meth:`replay` returns them; sequences come with their lengths.
+
+        Args:
+            request: brings the other inputs.
 
         Raises:
             ConfigError: the dense part cannot run on them.
         """
         if self._engine is None:
             return []
-        tensors = [dense] if dense is not None else []
-        for vectors, length in zip(embeddings, lengths):
-            tensors += [vectors] if length is None else [vectors, length]
-        return self.run_checked(tensors)
+        vectors = (t for pair in zip(embeddings, lengths) for t in pair if t is not None)
+        tensors = self.arranged(vectors, lambda about: input_tensor(about, request))
+        return self.run_checked(tensors, request.features.stride())
 
-    def run_checked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def arranged(self, vectors: Iterable[Tensor], tensor_of: Callable[[DenseInput], Tensor]) -> list[Tensor]:
+        """The dense program's inputs, in its order: ``vectors`` of lookups, module by module, and others by ``tensor_of``."""
+        dense = self._archive.manifest.dense
+        assert dense is not None
+        of_lookups = iter(vectors)
+        return [
+            next(of_lookups) if about.kind in ("pooled", "values", "lengths") else tensor_of(about)
+            for about in dense.inputs
+        ]
+
+    def run_checked(self, tensors: Sequence[Tensor], batch: int) -> list[Tensor]:
         """Run :meth:`run_engine` on this state for a check; an engine's own exception becomes a ConfigError with the
         batch's sizes."""
         try:
-            return self.run_engine(tensors)
+            return self.run_engine(tensors, batch)
         except Exception as error:  # each engine raises its own types for errors of the archive's program
             assert self.manifest.dense is not None
             inputs = zip(self.manifest.dense.inputs, tensors)
@@ -185,7 +233,7 @@ class LoadedModel(States):
             todo = NEEDS_IDS if 0 in ids.values() else ""
             reason = " ".join(str(error).split())[:500]
             raise ConfigError(
-                f"the dense part cannot run on a batch of {len(tensors[-1])} samples{told}: "
+                f"the dense part cannot run on a batch of {batch} samples{told}: "
                 f"{type(error).__name__}: {reason}{todo}"
             ) from error
 
@@ -194,14 +242,14 @@ class LoadedModel(States):
         return to_device(tensor, self.device)
 
     @at_one_state
-    def run_engine(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the dense part on its inputs, in the manifest's order. Only its outputs come back to the host, together.
+    def run_engine(self, tensors: Sequence[Tensor], batch: int) -> list[Tensor]:
+        """Run the dense part on its inputs of ``batch`` samples, in the manifest's order. Only its outputs come back to the host, together.
 
         Without samples nothing is run: torch and onnxruntime differ in what they make of an empty batch, and
         onnxruntime's recurrent layers end the process.
         """
         assert self._engine is not None
-        if not len(tensors[-1]):  # the first dimension of the last input is always the batch
+        if not batch:
             return [torch.empty(shape) for shape in self._no_outputs]
         start = time.perf_counter()
         outputs = to_host(self._engine([self.to_device(tensor) for tensor in tensors]))

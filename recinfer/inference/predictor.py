@@ -7,13 +7,13 @@ shards -> the dense program.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from recinfer.archive.check import Answer, Request, compare_answers, read_requests
+from recinfer.archive.check import Answer, Request, compare_answers, input_tensor, read_requests
 from recinfer.archive.reader import open_archive
 from recinfer.columns import as_matrix
 from recinfer.errors import ArchiveError, RecinferError, UnavailableError
@@ -71,7 +71,13 @@ class Predictor(LoadedModel):
         """:meth:`predict_many` as a generator for callers that do not block."""
         return predict_many(self, requests)
 
-    def predict(self, dense: Any, features: Features, context: Features | None = None) -> Outputs:
+    def predict(
+        self,
+        dense: Any,
+        features: Features,
+        context: Features | None = None,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> Outputs:
         """Compute the model's outputs.
 
         Args:
@@ -80,6 +86,8 @@ class Predictor(LoadedModel):
                 exported with a policy for it (``recinfer export --missing``).
             context: features of one sample that apply to all B samples (a user's features with B candidates); none of
                 them in ``features``. They are looked up once.
+            inputs: the model's other inputs by name (``recinfer inspect`` lists them): tensors, arrays or lists; of a jagged
+                one a JaggedTensor, ``(values, lengths)`` or a list per sample.
 
         Returns:
             output name -> float32 [B, ...] (``"output"`` when forward returns one tensor).
@@ -89,14 +97,18 @@ class Predictor(LoadedModel):
         """
         if dense is not None and not isinstance(dense, Tensor):
             dense = torch.from_numpy(as_matrix(dense))
-        return run_now(self.predict_steps(dense, features, context))
+        return run_now(self.predict_steps(dense, features, context, inputs))
 
     @at_one_state
     def predict_steps(
-        self, dense: Tensor | None, features: Features, context: Features | None = None
+        self,
+        dense: Tensor | None,
+        features: Features,
+        context: Features | None = None,
+        inputs: Mapping[str, Any] | None = None,
     ) -> Steps[Outputs]:
         """:meth:`predict` as a generator for callers that do not block."""
-        return predict_one(self, PredictInputs(dense, features, context))
+        return predict_one(self, PredictInputs(dense, features, context, inputs))
 
     @at_one_state
     def replay(self, request: Request) -> Answer:
@@ -106,13 +118,17 @@ class Predictor(LoadedModel):
             ConfigError: the dense part cannot run on it.
         """
         taken = self.intake.take(bags_of(request.features), need_all=True).features
+        self.inputs.check_facts([taken], request.inputs)
+        if self._ids is not None:
+            taken = self.compute_ids(taken, lambda about: input_tensor(about, request))
         found = run_now(self.find([taken]))
         if found.missing:
             raise UnavailableError(f"ranks {', '.join(map(str, found.missing))} do not respond")
         outputs: list[Tensor] = []
         if self._engine is not None:
-            dense = [request.dense] if request.dense is not None and self.num_dense else []
-            outputs = self.run_checked(dense + [t for f in found.parts for t in tensors_of(f, dense_input=True)])
+            vectors = (t for f in found.parts for t in tensors_of(f, dense_input=True))
+            tensors = self.arranged(vectors, lambda about: input_tensor(about, request))
+            outputs = self.run_checked(tensors, taken.batch)
         return Answer(to_host([t for given in found.parts for t in tensors_of(given)]), outputs)
 
     @at_one_state
@@ -138,8 +154,8 @@ class Predictor(LoadedModel):
     def check_merging(self) -> None:
         """Run the golden requests merged; if an answer differs from its unmerged one, requests are never merged."""
         stored = read_requests(self.archive)
-        together = [PredictInputs(request.dense, request.features) for request, _ in stored]
-        if self._engine is None or len(together) < 2:
+        together = [PredictInputs(request.dense, request.features, None, request.inputs) for request, _ in stored]
+        if self._engine is None or len(together) < 2 or not self.mergeable:
             return
         for (_, answer), given in zip(stored, self.predict_many(together)):
             if isinstance(given, Exception):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
 import recinfer
 from recinfer.archive.check import Request, golden_requests
 from recinfer.archive.cut import Cut, cut_model
-from recinfer.archive.dense import ExportedDense, export_dense
+from recinfer.archive.dense import ExportedDense, OnnxEngine, TorchEngine, export_part
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import (
     FORMAT,
@@ -23,16 +23,21 @@ from recinfer.archive.manifest import (
     DenseInfo,
     DenseOutput,
     FeatureInfo,
+    IdsInfo,
+    InputInfo,
     Manifest,
     MissingShards,
     ModuleInfo,
     QuantizationInfo,
+    Signature,
     TableInfo,
-    dense_inputs,
 )
+from recinfer.archive.samples import Samples
+from recinfer.archive.split import Facts, ModuleLookup
 from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import CheckpointError, ConfigError
+from recinfer.inference.ids_program import IdsProgram
 from recinfer.quant.formats.names import Precision
 from recinfer.quant.rows import PACKED_TYPES
 
@@ -40,13 +45,13 @@ if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
 
 __all__ = [
+    "CutModel",
     "check_precisions",
-    "dense_part",
+    "cut_and_export",
     "first_manifest",
     "make_requests",
     "read_positions",
     "table_keys",
-    "with_dense",
     "with_policies",
 ]
 
@@ -81,22 +86,55 @@ def table_keys(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[tuple[s
     return keys
 
 
-def dense_part(
+@dataclass(frozen=True)
+class CutModel:
+    """A model cut at its lookups, with its exported programs; all None without a dense part."""
+
+    cut: Cut | None = None
+    dense: ExportedDense | None = None
+    ids: ExportedDense | None = None
+
+    def files(self) -> dict[str, bytes]:
+        """The program files of an archive, by path."""
+        files: dict[str, bytes] = {}
+        for stem, exported in (("dense/model", self.dense), ("dense/ids", self.ids)):
+            if exported is not None:
+                files[f"{stem}.pt2"] = exported.program
+                if exported.onnx is not None:
+                    files[f"{stem}.onnx"] = exported.onnx
+        return files
+
+    def ids_program(self, manifest: Manifest) -> IdsProgram | None:
+        """The ids program, opened; None without one."""
+        signature, exported = manifest.signature, self.ids
+        if signature is None or signature.ids is None or exported is None:
+            return None
+        names = [i.name for i in signature.ids.inputs], signature.ids.outputs
+        if exported.onnx is not None:
+            return IdsProgram(manifest, OnnxEngine(exported.onnx, *names, 1))
+        return IdsProgram(manifest, TorchEngine(exported.program, *names))
+
+
+def cut_and_export(
     model: nn.Module,
     leaves: list[Leaf],
     checkpoint: CheckpointReader,
     contract: FeatureContract | None,
-    num_dense: int | None,
-) -> tuple[Cut | None, ExportedDense | None]:
-    """The exported dense part of the model with its weights; (None, None) without one."""
-    if contract is not None:
-        if num_dense not in (None, contract.num_dense):
-            raise ConfigError(
-                f"num_dense is {num_dense}, but the feature contract has {contract.num_dense} dense columns"
-            )
-        num_dense = contract.num_dense
-    cut = cut_model(model, leaves, lambda body: load_into(checkpoint, body, only=list(body.state_dict())), num_dense)
-    return cut, None if cut is None else export_dense(cut)
+    inputs: Sequence[Any] = (),
+) -> CutModel:
+    """Cut the model with its weights at its lookups, by the example batches ``inputs``, and export the programs."""
+    num_dense = None if contract is None else contract.num_dense
+    cut = cut_model(
+        model, leaves, lambda body: load_into(checkpoint, body, only=list(body.state_dict())), inputs, num_dense
+    )
+    if cut is None:
+        return CutModel()
+    if contract is not None and (cut.num_dense != contract.num_dense or cut.ids is not None):
+        raise ConfigError(
+            f"the feature contract has {contract.num_dense} dense columns and gives ids as lookups read them, but forward "
+            f"takes {cut.num_dense or 'other inputs'}; export without the contract, or pass its inputs on unchanged"
+        )
+    return CutModel(cut, export_part(cut.dense), None if cut.ids is None else export_part(cut.ids))
 
 
 def first_manifest(
@@ -105,10 +143,13 @@ def first_manifest(
     plan: Plan,
     leaves: list[Leaf],
     contract: FeatureContract | None,
+    cut_model: CutModel,
     missing_shards: MissingShards = "reject",
 ) -> Manifest:
-    """The manifest before the export of the dense part; every feature is required in Predict."""
-    tables = tuple(_table(leaf, i, plan) for leaf in leaves for i in range(len(leaf.configs)))
+    """The manifest before the tables are quantized; every feature is required in Predict."""
+    cut = cut_model.cut
+    lookups = [ModuleLookup.of(leaf) for leaf in leaves] if cut is None else list(cut.lookups)
+    tables = tuple(_table(lookup, i, plan) for lookup in lookups for i in range(len(lookup.leaf.configs)))
     precisions = {table.precision for table in tables}
     precision: Literal[Precision, "mixed"]
     precision = next(iter(precisions)) if len(precisions) == 1 else "mixed"
@@ -123,31 +164,47 @@ def first_manifest(
         world_size=plan.world_size,
         plan_hash=plan.hash,
         tables=tables,
-        modules=tuple(_module(leaf) for leaf in leaves),
-        features=_features(leaves, contract),
-        dense=None,
+        modules=tuple(_module(lookup) for lookup in lookups),
+        features=_features(lookups, contract),
+        dense=_dense(cut_model),
         contract=None if contract is None else contract.to_dict(),
         check=CheckInfo(1, 0.0, None),
         files=(),
         bytes_total=0,
         missing_shards=missing_shards,
+        signature=_signature(cut_model),
     )
 
 
-def with_dense(manifest: Manifest, cut: Cut | None, dense: ExportedDense | None) -> Manifest:
-    """The manifest of :func:`first_manifest` with the dense part, if there is one."""
+def _dense(model: CutModel) -> DenseInfo | None:
+    cut, dense = model.cut, model.dense
     if cut is None or dense is None:
-        return manifest
-    info = DenseInfo(
+        return None
+    return DenseInfo(
         engine="torch" if dense.onnx is None else "onnx",
         num_dense=cut.num_dense,
-        inputs=dense_inputs(manifest, cut.num_dense),
+        inputs=cut.inputs,
         outputs=tuple(DenseOutput(output, shape) for output, shape in cut.outputs.items()),
         onnx=dense.onnx_info,
         onnx_refused=dense.onnx_refused,
     )
-    assert [i.name for i in info.inputs] == cut.inputs
-    return replace(manifest, dense=info)
+
+
+def _signature(model: CutModel) -> Signature | None:
+    cut, ids = model.cut, model.ids
+    if cut is None:
+        return None
+    if ids is None:
+        return cut.signature
+    info = IdsInfo(
+        engine="torch" if ids.onnx is None else "onnx",
+        inputs=cut.ids_inputs,
+        features=tuple(feature.name for feature in cut.computed),
+        weighted=tuple(feature.name for feature in cut.computed if feature.weighted),
+        onnx=ids.onnx_info,
+        onnx_refused=ids.onnx_refused,
+    )
+    return replace(cut.signature, ids=info)
 
 
 def _versions() -> dict[str, str]:
@@ -160,7 +217,8 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _table(leaf: Leaf, index: int, plan: Plan) -> TableInfo:
+def _table(lookup: ModuleLookup, index: int, plan: Plan) -> TableInfo:
+    leaf = lookup.leaf
     config = leaf.configs[index]
     planned = plan.table(leaf.path, config.name)
     pooling: Literal["sum", "mean", "none"] = "none"
@@ -173,28 +231,29 @@ def _table(leaf: Leaf, index: int, plan: Plan) -> TableInfo:
         dim=config.embedding_dim,
         precision=planned.precision.value.lower(),  # type: ignore[arg-type]
         pooling=pooling,
-        features=tuple(config.feature_names),
+        features=lookup.features[index],
         sharding=planned.sharding_type,
         ranks=tuple(sorted(set(planned.ranks))),
         quantization=QuantizationInfo(0.0, 0.0, 0.0, 0.0),
     )
 
 
-def _module(leaf: Leaf) -> ModuleInfo:
+def _module(lookup: ModuleLookup) -> ModuleInfo:
+    leaf = lookup.leaf
     weights = leaf.position_weights
     return ModuleInfo(
         path=leaf.path,
         kind="pooled" if leaf.pooled else "sequence",
         is_weighted=leaf.is_weighted,
         tables=tuple(config.name for config in leaf.configs),
-        features=tuple(leaf.features),
-        outputs=tuple(leaf.outputs),
+        features=tuple(name for _, name in lookup.columns),
+        outputs=tuple(leaf.output_names(lookup.features)),
         position_weights=None if weights is None else {f: size for f, (_, size) in weights.items()},
     )
 
 
-def _features(leaves: list[Leaf], contract: FeatureContract | None) -> tuple[FeatureInfo, ...]:
-    names = list(dict.fromkeys(feature for leaf in leaves for feature in leaf.features))
+def _features(lookups: list[ModuleLookup], contract: FeatureContract | None) -> tuple[FeatureInfo, ...]:
+    names = list(dict.fromkeys(name for lookup in lookups for _, name in lookup.columns))
     if contract is None:
         return tuple(FeatureInfo(name, "reject", "reject", 0) for name in names)
     odd = sorted(set(contract.feature_names) ^ set(names))
@@ -255,18 +314,27 @@ def _check_policies(name: str, missing: str | int, out_of_range: str, rows: int)
         )
 
 
-def make_requests(manifest: Manifest) -> list[Request]:
+def make_requests(manifest: Manifest, cut: Cut | None) -> list[Request]:
     """The golden requests of an archive with this manifest; the same for the same tables and features."""
+    return golden_requests(_lookup_samples(manifest) if cut is None else cut.samples)
+
+
+def _lookup_samples(manifest: Manifest) -> Samples:
+    """Makes requests for an archive without a dense part."""
+    names = [feature.name for feature in manifest.features]
     longest: dict[str, int] = {}
     for module in manifest.modules:
         for feature, size in (module.position_weights or {}).items():
             longest[feature] = min(size, longest.get(feature, size))
-    return golden_requests(
-        [feature.name for feature in manifest.features],
-        {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()},
-        0 if manifest.dense is None else manifest.dense.num_dense,
-        weighted=any(m.is_weighted and m.position_weights is None for m in manifest.modules),
+    return Samples(
+        examples={},
+        infos=[InputInfo(name, name, "ids", "int64", ("ids",), False) for name in names],
+        facts=Facts({}, {}),
+        features=names,
+        rows={name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()},
         longest=longest,
+        weighted=any(m.is_weighted and m.position_weights is None for m in manifest.modules),
+        num_dense=0,
     )
 
 

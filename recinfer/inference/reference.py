@@ -66,11 +66,12 @@ def compare_with_float(
     manifest = predictor.manifest
     worst = worst_output = 0.0
     for request, answer in zip(requests, answers):
+        looked_up = predictor.looked_up(request)
         floats: list[Tensor] = []
         lengths: list[Tensor | None] = []
         place = 0
         for module in manifest.modules:
-            parts = _module_floats(manifest, module, rows, request, position_weights.get(module.path, {}))
+            parts = _module_floats(manifest, module, rows, looked_up, position_weights.get(module.path, {}))
             for name, expected, bound, sequence_lengths in parts:
                 difference = (answer.embeddings[place] - expected).abs()
                 if difference.numel() and not bool((difference <= bound).all()):
@@ -83,7 +84,7 @@ def compare_with_float(
                 floats.append(expected)
                 lengths.append(sequence_lengths)
                 place += 1
-        for a, b in zip(answer.outputs, predictor.run_dense_on(request.dense, floats, lengths), strict=True):
+        for a, b in zip(answer.outputs, predictor.run_dense_on(request, floats, lengths), strict=True):
             worst_output = max([worst_output, *(a - b).abs().flatten().tolist()])
     return worst, None if manifest.dense is None else worst_output
 

@@ -6,17 +6,21 @@ for the first candidate and their vectors are copied to the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from recinfer.archive.manifest import DenseInput
+from recinfer.columns import as_matrix
 from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
 from recinfer.inference.lookups import Steps
 from recinfer.inference.model import LoadedModel
+from recinfer.inference.named_inputs import GivenInput
 from recinfer.inference.results import LookupResult, Outputs, on_host, tensors_of
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
@@ -26,21 +30,36 @@ __all__ = ["PredictInputs", "lookup_many", "lookup_one", "predict_many", "predic
 @dataclass(frozen=True)
 class PredictInputs:
     """The inputs of Predictor.predict: ``dense [B, num_dense]`` or None, features of B samples, context of one or
-    None."""
+    None, and other inputs by name."""
 
     dense: Tensor | None
     features: Features
     context: Features | None = None
+    inputs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class _CheckedRequest:
-    """A checked predict request. ``shared`` names its context features; only the first sample has bags of them."""
+    """A checked predict request.
+
+    Attributes:
+        features: the bags that lookups read.
+        shared: names of the context's features among them; only the first sample has bags of these.
+        inputs: other inputs by name.
+        given: the request's own bags, where the ids program computed ``features``.
+    """
 
     at: int
     dense: Tensor | None
     features: Bags
     shared: frozenset[str]
+    inputs: Mapping[str, GivenInput]
+    given: Bags
+
+    @property
+    def batch(self) -> int:
+        """Number of samples."""
+        return self.features.batch
 
 
 def lookup_one(model: LoadedModel, features: Features) -> Steps[LookupResult]:
@@ -131,22 +150,80 @@ def _result_or_error(steps: Steps[Any]) -> Steps[Any]:
 
 
 def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedRequest:
-    intake = model.intake
+    intake, named = model.intake, model.inputs
     model.check_has_dense()
     candidates = bags_of(request.features)
+    dense, inputs = _dense_by_name(model, request)
+    shared: frozenset[str] = frozenset()
     if request.context is None:
         features = intake.take(candidates, need_all=True).features
-        return _CheckedRequest(at, model.check_dense(request.dense, features.batch), features, frozenset())
-    context = bags_of(request.context)
-    if context.batch != 1:
-        raise InputError(f"context: got {context.batch} samples, expected 1; its features apply to every candidate")
-    shared = frozenset(context.keys)
-    twice = shared.intersection(candidates.keys)
-    if twice:
-        raise InputError(f"context: feature {min(twice)!r} is also in features; give it in only one of the two")
-    features = intake.take(candidates, need_all=True, elsewhere=shared).features
-    own = intake.take(context, need_all=False, fill=False).features
-    return _CheckedRequest(at, model.check_dense(request.dense, features.batch), features.with_context(own), shared)
+        checked = named.check(inputs, features.batch)
+        named.check_facts([features], checked)
+    else:
+        context = bags_of(request.context)
+        if context.batch != 1:
+            raise InputError(f"context: got {context.batch} samples, expected 1; its features apply to every candidate")
+        shared = frozenset(context.keys)
+        twice = shared.intersection(candidates.keys)
+        if twice:
+            raise InputError(f"context: feature {min(twice)!r} is also in features; give it in only one of the two")
+        features = intake.take(candidates, need_all=True, elsewhere=shared).features
+        own = intake.take(context, need_all=False, fill=False).features
+        checked = named.check(inputs, features.batch)
+        named.check_facts([features, own], checked)
+        if model.computes_ids:
+            features, shared = features.with_context(own, repeat=True), frozenset()
+        else:
+            features = features.with_context(own)
+    dense = model.check_dense(dense, features.batch)
+    given = features
+    if model.computes_ids:
+        alone = _CheckedRequest(at, dense, features, shared, checked, given)
+        features = model.compute_ids(features, lambda about: _input(about, [alone]))
+    return _CheckedRequest(at, dense, features, shared, checked, given)
+
+
+def _dense_by_name(model: LoadedModel, request: PredictInputs) -> tuple[Tensor | None, Mapping[str, Any] | None]:
+    """``dense`` and the other inputs of a request, which may name the dense matrix among its inputs."""
+    name, inputs = model.inputs.dense_name, request.inputs
+    if not inputs or not name or name not in inputs:
+        return request.dense, inputs
+    if request.dense is not None:
+        raise InputError(f"got dense and inputs[{name!r}], which are the same input; give one of the two")
+    given = inputs[name]
+    dense = given if isinstance(given, Tensor) else torch.from_numpy(as_matrix(given))
+    return dense, {other: value for other, value in inputs.items() if other != name}
+
+
+def _input(about: DenseInput, taken: Sequence[_CheckedRequest]) -> Tensor:
+    """A program's input that is no vector of a lookup, of all requests."""
+    if about.kind == "dense":
+        dense = [mine.dense for mine in taken if mine.dense is not None]
+        return dense[0] if len(dense) == 1 else torch.cat(dense)
+    assert about.feature is not None
+    parts = [_part_of(about, about.feature, mine) for mine in taken]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _part_of(about: DenseInput, name: str, mine: _CheckedRequest) -> Tensor:
+    given = mine.inputs.get(name)
+    if isinstance(given, Tensor):
+        return given
+    if given is None:
+        bags = mine.given.arranged((name,))
+        times = mine.batch if name in mine.shared else 1
+        lengths = torch.from_numpy(bags.lengths_FB[0].astype(np.int64))
+        if times > 1:
+            lengths = lengths[:1].repeat(times)
+        if about.kind == "jagged_lengths":
+            return lengths
+        values: Any = bags.values.astype(np.int64, copy=False)
+        if about.kind == "jagged_weights":
+            values = np.ones(len(values), np.float32) if bags.weights is None else bags.weights
+        return torch.from_numpy(np.tile(values, times) if times > 1 else values)
+    if about.kind == "jagged_lengths":
+        return given.lengths()
+    return given.weights() if about.kind == "jagged_weights" else given.values()
 
 
 def _split_by_request(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
@@ -170,21 +247,25 @@ def _run(model: LoadedModel, taken: Sequence[_CheckedRequest]) -> Steps[list[Out
     """The outputs of each request; None if an output does not have one row per sample and cannot be split."""
     batches = [mine.features.batch for mine in taken]
     total = sum(batches)
-    tensors = []
+    dense = None
     if model.num_dense:
         given = [mine.dense for mine in taken if mine.dense is not None]
         # The copy to a GPU starts before the lookup, so that it runs while the ids are prepared.
-        tensors.append(model.to_device(given[0] if len(given) == 1 else torch.cat(given)))
+        dense = model.to_device(given[0] if len(given) == 1 else torch.cat(given))
     found = yield from model.find([mine.features for mine in taken])
     contexts = any(mine.shared for mine in taken)
+    vectors_of: list[Tensor] = []
     for part, vectors in zip(model.parts, found.parts):
         if contexts and not isinstance(vectors, Tensor):
-            tensors += _repeat_sequences(part, vectors, taken, batches)
+            vectors_of += _repeat_sequences(part, vectors, taken, batches)
             continue
         if contexts:
             _broadcast(part, vectors, taken)
-        tensors += tensors_of(vectors, dense_input=True)
-    outputs = model.run_engine(tensors)
+        vectors_of += tensors_of(vectors, dense_input=True)
+    tensors = model.arranged(
+        vectors_of, lambda about: dense if dense is not None and about.kind == "dense" else _input(about, taken)
+    )
+    outputs = model.run_engine(tensors, total)
     if len(taken) == 1:
         return [Outputs(zip(model.output_names, outputs), missing=found.missing)]
     if any(output.dim() == 0 or output.shape[0] != total for output in outputs):

@@ -1,0 +1,115 @@
+"""Jagged operators of FBGEMM and torch as plain aten operators, which ONNX has too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import fbgemm_gpu  # noqa: F401 - registers the operators of FBGEMM
+import torch
+from torch import Tensor
+
+__all__ = ["DECOMPOSITIONS"]
+
+
+def _complete_cumsum(lengths: Tensor) -> Tensor:
+    """Offsets [B + 1] of ``lengths`` [B]."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0).to(lengths.dtype)])
+
+
+def _segments(lengths: Tensor, count: Any) -> Tensor:
+    """The bag of each of ``count`` values: int64 [count].
+
+    A mark at the end of each bag, summed up, is the number of bags that end before a value.
+    """
+    ends = lengths.long().cumsum(0)
+    marks = torch.zeros(count + 1, dtype=torch.int64, device=lengths.device)
+    return marks.scatter_add(0, ends, torch.ones_like(ends)).cumsum(0)[:count]
+
+
+def _jagged_to_padded_dense(
+    values: Tensor, offsets: Sequence[Tensor], max_lengths: Sequence[Any], padding_value: float = 0.0
+) -> Tensor:
+    """``[B, max_lengths[0], ...]``; for one jagged axis."""
+    if len(offsets) != 1:
+        return NotImplemented
+    starts = offsets[0].long()
+    lengths = (starts[1:] - starts[:-1]).unsqueeze(1)
+    column = torch.arange(max_lengths[0], device=values.device)
+    source = torch.where(column < lengths, starts[:-1].unsqueeze(1) + column, values.shape[0])
+    padded = torch.cat([values, values.new_full((1, *values.shape[1:]), padding_value)])
+    return padded.index_select(0, source.flatten()).reshape(source.shape[0], source.shape[1], *values.shape[1:])
+
+
+def _jagged_2d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: Any) -> Tensor:
+    return _jagged_to_padded_dense(values, [offsets], [max_sequence_length])
+
+
+def _jagged_1d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: Any, padding_value: float) -> Tensor:
+    return _jagged_to_padded_dense(values, [offsets], [max_sequence_length], padding_value)
+
+
+def _dense_to_jagged(dense: Tensor, x_offsets: Sequence[Tensor], total_L: Any = None) -> Tensor:  # noqa: N803
+    """The values [total_L, ...] of padded rows; for one jagged axis."""
+    if len(x_offsets) != 1 or total_L is None:
+        return NotImplemented
+    starts = x_offsets[0].long()
+    bag = _segments(starts[1:] - starts[:-1], total_L)
+    place = torch.arange(total_L, device=dense.device) - starts.index_select(0, bag)
+    return dense.flatten(0, 1).index_select(0, bag * dense.shape[1] + place)
+
+
+def _repeat_interleave(repeats: Tensor, *, output_size: Any = None) -> Tensor:
+    if output_size is None:
+        return NotImplemented
+    return _segments(repeats, output_size)
+
+
+def _repeat_interleave_of(tensor: Tensor, repeats: Tensor, dim: int | None = None, *, output_size: Any = None) -> Tensor:
+    if output_size is None:
+        return NotImplemented
+    if dim is None:
+        tensor, dim = tensor.flatten(), 0
+    return tensor.index_select(dim, _segments(repeats.expand(tensor.shape[dim]), output_size))
+
+
+def _segment_reduce(
+    data: Tensor,
+    reduce: str,
+    *,
+    lengths: Tensor | None = None,
+    indices: Tensor | None = None,
+    offsets: Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: float | None = None,
+) -> Tensor:
+    """Sums, means, maxima and minima [B, ...] of the values of each bag, for bags along the first axis."""
+    if axis != 0 or lengths is None or lengths.dim() != 1 or reduce not in ("sum", "mean", "max", "min"):
+        return NotImplemented
+    shape = (lengths.shape[0], *data.shape[1:])
+    bag = _segments(lengths, data.shape[0]).reshape(-1, *[1] * (data.dim() - 1)).expand(data.shape)
+    if reduce in ("sum", "mean"):
+        total = data.new_full(shape, initial or 0.0).scatter_add(0, bag, data)
+        if reduce == "sum":
+            return total
+        count = lengths.to(data.dtype).reshape(-1, *[1] * (data.dim() - 1))
+        return total / (count if initial is None else count.clamp(min=1))
+    edge = float("-inf") if reduce == "max" else float("inf")
+    start = data.new_full(shape, edge if initial is None else initial)
+    return start.scatter_reduce(0, bag, data, "amax" if reduce == "max" else "amin")
+
+
+_fbgemm = torch.ops.fbgemm
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _fbgemm.asynchronous_complete_cumsum.default: _complete_cumsum,
+    _fbgemm.jagged_to_padded_dense.default: _jagged_to_padded_dense,
+    _fbgemm.jagged_2d_to_dense.default: _jagged_2d_to_dense,
+    _fbgemm.jagged_1d_to_dense.default: _jagged_1d_to_dense,
+    _fbgemm.dense_to_jagged.default: _dense_to_jagged,
+    torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
+    torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave_of,
+    torch.ops.aten.segment_reduce.default: _segment_reduce,
+}
+"""Operator -> its form in aten operators; a form that does not cover a call returns NotImplemented."""

@@ -1,0 +1,336 @@
+"""Makes an example batch for a forward of the plain shape: one float matrix, and sparse inputs that it passes on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from recinfer.archive.leaves import Leaf
+from recinfer.errors import ConfigError
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+__all__ = ["made_batch"]
+
+_SAMPLES = 16
+_PROBE_WIDTH = 10007  # a width that no model has, to recognise the dense input where a Linear reads it
+_ADVICE = "give an example batch (recinfer export --inputs FILE, or inputs= in Python)"
+
+
+def made_batch(
+    model: nn.Module, leaves: Sequence[Leaf], prepare: Callable[[nn.Module], object], num_dense: int | None
+) -> tuple[Any, ...]:
+    """Arguments of ``model.forward`` with random numbers.
+
+    The model runs with unknown values as arguments: one that reaches an embedding module is a KeyedJaggedTensor, another
+    one that is used otherwise is the dense matrix.
+
+    Args:
+        leaves: the model's embedding modules.
+        prepare: fills the parameters of the copy without tables.
+        num_dense: columns of the dense input, if they are known.
+
+    Returns:
+        ``(args, kwargs)``.
+
+    Raises:
+        ConfigError: forward is not of the plain shape.
+    """
+    found = _Found(num_dense)
+    stubs: dict[int, Any] = {id(leaf.module): _Stub(leaf, found) for leaf in leaves}
+    body = copy.deepcopy(model, stubs).eval()
+    prepare(body)
+    for _ in range(4):  # the dense input, its width, the run that succeeds
+        try:
+            with torch.no_grad(), _FindWidth(found):
+                _call(body, found)
+            break
+        except _Retry:
+            continue
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(_explained(body, found, error)) from error
+    if num_dense and not found.dense:
+        raise ConfigError(f"the feature contract has {num_dense} dense columns, but forward uses no dense tensor")
+    if found.dense and found.width is None:
+        raise ConfigError(
+            f"no Linear layer or matrix product reads the dense input {_text(found.dense)!r}, so its width is not known; {_ADVICE}"
+        )
+    missing = [leaf.module_path for leaf in leaves if leaf.module_path not in found.called]
+    if missing:
+        raise ConfigError(f"forward never calls the embedding module {missing[0]!r}; remove it or use it")
+    return _arguments(body, found)
+
+
+class _Step(NamedTuple):
+    """One step from a value to a part of it: an attribute or an item."""
+
+    key: str | int
+    is_item: bool
+
+
+Path = tuple[_Step, ...]
+"""A place in forward's arguments; the first step is the argument."""
+
+
+def _text(path: Path) -> str:
+    first, *rest = path
+    return str(first.key) + "".join(f"[{step.key!r}]" if step.is_item else f".{step.key}" for step in rest)
+
+
+@dataclass
+class _Found:
+    """The inputs of forward, as far as they are known."""
+
+    width: int | None
+    dense: Path | None = None
+    use: str = ""
+    called: set[str] = field(default_factory=set)  # paths of the modules that forward calls
+    features: dict[Path, dict[str, Leaf]] = field(default_factory=dict)  # input -> feature -> a module that reads it
+
+
+class _Retry(Exception):
+    """Raised where forward showed more about its inputs."""
+
+
+class _Unknown:
+    """An argument of forward, or a part of one, whose type is not known yet."""
+
+    def __init__(self, path: Path, found: _Found) -> None:
+        self.__dict__.update(_path=path, _found=found, _name=_text(path))
+
+    def _child(self, key: str | int, is_item: bool) -> Any:
+        return _value((*self._path, _Step(key, is_item)), self._found)
+
+    def _is_dense(self, use: str) -> Any:
+        found: _Found = self._found
+        if found.dense:
+            raise ConfigError(
+                f"forward uses two inputs as tensors, {_text(found.dense)!r} and {self._name!r}: {found.use}, and {use}; {_ADVICE}, or "
+                f"remove the training part (the loss) from forward"
+            )
+        found.dense, found.use = self._path, use
+        raise _Retry
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if hasattr(KeyedJaggedTensor, name) and name not in ("to", "device", "split"):
+            raise ConfigError(
+                f"forward calls {self._name}.{name}; if {self._name!r} is a KeyedJaggedTensor, {_ADVICE}"
+                if not hasattr(Tensor, name)
+                else f"forward uses {self._name}.{name}, of a tensor or a KeyedJaggedTensor; {_ADVICE}"
+            )
+        if hasattr(Tensor, name):
+            return self._is_dense(f".{name} of it")
+        return self._child(name, False)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str | int):
+            return self._child(key, True)
+        return self._is_dense("a slice of it")
+
+    def split(self, sizes: Any, *args: Any, **kwargs: Any) -> Any:
+        """Like KeyedJaggedTensor.split: each part stands for the whole, since modules take features by name."""
+        if args or kwargs or not isinstance(sizes, list | tuple):
+            return self._is_dense(".split of it")
+        return [self for _ in sizes]
+
+    def __iter__(self) -> Any:
+        raise ConfigError(f"forward iterates over its input {self._name!r}; {_ADVICE}")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise ConfigError(f"forward calls {self._name!r}; {_ADVICE}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in _flat([*args, *(kwargs or {}).values()]):
+            if isinstance(value, _Unknown):
+                return value._is_dense(f"{getattr(function, '__name__', function)} with it")
+        raise AssertionError("a torch function without the unknown argument that called it")
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *_: self._is_dense(f"{name} with it")
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "lt", "gt", "le", "ge"):
+    setattr(_Unknown, f"__{_name}__", _operator(_name))
+    setattr(_Unknown, f"__r{_name}__", _operator(_name))
+setattr(_Unknown, "__neg__", _operator("neg"))  # noqa: B010 - mypy wants no assignment to a method
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    result: list[Any] = []
+    for value in values:
+        result += _flat(list(value)) if isinstance(value, list | tuple) else [value]
+    return result
+
+
+class _Stub(nn.Module):
+    """An embedding module that returns random vectors and notes its input."""
+
+    def __init__(self, leaf: Leaf, found: _Found) -> None:
+        super().__init__()
+        self.__dict__.update(_leaf=leaf, _found=found)
+
+    def __deepcopy__(self, memo: Any) -> _Stub:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            return getattr(self.__dict__["_leaf"].module, name)
+
+    def forward(self, features: Any) -> Any:
+        leaf, found = self.__dict__["_leaf"], self.__dict__["_found"]
+        title = leaf.module_path or type(leaf.module).__name__
+        if not isinstance(features, _Unknown):
+            default = " (an argument whose default is None is left out)" if features is None else ""
+            raise ConfigError(
+                f"the input of the embedding module {title!r} is a {type(features).__name__}, computed or used inside "
+                f"forward{default}; {_ADVICE}"
+            )
+        found.called.add(leaf.module_path)
+        mine = found.features.setdefault(features._path, {})
+        for feature in leaf.features:
+            mine.setdefault(feature, leaf)
+        if leaf.pooled:
+            return KeyedTensor(leaf.outputs, leaf.dims, torch.randn(4, sum(leaf.dims)))
+        lengths = torch.tensor([2, 0, 1, 3])
+        return {name: JaggedTensor(torch.randn(6, dim), lengths=lengths) for name, dim in zip(leaf.outputs, leaf.dims)}
+
+
+class _FindWidth(TorchFunctionMode):
+    """Finds the Linear layer or the matrix product that reads the dense input, by the width of a probe input."""
+
+    def __init__(self, found: _Found) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._found.width is None:
+            given, taken = _inner_sizes(function, args)
+            extra = given - _PROBE_WIDTH
+            if extra >= 0 and given != taken > extra:
+                self._found.width = taken - extra
+                raise _Retry
+        return function(*args, **(kwargs or {}))
+
+
+_PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+
+
+def _inner_sizes(function: Any, args: Any) -> tuple[int, int]:
+    """The two sizes that ``function`` contracts, the larger one first; (0, 0) if it contracts none."""
+    if len(args) < 2 or not all(isinstance(value, Tensor) and value.dim() >= 2 for value in args[:2]):
+        return 0, 0
+    if function is nn.functional.linear:
+        return args[0].shape[-1], args[1].shape[-1]
+    if function in _PRODUCTS:  # crossnets multiply by their weights without a transpose
+        sizes = args[0].shape[-1], args[1].shape[-2]
+        return max(sizes), min(sizes)
+    return 0, 0
+
+
+def _dense_tensor(found: _Found, batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, _PROBE_WIDTH if found.width is None else found.width, generator=generator)
+
+
+def _value(path: Path, found: _Found) -> Any:
+    return _dense_tensor(found, 4) if path == found.dense else _Unknown(path, found)
+
+
+def _parameters(body: nn.Module) -> list[inspect.Parameter]:
+    """The parameters of forward that have no default."""
+    return [
+        p
+        for p in inspect.signature(body.forward).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.default is p.empty
+    ]
+
+
+def _call(body: nn.Module, found: _Found) -> Any:
+    args, kwargs = [], {}
+    for p in _parameters(body):
+        value = _value((_Step(p.name, False),), found)
+        if p.kind is p.KEYWORD_ONLY:
+            kwargs[p.name] = value
+        else:
+            args.append(value)
+    return body(*args, **kwargs)
+
+
+def _explained(body: nn.Module, found: _Found, error: Exception) -> str:
+    names = [repr(name) for name, p in inspect.signature(body.forward).parameters.items() if p.default is None]
+    left_out = (
+        f"; a made batch leaves out the arguments of forward whose default is None: {', '.join(names)}" if names else ""
+    )
+    taken = f"; {_text(found.dense)!r} was taken for the dense input, because forward uses {found.use}" if found.dense else ""
+    return f"forward failed on a made batch: {type(error).__name__}: {error}{taken}{left_out}; {_ADVICE}"
+
+
+class _Object:
+    """A part of a made batch with attributes."""
+
+
+def _arguments(body: nn.Module, found: _Found) -> tuple[Any, ...]:
+    values: dict[Path, Any] = {path: _ids(features) for path, features in found.features.items()}
+    if found.dense is not None:
+        values[found.dense] = _dense_tensor(found, _SAMPLES)
+    args, kwargs = [], {}
+    for p in _parameters(body):
+        value = _built((_Step(p.name, False),), values)
+        if p.kind is p.KEYWORD_ONLY:
+            kwargs[p.name] = value
+        else:
+            args.append(value)
+    return tuple(args), kwargs
+
+
+def _built(path: Path, values: dict[Path, Any]) -> Any:
+    """The value at ``path``: a tensor, or an object around the values at longer paths; None if forward used none."""
+    if path in values:
+        return values[path]
+    steps = dict.fromkeys(other[len(path)] for other in values if other[: len(path)] == path)
+    if not steps:
+        return None
+    parts = {step: _built((*path, step), values) for step in steps}
+    if all(step.is_item for step in steps):
+        return {step.key: part for step, part in parts.items()}
+    made = _Object()
+    for step, part in parts.items():
+        setattr(made, str(step.key), part)
+    return made
+
+
+def _ids(features: dict[str, Leaf]) -> KeyedJaggedTensor:
+    """Ids of the features, 0 to 3 a sample."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 4, (len(features), _SAMPLES), generator=generator)
+    lengths[:, 0] = 2
+    counts = lengths.sum(1).tolist()
+    rows = {
+        feature: min(c.num_embeddings for c in leaf.configs if feature in c.feature_names)
+        for feature, leaf in features.items()
+    }
+    values = [torch.randint(0, rows[f], (n,), generator=generator) for f, n in zip(features, counts)]
+    weighted = any(leaf.about.weighted for leaf in features.values())
+    ids = torch.cat(values)
+    return KeyedJaggedTensor(
+        list(features),
+        ids,
+        weights=torch.rand(len(ids), generator=generator) + 0.5 if weighted else None,
+        lengths=lengths.flatten().int(),
+    )

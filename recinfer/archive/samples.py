@@ -1,0 +1,117 @@
+"""Makes requests for a traced model, which keep the facts that its forward relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recinfer.archive.check import Request
+from recinfer.archive.manifest import InputInfo
+from recinfer.archive.split import Facts
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+__all__ = ["Samples"]
+
+_MOST = 3  # ids of a random bag
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Makes requests out of an example batch.
+
+    Attributes:
+        examples: (input, part) -> its tensor in an example batch, as recinfer.capture.Slot names parts.
+        infos: the inputs that forward uses.
+        facts: facts about them.
+        features: features of a request, in order.
+        rows: rows of the smallest table of each feature that a lookup reads as it is.
+        longest: longest bag of features that have a limit.
+        weighted: whether requests carry weights.
+        num_dense: columns of ``dense``; 0 where requests name their tensors.
+    """
+
+    examples: Mapping[tuple[str, str], Tensor]
+    infos: Sequence[InputInfo]
+    facts: Facts
+    features: Sequence[str]
+    rows: Mapping[str, int]
+    longest: Mapping[str, int]
+    weighted: bool
+    num_dense: int
+
+    def request(
+        self, batch: int, generator: torch.Generator, *, size: int | None = None, edges: bool = False
+    ) -> Request:
+        """A random request.
+
+        Args:
+            batch: number of samples.
+            size: number of ids of each bag that is free; None draws 0 to 3.
+            edges: give each first bag two ids, the first and the last of its table.
+        """
+        lengths: dict[str, Tensor] = {}
+        jagged = [info for info in self.infos if info.kind != "tensor"]
+        for info in jagged:
+            lengths[info.name] = self._lengths(info.name, batch, generator, size, edges)
+        for name, other in self.facts.as_long_as.items():
+            if name in lengths:
+                lengths[name] = lengths[other]
+        values = {info.name: self._values(info.name, int(lengths[info.name].sum()), generator) for info in jagged}
+        if edges:
+            for name in self.features:
+                ids, rows = values[name], self.rows.get(name)
+                if rows is not None and len(ids) > 1:
+                    ids[:2] = torch.tensor([0, rows - 1])
+        ids = torch.cat([values[name].long() for name in self.features])
+        features = KeyedJaggedTensor(
+            list(self.features),
+            ids,
+            lengths=torch.cat([lengths[name] for name in self.features]).int(),
+            weights=torch.rand(len(ids), generator=generator) + 0.5 if self.weighted else None,
+        )
+        inputs: dict[str, Tensor | JaggedTensor] = {}
+        dense = None
+        for info in self.infos:
+            if info.kind == "tensor":
+                tensor = self._tensor(info, batch, generator)
+                if self.num_dense:
+                    dense = tensor
+                else:
+                    inputs[info.name] = tensor
+            elif info.kind == "jagged":
+                weights = torch.rand(len(values[info.name]), generator=generator) + 0.5 if info.weighted else None
+                inputs[info.name] = JaggedTensor(values[info.name], weights, lengths[info.name])
+        return Request(dense, features, inputs)
+
+    def _lengths(
+        self, name: str, batch: int, generator: torch.Generator, size: int | None, edges: bool
+    ) -> Tensor:
+        fixed = self.facts.per_sample.get(name)
+        if fixed is not None:
+            return torch.full((batch,), fixed)
+        if size is not None:
+            drawn = torch.full((batch,), size)
+        else:
+            drawn = torch.randint(0, _MOST + 1, (batch,), generator=generator)
+        if edges:
+            drawn[0] = 2
+        return drawn.clamp(max=self.longest.get(name, _MOST))
+
+    def _values(self, name: str, count: int, generator: torch.Generator) -> Tensor:
+        """Ids below the table's rows, or values of the example batch."""
+        rows = self.rows.get(name)
+        if rows is not None:
+            return torch.randint(0, rows, (count,), generator=generator)
+        pool = self.examples[name, "values"]
+        if not len(pool):
+            return pool.new_zeros((count, *pool.shape[1:]))
+        return pool[torch.randint(0, len(pool), (count,), generator=generator)]
+
+    def _tensor(self, info: InputInfo, batch: int, generator: torch.Generator) -> Tensor:
+        example = self.examples[info.name, "tensor"]
+        if info.shape[:1] != ("batch",):
+            return example
+        return example[torch.randint(0, len(example), (batch,), generator=generator)]

@@ -1,0 +1,982 @@
+"""Traces a model's forward into one torch.export program in which each embedding lookup is one operator.
+
+This file needs torch alone. Copy it into the environment that trained the model, if that environment cannot hold
+recinfer too::
+
+    from capture import capture
+
+    capture(model, (batch,)).save("model.rqp")     # then: recinfer export --program model.rqp --checkpoint ...
+
+An example batch decides what forward takes: tensors of any dtype and rank, KeyedJaggedTensor, JaggedTensor and
+KeyedTensor of TorchRec or recinfer, and dicts, tuples, dataclasses and other objects of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import json
+import os
+import re
+import traceback
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+__all__ = ["CaptureError", "Captured", "EmbeddingModule", "Slot", "capture", "embedding_modules", "read_capture", "trace"]
+
+CAPTURE_VERSION = 1
+_SIZES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+_DEPTH = 16
+
+
+class CaptureError(ValueError):
+    """The model or the example batch cannot be traced; the message names the input or the line of forward."""
+
+
+Part = Literal["tensor", "values", "lengths", "weights"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor that forward takes.
+
+    Attributes:
+        name: the input's name in requests: the key, attribute or argument, or its path where that is not unique.
+        path: the input's place in forward's arguments, as ``batch.sparse_features['base']``.
+        part: ``tensor``, or ``values``, ``lengths`` and ``weights`` of a jagged input.
+        dtype: as ``float32``.
+        shape: a number per fixed axis, text per free one: ``batch``, or an expression of other sizes.
+    """
+
+    name: str
+    path: str
+    part: Part
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class EmbeddingModule:
+    """One embedding collection of a model.
+
+    Attributes:
+        path: the module's path, of the outer module of a feature-processed one.
+        pooled: whether the lookup gives one vector per sample.
+        weighted: whether ids carry weights.
+        features, outputs, dims: the feature, the name and the columns of each output, in order.
+    """
+
+    path: str
+    pooled: bool
+    weighted: bool
+    features: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dims: tuple[int, ...]
+
+
+@dataclass
+class Captured:
+    """A traced forward.
+
+    Attributes:
+        program: takes the tensors of :attr:`slots`, returns float32 tensors in the order of :attr:`outputs`.
+        slots: the tensors that forward takes.
+        modules: the embedding modules; operators of the program name them by their index.
+        outputs: names of the outputs.
+        structure: forward's result with each tensor replaced by ``{"output": name}``.
+        examples: the tensors of the first example batch, in the order of ``slots``; :meth:`save` drops them.
+        arguments: names of forward's positional arguments.
+    """
+
+    program: ExportedProgram
+    slots: tuple[Slot, ...]
+    modules: tuple[EmbeddingModule, ...]
+    outputs: tuple[str, ...]
+    structure: Any
+    arguments: tuple[str, ...]
+    examples: tuple[Tensor, ...] = field(default=(), repr=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the program and its description to one file, without tables and without pickled objects."""
+        buffer = io.BytesIO()
+        self.program._example_inputs = None
+        torch.export.save(self.program, buffer)
+        about = {
+            "capture": CAPTURE_VERSION,
+            "torch": torch.__version__,
+            "slots": [asdict(slot) for slot in self.slots],
+            "modules": [asdict(module) for module in self.modules],
+            "outputs": list(self.outputs),
+            "structure": self.structure,
+            "arguments": list(self.arguments),
+        }
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("capture.json", json.dumps(about, indent=1))
+            archive.writestr("program.pt2", buffer.getvalue())
+
+
+def read_capture(path: str | os.PathLike[str]) -> Captured:
+    """Read a file of :meth:`Captured.save`. The caller checks ``program.pt2`` first if the file is not trusted.
+
+    Raises:
+        CaptureError: another file, or one of a newer version.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            about = json.loads(archive.read("capture.json"))
+            data = archive.read("program.pt2")
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise CaptureError(f"{path} is not a captured program: {error}") from None
+    if about.get("capture") != CAPTURE_VERSION:
+        raise CaptureError(
+            f"{path} is a captured program of version {about.get('capture')}, expected {CAPTURE_VERSION}; capture the "
+            f"model again with this version of capture.py"
+        )
+    try:
+        program = torch.export.load(io.BytesIO(data))
+    except Exception as error:  # torch's parsers raise exceptions of many types
+        raise CaptureError(
+            f"{path}: torch {torch.__version__} cannot read the program, which torch {about.get('torch')} wrote: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from None
+    return Captured(
+        program,
+        tuple(Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in about["slots"]),
+        tuple(
+            EmbeddingModule(**{k: tuple(v) if isinstance(v, list) else v for k, v in module.items()})
+            for module in about["modules"]
+        ),
+        tuple(about["outputs"]),
+        about["structure"],
+        tuple(about["arguments"]),
+    )
+
+
+def capture(model: nn.Module, *batches: Any) -> Captured:
+    """Trace ``model`` as it is in memory, in eval mode; the model is not changed.
+
+    Args:
+        model: its embedding modules are TorchRec's or recinfer's collections.
+        batches: one or two example batches, each a tuple of forward's arguments, or ``(args, kwargs)``. A second batch of
+            another size tells which axes are free.
+
+    Raises:
+        CaptureError: the message names the input, or the line of forward.
+    """
+    found = embedding_modules(model)
+    return trace(model, list(found), list(found.values()), batches)
+
+
+# ------------------------------------------------------------------------------------------------- embedding modules
+
+
+def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
+    """The embedding collections of ``model``, and feature-processed ones as a whole, in module order."""
+    found: dict[nn.Module, EmbeddingModule] = {}
+    stack: list[tuple[str, nn.Module]] = [("", model)]
+    seen: set[int] = set()
+    while stack:
+        path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        inner = module
+        names = {kind.__name__ for kind in type(module).__mro__}
+        if "FeatureProcessedEmbeddingBagCollection" in names:
+            inner = getattr(module, "_embedding_bag_collection")  # noqa: B009 - not a declared attribute
+        for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
+            configs = getattr(inner, method, None)
+            if callable(configs):
+                found[module] = _described(path, list(configs()), pooled, module is inner and _is_weighted(module))
+                break
+        else:
+            children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+            stack += reversed(children)
+    return found
+
+
+def _is_weighted(module: nn.Module) -> bool:
+    weighted: Any = getattr(module, "is_weighted", None)
+    return callable(weighted) and bool(weighted())
+
+
+def _described(path: str, configs: Sequence[Any], pooled: bool, weighted: bool) -> EmbeddingModule:
+    features = [(f, c) for c in configs for f in c.feature_names]
+    count: dict[str, int] = {}
+    for feature, _ in features:
+        count[feature] = count.get(feature, 0) + 1
+    outputs = [f"{f}@{c.name}" if count[f] > 1 else f for f, c in features]
+    return EmbeddingModule(
+        path, pooled, weighted, tuple(f for f, _ in features), tuple(outputs), tuple(c.embedding_dim for _, c in features)
+    )
+
+
+# ------------------------------------------------------------------------------------------------- lookup operators
+
+_LIBRARY = torch.library.Library("recinfer", "DEF")
+_LIBRARY.define("pooled(int module, Tensor[] values, Tensor[] lengths, Tensor[] weights, int dim) -> Tensor")
+_LIBRARY.define("rows(int module, int output, Tensor values, Tensor lengths, int dim) -> Tensor")
+
+
+def _pooled(module: int, values: list[Tensor], lengths: list[Tensor], weights: list[Tensor], dim: int) -> Tensor:
+    return lengths[0].new_empty((lengths[0].shape[0], dim), dtype=torch.float32)
+
+
+def _rows(module: int, output: int, values: Tensor, lengths: Tensor, dim: int) -> Tensor:
+    return values.new_empty((values.shape[0], dim), dtype=torch.float32)
+
+
+torch.library.register_fake("recinfer::pooled", _pooled, lib=_LIBRARY)
+torch.library.register_fake("recinfer::rows", _rows, lib=_LIBRARY)
+
+
+class _Lookup(nn.Module):
+    """An embedding module whose forward is one operator."""
+
+    def __init__(self, index: int, about: EmbeddingModule, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_module"] = module
+        self._index = index
+        self._about = about
+
+    def __deepcopy__(self, memo: Any) -> _Lookup:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        # Models read dims and names from their embedding modules, which needs no rows.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            return getattr(self.__dict__["_module"], name)
+
+    def forward(self, features: Any) -> Any:
+        about = self._about
+        title = f"the embedding module {about.path or type(self.__dict__['_module']).__name__!r}"
+        if not _is_kjt(features):
+            raise CaptureError(f"{title} is called with a {type(features).__name__}, expected a KeyedJaggedTensor")
+        parts = _parts_of(features)
+        missing = [name for name in about.features if name not in parts]
+        if missing:
+            raise CaptureError(
+                f"{title} reads feature {missing[0]!r}; the KeyedJaggedTensor that forward passes to it has "
+                f"{', '.join(map(repr, list(parts)[:8])) or 'no feature'}"
+            )
+        types = _types_of(_kjt_base(features))
+        bags = [parts[name] for name in about.features]
+        if about.pooled:
+            weights = [w if w is not None else v.new_ones(v.shape[0], dtype=torch.float32) for v, _, w in bags]
+            values = torch.ops.recinfer.pooled(
+                self._index,
+                [v for v, _, _ in bags],
+                [n for _, n, _ in bags],
+                weights if about.weighted else [],
+                sum(about.dims),
+            )
+            return types.keyed_tensor(list(about.outputs), list(about.dims), values)
+        need_indices: Any = getattr(self.__dict__["_module"], "need_indices", None)
+        with_ids = callable(need_indices) and bool(need_indices())
+        found = {}
+        for output, (name, (ids, lengths, _), dim) in enumerate(zip(about.outputs, bags, about.dims)):
+            rows = torch.ops.recinfer.rows(self._index, output, ids, lengths, dim)
+            found[name] = types.jagged_tensor(rows, ids if with_ids else None, lengths)
+        return found
+
+
+# ------------------------------------------------------------------------------------------------- jagged inputs
+
+Bag = tuple[Tensor, Tensor, Tensor | None]
+"""Values [N, ...], lengths [B] int64 and weights [N] of one feature."""
+
+
+def _mro(value: Any) -> set[str]:
+    return {kind.__name__ for kind in type(value).__mro__}
+
+
+def _is_kjt(value: Any) -> bool:
+    return "KeyedJaggedTensor" in _mro(value)
+
+
+def _kjt_base(value: Any) -> type:
+    """The KeyedJaggedTensor class of the user's package."""
+    return next(kind for kind in type(value).__mro__ if kind.__name__ == "KeyedJaggedTensor" and kind is not _TracedKjt)
+
+
+@dataclass(frozen=True)
+class _Types:
+    """The sparse types of one package."""
+
+    jagged: type
+    keyed: type
+
+    def jagged_tensor(self, values: Tensor, weights: Tensor | None, lengths: Tensor) -> Any:
+        """A JaggedTensor, made without checks that read numbers."""
+        make = getattr(self.jagged, "from_parts_unchecked", self.jagged)
+        return make(values, weights, lengths)
+
+    def keyed_tensor(self, keys: list[str], dims: list[int], values: Tensor) -> Any:
+        """A KeyedTensor of columns."""
+        return self.keyed(keys, dims, values)
+
+
+def _types_of(base: type) -> _Types:
+    """The other sparse types of the package that ``base`` is of."""
+    import importlib
+
+    module = importlib.import_module(f"{base.__module__.partition('.')[0]}.sparse.jagged_tensor")
+    return _Types(module.JaggedTensor, module.KeyedTensor)
+
+
+class _TracedKjt:
+    """The methods of a KeyedJaggedTensor over the separate tensors of each key, whose sizes the trace knows.
+
+    A class of the user's package is mixed in, so that ``isinstance`` holds.
+    """
+
+    _bags: dict[str, Bag]
+    _base: type
+
+    def keys(self) -> list[str]:
+        return list(self._bags)
+
+    def _joined(self, index: int) -> Tensor:
+        cache = self.__dict__.setdefault("_cache", {})
+        if index not in cache:
+            parts = [bag[index] for bag in self._bags.values()]
+            cache[index] = parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]
+            cache[index]._recinfer_bags = self._bags
+        return cache[index]  # type: ignore[no-any-return]
+
+    def values(self) -> Tensor:
+        return self._joined(0)
+
+    def lengths(self) -> Tensor:
+        return self._joined(1)
+
+    def lengths_or_none(self) -> Tensor:
+        return self.lengths()
+
+    def weights_or_none(self) -> Tensor | None:
+        return None if any(bag[2] is None for bag in self._bags.values()) else self._joined(2)
+
+    def weights(self) -> Tensor:
+        found = self.weights_or_none()
+        if found is None:
+            raise CaptureError(f"forward reads weights of {self.keys()}, which the example batch does not have")
+        return found
+
+    def offsets(self) -> Tensor:
+        lengths = self.lengths()
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+    def offsets_or_none(self) -> Tensor:
+        return self.offsets()
+
+    def stride(self) -> int:
+        return next(iter(self._bags.values()))[1].shape[0]
+
+    def stride_per_key(self) -> list[int]:
+        return [bag[1].shape[0] for bag in self._bags.values()]
+
+    def stride_per_key_per_rank(self) -> list[list[int]]:
+        return [[stride] for stride in self.stride_per_key()]
+
+    def variable_stride_per_key(self) -> bool:
+        return False
+
+    def inverse_indices_or_none(self) -> None:
+        return None
+
+    def length_per_key(self) -> list[int]:
+        return [bag[0].shape[0] for bag in self._bags.values()]
+
+    def length_per_key_or_none(self) -> list[int]:
+        return self.length_per_key()
+
+    def offset_per_key(self) -> list[int]:
+        offsets = [0]
+        for size in self.length_per_key():
+            offsets.append(offsets[-1] + size)
+        return offsets
+
+    def offset_per_key_or_none(self) -> list[int]:
+        return self.offset_per_key()
+
+    def index_per_key(self) -> dict[str, int]:
+        return {key: i for i, key in enumerate(self._bags)}
+
+    _key_indices = index_per_key
+
+    def device(self) -> torch.device:
+        return self.values().device
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._bags:
+            raise CaptureError(f"forward reads feature {key!r}; the example batch has {self.keys()}")
+        values, lengths, weights = self._bags[key]
+        return _types_of(self._base).jagged_tensor(values, weights, lengths)
+
+    def to_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {key: self[key] for key in self._bags}
+
+    def _some(self, keys: Sequence[str]) -> Any:
+        return _traced_kjt(self._base, {key: self._bags[key] for key in keys})
+
+    def split(self, segments: Sequence[int]) -> list[Any]:
+        keys, parts, start = self.keys(), [], 0
+        for size in segments:
+            parts.append(self._some(keys[start : start + size]))
+            start += size
+        return parts
+
+    def permute(self, indices: Sequence[int], *_: Any, **__: Any) -> Any:
+        keys = self.keys()
+        return self._some([keys[i] for i in indices])
+
+    def _same(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    to = pin_memory = sync = unsync = flatten_lengths = record_stream = _same
+
+
+def _traced_kjt(base: type, bags: Mapping[str, Bag]) -> Any:
+    kind = _CLASSES.get(base)
+    if kind is None:
+        kind = _CLASSES[base] = type(base)("KeyedJaggedTensor", (_TracedKjt, base), {})
+    self = kind.__new__(kind)
+    self.__dict__["_bags"] = dict(bags)
+    self.__dict__["_base"] = base
+    return self
+
+
+_CLASSES: dict[type, Any] = {}
+
+
+def _parts_of(kjt: Any) -> dict[str, Bag]:
+    """The tensors of each key of a KeyedJaggedTensor that forward made or passes on."""
+    if isinstance(kjt, _TracedKjt):
+        return kjt._bags
+    keys, values, lengths, weights = list(kjt.keys()), kjt.values(), kjt.lengths(), kjt.weights_or_none()
+    if not keys:
+        return {}
+    known: Mapping[str, Bag] | None = getattr(lengths, "_recinfer_bags", None)
+    by_key = lengths.reshape(len(keys), -1)
+    if known is not None and len(known) == len(keys):
+        sizes: list[Any] = [bag[0].shape[0] for bag in known.values()]
+    elif len(keys) == 1:
+        sizes = [values.shape[0]]
+    else:
+        sizes = by_key.sum(1).tolist()
+        for size in sizes:
+            torch._check(size >= 0)
+    each = values.split(sizes)
+    heavy = [None] * len(keys) if weights is None else weights.split(sizes)
+    return {key: (each[i], by_key[i].long(), heavy[i]) for i, key in enumerate(keys)}
+
+
+def _concat(base: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``KeyedJaggedTensor.concat`` that keeps the sizes of each key."""
+
+    def concat(kjt_list: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(kjt, _TracedKjt) for kjt in kjt_list):
+            return original(kjt_list, *args, **kwargs)
+        return _traced_kjt(base, {key: bag for kjt in kjt_list for key, bag in _parts_of(kjt).items()})
+
+    return concat
+
+
+def _regroup(keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+    """``KeyedTensor.regroup`` as slices and concatenations."""
+    columns: dict[str, Tensor] = {}
+    for keyed in keyed_tensors:
+        parts = keyed.values().split(list(keyed.length_per_key()), dim=keyed.key_dim())
+        columns.update(zip(keyed.keys(), parts))
+    dim = keyed_tensors[0].key_dim()
+    return [torch.cat([columns[key] for key in group], dim) for group in groups]
+
+
+# ------------------------------------------------------------------------------------------------- example batches
+
+
+@dataclass
+class _Example:
+    """One tensor of an example batch before the trace."""
+
+    name: str
+    path: str
+    part: Part
+    tensor: Tensor
+
+
+Builder = Callable[[Sequence[Tensor]], Any]
+"""Builds a value of the example batch again, with other tensors."""
+
+
+class _Reader:
+    """Takes the tensors out of an example batch, and builds the batch again around others."""
+
+    def __init__(self) -> None:
+        self.found: list[_Example] = []
+
+    def read(self, value: Any, path: str, name: str, depth: int = 0) -> Builder:
+        """Collect the tensors of ``value``."""
+        if depth > _DEPTH:
+            raise CaptureError(f"the example batch is nested deeper than {_DEPTH} levels at {path}")
+        if isinstance(value, Tensor):
+            return self._tensor(value, path, name, "tensor")
+        kinds = _mro(value)
+        if "KeyedJaggedTensor" in kinds:
+            return self._keyed_jagged(value, path, name)
+        if "JaggedTensor" in kinds:
+            bag = self._bag(value.values(), value.lengths(), value.weights_or_none(), path, name)
+            kind = type(value)
+            types = _Types(kind, kind)
+            return lambda tensors: types.jagged_tensor(*_swapped(bag(tensors)))
+        if "KeyedTensor" in kinds:
+            return self._keyed(value, path, name)
+        if isinstance(value, nn.Module) or not _holds_tensors(value):
+            return lambda _: value
+        if isinstance(value, Mapping):
+            items = {k: self.read(v, f"{path}[{k!r}]", _joined_name(name, k), depth + 1) for k, v in value.items()}
+            return lambda tensors: _same_mapping(value, {k: build(tensors) for k, build in items.items()})
+        if isinstance(value, list | tuple):
+            fields: Any = getattr(value, "_fields", None)
+            places = [(f"{path}.{f}", f) for f in fields] if fields else [(f"{path}[{i}]", i) for i in range(len(value))]
+            parts = [self.read(v, p, _joined_name(name, n), depth + 1) for v, (p, n) in zip(value, places)]
+            kind = type(value)
+            return lambda tensors: (
+                kind(*(build(tensors) for build in parts)) if fields else kind(build(tensors) for build in parts)
+            )
+        attributes = {
+            key: self.read(v, f"{path}.{key}", _joined_name(name, key), depth + 1) for key, v in vars(value).items()
+        }
+        return lambda tensors: _copied(value, {key: build(tensors) for key, build in attributes.items()})
+
+    def _tensor(self, value: Tensor, path: str, name: str, part: Part) -> Builder:
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise CaptureError(f"the example batch has NaN or infinity in {path}; give a batch of real numbers")
+        index = len(self.found)
+        self.found.append(_Example(name, path, part, value.detach().cpu()))
+        return lambda tensors: tensors[index]
+
+    def _bag(
+        self, values: Tensor, lengths: Tensor, weights: Tensor | None, path: str, name: str
+    ) -> Callable[[Sequence[Tensor]], Bag]:
+        if not values.is_floating_point():
+            values = values.long()
+        v = self._tensor(values, path, name, "values")
+        n = self._tensor(lengths.long(), path, name, "lengths")
+        w = None if weights is None else self._tensor(weights, path, name, "weights")
+        return lambda tensors: (v(tensors), n(tensors), None if w is None else w(tensors))
+
+    def _keyed_jagged(self, value: Any, path: str, name: str) -> Builder:
+        base = _kjt_base(value)
+        if value.variable_stride_per_key():
+            raise CaptureError(f"{path} has batch sizes that differ between its keys; give one batch size")
+        bags = {}
+        for key, jagged in value.to_dict().items():
+            bags[key] = self._bag(
+                jagged.values(), jagged.lengths(), jagged.weights_or_none(), f"{path}[{key!r}]", _joined_name(name, key)
+            )
+        return lambda tensors: _traced_kjt(base, {key: bag(tensors) for key, bag in bags.items()})
+
+    def _keyed(self, value: Any, path: str, name: str) -> Builder:
+        keys, dims = list(value.keys()), list(value.length_per_key())
+        columns = [
+            self._tensor(part, f"{path}[{key!r}]", _joined_name(name, key), "tensor")
+            for key, part in zip(keys, value.values().split(dims, dim=1))
+        ]
+        kind = type(value)
+        return lambda tensors: kind(keys, dims, torch.cat([column(tensors) for column in columns], 1))
+
+
+def _swapped(bag: Bag) -> tuple[Tensor, Tensor | None, Tensor]:
+    values, lengths, weights = bag
+    return values, weights, lengths
+
+
+def _joined_name(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if value is None or isinstance(value, str | bytes | int | float | complex | torch.dtype | torch.device | type):
+        return False
+    return isinstance(value, Mapping | list | tuple) or (hasattr(value, "__dict__") and not callable(value))
+
+
+def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return items
+    other = copy.copy(original)
+    for key, item in items.items():
+        other[key] = item  # type: ignore[index]
+    return other
+
+
+def _copied(original: Any, attributes: Mapping[str, Any]) -> Any:
+    other = copy.copy(original)
+    for key, item in attributes.items():
+        object.__setattr__(other, key, item)
+    return other
+
+
+def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``batch`` as the arguments of forward: a tuple of them, ``(args, kwargs)``, or the only one."""
+    if not isinstance(batch, tuple):
+        return (batch,), {}
+    if len(batch) == 2 and isinstance(batch[0], tuple | list) and isinstance(batch[1], dict):
+        args, kwargs = tuple(batch[0]), batch[1]
+        if all(isinstance(key, str) for key in kwargs) and _binds(model, args, kwargs):
+            return args, kwargs
+    return batch, {}
+
+
+def _binds(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _read_batch(model: nn.Module, batch: Any) -> tuple[_Reader, Callable[[Sequence[Tensor]], tuple[Any, Any]]]:
+    args, kwargs = _arguments(model, batch)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            f"the example batch does not fit forward{inspect.signature(model.forward)}: {error}; give a tuple of its "
+            f"arguments, or (args, kwargs)"
+        ) from None
+    names = _positional(model)
+    names += [f"args[{i}]" for i in range(len(names), len(args))]
+    reader = _Reader()
+    positional = [reader.read(value, name, name) for name, value in zip(names, args)]
+    keyword = {name: reader.read(value, name, name) for name, value in kwargs.items()}
+    _shorten(reader.found)
+
+    def build(tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        return [make(tensors) for make in positional], {name: make(tensors) for name, make in keyword.items()}
+
+    return reader, build
+
+
+def _positional(model: nn.Module) -> list[str]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _shorten(found: Sequence[_Example]) -> None:
+    """Replace each name by its last part, where no other input has that one."""
+    by_short: dict[str, set[str]] = {}
+    for example in found:
+        by_short.setdefault(example.name.rpartition(".")[2], set()).add(example.path)
+    for example in found:
+        short = example.name.rpartition(".")[2]
+        if len(by_short[short]) == 1 and not short.isdigit():
+            example.name = short
+
+
+@dataclass
+class _Sampled:
+    """The tensors of the trace, and the free axes of each."""
+
+    tensors: list[Tensor]
+    free: list[tuple[int, ...]]
+
+
+def _sample(batches: Sequence[Sequence[_Example]]) -> _Sampled:
+    """Tensors for the trace: samples of the first batch, as many as no fixed axis has."""
+    first = batches[0]
+    for other in batches[1:]:
+        _check_same(first, other)
+    sizes = [_batch_size(batch) for batch in batches]
+    fixed = {size for example in first if example.part == "tensor" for size in example.tensor.shape[1:]}
+    count = next(size for size in _SIZES if size not in fixed)
+    tensors: list[Tensor] = []
+    free: list[tuple[int, ...]] = []
+    picked = torch.arange(count) % sizes[0]
+    lengths = {example.path: example.tensor for example in first if example.part == "lengths"}
+    for index, example in enumerate(first):
+        tensor = example.tensor
+        if example.part == "tensor":
+            axes = _free_axes([batch[index].tensor for batch in batches], sizes)
+            tensors.append(tensor.index_select(0, picked).clone() if 0 in axes else tensor.clone())
+        else:
+            axes = (0,)
+            tensors.append(_sampled_bag(example, lengths[example.path], picked))
+        free.append(axes)
+    return _Sampled(tensors, free)
+
+
+def _sampled_bag(example: _Example, lengths: Tensor, picked: Tensor) -> Tensor:
+    """The part ``example`` of a jagged input for the samples ``picked``; at least two values, since torch takes the sizes
+    0 and 1 for fixed ones."""
+    taken = lengths[picked]
+    if int(taken.sum()) < 2:
+        taken = torch.zeros_like(taken)
+        taken[0] = 2
+        if example.part == "lengths":
+            return taken
+        return example.tensor.new_zeros((2, *example.tensor.shape[1:]))
+    if example.part == "lengths":
+        return taken.clone()
+    starts = lengths.cumsum(0) - lengths
+    within = torch.arange(int(taken.sum())) - torch.repeat_interleave(taken.cumsum(0) - taken, taken)
+    return example.tensor[torch.repeat_interleave(starts[picked], taken) + within]
+
+
+def _check_same(first: Sequence[_Example], other: Sequence[_Example]) -> None:
+    mine = [(e.path, e.part, e.tensor.dtype, e.tensor.dim()) for e in first]
+    theirs = [(e.path, e.part, e.tensor.dtype, e.tensor.dim()) for e in other]
+    if mine != theirs:
+        odd = next((a, b) for a, b in zip([*mine, None], [*theirs, None]) if a != b)
+        one, two = ("nothing" if p is None else f"{p[0]} ({p[1]}, {p[2]}, {p[3]} axes)" for p in odd)
+        raise CaptureError(f"the two example batches differ in more than sizes: {one} in the first, {two} in the second")
+
+
+def _batch_size(batch: Sequence[_Example]) -> int:
+    sizes = {e.path: len(e.tensor) for e in batch if e.part == "lengths"}
+    if not sizes:
+        sizes = {e.path: len(e.tensor) for e in batch if e.tensor.dim()}
+    if not sizes:
+        raise CaptureError("the example batch has no tensor with a batch axis")
+    distinct = sorted(set(sizes.values()))
+    if len(distinct) > 1 and any(e.part == "lengths" for e in batch):
+        one, two = (next(p for p, n in sizes.items() if n == size) for size in (distinct[0], distinct[-1]))
+        raise CaptureError(
+            f"the example batch has {sizes[one]} samples in {one} and {sizes[two]} in {two}; give one batch size (the "
+            f"features of one user for many candidates go into requests as context)"
+        )
+    size = max(sizes.values(), key=list(sizes.values()).count)
+    if size < 2:
+        raise CaptureError(
+            f"the example batch has {size} sample{'' if size == 1 else 's'}; give at least 2, so that the batch axis differs "
+            f"from an axis of size 1"
+        )
+    return size
+
+
+def _free_axes(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
+    """The axes of a tensor that differ between batches; of one batch, a first axis of the batch's size."""
+    axes = {0} if tensors[0].dim() and tensors[0].shape[0] == sizes[0] else set()
+    if len(tensors) > 1:
+        if axes and sizes[0] != sizes[1] and tensors[1].shape[0] != sizes[1]:
+            axes = set()  # a fixed axis that has the size of the first batch by chance
+        axes |= {i for i, (a, b) in enumerate(zip(tensors[0].shape, tensors[1].shape)) if a != b}
+    return tuple(sorted(axes))
+
+
+# ------------------------------------------------------------------------------------------------- the trace
+
+
+class _Whole(nn.Module):
+    """A model as a function of tensors, with named float32 outputs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        build: Callable[[Sequence[Tensor]], tuple[Any, Any]],
+        keep: Callable[[tuple[str, ...], Any], None],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.__dict__["_build"] = build
+        self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = self.__dict__["_build"](tensors)
+        outputs: dict[str, Tensor] = {}
+        structure = _structure(self.model(*args, **kwargs), "", outputs)
+        self.__dict__["_keep"](tuple(outputs), structure)
+        return tuple(output.float() for output in outputs.values())
+
+
+def _structure(value: Any, name: str, outputs: dict[str, Tensor]) -> Any:
+    """Forward's result as plain data; adds its tensors to ``outputs``."""
+    kinds = _mro(value)
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        outputs[name or "output"] = value
+        return {"output": name or "output"}
+    if "KeyedTensor" in kinds:
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {"dict": {str(k): _structure(v, _joined_name(name, k), outputs) for k, v in value.items()}}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"dict": {k: _structure(v, _joined_name(name, k), outputs) for k, v in zip(value._fields, value)}}
+    if isinstance(value, tuple | list):
+        items = [_structure(v, f"{name or 'output'}_{i}", outputs) for i, v in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": items}
+    if hasattr(value, "__dataclass_fields__"):
+        fields = {k: getattr(value, k) for k in value.__dataclass_fields__}
+        return {"dict": {k: _structure(v, _joined_name(name, k), outputs) for k, v in fields.items()}}
+    raise CaptureError(
+        f"forward returns a {type(value).__name__}{f' as {name!r}' if name else ''}; expected a tensor, or a dict, tuple or "
+        f"KeyedTensor of them"
+    )
+
+
+def trace(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    abouts: Sequence[EmbeddingModule],
+    batches: Sequence[Any],
+    prepare: Callable[[nn.Module], object] = lambda _: None,
+) -> Captured:
+    """Trace ``model``, whose embedding modules are ``modules``, described by ``abouts``.
+
+    Args:
+        model: not changed; its tables are neither copied nor read.
+        batches: see :func:`capture`.
+        prepare: fills the parameters of the copy without tables.
+
+    Raises:
+        CaptureError: see :func:`capture`.
+    """
+    if not 1 <= len(batches) <= 2:
+        raise CaptureError(f"got {len(batches)} example batches, expected one or two")
+    read = [_read_batch(model, batch) for batch in batches]
+    sampled = _sample([reader.found for reader, _ in read])
+    examples = read[0][0].found
+    stubs: dict[int, Any] = {id(m): _Lookup(i, a, m) for i, (m, a) in enumerate(zip(modules, abouts))}
+    body = copy.deepcopy(model, stubs).eval()
+    prepare(body)
+    results: list[tuple[tuple[str, ...], Any]] = []
+    whole = _Whole(body, read[0][1], lambda *result: results.append(result)).eval()
+    axes = tuple({axis: Dim.AUTO for axis in free} for free in sampled.free)
+    with _patched(), torch.no_grad():
+        try:
+            # prefer_deferred_runtime_asserts: no; an inequality of sizes has to show as a guard.
+            program = torch.export.export(whole, tuple(sampled.tensors), dynamic_shapes=(axes,), strict=False)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(explain(error)) from error
+    outputs, structure = results[-1]
+    slots = _slots(program, examples, sampled)
+    _check_guards(program)
+    arguments = tuple(_positional(model))
+    return Captured(
+        program, slots, tuple(abouts), outputs, structure, arguments, tuple(example.tensor for example in examples)
+    )
+
+
+def _slots(program: ExportedProgram, examples: Sequence[_Example], sampled: _Sampled) -> tuple[Slot, ...]:
+    """Describe the inputs of ``program``; refuses a free axis that forward fixes."""
+    names = set(program.graph_signature.user_inputs)
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    batch = _batch_symbol(examples, nodes)
+    slots = []
+    for example, tensor, free, node in zip(examples, sampled.tensors, sampled.free, nodes, strict=True):
+        shape: list[int | str] = []
+        for axis, size in enumerate(node.meta["val"].shape):
+            text = str(size)
+            fixed = text.lstrip("-").isdigit()
+            if axis in free and fixed:
+                what = {"values": "number of values", "lengths": "number of samples", "weights": "number of weights"}
+                raise CaptureError(
+                    f"forward works only where the {what.get(example.part, f'size of axis {axis}')} of {example.path} is "
+                    f"{tensor.shape[axis]}; take sizes from the tensors, not from numbers"
+                )
+            shape.append(int(size) if fixed else re.sub(rf"\b{batch}\b", "batch", text))
+        slots.append(
+            Slot(example.name, example.path, example.part, str(tensor.dtype).removeprefix("torch."), tuple(shape))
+        )
+    return tuple(slots)
+
+
+def _batch_symbol(examples: Sequence[_Example], nodes: Sequence[Any]) -> str:
+    """The symbol of the batch axis. Axes that forward never compares have symbols of their own."""
+    for parts in (("lengths",), ("tensor",)):
+        symbols = [
+            str(node.meta["val"].shape[0])
+            for example, node in zip(examples, nodes)
+            if example.part in parts and node.meta["val"].dim()
+        ]
+        found = [symbol for symbol in symbols if not symbol.isdigit()]
+        if found:
+            return max(found, key=found.count)
+    return "s0"
+
+
+_EQUAL = re.compile(r"[^=<>!]+==[^=<>!]+")
+
+
+def _check_guards(program: ExportedProgram) -> None:
+    """Refuse a trace that holds only for some sizes."""
+    odd = [guard for guard in getattr(program, "_guards_code", None) or () if not _EQUAL.fullmatch(guard)]
+    if odd:
+        raise CaptureError(
+            f"forward takes another way for other sizes ({odd[0]}); write it without a branch on a size (torch.where)"
+        )
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    """Replaces functions that a trace cannot follow, of all packages that are loaded."""
+    import sys
+
+    saved: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        saved.append((owner, name, inspect.getattr_static(owner, name)))
+        setattr(owner, name, value)
+
+    for package in ("torchrec", "recinfer"):
+        module = sys.modules.get(f"{package}.sparse.jagged_tensor")
+        if module is not None:
+            kjt = module.KeyedJaggedTensor
+            put(kjt, "concat", staticmethod(_concat(kjt, kjt.concat)))
+            put(module.KeyedTensor, "regroup", staticmethod(_regroup))
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # its result for an empty history is NaN
+    detect = nn.modules.transformer._detect_is_causal_mask
+    put(nn.modules.transformer, "_detect_is_causal_mask", lambda *args: False if args[1:2] != (True,) else detect(*args))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for owner, name, value in reversed(saved):
+            setattr(owner, name, value)
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+def explain(error: BaseException) -> str:
+    """One sentence for an exception of a trace: the line of forward, the cause, and what to write instead."""
+    place = _place(error)
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in text or "unbacked" in text.lower():
+        cause = "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, or a fixed size"
+    elif "Dim" in text and "constant" in text.lower():
+        cause = "forward fixes a size that differs between batches; take sizes from the tensors"
+    else:
+        cause = f"{kind}: {text[:400]}"
+    return f"forward cannot be traced{place}: {cause}"
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line outside of torch and this file, as text."""
+    here, inside = str(Path(__file__)), str(Path(torch.__file__).parent)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename != here and not frame.filename.startswith(inside) and "/sparse/" not in frame.filename:
+            return f" at {Path(frame.filename).name}:{frame.lineno}, in {frame.name}: `{(frame.line or '').strip()}`"
+    return ""
