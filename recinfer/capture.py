@@ -96,6 +96,7 @@ class Captured:
         structure: forward's result with each tensor replaced by ``{"output": name}``.
         examples: the tensors of the first example batch, in the order of ``slots``; :meth:`save` drops them.
         arguments: names of forward's positional arguments.
+        called: indices of the modules that forward calls.
     """
 
     program: ExportedProgram
@@ -104,6 +105,7 @@ class Captured:
     outputs: tuple[str, ...]
     structure: Any
     arguments: tuple[str, ...]
+    called: tuple[int, ...]
     examples: tuple[Tensor, ...] = field(default=(), repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -119,6 +121,7 @@ class Captured:
             "outputs": list(self.outputs),
             "structure": self.structure,
             "arguments": list(self.arguments),
+            "called": list(self.called),
         }
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("capture.json", json.dumps(about, indent=1))
@@ -159,6 +162,7 @@ def read_capture(path: str | os.PathLike[str]) -> Captured:
         tuple(about["outputs"]),
         about["structure"],
         tuple(about["arguments"]),
+        tuple(about["called"]),
     )
 
 
@@ -243,11 +247,12 @@ torch.library.register_fake("recinfer::rows", _rows, lib=_LIBRARY)
 class _Lookup(nn.Module):
     """An embedding module whose forward is one operator."""
 
-    def __init__(self, index: int, about: EmbeddingModule, module: nn.Module) -> None:
+    def __init__(self, index: int, about: EmbeddingModule, module: nn.Module, called: set[int]) -> None:
         super().__init__()
         self.__dict__["_module"] = module
         self._index = index
         self._about = about
+        self.__dict__["called"] = called
 
     def __deepcopy__(self, memo: Any) -> _Lookup:
         return self
@@ -263,6 +268,7 @@ class _Lookup(nn.Module):
 
     def forward(self, features: Any) -> Any:
         about = self._about
+        self.__dict__["called"].add(self._index)
         title = f"the embedding module {about.path or type(self.__dict__['_module']).__name__!r}"
         if not _is_kjt(features):
             raise CaptureError(f"{title} is called with a {type(features).__name__}, expected a KeyedJaggedTensor")
@@ -691,10 +697,11 @@ def _shorten(found: Sequence[_Example]) -> None:
 
 @dataclass
 class _Sampled:
-    """The tensors of the trace, and the free axes of each."""
+    """The tensors of the trace, the free axes of each, and whether its first axis is the batch."""
 
     tensors: list[Tensor]
     free: list[tuple[int, ...]]
+    batched: list[bool]
 
 
 def _sample(batches: Sequence[Sequence[_Example]]) -> _Sampled:
@@ -707,18 +714,22 @@ def _sample(batches: Sequence[Sequence[_Example]]) -> _Sampled:
     count = next(size for size in _SIZES if size not in fixed)
     tensors: list[Tensor] = []
     free: list[tuple[int, ...]] = []
+    batched: list[bool] = []
     picked = torch.arange(count) % sizes[0]
     lengths = {example.path: example.tensor for example in first if example.part == "lengths"}
     for index, example in enumerate(first):
         tensor = example.tensor
         if example.part == "tensor":
-            axes = _free_axes([batch[index].tensor for batch in batches], sizes)
-            tensors.append(tensor.index_select(0, picked).clone() if 0 in axes else tensor.clone())
+            given = [batch[index].tensor for batch in batches]
+            axes = _free_axes(given, sizes)
+            batched.append(0 in axes and all(len(t) == size for t, size in zip(given, sizes)))
+            tensors.append(tensor.index_select(0, picked).clone() if batched[-1] else tensor.clone())
         else:
             axes = (0,)
+            batched.append(example.part == "lengths")
             tensors.append(_sampled_bag(example, lengths[example.path], picked))
         free.append(axes)
-    return _Sampled(tensors, free)
+    return _Sampled(tensors, free, batched)
 
 
 def _sampled_bag(example: _Example, lengths: Tensor, picked: Tensor) -> Tensor:
@@ -852,7 +863,8 @@ def trace(
     read = [_read_batch(model, batch) for batch in batches]
     sampled = _sample([reader.found for reader, _ in read])
     examples = read[0][0].found
-    stubs: dict[int, Any] = {id(m): _Lookup(i, a, m) for i, (m, a) in enumerate(zip(modules, abouts))}
+    called: set[int] = set()
+    stubs: dict[int, Any] = {id(m): _Lookup(i, a, m, called) for i, (m, a) in enumerate(zip(modules, abouts))}
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
@@ -871,7 +883,14 @@ def trace(
     _check_guards(program)
     arguments = tuple(_positional(model))
     return Captured(
-        program, slots, tuple(abouts), outputs, structure, arguments, tuple(example.tensor for example in examples)
+        program,
+        slots,
+        tuple(abouts),
+        outputs,
+        structure,
+        arguments,
+        tuple(sorted(called)),
+        tuple(example.tensor for example in examples),
     )
 
 
@@ -879,7 +898,8 @@ def _slots(program: ExportedProgram, examples: Sequence[_Example], sampled: _Sam
     """Describe the inputs of ``program``; refuses a free axis that forward fixes."""
     names = set(program.graph_signature.user_inputs)
     nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
-    batch = _batch_symbol(examples, nodes)
+    # An axis that forward never compares with others has a symbol of its own.
+    batch = {str(node.meta["val"].shape[0]) for node, is_batch in zip(nodes, sampled.batched) if is_batch}
     slots = []
     for example, tensor, free, node in zip(examples, sampled.tensors, sampled.free, nodes, strict=True):
         shape: list[int | str] = []
@@ -892,25 +912,11 @@ def _slots(program: ExportedProgram, examples: Sequence[_Example], sampled: _Sam
                     f"forward works only where the {what.get(example.part, f'size of axis {axis}')} of {example.path} is "
                     f"{tensor.shape[axis]}; take sizes from the tensors, not from numbers"
                 )
-            shape.append(int(size) if fixed else re.sub(rf"\b{batch}\b", "batch", text))
+            shape.append(int(size) if fixed else re.sub(r"\w+", lambda m: "batch" if m[0] in batch else m[0], text))
         slots.append(
             Slot(example.name, example.path, example.part, str(tensor.dtype).removeprefix("torch."), tuple(shape))
         )
     return tuple(slots)
-
-
-def _batch_symbol(examples: Sequence[_Example], nodes: Sequence[Any]) -> str:
-    """The symbol of the batch axis. Axes that forward never compares have symbols of their own."""
-    for parts in (("lengths",), ("tensor",)):
-        symbols = [
-            str(node.meta["val"].shape[0])
-            for example, node in zip(examples, nodes)
-            if example.part in parts and node.meta["val"].dim()
-        ]
-        found = [symbol for symbol in symbols if not symbol.isdigit()]
-        if found:
-            return max(found, key=found.count)
-    return "s0"
 
 
 _EQUAL = re.compile(r"[^=<>!]+==[^=<>!]+")

@@ -116,7 +116,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf]) -> Cut:
         tuple(dict.fromkeys([*(name for name in rows if name in given), *given])),
         rows,
         longest,
-        any(info.weighted for info in infos if info.kind == "ids"),
+        any(lookup.leaf.about.weighted for lookup in parts.lookups),
         num_dense,
     )
     names = {info.name for info in infos}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import fbgemm_gpu  # noqa: F401 - registers the operators of FBGEMM
 import torch
 from torch import Tensor
 
-__all__ = ["DECOMPOSITIONS"]
+__all__ = ["decompositions"]
 
 
 def _complete_cumsum(lengths: Tensor) -> Tensor:
@@ -100,16 +99,24 @@ def _segment_reduce(
     return start.scatter_reduce(0, bag, data, "amax" if reduce == "max" else "amin")
 
 
-_fbgemm = torch.ops.fbgemm
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Operator -> its form in aten operators; a form that does not cover a call returns NotImplemented."""
+    forms: dict[Any, Callable[..., Any]] = {
+        torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
+        torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave_of,
+        torch.ops.aten.segment_reduce.default: _segment_reduce,
+    }
+    for name, form in _FBGEMM.items():
+        operator = getattr(torch.ops.fbgemm, name, None)  # absent unless FBGEMM is loaded, and then no trace has it
+        if operator is not None:
+            forms[operator.default] = form
+    return forms
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    _fbgemm.asynchronous_complete_cumsum.default: _complete_cumsum,
-    _fbgemm.jagged_to_padded_dense.default: _jagged_to_padded_dense,
-    _fbgemm.jagged_2d_to_dense.default: _jagged_2d_to_dense,
-    _fbgemm.jagged_1d_to_dense.default: _jagged_1d_to_dense,
-    _fbgemm.dense_to_jagged.default: _dense_to_jagged,
-    torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
-    torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave_of,
-    torch.ops.aten.segment_reduce.default: _segment_reduce,
+
+_FBGEMM: dict[str, Callable[..., Any]] = {
+    "asynchronous_complete_cumsum": _complete_cumsum,
+    "jagged_to_padded_dense": _jagged_to_padded_dense,
+    "jagged_2d_to_dense": _jagged_2d_to_dense,
+    "jagged_1d_to_dense": _jagged_1d_to_dense,
+    "dense_to_jagged": _dense_to_jagged,
 }
-"""Operator -> its form in aten operators; a form that does not cover a call returns NotImplemented."""

@@ -94,6 +94,7 @@ class _Found:
     use: str = ""
     called: set[str] = field(default_factory=set)  # paths of the modules that forward calls
     features: dict[Path, dict[str, Leaf]] = field(default_factory=dict)  # input -> feature -> a module that reads it
+    weighted: set[Path] = field(default_factory=set)  # inputs whose ids need weights
 
 
 class _Retry(Exception):
@@ -205,6 +206,8 @@ class _Stub(nn.Module):
         mine = found.features.setdefault(features._path, {})
         for feature in leaf.features:
             mine.setdefault(feature, leaf)
+        if leaf.about.weighted:
+            found.weighted.add(features._path)
         if leaf.pooled:
             return KeyedTensor(leaf.outputs, leaf.dims, torch.randn(4, sum(leaf.dims)))
         lengths = torch.tensor([2, 0, 1, 3])
@@ -286,7 +289,7 @@ class _Object:
 
 
 def _arguments(body: nn.Module, found: _Found) -> tuple[Any, ...]:
-    values: dict[Path, Any] = {path: _ids(features) for path, features in found.features.items()}
+    values: dict[Path, Any] = {path: _ids(fs, path in found.weighted) for path, fs in found.features.items()}
     if found.dense is not None:
         values[found.dense] = _dense_tensor(found, _SAMPLES)
     args, kwargs = [], {}
@@ -315,7 +318,7 @@ def _built(path: Path, values: dict[Path, Any]) -> Any:
     return made
 
 
-def _ids(features: dict[str, Leaf]) -> KeyedJaggedTensor:
+def _ids(features: dict[str, Leaf], weighted: bool) -> KeyedJaggedTensor:
     """Ids of the features, 0 to 3 a sample."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(0, 4, (len(features), _SAMPLES), generator=generator)
@@ -326,7 +329,6 @@ def _ids(features: dict[str, Leaf]) -> KeyedJaggedTensor:
         for feature, leaf in features.items()
     }
     values = [torch.randint(0, rows[f], (n,), generator=generator) for f, n in zip(features, counts)]
-    weighted = any(leaf.about.weighted for leaf in features.values())
     ids = torch.cat(values)
     return KeyedJaggedTensor(
         list(features),

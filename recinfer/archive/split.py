@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from recinfer.archive.jagged_aten import DECOMPOSITIONS
+from recinfer.archive.jagged_aten import decompositions
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import DenseInput
 from recinfer.capture import Captured, Slot
@@ -119,7 +119,7 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     Raises:
         ConfigError: ids that depend on another lookup, or a module that forward never calls.
     """
-    program = captured.program.run_decompositions(DECOMPOSITIONS)
+    program = captured.program.run_decompositions(decompositions())
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     graph = graph_module.graph
@@ -129,6 +129,9 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     slots = dict(zip([n for n in graph.nodes if n.op == "placeholder"], captured.slots, strict=True))
     calls = list(_calls(graph))
     _check_stages(graph, calls, leaves)
+    for index, leaf in enumerate(leaves):
+        if index not in captured.called:
+            raise ConfigError(f"forward never calls the embedding module {leaf.module_path!r}; remove it or use it")
     names = _FeatureNames(slots, calls, leaves)
     ids, ids_inputs = _ids_program(graph_module, slots, names)
     dense, inputs = _DensePart(graph_module, captured, slots, calls, names).build()
@@ -194,10 +197,6 @@ def _check_stages(graph: fx.Graph, calls: Sequence[_Call], leaves: Sequence[Leaf
             source[node] = by_node[node]
         elif before:
             source[node] = before[0]
-    called = {call.module for call in calls}
-    for i, leaf in enumerate(leaves):
-        if i not in called:
-            raise ConfigError(f"forward never calls the embedding module {leaf.module_path!r}; remove it or use it")
 
 
 class _FeatureNames:
@@ -250,9 +249,14 @@ class _FeatureNames:
                 name, mine = self.of[call.node, place], features[table_of[output]]
                 if name not in mine:
                     mine.append(name)
-        if any(not mine for mine in features):
-            unused = leaf.configs[features.index([])].name
-            raise ConfigError(f"forward reads no vector of table {unused!r} in {leaf.module_path!r}; remove the table")
+        given = {slot.name for slot in self._slots.values() if slot.part == "values"}
+        for config, mine in zip(leaf.configs, features):
+            if not mine and not given.issuperset(config.feature_names):
+                raise ConfigError(
+                    f"forward reads no vector of table {config.name!r} in {leaf.module_path!r}; remove the table"
+                )
+            if not mine:  # forward leaves its vectors unused
+                mine += config.feature_names
         return ModuleLookup(leaf, tuple(tuple(mine) for mine in features))
 
     def computed(self) -> tuple[ComputedFeature, ...]:
@@ -375,20 +379,23 @@ class _DensePart:
         calls = [call for call in self._calls.values() if call.module == index]
         if leaf.pooled:
             width = sum(leaf.configs[table].embedding_dim for table, _ in lookup.columns)
-            value = calls[0].node.meta["val"]
+            lengths = calls[0].bags[0][1] if calls else self._slot(lookup.columns[0][1], "lengths")
             about = DenseInput(f"pooled_{index}", "pooled", path, None, width)
-            self._vectors[index, 0] = self._input(about, value.new_empty((value.shape[0], width)))
+            self._vectors[index, 0] = self._input(about, _rows_of(lengths, width))
             return
         outputs = leaf.output_names(lookup.features)
         for column, (table, feature) in enumerate(lookup.columns):
-            call = next(c for c in calls if self._names.of[c.node, 0] == feature and self._table(leaf, c) == table)
+            mine = [c for c in calls if self._names.of[c.node, 0] == feature and self._table(leaf, c) == table]
+            bag = mine[0].bags[0] if mine else (self._slot(feature, "values"), self._slot(feature, "lengths"))
             dim = leaf.configs[table].embedding_dim
             stem = f"sequence_{index}_{column}"
             about = DenseInput(f"{stem}_values", "values", path, outputs[column], dim)
-            self._vectors[index, column] = self._input(about, call.node.meta["val"])
+            self._vectors[index, column] = self._input(about, _rows_of(bag[0], dim))
             about = DenseInput(f"{stem}_lengths", "lengths", path, outputs[column], 1)
-            lengths = self._input(about, call.bags[0][1].meta["val"])
-            self._lengths.setdefault(feature, lengths)
+            self._lengths.setdefault(feature, self._input(about, bag[1].meta["val"]))
+
+    def _slot(self, name: str, part: str) -> fx.Node:
+        return next(node for node, slot in self._slots.items() if (slot.name, slot.part) == (name, part))
 
     @staticmethod
     def _table(leaf: Leaf, call: _Call) -> int:
@@ -433,6 +440,12 @@ class _DensePart:
             self._graph.call_function(torch.ops.aten.slice.Tensor, (whole, 1, edges[c], edges[c + 1])) for c in wanted
         ]
         return pieces[0] if len(pieces) == 1 else self._graph.call_function(torch.ops.aten.cat.default, (pieces, 1))
+
+
+def _rows_of(node: fx.Node, dim: int) -> Any:
+    """A float32 tensor [N, dim] in the trace, of the tensor [N] that ``node`` stands for."""
+    value = node.meta["val"]
+    return value.new_empty((value.shape[0], dim), dtype=torch.float32)
 
 
 def _batch_symbols(slots: dict[fx.Node, Slot]) -> set[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from recinfer.checkpoint.loading import LoadReport, load_into
 from recinfer.checkpoint.model_json import ModelKind, register
 from recinfer.checkpoint.reader import CheckpointReader
-from recinfer.checkpoint.resolve import resolve_model
+from recinfer.checkpoint.resolve import resolve_inputs, resolve_model
 from recinfer.checkpoint.restore import load_checkpoint
 from recinfer.checkpoint.writer import check_target, save_checkpoint, save_checkpoint_async
 
@@ -18,6 +18,7 @@ __all__ = [
     "load_checkpoint",
     "load_into",
     "register",
+    "resolve_inputs",
     "resolve_model",
     "save_checkpoint",
     "save_checkpoint_async",

@@ -1,16 +1,19 @@
-"""Imports the function of ``--model pkg.module:function`` and calls it."""
+"""Calls the functions that ``--model pkg.module:function`` and ``--inputs`` name, and reads files of example batches."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
-from recinfer.errors import ConfigError, NotFoundError, UnavailableError
+from recinfer.errors import ConfigError, InputError, NotFoundError, UnavailableError
 
-__all__ = ["resolve_model"]
+__all__ = ["resolve_inputs", "resolve_model"]
 
 
 def resolve_model(spec: str) -> nn.Module:
@@ -24,9 +27,47 @@ def resolve_model(spec: str) -> nn.Module:
         NotFoundError: no such module or function.
         UnavailableError: the user's module imports a package that is not installed.
     """
+    model = _call("--model", spec)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--model {spec!r}: returned a {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+def resolve_inputs(spec: str) -> list[Any]:
+    """Example batches: of a file that ``torch.save`` wrote, or returned by ``pkg.module:function``.
+
+    Args:
+        spec: a file holds tensors and plain containers only (``weights_only``); a function may return any class.
+
+    Returns:
+        one or two batches: a list is one of batches, anything else is one batch.
+
+    Raises:
+        ConfigError: neither a file nor of the form ``pkg.module:function``.
+        InputError: a file that holds something else.
+        NotFoundError, UnavailableError: as :func:`resolve_model`.
+    """
+    path = Path(spec)
+    if path.is_file() or ":" not in spec:
+        if not path.is_file():
+            raise ConfigError(f"--inputs {spec!r}: no such file; expected a file of torch.save, or pkg.module:function")
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises exceptions of many types
+            raise InputError(
+                f"--inputs {spec!r} cannot be read: {type(error).__name__}: {str(error).split(chr(10))[0][:200]}; save tensors in "
+                f"plain tuples, lists and dicts by torch.save, or name a function, pkg.module:function, for other classes"
+            ) from None
+    else:
+        found = _call("--inputs", spec)
+    return list(found) if isinstance(found, list) else [found]
+
+
+def _call(option: str, spec: str) -> Any:
+    """Import the module of ``spec`` and call its function; errors name ``option``."""
     name, colon, function = spec.partition(":")
     if not (colon and name and function.isidentifier()):
-        raise ConfigError(f"--model {spec!r}: expected pkg.module:function, as in my_models.ranker:build")
+        raise ConfigError(f"{option} {spec!r}: expected pkg.module:function, as in my_models.ranker:build")
     here = os.getcwd()
     added = here not in sys.path
     if added:
@@ -37,25 +78,22 @@ def resolve_model(spec: str) -> nn.Module:
         if not callable(build):
             known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
             raise NotFoundError(
-                f"--model {spec!r}: {name} has no function {function!r}; it has {', '.join(known[:10])}"
+                f"{option} {spec!r}: {name} has no function {function!r}; it has {', '.join(known[:10])}"
             )
-        model = build()
+        return build()
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
         if (name + ".").startswith(missing + "."):
-            raise NotFoundError(f"--model {spec!r}: no module {missing!r}; looked in {here} and in sys.path") from error
-        raise UnavailableError(_not_installed(spec, missing)) from error
+            raise NotFoundError(f"{option} {spec!r}: no module {missing!r}; looked in {here} and in sys.path") from error
+        raise UnavailableError(_not_installed(option, spec, missing)) from error
     finally:
         if added:
             sys.path.remove(here)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"--model {spec!r}: returned a {type(model).__name__}, expected a torch.nn.Module")
-    return model
 
 
-def _not_installed(spec: str, missing: str) -> str:
+def _not_installed(option: str, spec: str, missing: str) -> str:
     """The message for a package that the user's module imports and that is not installed."""
-    text = f"--model {spec!r}: it imports {missing!r}, which is not installed where recinfer runs; "
+    text = f"{option} {spec!r}: it imports {missing!r}, which is not installed where recinfer runs; "
     if missing.partition(".")[0] == "torchrec":
         return text + ("install torchrec to use the model unchanged, or rewrite its imports with `recinfer migrate`")
     return text + "install it, or build the model without it"

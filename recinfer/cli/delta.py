@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.models import ModelOption, open_checkpoint
+from recinfer.cli.models import InputsOption, ModelOption, open_checkpoint
 from recinfer.sizes import size_text
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -31,6 +31,7 @@ def run(
         typer.Option("--after", help="Earlier delta that this one is applied after; repeatable, in order."),
     ] = None,
     model: ModelOption = None,
+    inputs: InputsOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -40,12 +41,14 @@ def run(
     your own process with Predictor.apply_delta. A delta can be undone.
     """
     from recinfer.archive.reader import open_archive
+    from recinfer.checkpoint import resolve_inputs
     from recinfer.inference.delta import make_delta
 
     output = Output(as_json)
     started = time.perf_counter()
     reader, module = open_checkpoint(checkpoint, model)
-    report = make_delta(archive, module, reader, out, after=after or [], overwrite=overwrite)
+    batches = resolve_inputs(inputs) if inputs else ()
+    report = make_delta(archive, module, reader, out, after=after or [], inputs=batches, overwrite=overwrite)
     seconds = time.perf_counter() - started
     changed = f"sequence {report.sequence}, {report.rows:,} rows of {len(report.changed)} tables"
     output.show(styled("green", "wrote", f" {out}  {changed}, {size_text(report.num_bytes)}  {seconds:.1f} s"))

@@ -13,6 +13,7 @@ from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.inspect import describe_archive
 from recinfer.cli.models import (
     CheckpointOption,
+    InputsOption,
     ModelOption,
     ReferenceOption,
     TablePrecisionOption,
@@ -57,9 +58,7 @@ def run(
     version: Annotated[
         str | None, typer.Option(help="Version of the model.", show_default="the checkpoint's, or 1")
     ] = None,
-    num_dense: Annotated[
-        int | None, typer.Option(min=0, help="Number of dense inputs, when export cannot infer it from the model.")
-    ] = None,
+    inputs: InputsOption = None,
     eval_data: Annotated[
         Path | None,
         typer.Option(
@@ -110,6 +109,7 @@ def run(
 
     Memory use is bounded: tables are read in chunks. An archive appears under --out only when it is complete.
     """
+    from recinfer.checkpoint import resolve_inputs
     from recinfer.inference.evaluation import EvalData
     from recinfer.inference.export import export_archive
     from recinfer.inference.recorded import RecordedReference
@@ -137,7 +137,7 @@ def run(
         name=name or about.get("name") or out.stem,
         version=version or about.get("version") or "1",
         contract=reader.contract,
-        num_dense=num_dense,
+        inputs=resolve_inputs(inputs) if inputs else (),
         missing=_missing(missing),
         out_of_range=_out_of_range(out_of_range),
         missing_shards=missing_shards.in_manifest,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointOption",
+    "InputsOption",
     "ModelOption",
     "ReferenceOption",
     "TablePrecisionOption",
@@ -34,6 +35,17 @@ ModelOption = Annotated[
         metavar="PKG.MODULE:FUNCTION",
         help="Function that returns your nn.Module on the meta device. Default: the model that the checkpoint's "
         "model.json describes.",
+        show_default=False,
+    ),
+]
+InputsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--inputs",
+        metavar="FILE|PKG.MODULE:FUNCTION",
+        help="Example batch: the arguments of forward as a file of torch.save (tensors in plain containers) or a function that "
+        "returns them; a list of two batches tells which axes are free. Default: a made batch, for a forward that takes one "
+        "float matrix and passes its sparse inputs on.",
         show_default=False,
     ),
 ]

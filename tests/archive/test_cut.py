@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recinfer.archive.cut import Cut, cut_model, find_leaves
+from recinfer.archive.cut import Cut, cut_model
+from recinfer.archive.leaves import find_leaves
 from recinfer.errors import ConfigError
 from recinfer.models.dlrm import DLRM, DLRMTrain
 from recinfer.modules.crossnet import CrossNet, LowRankCrossNet, VectorCrossNet
@@ -53,7 +54,7 @@ class Model(nn.Module):
 
 
 def cut(model: nn.Module, num_dense: int | None = None) -> Cut:
-    found = cut_model(model, find_leaves(model), lambda body: None, num_dense)
+    found = cut_model(model, find_leaves(model), lambda body: None, (), num_dense)
     assert found is not None
     return found
 
@@ -112,7 +113,7 @@ def test_forward_may_be_written_in_many_ways(forward: Callable[..., Any]) -> Non
     del model.other
     found = cut(model)
     assert found.num_dense == 3
-    assert found.inputs == ["dense", "pooled_0"]
+    assert found.dense.inputs == ["dense", "pooled_0"]
     assert found.outputs == {"output": (2,)}
     dense, pooled = torch.randn(3, 3), torch.randn(3, 8)
     expected = {
@@ -120,7 +121,7 @@ def test_forward_may_be_written_in_many_ways(forward: Callable[..., Any]) -> Non
         "arithmetic": lambda x: 1 + 2 * x,
         "functions": lambda x: torch.log1p(x.abs()),
     }.get(forward.__name__, lambda x: x)
-    answer = found.program(dense, pooled)["output"]
+    answer = found.dense.module(dense, pooled)["output"]
     assert torch.equal(answer, model.linear(torch.cat([expected(dense), pooled], dim=1)))
 
 
@@ -129,7 +130,7 @@ def test_the_cut_gives_what_the_model_gives() -> None:
     found = cut(model)
     features = kjt("f_user", "f_item", "f_hist", "f_cat")
     dense = torch.randn(3, 3)
-    assert torch.equal(found.program(dense, model.ebc(features).values())["output"], model(dense, features))
+    assert torch.equal(found.dense.module(dense, model.ebc(features).values())["output"], model(dense, features))
 
 
 def test_every_kind_of_module() -> None:
@@ -147,7 +148,7 @@ def test_every_kind_of_module() -> None:
     words = model.words(features)["f_word"]
     embeddings = [model.ebc(features).values(), model.recent(features).values(), words.values(), words.lengths()]
     expected = model(Batch(dense, features))
-    for name, value in found.program(dense, *embeddings).items():
+    for name, value in found.dense.module(dense, *embeddings).items():
         assert torch.equal(value, expected[name])
 
 
@@ -157,7 +158,7 @@ def test_the_model_is_not_changed_and_tables_are_not_copied() -> None:
     found = cut(model)
     assert {key: value.data_ptr() for key, value in model.state_dict().items()} == before
     assert isinstance(model.ebc, EmbeddingBagCollection)
-    assert not any("ebc" in key for key in found.program.state_dict())
+    assert not any("ebc" in key for key in found.dense.module.state_dict())
 
 
 def test_dlrm_and_its_training_form() -> None:
@@ -173,7 +174,7 @@ def test_two_inputs_for_two_modules() -> None:
     def forward(self, dense, one, two):
         return self.linear(torch.cat([dense, self.ebc(one).values(), self.other(two).values()], 1))
 
-    assert cut(Model(forward, 8 + 4 + 3)).inputs == ["dense", "pooled_0", "pooled_1"]
+    assert cut(Model(forward, 8 + 4 + 3)).dense.inputs == ["dense", "pooled_0", "pooled_1"]
 
 
 def test_one_embedding_module_has_no_dense_part() -> None:
@@ -212,7 +213,7 @@ def test_outputs(wrap: Callable[[Tensor], Any], names: list[str]) -> None:
     del model.other
     found = cut(model)
     assert list(found.outputs) == names
-    assert all(v.dtype == torch.float32 for v in found.program(torch.randn(2, 3), torch.randn(2, 8)).values())
+    assert all(v.dtype == torch.float32 for v in found.dense.module(torch.randn(2, 3), torch.randn(2, 8)).values())
 
 
 def changed_ids(self, dense, features):
@@ -362,7 +363,7 @@ def test_a_split_of_the_sparse_input_goes_to_two_modules() -> None:
     with torch.no_grad():
         expected = model(dense, features)
         pooled = [model.one(features).values(), model.two(features).values()]
-        torch.testing.assert_close(made.program(dense, *pooled)["output"], expected)
+        torch.testing.assert_close(made.dense.module(dense, *pooled)["output"], expected)
 
 
 def test_error_names_a_sparse_input_that_is_read_as_a_tensor() -> None:
@@ -454,7 +455,7 @@ def test_sequences_may_be_summed_by_the_model() -> None:
             return self.linear(found.to_padded_dense(5).sum(1))
 
     found = cut(Summed())
-    assert found.inputs == ["sequence_0_0_values", "sequence_0_0_lengths"]
+    assert found.dense.inputs == ["sequence_0_0_values", "sequence_0_0_lengths"]
     assert found.batch_axes == ["values_0_0", "batch"]
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from recinfer.archive.cut import cut_model, find_leaves
-from recinfer.archive.dense import OnnxEngine, TorchEngine, export_dense, open_dense
+from recinfer.archive.cut import cut_model
+from recinfer.archive.leaves import find_leaves
+from recinfer.archive.dense import OnnxEngine, TorchEngine, export_part, open_dense
 from recinfer.archive.program import check_program
 from recinfer.archive.reader import Archive
 from recinfer.errors import ConfigError
@@ -60,7 +61,7 @@ def test_a_program_that_differs_is_not_served_by_onnx(monkeypatch: pytest.Monkey
     model = Ranker()
     cut = cut_model(model, find_leaves(model), lambda body: None)
     assert cut is not None
-    exported = export_dense(cut)
+    exported = export_part(cut.dense)
     assert exported.onnx is None
     assert "differ from torch" in str(exported.onnx_refused)
 
@@ -75,7 +76,7 @@ def test_python_that_depends_on_values_is_refused() -> None:
     cut = cut_model(model, find_leaves(model), lambda body: None)
     assert cut is not None
     with pytest.raises(ConfigError, match=r"torch\.export cannot trace"):
-        export_dense(cut)
+        export_part(cut.dense)
 
 
 def test_a_fixed_batch_is_refused() -> None:
@@ -90,14 +91,14 @@ def test_a_fixed_batch_is_refused() -> None:
     with pytest.raises(ConfigError):
         cut = cut_model(model, find_leaves(model), lambda body: None)
         assert cut is not None
-        export_dense(cut)
+        export_part(cut.dense)
 
 
 def test_programs_hold_no_paths_and_no_pickles() -> None:
     for model in (Ranker(), Everything()):
         cut = cut_model(model, find_leaves(model), lambda body: None)
         assert cut is not None
-        exported = export_dense(cut)
+        exported = export_part(cut.dense)
         check_program(exported.program)
         assert b"/site-packages/" not in exported.program
         assert b".py" not in exported.program
@@ -112,8 +113,8 @@ def test_inputs_that_onnx_drops_are_left_out() -> None:
     model = Unused()
     cut = cut_model(model, find_leaves(model), lambda body: None)
     assert cut is not None
-    exported = export_dense(cut)
+    exported = export_part(cut.dense)
     assert exported.onnx is not None
     dense, pooled = torch.randn(4, 3), torch.randn(4, 64)
-    onnx = OnnxEngine(exported.onnx, cut.inputs, list(cut.outputs), 1)([dense, pooled])[0]
-    torch.testing.assert_close(onnx, TorchEngine(exported.program, cut.inputs, list(cut.outputs))([dense, pooled])[0])
+    onnx = OnnxEngine(exported.onnx, cut.dense.inputs, list(cut.outputs), 1)([dense, pooled])[0]
+    torch.testing.assert_close(onnx, TorchEngine(exported.program, cut.dense.inputs, list(cut.outputs))([dense, pooled])[0])

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import recinfer.modules
-from recinfer.archive.cut import cut_model, find_leaves
-from recinfer.archive.dense import OnnxEngine, TorchEngine, export_dense
+from recinfer.archive.cut import cut_model
+from recinfer.archive.leaves import find_leaves
+from recinfer.archive.dense import OnnxEngine, TorchEngine, export_part
 from recinfer.models import dlrm
 from recinfer.modules.activation import SwishLayerNorm
 from recinfer.modules.crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet
@@ -143,15 +144,15 @@ def test_recinfer_modules_export_to_onnx(make: Callable[[], nn.Module | None], f
     model = Model(make(), forward).eval()
     cut = cut_model(model, find_leaves(model), lambda body: None)
     assert cut is not None
-    exported = export_dense(cut)
+    exported = export_part(cut.dense)
     assert exported.onnx_refused is None
     assert exported.onnx is not None
-    onnx = OnnxEngine(exported.onnx, cut.inputs, list(cut.outputs), 1)
-    engine = TorchEngine(exported.program, cut.inputs, list(cut.outputs))
+    onnx = OnnxEngine(exported.onnx, cut.dense.inputs, list(cut.outputs), 1)
+    engine = TorchEngine(exported.program, cut.dense.inputs, list(cut.outputs))
     for batch in (1, 2, 33):
-        tensors = cut.example(batch, batch)
+        tensors = cut.dense.example(batch, batch)
         with torch.no_grad():
-            live = cut.program(*tensors)
+            live = cut.dense.module(*tensors)
         for a, b, c in zip(onnx(tensors), engine(tensors), live.values(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(b, c, rtol=1e-5, atol=1e-6)

@@ -22,7 +22,7 @@ ROW = {"dense": [[0.5, 1.0, -2.0]], "features": {"user": [[3]], "item": [[5]], "
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("labels")
     models = [
-        ServedModel.of("tiny", load(export(build_model(int(v)), folder / v, "tiny", v, num_dense=NUM_DENSE)), v)
+        ServedModel.of("tiny", load(export(build_model(int(v)), folder / v, "tiny", v)), v)
         for v in LABELS.values()
     ]
     registry = ModelRegistry(models)

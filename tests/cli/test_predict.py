@@ -27,7 +27,7 @@ TOGETHER = {"dense": DENSE, "features": {**CANDIDATES, "user": [[3, 9]] * 3}}
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
-    return load(export(build_model(5), tmp_path_factory.mktemp("other"), "other", "8", num_dense=NUM_DENSE))
+    return load(export(build_model(5), tmp_path_factory.mktemp("other"), "other", "8"))
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
     (folder / "store" / "tiny").mkdir(parents=True)
     for seed, version in enumerate("123"):
-        made = export(build_model(seed), tmp_path_factory.mktemp("made"), "tiny", version, num_dense=3)
+        made = export(build_model(seed), tmp_path_factory.mktemp("made"), "tiny", version)
         shutil.move(made, folder / "store" / "tiny" / version)
     shard = sorted((folder / "store" / "tiny" / "3" / "shards").iterdir())[-1]
     data = bytearray(shard.read_bytes())

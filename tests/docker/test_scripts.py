@@ -242,7 +242,7 @@ def test_rankers_of_two_versions_at_one_set_of_shards(warm: Path, tmp_path: Path
     for version, seed in (("1", 0), ("2", 1)):
         (tmp_path / version).mkdir()
         store.mkdir(exist_ok=True)
-        export(build_model(seed), tmp_path / version, "ctr", version, num_dense=NUM_DENSE).rename(store / version)
+        export(build_model(seed), tmp_path / version, "ctr", version).rename(store / version)
     common = {"RECINFER_MODEL_STORE": str(store), "RECINFER_TOKEN": TOKEN}
     with ExitStack() as stack:
         shards = [

@@ -109,7 +109,7 @@ def test_every_cut_delta_and_reshard(tmp_path: Path) -> None:
 
 def test_sequences_and_weights(tmp_path: Path) -> None:
     torch.manual_seed(8)
-    found, expected = both(tmp_path, Everything(), ranks=2, kinds=("row_wise", "column_wise"), num_dense=2)
+    found, expected = both(tmp_path, Everything(), ranks=2, kinds=("row_wise", "column_wise"))
     same(recinfer.load(found.root), recinfer.load(expected.root), EVERYTHING_ROWS, 2, most=4)
 
 

@@ -61,10 +61,13 @@ def bags(keys: list[str], lengths: list[list[int]]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys, torch.arange(int(flat.sum())) % 9, lengths=flat)
 
 
+EXAMPLE = torch.randn(3, 2), bags(KEYS, [[1, 2, 0], [0, 3, 1]])
+
+
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_no_samples_through_a_recurrent_layer(tmp_path: Path, kind: type[nn.RNNBase], engine: str) -> None:
-    _, archive = make_archive(tmp_path, model=Recurrent(kind), num_dense=2, ranks=2)
+    _, archive = make_archive(tmp_path, model=Recurrent(kind), inputs=[EXAMPLE], ranks=2)
     predictor = recinfer.load(archive.root, dense_engine=engine)  # type: ignore[arg-type]
     none, some = bags(KEYS, [[], []]), bags(KEYS, [[1, 2], [0, 3]])
     dense = torch.randn(2, 2)
@@ -92,7 +95,7 @@ def test_no_samples_through_a_recurrent_layer(tmp_path: Path, kind: type[nn.RNNB
 
 def test_no_samples_through_a_ranker(tmp_path: Path) -> None:
     """Its shards are asked for no rows; over the wire a server refuses such a request by name, as without shards."""
-    _, archive = make_archive(tmp_path, model=Recurrent(nn.GRU), num_dense=2, ranks=2)
+    _, archive = make_archive(tmp_path, model=Recurrent(nn.GRU), inputs=[EXAMPLE], ranks=2)
     with remote(archive.root, [[0], [1]], tmp_path) as predictor:
         found = predictor.predict(torch.zeros(0, 2), bags(KEYS, [[], []]))
         assert {name: tuple(t.shape) for name, t in found.items()} == {"score": (0,), "states": (0, 2, 5)}
@@ -113,7 +116,7 @@ def test_padding_to_the_longest_of_no_samples(tmp_path: Path) -> None:
 
 
 def test_golden_requests_have_a_batch_without_ids_and_one_of_one_id(tmp_path: Path) -> None:
-    _, archive = make_archive(tmp_path, model=Recurrent(nn.GRU), num_dense=2)
+    _, archive = make_archive(tmp_path, model=Recurrent(nn.GRU), inputs=[EXAMPLE])
     lengths = [request.features.lengths().tolist() for request, _ in read_requests(archive)]
     assert lengths[3:] == [[0, 0, 0, 0], [1, 1]]
     assert [request.features.stride() for request, _ in read_requests(archive)] == [2, 1, 16, 2, 1]
@@ -147,4 +150,4 @@ def test_an_engine_that_fails_names_the_batch(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ConfigError, match=message):
         predictor.replay(request)
     with pytest.raises(ConfigError, match=message):
-        predictor.run_dense_on(None, [torch.zeros(0, 4)], [torch.zeros(2, dtype=torch.int64)])
+        predictor.run_dense_on(request, [torch.zeros(0, 4)], [torch.zeros(2, dtype=torch.int64)])

@@ -239,8 +239,10 @@ def test_contracts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="differ from the model's: f_cat"):
         contract = make_contract()
         make_archive(tmp_path, contract=replace(contract, sparse=contract.sparse[:-1]))
-    with pytest.raises(ConfigError, match="num_dense is 4, but the feature contract has 3"):
-        make_archive(tmp_path, contract=make_contract(), num_dense=4)
+    with pytest.raises(ConfigError, match=r"the feature contract has 4 dense columns .* but forward takes 3"):
+        wide = tuple(DenseFeature(f"d{i}") for i in range(NUM_DENSE + 1))
+        batch = torch.randn(2, NUM_DENSE), KeyedJaggedTensor(FEATURES[:4], torch.arange(8), lengths=torch.ones(8).int())
+        make_archive(tmp_path, contract=replace(make_contract(), dense=wide), inputs=[batch])
 
 
 def test_embeddings_only(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ DIM = 8
 @kept
 def build_archive(folder: Path, name: str = "tiny", version: str = "3") -> Path:
     """Train nothing, but take every other step: a float DLRM, its checkpoint, a plan for two ranks, the archive."""
-    return export(build_model(), folder, name, version, num_dense=NUM_DENSE)
+    return export(build_model(), folder, name, version)
 
 
 def build_model(seed: int = 0) -> DLRM:
@@ -48,14 +48,14 @@ def build_model(seed: int = 0) -> DLRM:
     return DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [16, DIM], [16, 1])
 
 
-def export(model: nn.Module, folder: Path, name: str, version: str, num_dense: int | None = None) -> Path:
+def export(model: nn.Module, folder: Path, name: str, version: str) -> Path:
     """``model`` as an INT8 archive for two ranks, through a checkpoint."""
     checkpoint = save_checkpoint(folder / "checkpoint", model, model_name=name, model_version=version)
     on_meta = copy.deepcopy(model).to("meta")
     plan = plan_inference(on_meta, world_size=2, precision=DataType.INT8)
     out = folder / f"{name}.rqa"
     reader = CheckpointReader(checkpoint)
-    export_archive(on_meta, reader, plan, out, name=name, version=version, num_dense=num_dense, progress=False)
+    export_archive(on_meta, reader, plan, out, name=name, version=version, progress=False)
     return out
 
 

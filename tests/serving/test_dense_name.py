@@ -37,7 +37,7 @@ def predictor(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
         EmbeddingBagConfig(num_embeddings=20, embedding_dim=4, name=f"t_{name}", feature_names=[name]) for name in IDS
     ]
     model = DLRM(EmbeddingBagCollection(tables=tables), 2, [8, 4], [8, 1])
-    return load(export(model, tmp_path_factory.mktemp("dense"), "dense", "1", num_dense=2))
+    return load(export(model, tmp_path_factory.mktemp("dense"), "dense", "1"))
 
 
 @pytest.fixture(scope="module")

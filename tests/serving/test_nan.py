@@ -30,7 +30,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> InferenceService:
         for layer in model.modules():
             if isinstance(layer, nn.Linear):
                 layer.weight *= 1e6
-    path = export(model, tmp_path_factory.mktemp("nan"), "steep", "1", num_dense=NUM_DENSE)
+    path = export(model, tmp_path_factory.mktemp("nan"), "steep", "1")
     return InferenceService(ModelRegistry({"steep": load(path)}))
 
 

@@ -48,7 +48,7 @@ NUM_KINDS, NUM_VERSIONS, NUM_CALLERS = 5, 50, 4
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Archives of different weights: neighbouring versions never answer alike."""
     folder = tmp_path_factory.mktemp("kinds")
-    return [export(build_model(n), folder / str(n), "tiny", "x", num_dense=3) for n in range(NUM_KINDS)]
+    return [export(build_model(n), folder / str(n), "tiny", "x") for n in range(NUM_KINDS)]
 
 
 def put(archive: Path, store: Path, version: int | str) -> None:

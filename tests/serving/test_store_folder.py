@@ -36,7 +36,7 @@ NO_UTF8 = os.fsdecode(b"2\xff")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Archives of different weights."""
     folder = tmp_path_factory.mktemp("kinds")
-    return [export(build_model(n), folder / str(n), "tiny", "x", num_dense=3) for n in range(2)]
+    return [export(build_model(n), folder / str(n), "tiny", "x") for n in range(2)]
 
 
 @pytest.fixture

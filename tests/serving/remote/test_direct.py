@@ -98,7 +98,6 @@ def make_archive(
         out,
         name="pooled",
         version="1",
-        num_dense=NUM_DENSE,
         progress=False,
     )
     return out
