@@ -116,7 +116,7 @@ class FeatureIntake:
             )
         if len(set(keys)) != len(keys):
             raise InputError(f"features: {_some(keys)} contains a name twice; give each feature once")
-        if not keys:
+        if not keys and self._features:
             raise InputError(f"features: got none; this model has {_some(list(self._features))}")
         absent = [feature for name, feature in self._features.items() if name not in keys]
         return _Order(

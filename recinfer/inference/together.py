@@ -18,10 +18,12 @@ from recinfer.archive.manifest import DenseInput
 from recinfer.columns import as_matrix
 from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
+from recinfer.inference.intake import TakenFeatures
 from recinfer.inference.lookups import Steps
 from recinfer.inference.model import LoadedModel
 from recinfer.inference.named_inputs import GivenInput
 from recinfer.inference.results import LookupResult, Outputs, on_host, tensors_of
+from recinfer.input_arrays import as_input, batch_of_inputs
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["PredictInputs", "lookup_many", "lookup_one", "predict_many", "predict_one"]
@@ -29,11 +31,11 @@ __all__ = ["PredictInputs", "lookup_many", "lookup_one", "predict_many", "predic
 
 @dataclass(frozen=True)
 class PredictInputs:
-    """The inputs of Predictor.predict: ``dense [B, num_dense]`` or None, features of B samples, context of one or
+    """The inputs of Predictor.predict: ``dense [B, num_dense]`` or None, features of B samples or None, context of one or
     None, and other inputs by name."""
 
     dense: Tensor | None
-    features: Features
+    features: Features | None
     context: Features | None = None
     inputs: Mapping[str, Any] | None = None
 
@@ -64,9 +66,26 @@ class _CheckedRequest:
 
 def lookup_one(model: LoadedModel, features: Features) -> Steps[LookupResult]:
     """See ``Predictor.lookup``."""
-    taken = model.intake.take(bags_of(features), need_all=False)
+    taken = _taken_for_lookup(model, features)
     found = yield from model.find([taken.features], taken.present)
     return model.select(found.parts, taken.present, found.missing)
+
+
+def _taken_for_lookup(model: LoadedModel, features: Features) -> TakenFeatures:
+    """The features of a lookup; raises InputError for a feature whose ids the ids program computes."""
+    bags = bags_of(features)
+    taken = model.intake.take(bags, need_all=False)
+    if not model.computes_ids:
+        return taken
+    own = [spec.name.split("@")[0] for spec in model.features if not spec.computed]
+    for name in bags.keys:
+        if name not in own:
+            have = ", ".join(map(repr, dict.fromkeys(own))) or "none"
+            raise InputError(
+                f"feature {name!r}: this model computes ids from it, so a lookup cannot have it; call predict, or look up "
+                f"features that are passed on as they are: {have}"
+            )
+    return TakenFeatures(model.intake.steps.apply(taken.features), taken.present)
 
 
 def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
@@ -80,7 +99,7 @@ def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[
     taken = []
     for at, request in enumerate(requests):
         try:
-            taken.append((at, model.intake.take(bags_of(request), need_all=False)))
+            taken.append((at, _taken_for_lookup(model, request)))
         except Exception as error:
             answers[at] = error
     if not taken:
@@ -152,7 +171,7 @@ def _result_or_error(steps: Steps[Any]) -> Steps[Any]:
 def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedRequest:
     intake, named = model.intake, model.inputs
     model.check_has_dense()
-    candidates = bags_of(request.features)
+    candidates = bags_of(_no_features(request) if request.features is None else request.features)
     dense, inputs = _dense_by_name(model, request)
     shared: frozenset[str] = frozenset()
     if request.context is None:
@@ -181,6 +200,12 @@ def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedReq
         alone = _CheckedRequest(at, dense, features, shared, checked, given)
         features = model.compute_ids(features, lambda about: _input(about, [alone]))
     return _CheckedRequest(at, dense, features, shared, checked, given)
+
+
+def _no_features(request: PredictInputs) -> Bags:
+    """No features, of as many samples as the request's inputs have."""
+    batch = batch_of_inputs({name: as_input(name, given) for name, given in (request.inputs or {}).items()})
+    return Bags((), batch, np.zeros(1, np.int64), np.zeros(0, np.int64))
 
 
 def _dense_by_name(model: LoadedModel, request: PredictInputs) -> tuple[Tensor | None, Mapping[str, Any] | None]:

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class DecodedRequest:
         features: ids of B samples.
         dense: float32 ``[B, num_dense]`` of a Predict.
         context: ids of one sample that goes with all B, or None.
+        inputs: other inputs by name.
         vector_bytes: upper bound on the bytes of the float vectors that the request looks up.
     """
 
@@ -54,6 +55,7 @@ class DecodedRequest:
     features: Bags
     dense: Tensor | None
     context: Bags | None
+    inputs: Mapping[str, Any] | None
     vector_bytes: int
 
     @property
@@ -93,30 +95,36 @@ class InferenceService:
         model = self.registry.get(request.model, request.version, request.label)
         features = codec.decode_bags(request.features, self.limits)
         vector_bytes = self._check_response_size(model, features)
-        return DecodedRequest("Lookup", model, features, None, None, vector_bytes)
+        return DecodedRequest("Lookup", model, features, None, None, None, vector_bytes)
 
     def _decode_predict(self, data: bytes) -> DecodedRequest:
         request = self._parse(pb.PredictRequest, data)
         model = self.registry.get(request.model, request.version, request.label)
-        context = None
+        context, inputs = None, None
         if request.HasField("context"):
             context = codec.decode_bags(request.context, self.limits, field="context")
         if raw := request.raw:
-            if request.HasField("features") or request.dense or context is not None:
-                raise InputError("raw: got features, dense or context as well; raw rows hold all the inputs")
+            if request.HasField("features") or request.dense or context is not None or request.inputs:
+                raise InputError("raw: got features, dense, context or inputs as well; raw rows hold all the inputs")
             replaced: dict[str, int] = {}
             dense, rows = read_raw(raw, model.predictor.contract, self.limits, replaced)
             if any(replaced.values()):
                 model.predictor.intake.count_replaced({name: count for name, count in replaced.items() if count})
             features = bags_of(rows)
         else:
-            features = codec.decode_bags(request.features, self.limits)
-            dense = codec.decode_dense(request.dense, features.batch, model.predictor.num_dense)
+            predictor = model.predictor
+            features = codec.decode_bags(request.features, self.limits, may_be_none=not predictor.intake.names)
+            if request.inputs:
+                inputs = codec.decode_inputs(request.inputs, features.batch, self.limits)
+            dense = None
+            if request.dense or predictor.inputs.dense_name not in (inputs or ()):
+                dense = codec.decode_dense(request.dense, features.batch, predictor.num_dense)
             if context is not None:
                 self._check_context_size(model, context, features.batch)
         ids = features.values.size + (0 if context is None else features.batch * context.values.size)
         vector_bytes = _FLOAT_BYTES * (features.batch * model.pooled_width + ids * model.sequence_width)
-        return DecodedRequest("Predict", model, features, dense, context, vector_bytes)
+        vector_bytes += model.predictor.inputs.converted_bytes(inputs)
+        return DecodedRequest("Predict", model, features, dense, context, inputs, vector_bytes)
 
     def run(self, requests: Sequence[DecodedRequest]) -> Steps[list[bytes | Exception]]:
         """Run requests of one key together; returns the serialized answer or the error of each."""
@@ -133,7 +141,7 @@ class InferenceService:
             answers = yield from predictor.lookup_many_steps([one.features for one in requests])
         else:
             answers = yield from predictor.predict_many_steps(
-                [PredictInputs(one.dense, one.features, one.context) for one in requests]
+                [PredictInputs(one.dense, one.features, one.context, one.inputs) for one in requests]
             )
         encode = _lookup_response if kind == "Lookup" else _predict_response
         start = time.perf_counter()
@@ -161,8 +169,22 @@ class InferenceService:
                 pooled=f.pooled,
                 missing=str(f.missing),
                 weighted=f.weighted,
+                computed=f.computed,
             )
             for f in predictor.features
+        ]
+        inputs = [
+            pb.InputInfo(
+                name=i.name,
+                path=i.path,
+                kind=i.kind,
+                dtype=i.dtype,
+                shape=map(str, i.shape),
+                weighted=i.weighted,
+                per_sample=i.per_sample,
+                as_long_as=i.as_long_as,
+            )
+            for i in predictor.inputs.specs
         ]
         return pb.ModelInfo(
             name=model.name,
@@ -173,6 +195,7 @@ class InferenceService:
             plan_hash=predictor.manifest.plan_hash,
             feature_contract=json.dumps(contract) if contract is not None else "",
             needs_weights=predictor.intake.needs_weights,
+            inputs=inputs,
         ).SerializeToString()
 
     def _parse(self, kind: type[codec.M], data: bytes) -> codec.M:
@@ -298,7 +321,7 @@ def _answers_now(steps: Steps[list[bytes | Exception]]) -> Sequence[bytes | Exce
 
 
 def _predict_steps(call: DecodedRequest) -> Steps[Any]:
-    return call.model.predictor.predict_steps(call.dense, call.features, call.context)
+    return call.model.predictor.predict_steps(call.dense, call.features, call.context, call.inputs)
 
 
 def _lookup_response(call: DecodedRequest, result: Any) -> bytes:

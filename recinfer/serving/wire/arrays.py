@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from recinfer.columns import FeatureArrays, as_features, as_matrix
 from recinfer.errors import InputError
+from recinfer.input_arrays import InputArrays, as_input, batch_of_inputs
 from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
@@ -26,6 +28,7 @@ __all__ = [
     "array_of",
     "decode_lookup",
     "decode_predict",
+    "encode_input_head",
     "encode_lookup_request",
     "encode_predict_request",
     "features_of",
@@ -101,16 +104,29 @@ def encode_lookup_request(features: Any, model: str = "", version: str = "", lab
 
 
 def encode_predict_request(
-    dense: Any, features: Any, model: str = "", version: str = "", *, label: str = "", context: Any = None
+    dense: Any,
+    features: Any,
+    model: str = "",
+    version: str = "",
+    *,
+    label: str = "",
+    context: Any = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> bytes:
     """A serialized PredictRequest from ``dense [B, num_dense]`` (None: no dense inputs) and the features of the same B samples.
 
-    ``context``: features of one sample that go with all B, none of them in ``features``.
+    Args:
+        features: None for a model whose requests have no features.
+        context: features of one sample that go with all B, none of them in ``features``.
+        inputs: other inputs by name, see :func:`recinfer.input_arrays.as_input`.
 
     Raises:
         InputError: see encode_lookup_request; or ``dense`` is not a matrix of numbers of the batch size.
     """
-    sparse = as_features(features)
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise InputError(f"inputs: got a {type(inputs).__name__}, expected a mapping of input name to its values")
+    named = {name: as_input(name, data) for name, data in (inputs or {}).items()}
+    sparse = _no_features(batch_of_inputs(named)) if named and _is_none(features) else as_features(features)
     parts = [_request_head(model, version, label), *_encode_features(sparse)]
     if dense is not None:
         matrix = as_matrix(dense)
@@ -120,7 +136,38 @@ def encode_predict_request(
                 f"expected float32 [{sparse.batch} (the batch size), num_dense]"
             )
         parts += bytes_field(4, array_bytes(matrix, _FLOAT32))
-    return b"".join(parts if context is None else [*parts, *_encode_features(as_features(context), 5)])
+    if context is not None:
+        parts += _encode_features(as_features(context), 5)
+    for name, given in named.items():
+        parts += _encode_input(name, given)
+    return b"".join(parts)
+
+
+def _is_none(features: Any) -> bool:
+    return features is None or (isinstance(features, Mapping) and not features)
+
+
+def _no_features(batch: int) -> FeatureArrays:
+    return FeatureArrays((), batch, np.zeros(0, np.int32), np.zeros(0, np.int64))
+
+
+def _encode_input(name: str, given: InputArrays) -> list[Buffer]:
+    values = given.values
+    parts: list[Buffer] = [encode_input_head(name, values.dtype.name, values.shape)]
+    parts += bytes_field(4, array_bytes(values, values.dtype.newbyteorder("<")))
+    if given.lengths is not None:
+        parts += bytes_field(5, array_bytes(given.lengths, _INT32))
+    if given.weights is not None:
+        parts += bytes_field(6, array_bytes(given.weights, _FLOAT32))
+    return bytes_field(7, *parts)
+
+
+def encode_input_head(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """A serialized NamedInput without its values, lengths and weights."""
+    try:
+        return pb.NamedInput(name=name, dtype=dtype, shape=shape).SerializeToString()
+    except (TypeError, UnicodeEncodeError):
+        raise InputError(f"inputs: got name {name!r:.80}, expected text") from None
 
 
 def features_of(message: pb.JaggedFeatures) -> FeatureArrays:
