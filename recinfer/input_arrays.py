@@ -33,6 +33,16 @@ class InputArrays:
     lengths: NDArray[np.int32] | None = None
     weights: NDArray[np.float32] | None = None
 
+    def rows(self, start: int, stop: int, batch: int) -> InputArrays:
+        """The samples ``start`` to ``stop`` of ``batch``; a tensor without a row per sample stays whole."""
+        if self.batch != batch:
+            return self
+        if self.lengths is None:
+            return InputArrays(self.values[start:stop])
+        first, last = int(self.lengths[:start].sum()), int(self.lengths[:stop].sum())
+        weights = None if self.weights is None else self.weights[first:last]
+        return InputArrays(self.values[first:last], self.lengths[start:stop], weights)
+
     @property
     def batch(self) -> int:
         """Number of samples, if the first axis of a tensor counts samples."""
@@ -72,7 +82,7 @@ def as_input(name: str, data: Any) -> InputArrays:
         data = _of_arrow(name, data)
     if isinstance(data, list):
         return _of_list(name, data)
-    if getattr(data, "dtype", None) == object:  # numpy's and pandas' form of rows of different lengths
+    if str(getattr(data, "dtype", "")) == "object":  # numpy's and pandas' form of rows of different lengths
         return _of_list(name, list(data))
     return InputArrays(_array(name, data))
 
@@ -107,7 +117,7 @@ def _row(row: Any) -> Any:
         return ()
     if hasattr(row, "detach"):
         row = _without_torch(row)
-    return row if isinstance(row, list | tuple) or getattr(row, "ndim", 0) else (row,)
+    return row if isinstance(row, list | tuple) or bool(getattr(row, "ndim", 0)) else (row,)
 
 
 def _array(name: str, data: Any) -> NDArray[Any]:

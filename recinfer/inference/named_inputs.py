@@ -167,7 +167,9 @@ class NamedInputs:
             raise InputError(f"input {info.name!r}: got weights; expected none, as this input takes none")
         if weights is not None:
             if weights.shape != tensor.shape[:1]:
-                raise InputError(f"input {info.name!r}: got {len(weights)} weights; expected {tensor.shape[0]}, one a value")
+                raise InputError(
+                    f"input {info.name!r}: got {len(weights)} weights; expected {tensor.shape[0]}, one a value"
+                )
             weights = weights.float()
             _check_finite(info, weights, lengths, "the weight ")
         if info.weighted and weights is None:
@@ -182,7 +184,8 @@ def _parts(info: InputSpec, value: Any, batch: int) -> tuple[Tensor, Tensor | No
     if isinstance(value, JaggedTensor):
         return value.values().detach().cpu(), value.lengths().cpu(), value.weights_or_none()
     arrays = as_input(info.name, value)
-    return torch.from_numpy(np.ascontiguousarray(arrays.values)), *map(_or_none, (arrays.lengths, arrays.weights))
+    values = torch.from_numpy(np.ascontiguousarray(arrays.values))
+    return values, _or_none(arrays.lengths), _or_none(arrays.weights)
 
 
 def _or_none(array: NDArray[Any] | None) -> Tensor | None:

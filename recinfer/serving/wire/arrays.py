@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ __all__ = [
     "array_of",
     "decode_lookup",
     "decode_predict",
-    "encode_input_head",
+    "encode_input",
     "encode_lookup_request",
     "encode_predict_request",
     "features_of",
@@ -139,7 +139,7 @@ def encode_predict_request(
     if context is not None:
         parts += _encode_features(as_features(context), 5)
     for name, given in named.items():
-        parts += _encode_input(name, given)
+        parts += encode_input(name, given)
     return b"".join(parts)
 
 
@@ -151,23 +151,29 @@ def _no_features(batch: int) -> FeatureArrays:
     return FeatureArrays((), batch, np.zeros(0, np.int32), np.zeros(0, np.int64))
 
 
-def _encode_input(name: str, given: InputArrays) -> list[Buffer]:
+def encode_input(
+    name: str, given: InputArrays, dtype: str | None = None, shape: Sequence[int] | None = None
+) -> list[Buffer]:
+    """Parts of the field ``inputs`` of a PredictRequest, for one input.
+
+    Args:
+        dtype: the dtype of the values' bytes where numpy lacks it; None: that of the array.
+        shape: of the values; None: that of the array.
+    """
     values = given.values
-    parts: list[Buffer] = [encode_input_head(name, values.dtype.name, values.shape)]
-    parts += bytes_field(4, array_bytes(values, values.dtype.newbyteorder("<")))
+    shape = values.shape if shape is None else shape
+    try:
+        head = pb.NamedInput(name=name, dtype=dtype or values.dtype.name, shape=shape).SerializeToString()
+    except (TypeError, ValueError):  # also an encoding error, for a lone surrogate
+        raise InputError(
+            f"inputs: got name {name!r:.80} and shape {list(shape)[:9]}; expected text and sizes"
+        ) from None
+    parts: list[Buffer] = [head, *bytes_field(4, array_bytes(values, values.dtype.newbyteorder("<")))]
     if given.lengths is not None:
         parts += bytes_field(5, array_bytes(given.lengths, _INT32))
     if given.weights is not None:
         parts += bytes_field(6, array_bytes(given.weights, _FLOAT32))
     return bytes_field(7, *parts)
-
-
-def encode_input_head(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """A serialized NamedInput without its values, lengths and weights."""
-    try:
-        return pb.NamedInput(name=name, dtype=dtype, shape=shape).SerializeToString()
-    except (TypeError, UnicodeEncodeError):
-        raise InputError(f"inputs: got name {name!r:.80}, expected text") from None
 
 
 def features_of(message: pb.JaggedFeatures) -> FeatureArrays:

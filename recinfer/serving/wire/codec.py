@@ -153,7 +153,7 @@ def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
     return torch.from_numpy(values).view(batch, num_dense)
 
 
-_DTYPES = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
     "float16": np.dtype("<f2"),

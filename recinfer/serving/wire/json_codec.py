@@ -3,7 +3,8 @@
 Predict takes ``{"dense": [[...], ...], "features": {"C1": [[3, 7], [5]], "C2": [4, 9]}}`` and gives
 ``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list with one list of ids, or one id, per
 sample. ``"weights"``, if present, holds weights of some features in the same form (an id without one weighs 1).
-``"context"`` holds features of one sample that go with all samples. Lookup takes the same without ``dense`` and gives
+``"context"`` holds features of one sample that go with all samples; ``"inputs"`` holds other inputs by name, each a list with one
+entry per sample: a number, or lists of numbers, which may differ in length by sample. Lookup takes the same without ``dense`` and gives
 ``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. Both may name ``model`` and
 ``version``.
 """
@@ -21,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.errors import InputError
-from recinfer.serving.wire.arrays import decode_lookup, decode_predict
+from recinfer.input_arrays import InputArrays, as_input, batch_of_inputs
+from recinfer.serving.wire.arrays import decode_lookup, decode_predict, encode_input
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "json_text",
     "lookup_request",
     "lookup_response",
+    "named_inputs",
     "parse_json",
     "predict_request",
     "predict_response",
@@ -39,6 +42,7 @@ __all__ = [
 ]
 
 _PIECE = 1 << 14
+_FLOAT32 = np.dtype(np.float32)
 _COMMON_KEYS = {"features", "weights", "model", "version"}
 
 
@@ -81,8 +85,8 @@ def whole_numbers(values: Sequence[Any], dtype: np.dtype) -> NDArray[Any] | None
         return None
 
 
-def real_numbers(values: Sequence[Any]) -> NDArray[np.float32] | None:
-    """``values``, parsed from JSON, as a 1-D array; None if a value is no number, or an integer beyond float64.
+def real_numbers(values: Sequence[Any], dtype: np.dtype = _FLOAT32) -> NDArray[Any] | None:
+    """``values``, parsed from JSON, as a 1-D array of floats; None if a value is no number, or an integer beyond float64.
 
     An integer of any size is a number: JavaScript writes 1e20 as 100000000000000000000. A number beyond float32 becomes
         infinite,
@@ -92,7 +96,7 @@ def real_numbers(values: Sequence[Any]) -> NDArray[np.float32] | None:
         return None
     try:
         with np.errstate(over="ignore"):
-            return np.array(values, np.float32)
+            return np.array(values, dtype)
     except OverflowError:
         return None
 
@@ -117,8 +121,12 @@ def json_pieces(entries: int, numbers: int) -> Iterator[slice]:
 
 def predict_request(body: Mapping[str, Any]) -> bytes:
     """A serialized PredictRequest of a JSON object."""
-    _check_keys(body, _COMMON_KEYS | {"dense", "context"})
-    features = _features(body)
+    _check_keys(body, _COMMON_KEYS | {"dense", "context", "inputs"})
+    inputs = named_inputs(body)
+    if inputs and "features" not in body:
+        features = pb.JaggedFeatures(batch_size=batch_of_inputs(inputs))
+    else:
+        features = _features(body)
     dense = np.zeros(0, np.float32)
     if body.get("dense"):
         dense = _rows(body["dense"])
@@ -129,13 +137,23 @@ def predict_request(body: Mapping[str, Any]) -> bytes:
             )
     names = _names(body)
     context = None if body.get("context") is None else _features({"features": body["context"]}, "context")
-    return pb.PredictRequest(
+    request = pb.PredictRequest(
         model=names.get("model"),
         version=names.get("version"),
         features=features,
         dense=dense.tobytes(),
         context=context,
-    ).SerializeToString()
+    )
+    parts = [part for name, given in inputs.items() for part in encode_input(name, given)]
+    return b"".join([request.SerializeToString(), *parts])
+
+
+def named_inputs(body: Mapping[str, Any]) -> dict[str, InputArrays]:
+    """The named inputs of a JSON object, from its ``inputs``."""
+    if body.get("inputs") is None:
+        return {}
+    found = _object("inputs", body["inputs"])
+    return {valid_text("inputs", name): as_input(name, value) for name, value in found.items()}
 
 
 def lookup_request(body: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""The inputs of a model in the V1 protocol: its features, and its dense columns by the names in its archive."""
+"""The inputs of a model in the V1 protocol: its features, its dense columns by the names in its archive, and named inputs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from recinfer.serving.wire.json_codec import text_of
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
+    from recinfer.inference.specs import InputSpec
 
 __all__ = ["Layout", "ModelInputs", "inputs_of"]
 
@@ -33,12 +34,16 @@ class Layout:
         dense: names of its dense columns; the name of the list alone for numbers in one list; empty in a lookup.
         cells: sample -> the cells of its features.
         numbers: sample -> its dense numbers.
+        named: names of its other inputs; empty in a lookup.
+        others: sample -> the cells of its other inputs.
     """
 
     features: tuple[str, ...]
     dense: tuple[str, ...]
     cells: Callable[[Row], tuple[Any, ...]]
     numbers: Callable[[Row], Any]
+    named: tuple[str, ...]
+    others: Callable[[Row], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +55,16 @@ class ModelInputs:
         num_dense: number of dense numbers of a sample.
         columns: names of the dense numbers in the feature contract; empty without a contract.
         dense: the name of the input that holds all dense numbers of a sample as one list.
+        named: the other inputs.
+        dense_in_forward: another name of ``dense``: that in forward; empty: none.
     """
 
     features: tuple[str, ...]
     num_dense: int
     columns: tuple[str, ...]
     dense: str
+    named: tuple[InputSpec, ...] = ()
+    dense_in_forward: str = ""
     _layouts: LruCache[tuple[str, ...], Layout] = field(default_factory=lambda: LruCache(_MAX_LAYOUTS), repr=False)
 
     def layout(self, names: tuple[str, ...], field: str, *, with_dense: bool) -> Layout:
@@ -70,25 +79,34 @@ class ModelInputs:
             found = self._layouts[key] = self._new_layout(names, field, with_dense)
         return found
 
+    @property
+    def by_sample(self) -> frozenset[str]:
+        """The named inputs with an entry per sample."""
+        return frozenset(info.name for info in self.named if info.kind == "jagged" or info.shape[:1] == ("batch",))
+
     def only(self) -> str | None:
         """The name of the model's only input, which samples need not name; None for a model with several inputs."""
-        return self.features[0] if len(self.features) == 1 and not self.num_dense else None
+        return self.features[0] if len(self.features) == 1 and not self.num_dense and not self.named else None
 
     def _new_layout(self, names: tuple[str, ...], field: str, with_dense: bool) -> Layout:
-        own = set(self.features)
+        own, others = set(self.features), {info.name for info in self.named}
         features = tuple(name for name in names if name in own)
-        dense: tuple[str, ...] = tuple(name for name in names if name not in own)
-        known = (*self.features, *self.columns, *([self.dense] if self.num_dense else ()))
+        named = tuple(name for name in names if name in others) if with_dense else ()
+        dense: tuple[str, ...] = tuple(name for name in names if name not in own and name not in others)
+        at = self.dense
+        if dense == (self.dense_in_forward,):
+            dense, at = (self.dense,), self.dense_in_forward
+        known = (*self.features, *self.columns, *([self.dense] if self.num_dense else ()), *sorted(others))
         if unknown := [name for name in dense if name not in known]:
             raise InputError(f"{field}: got {text_of(unknown[0])}, which is no input of this model; {_listed(known)}")
-        if not features:
+        if not features and (self.features or not named):
             raise InputError(f"{field}: got no feature, expected some of {', '.join(self.features[:_SHOWN])}")
         if not with_dense:
             dense = ()
         elif self.num_dense and not dense:
-            named = f", or the columns {', '.join(self.columns[:_SHOWN])}" if self.columns else ""
+            beside = f", or the columns {', '.join(self.columns[:_SHOWN])}" if self.columns else ""
             raise InputError(
-                f"{field}: got no {self.dense!r}, expected a list of {self.num_dense} numbers a sample{named}"
+                f"{field}: got no {self.dense!r}, expected a list of {self.num_dense} numbers a sample{beside}"
             )
         elif len(dense) > 1 and self.dense in dense:
             other = next(name for name in dense if name != self.dense)
@@ -100,8 +118,8 @@ class ModelInputs:
                 )
             dense = self.columns
         cells = _getter(features)
-        numbers = itemgetter(self.dense) if dense == (self.dense,) else _getter(dense)
-        return Layout(features, dense, cells, numbers)
+        numbers = itemgetter(at) if dense == (self.dense,) else _getter(dense)
+        return Layout(features, dense, cells, numbers, named, _getter(named))
 
 
 _known: WeakKeyDictionary[Predictor, ModelInputs] = WeakKeyDictionary()
@@ -122,7 +140,10 @@ def _inputs(predictor: Predictor) -> ModelInputs:
     dense = dense_name(features)
     if len(columns) != predictor.num_dense or not {dense, *features}.isdisjoint(columns):
         columns = ()  # not the model's columns, or names that features or the list have
-    return ModelInputs(features, predictor.num_dense, columns, dense)
+    own = predictor.inputs.dense_name
+    if own in (dense, *columns, *features):
+        own = ""
+    return ModelInputs(features, predictor.num_dense, columns, dense, predictor.inputs.infos, own)
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Row], tuple[Any, ...]]:

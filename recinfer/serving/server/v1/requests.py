@@ -1,7 +1,8 @@
 """Converts a V1 body, rows or columns of JSON, to recinfer's request: flat arrays of ids, lengths, weights, dense numbers.
 
 A sample's cell of a feature is a list of ids, one id, or ``{"ids": [...], "weights": [...]}``. Ids differ from
-other numbers by their JSON type: 3 is an id, 3.0 and true are not.
+other numbers by their JSON type: 3 is an id, 3.0 and true are not. The cell of a named tensor is a number or nested lists; that of
+a jagged input is a list of values or ``{"values": [...], "weights": [...]}``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 
 from recinfer.columns import FeatureArrays
 from recinfer.errors import InputError
+from recinfer.input_arrays import InputArrays, as_input
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.engine.request import CallName
-from recinfer.serving.server.v1.inputs import ModelInputs, inputs_of
+from recinfer.serving.server.v1.inputs import Layout, ModelInputs, inputs_of
 from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.json_codec import real_numbers, text_of, whole_numbers
 from recinfer.serving.wire.limits import Limits
@@ -62,7 +64,8 @@ def to_message(document: dict[str, Any], call: CallName, model: ServedModel, lim
     features = table.features(limits.max_ids)
     if with_dense:
         dense = table.numbers(inputs) if table.has_dense else None
-        return ConvertedRequest(encode_predict_request(dense, features, model.name, model.version), in_rows)
+        message = encode_predict_request(dense, features, model.name, model.version, inputs=table.inputs())
+        return ConvertedRequest(message, in_rows)
     return ConvertedRequest(encode_lookup_request(features, model.name, model.version), in_rows)
 
 
@@ -72,22 +75,47 @@ def _check_signature(name: Any, call: CallName) -> None:
 
 
 class _Table:
-    """The cells of B samples: B cells of each feature, and one row of dense numbers per sample (empty: no dense input)."""
+    """The cells of B samples: B cells of each feature and named input, and one row of dense numbers per sample (empty: no
+    dense input)."""
 
     def __init__(
-        self, in_rows: bool, features: tuple[str, ...], cells: Sequence[_Cells], dense: tuple[str, ...], rows: _Cells
+        self, in_rows: bool, layout: Layout, batch: int, cells: Sequence[_Cells], rows: _Cells, others: Sequence[_Cells]
     ) -> None:
         self._in_rows = in_rows
-        self._features = features
+        self._features = layout.features
         self._cells = cells
-        self._dense = dense
+        self._dense = layout.dense
         self._rows = rows
-        self._batch = len(cells[0])
+        self._others = dict(zip(layout.named, others))
+        self._batch = batch
 
     @property
     def has_dense(self) -> bool:
         """Whether the request has dense numbers."""
         return bool(self._dense)
+
+    def inputs(self) -> dict[str, InputArrays]:
+        """The named inputs of the request; raises InputError."""
+        return {name: self._named(name, list(cells)) for name, cells in self._others.items()}
+
+    def _named(self, name: str, cells: list[Any]) -> InputArrays:
+        if dict not in set(map(type, cells)):
+            return as_input(name, cells)
+        values: list[Any] = []
+        weights: list[Any] = []
+        for at, cell in enumerate(cells):
+            pair = cell if type(cell) is dict else {"values": cell}
+            own = pair.get("values")
+            given = pair.get("weights", [1.0] * len(own)) if type(own) is list else None
+            if type(own) is not list or type(given) is not list or len(own) != len(given) or len(pair) > 2:
+                raise InputError(
+                    f"{self._place(name, at)}: got {text_of(cell)}, expected an object with values and as many weights"
+                )
+            values.append(own)
+            weights.append(given)
+        lengths = np.fromiter(map(len, values), np.int32, len(values))
+        flat, heavy = (list(chain.from_iterable(rows)) for rows in (values, weights))
+        return as_input(name, (flat, lengths, heavy))
 
     def features(self, most_ids: int) -> FeatureArrays:
         """The ids and weights of the request; raises InputError."""
@@ -216,9 +244,10 @@ def _rows(rows: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table
             raise KeyError
         cells = list(zip(*map(layout.cells, rows)))
         dense = list(map(layout.numbers, rows)) if layout.dense else []
+        others = list(zip(*map(layout.others, rows))) if layout.named else []
     except KeyError:
         raise _other_inputs(rows) from None
-    return _Table(True, layout.features, cells, layout.dense, dense)
+    return _Table(True, layout, len(rows), cells, dense, others)
 
 
 def _named(rows: list[Any], inputs: ModelInputs) -> list[dict[str, Any]]:
@@ -253,20 +282,21 @@ def _columns(columns: Any, inputs: ModelInputs, with_dense: bool, most: int) -> 
     if type(columns) is not dict:
         raise InputError(f"inputs: got {text_of(columns)}, expected an object with the model's inputs by name")
     layout = inputs.layout(tuple(columns), "inputs", with_dense=with_dense)
-    lists = {name: _cells(name, columns[name]) for name in (*layout.features, *layout.dense)}
-    batch = len(lists[layout.features[0]])
-    for name, cells in lists.items():
-        if len(cells) != batch:
-            raise InputError(
-                f"inputs[{name!r}]: got {len(cells)} samples, expected {batch} as in {layout.features[0]!r}"
-            )
+    given = {inputs.dense: inputs.dense_in_forward} if inputs.dense not in columns else {}
+    names = (*layout.features, *layout.dense, *layout.named)
+    lists = {name: _cells(name, columns[given.get(name, name)]) for name in names}
+    first = names[0]
+    batch = len(lists[first])
+    for name in names:
+        if len(lists[name]) != batch and (name not in layout.named or name in inputs.by_sample):
+            raise InputError(f"inputs[{name!r}]: got {len(lists[name])} samples, expected {batch} as in {first!r}")
     _check_batch("inputs", batch, most)
     cells = [lists[name] for name in layout.features]
     if layout.dense == (inputs.dense,):
         rows: _Cells = lists[inputs.dense]
     else:
         rows = list(zip(*(_singles(lists[name]) for name in layout.dense)))
-    return _Table(False, layout.features, cells, layout.dense, rows)
+    return _Table(False, layout, batch, cells, rows, [lists[name] for name in layout.named])
 
 
 def _cells(name: str, column: Any) -> list[Any]:
