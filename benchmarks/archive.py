@@ -342,7 +342,6 @@ def measure_delta(
 ) -> dict[str, Any]:
     """Measure writing a delta against plain I/O, and time and memory of applying and undoing it in a serving
     process."""
-    import recinfer
     from recinfer.checkpoint import CheckpointReader
     from recinfer.inference.delta import make_delta
 
@@ -360,7 +359,7 @@ def measure_delta(
         rounds=rounds,
     )
     found["delta bytes"] = size_of(delta)
-    predictor = recinfer.load(archive)
+    predictor = predictor_module.load(archive)
     before = memory_of("self", "Anonymous")
     started = time.perf_counter()
     predictor.apply_delta(delta)

@@ -25,11 +25,14 @@ __all__ = [
     "Multistreamable",
     "Pipelineable",
     "PoolingType",
+    "export",
     "load",
+    "plan",
+    "verify",
 ]
 
 if TYPE_CHECKING:
-    from recinfer.inference.predictor import load
+    from recinfer.api import export, load, plan, verify
     from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
     from recinfer.modules.embedding_modules import (
         EmbeddingBagCollection,
@@ -58,7 +61,10 @@ __getattr__, __dir__ = lazy_names(
         "Multistreamable": "recinfer.streamable",
         "Pipelineable": "recinfer.streamable",
         "PoolingType": "recinfer.modules.embedding_configs",
-        "load": "recinfer.inference.predictor",
+        "export": "recinfer.api",
+        "load": "recinfer.api",
+        "plan": "recinfer.api",
+        "verify": "recinfer.api",
     },
     # The modules that TorchRec's ``import torchrec`` makes reachable by attribute, and recinfer's packages that docs/
     # names.

@@ -32,7 +32,17 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-__all__ = ["CaptureError", "Captured", "EmbeddingModule", "Slot", "capture", "embedding_modules", "read_capture", "trace"]
+__all__ = [
+    "CaptureError",
+    "Captured",
+    "EmbeddingModule",
+    "Slot",
+    "capture",
+    "embedding_modules",
+    "read_arguments",
+    "read_capture",
+    "trace",
+]
 
 CAPTURE_VERSION = 1
 _SIZES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
@@ -156,8 +166,10 @@ def read_capture(path: str | os.PathLike[str]) -> Captured:
         program,
         tuple(Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in about["slots"]),
         tuple(
-            EmbeddingModule(**{k: tuple(v) if isinstance(v, list) else v for k, v in module.items()})
-            for module in about["modules"]
+            EmbeddingModule(
+                m["path"], m["pooled"], m["weighted"], tuple(m["features"]), tuple(m["outputs"]), tuple(m["dims"])
+            )
+            for m in about["modules"]
         ),
         tuple(about["outputs"]),
         about["structure"],
@@ -221,7 +233,12 @@ def _described(path: str, configs: Sequence[Any], pooled: bool, weighted: bool) 
         count[feature] = count.get(feature, 0) + 1
     outputs = [f"{f}@{c.name}" if count[f] > 1 else f for f, c in features]
     return EmbeddingModule(
-        path, pooled, weighted, tuple(f for f, _ in features), tuple(outputs), tuple(c.embedding_dim for _, c in features)
+        path,
+        pooled,
+        weighted,
+        tuple(f for f, _ in features),
+        tuple(outputs),
+        tuple(c.embedding_dim for _, c in features),
     )
 
 
@@ -459,7 +476,8 @@ class _TracedKjt:
 def _traced_kjt(base: type, bags: Mapping[str, Bag]) -> Any:
     kind = _CLASSES.get(base)
     if kind is None:
-        kind = _CLASSES[base] = type(base)("KeyedJaggedTensor", (_TracedKjt, base), {})
+        make: Any = type(base)
+        kind = _CLASSES[base] = make("KeyedJaggedTensor", (_TracedKjt, base), {})
     self = kind.__new__(kind)
     self.__dict__["_bags"] = dict(bags)
     self.__dict__["_base"] = base
@@ -558,7 +576,9 @@ class _Reader:
             return lambda tensors: _same_mapping(value, {k: build(tensors) for k, build in items.items()})
         if isinstance(value, list | tuple):
             fields: Any = getattr(value, "_fields", None)
-            places = [(f"{path}.{f}", f) for f in fields] if fields else [(f"{path}[{i}]", i) for i in range(len(value))]
+            places = (
+                [(f"{path}.{f}", f) for f in fields] if fields else [(f"{path}[{i}]", i) for i in range(len(value))]
+            )
             parts = [self.read(v, p, _joined_name(name, n), depth + 1) for v, (p, n) in zip(value, places)]
             kind = type(value)
             return lambda tensors: (
@@ -655,6 +675,29 @@ def _binds(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     except TypeError:
         return False
     return True
+
+
+def read_arguments(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Slot, Tensor]]:
+    """The tensors in arguments of a forward whose positional arguments are ``names``; their slots have no free axes.
+
+    Raises:
+        CaptureError: too many arguments, or an argument given twice.
+    """
+    if len(args) > len(names):
+        raise CaptureError(f"got {len(args)} positional arguments; forward takes {len(names)}: {', '.join(names)}")
+    twice = [name for name in names[: len(args)] if name in kwargs]
+    if twice:
+        raise CaptureError(f"got {twice[0]!r} by position and by name")
+    reader = _Reader()
+    for name, value in (*zip(names, args), *kwargs.items()):
+        reader.read(value, name, name)
+    for found in reader.found:
+        yield (
+            Slot(found.name, found.path, found.part, str(found.tensor.dtype), tuple(found.tensor.shape)),
+            found.tensor,
+        )
 
 
 def _read_batch(model: nn.Module, batch: Any) -> tuple[_Reader, Callable[[Sequence[Tensor]], tuple[Any, Any]]]:
@@ -755,7 +798,9 @@ def _check_same(first: Sequence[_Example], other: Sequence[_Example]) -> None:
     if mine != theirs:
         odd = next((a, b) for a, b in zip([*mine, None], [*theirs, None]) if a != b)
         one, two = ("nothing" if p is None else f"{p[0]} ({p[1]}, {p[2]}, {p[3]} axes)" for p in odd)
-        raise CaptureError(f"the two example batches differ in more than sizes: {one} in the first, {two} in the second")
+        raise CaptureError(
+            f"the two example batches differ in more than sizes: {one} in the first, {two} in the second"
+        )
 
 
 def _batch_size(batch: Sequence[_Example]) -> int:
@@ -951,7 +996,9 @@ def _patched() -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # its result for an empty history is NaN
     detect = nn.modules.transformer._detect_is_causal_mask
-    put(nn.modules.transformer, "_detect_is_causal_mask", lambda *args: False if args[1:2] != (True,) else detect(*args))
+    put(
+        nn.modules.transformer, "_detect_is_causal_mask", lambda *args: False if args[1:2] != (True,) else detect(*args)
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -971,7 +1018,9 @@ def explain(error: BaseException) -> str:
     text = " ".join(str(error).split())
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text or "unbacked" in text.lower():
-        cause = "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, or a fixed size"
+        cause = (
+            "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, or a fixed size"
+        )
     elif "Dim" in text and "constant" in text.lower():
         cause = "forward fixes a size that differs between batches; take sizes from the tensors"
     else:

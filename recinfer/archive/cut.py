@@ -119,12 +119,12 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf]) -> Cut:
         any(lookup.leaf.about.weighted for lookup in parts.lookups),
         num_dense,
     )
-    names = {info.name for info in infos}
+    known = {info.name for info in infos}
     signature = Signature(
         arguments=captured.arguments,
         inputs=infos,
-        per_sample={name: count for name, count in parts.facts.per_sample.items() if name in names},
-        as_long_as={a: b for a, b in parts.facts.as_long_as.items() if a in names and b in names},
+        per_sample={name: count for name, count in parts.facts.per_sample.items() if name in known},
+        as_long_as={a: b for a, b in parts.facts.as_long_as.items() if a in known and b in known},
         ids=None,
         returns=captured.structure or {},
     )
@@ -140,7 +140,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf]) -> Cut:
     )
     ids = None
     if parts.ids is not None:
-        outputs = [node_name for node_name in _output_names(parts.ids)]
+        outputs = _output_names(parts.ids)
         ids = Part(
             parts.ids,
             [i.name for i in ids_inputs],

@@ -26,7 +26,17 @@ from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
-__all__ = ["NEEDS_IDS", "DenseEngine", "ExportedDense", "OnnxEngine", "TorchEngine", "Part", "export_part", "open_dense", "open_program"]
+__all__ = [
+    "NEEDS_IDS",
+    "DenseEngine",
+    "ExportedDense",
+    "OnnxEngine",
+    "Part",
+    "TorchEngine",
+    "export_part",
+    "open_dense",
+    "open_program",
+]
 
 _OPSET = 18
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

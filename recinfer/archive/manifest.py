@@ -131,9 +131,7 @@ class DenseInput:
     """
 
     name: str
-    kind: Literal[
-        "dense", "pooled", "values", "lengths", "tensor", "jagged_values", "jagged_lengths", "jagged_weights"
-    ]
+    kind: Literal["dense", "pooled", "values", "lengths", "tensor", "jagged_values", "jagged_lengths", "jagged_weights"]
     module: str | None
     feature: str | None
     dim: int

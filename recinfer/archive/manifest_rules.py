@@ -201,9 +201,7 @@ def _check_dense(m: Manifest) -> None:
     _check_engine("dense", dense.engine, dense.onnx, "M7")
 
 
-_DTYPES = frozenset(
-    ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-)
+_DTYPES = frozenset(("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"))
 
 
 def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:

@@ -456,5 +456,3 @@ def _batch_symbols(slots: dict[fx.Node, Slot]) -> set[str]:
         if not isinstance(size, int) and (slot.part == "lengths" or slot.shape[0] == "batch"):
             found.add(str(size))
     return found
-
-

@@ -102,7 +102,9 @@ class LoadedModel(States):
             self._engine = open_dense(archive, manifest.dense, **self._dense_options)
         signature = manifest.signature
         is_plain = signature is None or (signature.is_plain and not self._reads_jagged())
-        self.runs_on_arrays = self._engine is not None and self.device.type == "cpu" and is_plain and not self.inputs.infos
+        self.runs_on_arrays = (
+            self._engine is not None and self.device.type == "cpu" and is_plain and not self.inputs.infos
+        )
         self._ids: IdsProgram | None = None
         if signature is not None and signature.ids is not None:
             ids = signature.ids
@@ -233,8 +235,7 @@ class LoadedModel(States):
             todo = NEEDS_IDS if 0 in ids.values() else ""
             reason = " ".join(str(error).split())[:500]
             raise ConfigError(
-                f"the dense part cannot run on a batch of {batch} samples{told}: "
-                f"{type(error).__name__}: {reason}{todo}"
+                f"the dense part cannot run on a batch of {batch} samples{told}: {type(error).__name__}: {reason}{todo}"
             ) from error
 
     def to_device(self, tensor: Tensor) -> Tensor:

@@ -118,6 +118,8 @@ class NamedInputs:
         return tensor
 
     def _jagged(self, info: InputInfo, value: Any, batch: int) -> JaggedTensor:
+        values: Any
+        lengths: Any
         weights = None
         if isinstance(value, JaggedTensor):
             values, lengths, weights = value.values(), value.lengths(), value.weights_or_none()
@@ -144,7 +146,9 @@ class NamedInputs:
 
 def expected(info: InputInfo, batch: int | None = None) -> str:
     """The dtype and shape of an input, as text."""
-    sizes = ["any" if isinstance(s, str) and s != "batch" else str(batch or s if s == "batch" else s) for s in info.shape]
+    sizes = [
+        "any" if isinstance(s, str) and s != "batch" else str(batch or s if s == "batch" else s) for s in info.shape
+    ]
     if info.kind == "tensor":
         return f"{info.dtype} [{', '.join(sizes)}]"
     rest = f" of {info.dtype} [{', '.join(sizes[1:])}]" if sizes[1:] else f" of {info.dtype}"
