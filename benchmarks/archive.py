@@ -344,6 +344,7 @@ def measure_delta(
     process."""
     from recinfer.checkpoint import CheckpointReader
     from recinfer.inference.delta import make_delta
+    from recinfer.inference.predictor import load
 
     shutil.rmtree(folder / "model.ckpt", ignore_errors=True)
     (folder / "model.pt").unlink(missing_ok=True)
@@ -359,7 +360,7 @@ def measure_delta(
         rounds=rounds,
     )
     found["delta bytes"] = size_of(delta)
-    predictor = predictor_module.load(archive)
+    predictor = load(archive)
     before = memory_of("self", "Anonymous")
     started = time.perf_counter()
     predictor.apply_delta(delta)

@@ -67,6 +67,7 @@ def export(
     plan: Plan | None = None,
     precision: str = "int8",
     world_size: int = 1,
+    user: Sequence[str] = (),
     name: str | None = None,
     version: str = "1",
     **options: Any,
@@ -80,6 +81,7 @@ def export(
             matrix and passes its sparse inputs on.
         out: the archive's folder, by custom ``*.rqa``.
         plan: default: :func:`plan` of ``precision`` and ``world_size``.
+        user: names of the user's inputs, which requests may give once for many candidates.
         name: name that the model is served under; default the folder's name.
         version: version that the model is served under.
         options: further arguments of :func:`recinfer.inference.export.export_archive`.
@@ -112,6 +114,7 @@ def export(
         name=name or Path(out).stem,
         version=version,
         inputs=batches,
+        user=user,
         **options,
     )
     return load(out)

@@ -28,9 +28,11 @@ __all__ = [
     "MissingShards",
     "ModuleInfo",
     "OnnxInfo",
+    "ProgramInfo",
     "QuantizationInfo",
     "Signature",
     "TableInfo",
+    "UserInfo",
     "dense_inputs",
     "engine_text",
     "lookup_inputs",
@@ -127,11 +129,13 @@ class DenseInput:
 
     ``dense`` [B, dim], ``pooled`` [B, dim] of a module, ``values`` [N, dim] and ``lengths`` [B] int64 of one sequence
     feature. Only with a signature: ``tensor``, the input that ``feature`` names, and ``jagged_values``, ``jagged_lengths``
-    [B] int64 and ``jagged_weights`` of a jagged one.
+    [B] int64 and ``jagged_weights`` of a jagged one; ``user``, a tensor [B, ...] of the user program.
     """
 
     name: str
-    kind: Literal["dense", "pooled", "values", "lengths", "tensor", "jagged_values", "jagged_lengths", "jagged_weights"]
+    kind: Literal[
+        "dense", "pooled", "values", "lengths", "tensor", "jagged_values", "jagged_lengths", "jagged_weights", "user"
+    ]
     module: str | None
     feature: str | None
     dim: int
@@ -222,6 +226,33 @@ class IdsInfo:
 
 
 @dataclass(frozen=True)
+class ProgramInfo:
+    """A program of an archive; ``onnx_refused`` is the reason for a missing ONNX form."""
+
+    engine: Literal["onnx", "torch"]
+    inputs: tuple[DenseInput, ...]
+    onnx: OnnxInfo | None
+    onnx_refused: str | None
+
+
+@dataclass(frozen=True)
+class UserInfo:
+    """The dense program in two parts, for one user and many candidates.
+
+    Attributes:
+        names: the inputs of the user.
+        between: names of the user program's outputs, in order; float or integer tensors, the batch first.
+        user: reads the user's inputs alone.
+        candidates: reads the other inputs and the user program's outputs; returns the dense program's outputs.
+    """
+
+    names: tuple[str, ...]
+    between: tuple[str, ...]
+    user: ProgramInfo
+    candidates: ProgramInfo
+
+
+@dataclass(frozen=True)
 class Signature:
     """What forward takes and returns.
 
@@ -232,6 +263,7 @@ class Signature:
         as_long_as: input -> the input that has as many values, sample by sample, which forward relies on.
         ids: the ids program; None where forward passes ids on as they are.
         returns: forward's result as plain data, with ``{"output": name}`` for each tensor.
+        user: the dense program in two parts; None unless the export named the user's inputs.
     """
 
     arguments: tuple[str, ...]
@@ -240,6 +272,7 @@ class Signature:
     as_long_as: dict[str, str]
     ids: IdsInfo | None
     returns: dict[str, Any]
+    user: UserInfo | None
 
     @property
     def is_plain(self) -> bool:
@@ -389,6 +422,10 @@ def required_files(manifest: Manifest) -> list[str]:
         paths.append("dense/ids.pt2")
         if manifest.signature.ids.onnx is not None:
             paths.append("dense/ids.onnx")
+    if manifest.signature is not None and manifest.signature.user is not None:
+        parts = {"user": manifest.signature.user.user, "candidates": manifest.signature.user.candidates}
+        for name, part in parts.items():
+            paths += [f"dense/{name}.pt2", *([f"dense/{name}.onnx"] if part.onnx is not None else [])]
     if any(module.position_weights is not None for module in manifest.modules):
         paths.append("dense/position_weights.safetensors")
     return [*paths, "check/requests.safetensors", "check/answers.safetensors"]

@@ -17,6 +17,7 @@ from recinfer.archive.manifest import (
     ModuleInfo,
     OnnxInfo,
     Signature,
+    UserInfo,
     dense_inputs,
     lookup_inputs,
     required_files,
@@ -251,6 +252,32 @@ def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
     if (dense.num_dense > 0) != any(i.kind == "dense" for i in dense.inputs):
         raise ArchiveError(f"num_dense is {dense.num_dense}, and dense.inputs disagree", rule="M7")
     _check_returns(s.returns, {output.name for output in dense.outputs}, refuse)
+    if s.user is not None:
+        _check_user(m, s, s.user, dense, refuse)
+
+
+def _check_user(
+    m: Manifest, s: Signature, user: UserInfo, dense: DenseInfo, refuse: Callable[[str], ArchiveError]
+) -> None:
+    """The user program reads inputs of the dense program, the candidates program the others and the user program's."""
+    names = {i.name for i in s.inputs}
+    if not user.names or len(set(user.names)) != len(user.names) or not set(user.names) <= names:
+        raise refuse(f"user.names {list(user.names)[:5]} are not inputs, each once")
+    if not user.between or len(set(user.between)) != len(user.between):
+        raise refuse("user.between names a tensor twice, or none")
+    for name in user.between:
+        _check_name(name, "user tensor")
+    whole = set(dense.inputs)
+    if not user.user.inputs or not set(user.user.inputs) <= whole:
+        raise refuse("the user program takes an input that the dense program does not take")
+    given = [i for i in user.candidates.inputs if i.kind == "user"]
+    others = [i for i in user.candidates.inputs if i.kind != "user"]
+    if [i.name for i in given] != list(user.between) or not set(others) <= whole:
+        raise refuse("the candidates program takes other inputs than the dense program and the user program give")
+    for where, program in (("user", user.user), ("candidates", user.candidates)):
+        if len({i.name for i in program.inputs}) != len(program.inputs):
+            raise refuse(f"the {where} program takes an input twice")
+        _check_engine(f"signature.user.{where}", program.engine, program.onnx, "M10")
 
 
 def _check_program_inputs(

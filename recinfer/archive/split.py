@@ -418,7 +418,9 @@ class _DensePart:
             return
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and (source := self._sizes.get(self._size_key(value))) is not None:
-            self._copied[node] = self._graph.call_function(torch.ops.aten.sym_size.int, source)
+            size = self._graph.call_function(torch.ops.aten.sym_size.int, source)
+            size.meta["val"] = source[0].meta["val"].shape[source[1]]
+            self._copied[node] = size
             return
         self._copied[node] = self._graph.node_copy(node, lambda n: self._copied[n])
 

@@ -59,6 +59,15 @@ def run(
         str | None, typer.Option(help="Version of the model.", show_default="the checkpoint's, or 1")
     ] = None,
     inputs: InputsOption = None,
+    user: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--user",
+            metavar="NAME",
+            help="Input of the user (a feature or a tensor, as `inspect` names it); repeatable. What depends on these alone runs "
+            "once for a request with a context, not once per candidate.",
+        ),
+    ] = None,
     eval_data: Annotated[
         Path | None,
         typer.Option(
@@ -138,6 +147,7 @@ def run(
         version=version or about.get("version") or "1",
         contract=reader.contract,
         inputs=resolve_inputs(inputs) if inputs else (),
+        user=user or (),
         missing=_missing(missing),
         out_of_range=_out_of_range(out_of_range),
         missing_shards=missing_shards.in_manifest,

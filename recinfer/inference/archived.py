@@ -44,7 +44,10 @@ class ArchivedModel:
         Raises:
             InputError: an input is missing, or has another shape or dtype; names the input and the sample.
         """
-        return self._call.returned(self.predict(**self._call.arguments(args, kwargs)))
+        (outputs,) = self.predictor.predict_many([self._call.inputs(args, kwargs)])
+        if isinstance(outputs, Exception):
+            raise outputs
+        return self._call.returned(outputs)
 
     def predict(
         self,

@@ -12,6 +12,7 @@ from recinfer.archive.manifest import Manifest
 from recinfer.capture import CaptureError, Slot, read_arguments
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
+from recinfer.inference.together import PredictInputs
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["Call"]
@@ -30,8 +31,8 @@ class Call:
         self._manifest = manifest
         self._signature = manifest.signature
 
-    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of ``predict`` for those of forward; features of one sample beside others of many are its context.
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PredictInputs:
+        """The request for arguments of forward; inputs of one sample beside features of many are its context.
 
         Raises:
             InputError: an argument is missing, or an input of forward is not in it.
@@ -64,7 +65,18 @@ class Call:
         most = max(sizes.values(), default=0)
         own = {name: parts for name, parts in features.items() if sizes[name] == 1 < most}
         rest = {name: parts for name, parts in features.items() if name not in own}
-        return {"features": _bags(rest), "context": _bags(own) if own else None, "inputs": inputs}
+        once = {
+            name: value
+            for name, value in inputs.items()
+            if most > 1 and len(value.lengths() if isinstance(value, JaggedTensor) else value) == 1
+        }
+        return PredictInputs(
+            None,
+            _bags(rest),
+            _bags(own) if own else None,
+            {name: value for name, value in inputs.items() if name not in once},
+            once,
+        )
 
     def returned(self, outputs: Mapping[str, Tensor]) -> Any:
         """Forward's result around ``outputs``."""

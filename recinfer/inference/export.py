@@ -69,6 +69,7 @@ def export_archive(
     version: str,
     contract: FeatureContract | None = None,
     inputs: Sequence[Any] = (),
+    user: Sequence[str] = (),
     missing: Mapping[str, str | int] | None = None,
     out_of_range: Mapping[str, str] | None = None,
     missing_shards: MissingShards = "reject",
@@ -92,6 +93,8 @@ def export_archive(
         contract: the feature contract, by which raw rows become features.
         inputs: one or two example batches, see :func:`recinfer.capture.capture`; none: a made one, for a forward that takes
             one float matrix and passes its sparse inputs on.
+        user: names of the user's inputs, as the signature names them: what depends on these alone runs once for a request
+            that gives them as its context, not once per candidate.
         missing: feature -> what predict does without it: ``"reject"`` (the default of each), ``"empty"`` (no ids), or the id
             that every sample gets; ``"*"``: all features that are not named. It decides about features left out of a
             request; a raw row without a value follows the contract.
@@ -132,7 +135,7 @@ def export_archive(
     keys = table_keys(leaves, checkpoint)
     with one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
         with spinner("exporting the dense part", progress):
-            parts = cut_and_export(model, leaves, checkpoint, contract, inputs)
+            parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user)
         manifest = first_manifest(name, version, plan, leaves, contract, parts, missing_shards)
         manifest = with_policies(manifest, missing, out_of_range)
         try:

@@ -31,6 +31,7 @@ from recinfer.inference.named_inputs import NamedInputs
 from recinfer.inference.results import LookupResult, feature_specs, on_host, selected
 from recinfer.inference.stages import Stages
 from recinfer.inference.states import States, at_one_state
+from recinfer.inference.user_programs import UserPrograms
 from recinfer.quant.transfers import to_device, to_host
 
 if TYPE_CHECKING:
@@ -113,6 +114,11 @@ class LoadedModel(States):
             self._ids = IdsProgram(
                 manifest, open_program(archive, "dense/ids", *names, ids.engine, num_threads=threads)
             )
+
+        self.user: UserPrograms | None = None
+        if signature is not None and signature.user is not None:
+            self.user = UserPrograms(archive, signature.user, self.output_names, self._dense_options)
+            self.runs_on_arrays = False
 
     @property
     def byte_tables(self) -> ByteTables | None:
