@@ -195,6 +195,8 @@ def _user_parts(
         raise ConfigError(
             f"user: forward has no input {unknown[0]!r}; its inputs are {', '.join(info.name for info in infos)}"
         )
+    if all(info.name in names for info in infos if info.kind == "ids"):
+        raise ConfigError("user: all features are the user's, so that nothing tells candidates apart; name fewer")
     owned = {about.name for about in inputs if sizes.features_of(about, infos) <= set(names)}
     found = split_user(parts.dense, inputs, owned)
     between = _output_names(found.user)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,8 +120,9 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     Raises:
         ConfigError: ids that depend on another lookup, or a module that forward never calls.
     """
-    program = captured.program.run_decompositions(decompositions())
-    graph_module = program.module(check_guards=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
+        graph_module = captured.program.run_decompositions(decompositions()).module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     graph = graph_module.graph
     for node in list(graph.nodes):

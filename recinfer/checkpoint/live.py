@@ -63,7 +63,7 @@ def _stored(key: str, value: Any, path: Path) -> StoredTensor:
     shards: list[tuple[tuple[int, ...], Tensor]]
     if hasattr(value, "local_shards"):
         shards = [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in value.local_shards()]
-        shape = tuple(value.size())
+        shape = tuple(value.metadata().size)
     else:
         if hasattr(value, "full_tensor"):
             value = value.full_tensor()

@@ -173,7 +173,9 @@ def export_archive(
         if max_auc_drop is not None and found is not None:
             _refuse_drop(found, max_auc_drop)
         folder.write_manifest(manifest.to_json())
-        Predictor(open_archive(folder.root)).check_request(0)
+        written = Predictor(open_archive(folder.root))
+        written.check_request(0)
+        written.check_user()
     return open_archive(out)
 
 

@@ -22,7 +22,7 @@ from recinfer.inference.lookups import Steps
 from recinfer.inference.model import LoadedModel
 from recinfer.inference.named_inputs import GivenInput
 from recinfer.inference.results import LookupResult, Outputs, on_host, tensors_of
-from recinfer.inference.user_programs import TensorOf
+from recinfer.inference.user_programs import TensorOf, UserPrograms
 from recinfer.quant.transfers import to_host
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
@@ -290,11 +290,8 @@ def _run(model: LoadedModel, taken: Sequence[_CheckedRequest]) -> Steps[list[Out
     found = yield from model.find([mine.features for mine in taken])
     contexts = any(mine.shared for mine in taken)
     user = model.user
-    if (
-        user is not None
-        and all(mine.batch and user.names <= mine.of_context for mine in taken)
-        and not model.computes_ids
-    ):
+    # With one candidate a request, two runs cost more than one.
+    if user is not None and total > len(taken) and _gives_user(user, model, taken):
         outputs = user.run(*_by_owner(model, taken, found.parts, batches), batches)
         return _split_outputs(model, to_host(outputs), taken, batches, found.missing)
     vectors_of: list[Tensor] = []
@@ -310,6 +307,11 @@ def _run(model: LoadedModel, taken: Sequence[_CheckedRequest]) -> Steps[list[Out
     )
     outputs = model.run_engine(tensors, total)
     return _split_outputs(model, outputs, taken, batches, found.missing)
+
+
+def _gives_user(user: UserPrograms, model: LoadedModel, taken: Sequence[_CheckedRequest]) -> bool:
+    """Whether every request has samples and gives all of the user's inputs as its context."""
+    return not model.computes_ids and all(mine.batch and user.names <= mine.of_context for mine in taken)
 
 
 def _split_outputs(
