@@ -76,6 +76,18 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Table:
+    """One table of an embedding collection; ``pooling`` is ``sum``, ``mean`` or ``none``, ``data_type`` as ``FP32``."""
+
+    name: str
+    rows: int
+    dim: int
+    pooling: str
+    data_type: str
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class EmbeddingModule:
     """One embedding collection of a model.
 
@@ -84,6 +96,9 @@ class EmbeddingModule:
         pooled: whether the lookup gives one vector per sample.
         weighted: whether ids carry weights.
         features, outputs, dims: the feature, the name and the columns of each output, in order.
+        tables: the collection's tables; empty where the caller knows them.
+        processed: whether a feature-processed module is around the collection.
+        positions: (feature, parameter of its processor, positions) of position weights.
     """
 
     path: str
@@ -92,6 +107,9 @@ class EmbeddingModule:
     features: tuple[str, ...]
     outputs: tuple[str, ...]
     dims: tuple[int, ...]
+    tables: tuple[Table, ...] = ()
+    processed: bool = False
+    positions: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass
@@ -104,7 +122,7 @@ class Captured:
         modules: the embedding modules; operators of the program name them by their index.
         outputs: names of the outputs.
         structure: forward's result with each tensor replaced by ``{"output": name}``.
-        examples: the tensors of the first example batch, in the order of ``slots``; :meth:`save` drops them.
+        examples: the tensors of the first example batch, in the order of ``slots``.
         arguments: names of forward's positional arguments.
         called: indices of the modules that forward calls.
     """
@@ -119,10 +137,15 @@ class Captured:
     examples: tuple[Tensor, ...] = field(default=(), repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the program and its description to one file, without tables and without pickled objects."""
-        buffer = io.BytesIO()
+        """Write the program, its description and the example's tensors to one file, without tables."""
+        buffer, examples = io.BytesIO(), io.BytesIO()
         self.program._example_inputs = None
+        self.program._guards_code = []
+        for module in self.program.graph_module.modules():
+            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+                node.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
         torch.export.save(self.program, buffer)
+        torch.save(list(self.examples), examples)
         about = {
             "capture": CAPTURE_VERSION,
             "torch": torch.__version__,
@@ -136,10 +159,15 @@ class Captured:
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("capture.json", json.dumps(about, indent=1))
             archive.writestr("program.pt2", buffer.getvalue())
+            archive.writestr("examples.pt", examples.getvalue())
 
 
-def read_capture(path: str | os.PathLike[str]) -> Captured:
-    """Read a file of :meth:`Captured.save`. The caller checks ``program.pt2`` first if the file is not trusted.
+def read_capture(path: str | os.PathLike[str], check: Callable[[bytes], object] = lambda _: None) -> Captured:
+    """Read a file of :meth:`Captured.save`.
+
+    Args:
+        path: the file.
+        check: raises an error for the bytes of a program that must not be loaded.
 
     Raises:
         CaptureError: another file, or one of a newer version.
@@ -148,6 +176,7 @@ def read_capture(path: str | os.PathLike[str]) -> Captured:
         with zipfile.ZipFile(path) as archive:
             about = json.loads(archive.read("capture.json"))
             data = archive.read("program.pt2")
+            examples = torch.load(io.BytesIO(archive.read("examples.pt")), weights_only=True)
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise CaptureError(f"{path} is not a captured program: {error}") from None
     if about.get("capture") != CAPTURE_VERSION:
@@ -155,6 +184,7 @@ def read_capture(path: str | os.PathLike[str]) -> Captured:
             f"{path} is a captured program of version {about.get('capture')}, expected {CAPTURE_VERSION}; capture the "
             f"model again with this version of capture.py"
         )
+    check(data)
     try:
         program = torch.export.load(io.BytesIO(data))
     except Exception as error:  # torch's parsers raise exceptions of many types
@@ -167,7 +197,15 @@ def read_capture(path: str | os.PathLike[str]) -> Captured:
         tuple(Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in about["slots"]),
         tuple(
             EmbeddingModule(
-                m["path"], m["pooled"], m["weighted"], tuple(m["features"]), tuple(m["outputs"]), tuple(m["dims"])
+                m["path"],
+                m["pooled"],
+                m["weighted"],
+                tuple(m["features"]),
+                tuple(m["outputs"]),
+                tuple(m["dims"]),
+                tuple(Table(**{**t, "features": tuple(t["features"])}) for t in m["tables"]),
+                m["processed"],
+                tuple((feature, name, count) for feature, name, count in m["positions"]),
             )
             for m in about["modules"]
         ),
@@ -175,6 +213,7 @@ def read_capture(path: str | os.PathLike[str]) -> Captured:
         about["structure"],
         tuple(about["arguments"]),
         tuple(about["called"]),
+        tuple(examples),
     )
 
 
@@ -213,7 +252,7 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
         for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
             configs = getattr(inner, method, None)
             if callable(configs):
-                found[module] = _described(path, list(configs()), pooled, module is inner and _is_weighted(module))
+                found[module] = _described(path, module, list(configs()), pooled)
                 break
         else:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
@@ -226,19 +265,38 @@ def _is_weighted(module: nn.Module) -> bool:
     return callable(weighted) and bool(weighted())
 
 
-def _described(path: str, configs: Sequence[Any], pooled: bool, weighted: bool) -> EmbeddingModule:
+def _described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool) -> EmbeddingModule:
     features = [(f, c) for c in configs for f in c.feature_names]
     count: dict[str, int] = {}
     for feature, _ in features:
         count[feature] = count.get(feature, 0) + 1
     outputs = [f"{f}@{c.name}" if count[f] > 1 else f for f, c in features]
+    tables = tuple(
+        Table(
+            c.name,
+            c.num_embeddings,
+            c.embedding_dim,
+            str(getattr(c.pooling, "name", c.pooling)).lower() if pooled else "none",
+            str(getattr(c.data_type, "value", c.data_type)),
+            tuple(c.feature_names),
+        )
+        for c in configs
+    )
+    processors = getattr(module, "_feature_processors", None)
+    positions = []
+    for name, parameter in processors.named_parameters() if processors is not None else ():
+        feature = name.removesuffix(".position_weight").removeprefix("_feature_processors.")
+        positions.append((feature.removeprefix("position_weights."), name, int(parameter.shape[0])))
     return EmbeddingModule(
         path,
         pooled,
-        weighted,
+        processors is None and _is_weighted(module),
         tuple(f for f, _ in features),
         tuple(outputs),
         tuple(c.embedding_dim for _, c in features),
+        tables,
+        processors is not None,
+        tuple(positions),
     )
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 import recinfer
+from recinfer.archive.captured import load_weights
 from recinfer.archive.check import Request, golden_requests
-from recinfer.archive.cut import Cut, cut_model
+from recinfer.archive.cut import Cut, cut_captured, cut_model
 from recinfer.archive.dense import ExportedDense, OnnxEngine, TorchEngine, export_part
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import (
@@ -37,6 +38,7 @@ from recinfer.archive.manifest import (
 )
 from recinfer.archive.samples import Samples
 from recinfer.archive.split import Facts, ModuleLookup
+from recinfer.capture import Captured
 from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import CheckpointError, ConfigError
@@ -129,13 +131,30 @@ def cut_and_export(
     contract: FeatureContract | None,
     inputs: Sequence[Any] = (),
     user: Sequence[str] = (),
+    captured: Captured | None = None,
 ) -> CutModel:
-    """Cut the model with its weights at its lookups, by the example batches ``inputs``, and export the programs; ``user``
-    names the user's inputs."""
+    """Cut the model with its weights at its lookups and export the programs.
+
+    Args:
+        inputs: example batches.
+        user: names of the user's inputs.
+        captured: a trace of another environment in place of ``model`` and ``inputs``.
+    """
     num_dense = None if contract is None else contract.num_dense
-    cut = cut_model(
-        model, leaves, lambda body: load_into(checkpoint, body, only=list(body.state_dict())), inputs, num_dense, user
-    )
+    cut: Cut | None
+    if captured is not None:
+        load_weights(captured, checkpoint)
+        by_path = {leaf.module_path: leaf for leaf in leaves}
+        cut = cut_captured(captured, [by_path[about.path] for about in captured.modules], user)
+    else:
+        cut = cut_model(
+            model,
+            leaves,
+            lambda body: load_into(checkpoint, body, only=list(body.state_dict())),
+            inputs,
+            num_dense,
+            user,
+        )
     if cut is None:
         return CutModel()
     if contract is not None and (cut.num_dense != contract.num_dense or cut.ids is not None):
