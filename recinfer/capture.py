@@ -38,6 +38,7 @@ __all__ = [
     "EmbeddingModule",
     "Slot",
     "capture",
+    "described",
     "embedding_modules",
     "read_arguments",
     "read_capture",
@@ -252,7 +253,7 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
         for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
             configs = getattr(inner, method, None)
             if callable(configs):
-                found[module] = _described(path, module, list(configs()), pooled)
+                found[module] = described(path, module, list(configs()), pooled)
                 break
         else:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
@@ -265,7 +266,8 @@ def _is_weighted(module: nn.Module) -> bool:
     return callable(weighted) and bool(weighted())
 
 
-def _described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool) -> EmbeddingModule:
+def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool) -> EmbeddingModule:
+    """Describe the embedding module ``module`` at ``path``, whose collection has the tables ``configs``."""
     features = [(f, c) for c in configs for f in c.feature_names]
     count: dict[str, int] = {}
     for feature, _ in features:
@@ -315,8 +317,25 @@ def _rows(module: int, output: int, values: Tensor, lengths: Tensor, dim: int) -
     return values.new_empty((values.shape[0], dim), dtype=torch.float32)
 
 
+_LIBRARY.define("table(int module, int table, int rows, int dim) -> Tensor")
+torch.library.register_fake("recinfer::table", lambda _, __, rows, dim: torch.empty((rows, dim)), lib=_LIBRARY)
 torch.library.register_fake("recinfer::pooled", _pooled, lib=_LIBRARY)
 torch.library.register_fake("recinfer::rows", _rows, lib=_LIBRARY)
+
+
+@dataclass(frozen=True)
+class _TableRows:
+    """A table whose rows forward reads as a whole."""
+
+    module: int
+    index: int
+    table: Table
+
+    @property
+    def weight(self) -> Tensor:
+        """All rows, [rows, dim]."""
+        rows: Tensor = torch.ops.recinfer.table(self.module, self.index, self.table.rows, self.table.dim)
+        return rows
 
 
 class _Lookup(nn.Module):
@@ -339,6 +358,8 @@ class _Lookup(nn.Module):
         except AttributeError:
             if name.startswith("__"):
                 raise
+            if name in ("embeddings", "embedding_bags"):
+                return {t.name: _TableRows(self._index, i, t) for i, t in enumerate(self._about.tables)}
             return getattr(self.__dict__["_module"], name)
 
     def forward(self, features: Any) -> Any:

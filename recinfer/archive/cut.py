@@ -211,7 +211,7 @@ def _user_parts(
     user = Part(
         found.user,
         [i.name for i in found.user_inputs],
-        [(0,)] * len(found.user_inputs),
+        [_free_axes(i, {}) for i in found.user_inputs],
         lambda batch, seed: sizes.example(found.user_inputs, batch, seed),
         lambda: sizes.without_ids(found.user_inputs),
         between,
@@ -220,7 +220,7 @@ def _user_parts(
     candidates = Part(
         found.candidates,
         [i.name for i in found.candidate_inputs],
-        [(0,)] * len(found.candidate_inputs),
+        [_free_axes(i, {}) for i in found.candidate_inputs],
         example,
         lambda: example(2, 0, True),
         list(captured.outputs),
@@ -292,6 +292,8 @@ def _with_plain_dense(
 
 
 def _free_axes(about: DenseInput, slots: dict[str, Slot]) -> tuple[int, ...]:
+    if about.kind == "table":
+        return ()
     slot = slots.get(about.name)
     if about.kind != "tensor" or slot is None:
         return (0,)
@@ -314,6 +316,11 @@ class _Sizes:
         self._parts = parts
         self._ids_inputs = ids_inputs
         self._samples = samples
+        self._rows = {
+            (lookup.leaf.path, config.name): config.num_embeddings
+            for lookup in parts.lookups
+            for config in lookup.leaf.configs
+        }
         self._features = {  # output of a sequence module -> the feature of its ids
             (lookup.leaf.path, output): feature
             for lookup in parts.lookups
@@ -323,6 +330,8 @@ class _Sizes:
 
     def features_of(self, about: DenseInput, infos: Sequence[InputInfo]) -> set[str]:
         """The inputs of requests that a program's input depends on."""
+        if about.kind == "table":
+            return {info.name for info in infos}
         if about.kind == "dense":
             return {info.name for info in infos if info.kind == "tensor"}
         if about.kind == "pooled":
@@ -362,11 +371,16 @@ class _Sizes:
                 batch = request.features.stride() if request.features.keys() else len(request.dense or ())
                 tensors.append(torch.randn(batch, about.dim, generator=generator))
                 continue
+            if about.kind == "table":
+                tensors.append(
+                    torch.randn(self._rows[about.module or "", about.feature or ""], about.dim, generator=generator)
+                )
+                continue
             if about.kind not in ("values", "lengths"):
                 tensors.append(input_tensor(about, request))
                 continue
             feature = self._features[about.module or "", about.feature or ""]
-            lengths = computed.get(f"{feature}/lengths")
+            lengths = computed.get(f"computed/{feature}/lengths")
             if lengths is None:
                 lengths = request.features[feature].lengths().long()
             if about.kind == "lengths":

@@ -15,6 +15,7 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "MAX_ONNX_ERROR",
+    "MAX_TABLE_BYTES",
     "CheckInfo",
     "DenseInfo",
     "DenseInput",
@@ -43,6 +44,8 @@ __all__ = [
 FORMAT = "recinfer.archive"
 FORMAT_VERSION = 1
 MAX_ONNX_ERROR = 1e-5
+MAX_TABLE_BYTES = 64 << 20
+"""Largest table, as float32, whose rows forward may read as a whole."""
 ENGINE_PACKAGES = {"onnx": "onnxruntime", "torch": "torch"}
 """The package of each engine of the dense part, the name that users know."""
 
@@ -123,19 +126,32 @@ class ModuleInfo:
     position_weights: dict[str, int] | None
 
 
+ProgramInputKind = Literal[
+    "dense",
+    "pooled",
+    "values",
+    "lengths",
+    "tensor",
+    "jagged_values",
+    "jagged_lengths",
+    "jagged_weights",
+    "user",
+    "table",
+]
+
+
 @dataclass(frozen=True)
 class DenseInput:
     """One input of the dense program or the ids program.
 
     ``dense`` [B, dim], ``pooled`` [B, dim] of a module, ``values`` [N, dim] and ``lengths`` [B] int64 of one sequence
     feature. Only with a signature: ``tensor``, the input that ``feature`` names, and ``jagged_values``, ``jagged_lengths``
-    [B] int64 and ``jagged_weights`` of a jagged one; ``user``, a tensor [B, ...] of the user program.
+    [B] int64 and ``jagged_weights`` of a jagged one; ``user``, a tensor [B, ...] of the user program;
+    ``table``, all rows [rows, dim] of the table ``feature`` of a module, dequantized.
     """
 
     name: str
-    kind: Literal[
-        "dense", "pooled", "values", "lengths", "tensor", "jagged_values", "jagged_lengths", "jagged_weights", "user"
-    ]
+    kind: ProgramInputKind
     module: str | None
     feature: str | None
     dim: int
@@ -203,8 +219,8 @@ class IdsInfo:
     """The ids program, which computes the ids of some features from the inputs.
 
     Attributes:
-        features: the features that it computes; the program returns ``<feature>/values`` and ``<feature>/lengths`` of each,
-            and ``<feature>/weights`` of those in ``weighted``.
+        features: the features that it computes; the program returns ``computed/<feature>/values`` and
+            ``computed/<feature>/lengths`` of each, and ``computed/<feature>/weights`` of those in ``weighted``.
     """
 
     engine: Literal["onnx", "torch"]
@@ -218,7 +234,7 @@ class IdsInfo:
     def outputs(self) -> list[str]:
         """Names of the program's outputs, in order."""
         return [
-            f"{name}/{part}"
+            f"computed/{name}/{part}"
             for name in self.features
             for part in ("values", "lengths", "weights")
             if part != "weights" or name in self.weighted

@@ -11,6 +11,7 @@ from recinfer.archive.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MAX_ONNX_ERROR,
+    MAX_TABLE_BYTES,
     DenseInfo,
     DenseInput,
     Manifest,
@@ -295,6 +296,11 @@ def _check_program_inputs(
                 raise refuse("dense is not the only tensor, float32 [batch, num_dense]")
             if i != DenseInput("dense", "dense", None, None, num_dense):
                 raise refuse("dense is described otherwise than its tensor")
+            continue
+        if i.kind == "table":
+            tables = [t for t in m.tables if (t.module, t.name) == (i.module, i.feature)]
+            if not tables or tables[0].dim != i.dim or 4 * tables[0].rows * i.dim > MAX_TABLE_BYTES:
+                raise refuse(f"a program takes {_short(i.name)}, which is no table of at most {MAX_TABLE_BYTES} bytes")
             continue
         about = by_name.get(i.feature or "")
         if about is None or (i.kind == "tensor") != (about.kind == "tensor") or i.module is not None:

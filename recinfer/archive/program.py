@@ -148,7 +148,7 @@ def _check_graph(graph: dict[str, Any], lookups: bool) -> None:
                 raise _refused("it holds objects or graphs inside the graph")
 
 
-_LOOKUP = re.compile(r"torch\.ops\.recinfer\.(pooled|rows)\.default")
+_LOOKUP = re.compile(r"torch\.ops\.recinfer\.(pooled|rows|table)\.default")
 
 
 def _check_target(target: Any, lookups: bool) -> None:

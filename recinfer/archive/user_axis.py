@@ -80,6 +80,8 @@ def _owners(
     for node in nodes:
         if node in about:
             owner[node] = "user" if about[node].name in owned else "candidates"
+            if about[node].kind == "table":
+                owner[node] = "both"
             continue
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and str(value) in batch:

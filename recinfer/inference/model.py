@@ -32,6 +32,7 @@ from recinfer.inference.results import LookupResult, feature_specs, on_host, sel
 from recinfer.inference.stages import Stages
 from recinfer.inference.states import States, at_one_state
 from recinfer.inference.user_programs import UserPrograms
+from recinfer.inference.whole_tables import read_whole_tables
 from recinfer.quant.transfers import to_device, to_host
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class LoadedModel(States):
             each alone (a model whose samples see each other).
         runs_on_arrays: whether :meth:`run_engine_arrays` may be called.
         inputs: the checks of inputs beside features.
+        whole_tables: program input -> all rows of a table, dequantized; of tables that forward reads as a whole.
         parts, intake, output_names: the embedding modules, the checks of features, the dense program's outputs.
     """
 
@@ -101,8 +103,9 @@ class LoadedModel(States):
         self._engine: DenseEngine | None = None
         if manifest.dense is not None:
             self._engine = open_dense(archive, manifest.dense, **self._dense_options)
+        self.whole_tables = read_whole_tables(archive, self._deltas)
         signature = manifest.signature
-        is_plain = signature is None or (signature.is_plain and not self._reads_jagged())
+        is_plain = signature is None or (signature.is_plain and not self._reads_more())
         self.runs_on_arrays = (
             self._engine is not None and self.device.type == "cpu" and is_plain and not self.inputs.infos
         )
@@ -126,9 +129,9 @@ class LoadedModel(States):
         state = self.state
         return None if state._ids is not None else state.lookups.byte_tables
 
-    def _reads_jagged(self) -> bool:
+    def _reads_more(self) -> bool:
         dense = self._archive.manifest.dense
-        return dense is not None and any(i.kind.startswith("jagged") for i in dense.inputs)
+        return dense is not None and any(i.kind.startswith("jagged") or i.kind == "table" for i in dense.inputs)
 
     @property
     def manifest(self) -> Manifest:
@@ -222,7 +225,11 @@ class LoadedModel(States):
         assert dense is not None
         of_lookups = iter(vectors)
         return [
-            next(of_lookups) if about.kind in ("pooled", "values", "lengths") else tensor_of(about)
+            next(of_lookups)
+            if about.kind in ("pooled", "values", "lengths")
+            else self.whole_tables[about.name]
+            if about.kind == "table"
+            else tensor_of(about)
             for about in dense.inputs
         ]
 

@@ -346,6 +346,8 @@ def _by_owner(
             vectors[f"sequence_{i}_{j}_lengths"] = sequence.lengths().long()
 
     def user_of(about: DenseInput) -> Tensor:
+        if about.kind == "table":
+            return model.whole_tables[about.name]
         if about.kind == "values":
             return vectors[about.name]
         if about.kind in ("pooled", "lengths"):
@@ -356,6 +358,8 @@ def _by_owner(
         return torch.cat([_part_of(about, about.feature, mine, once=True) for mine in taken])
 
     def tensor_of(about: DenseInput) -> Tensor:
+        if about.kind == "table":
+            return model.whole_tables[about.name]
         known = vectors.get(about.name)
         return _input(about, taken) if known is None else known
 
