@@ -1073,7 +1073,7 @@ def _patched() -> Iterator[None]:
             put(kjt, "concat", staticmethod(_concat(kjt, kjt.concat)))
             put(module.KeyedTensor, "regroup", staticmethod(_regroup))
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # its result for an empty history is NaN
+    torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
     detect = nn.modules.transformer._detect_is_causal_mask
     put(
         nn.modules.transformer, "_detect_is_causal_mask", lambda *args: False if args[1:2] != (True,) else detect(*args)

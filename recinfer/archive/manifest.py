@@ -270,7 +270,7 @@ class UserInfo:
 
 @dataclass(frozen=True)
 class Signature:
-    """What forward takes and returns.
+    """Inputs and result of forward.
 
     Attributes:
         arguments: names of forward's positional arguments.

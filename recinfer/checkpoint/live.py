@@ -56,7 +56,7 @@ class _Rows:
         return False
 
     def read_ahead(self, start: int, stop: int) -> None:
-        """Nothing to do."""
+        """No work: the rows are in memory."""
 
 
 def _stored(key: str, value: Any, path: Path) -> StoredTensor:
