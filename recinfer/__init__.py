@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from recinfer.compiled import check_compiled
 from recinfer.lazy import lazy_names
+from recinfer.version import __version__ as __version__
 
 check_compiled()
 
-__version__ = "0.2.0"
 __all__ = [
     "AsyncInferenceClient",
     "DataType",

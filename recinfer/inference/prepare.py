@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-import recinfer
 from recinfer.archive.captured import load_weights
 from recinfer.archive.check import Request, golden_requests
 from recinfer.archive.cut import Cut, cut_captured, cut_model
@@ -45,6 +44,7 @@ from recinfer.errors import CheckpointError, ConfigError
 from recinfer.inference.ids_program import IdsProgram
 from recinfer.quant.formats.names import Precision
 from recinfer.quant.rows import PACKED_TYPES
+from recinfer.version import __version__
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -256,7 +256,7 @@ def _program(exported: ExportedDense, inputs: tuple[DenseInput, ...]) -> Program
 
 
 def _versions() -> dict[str, str]:
-    versions = {"recinfer": recinfer.__version__}
+    versions = {"recinfer": __version__}
     for package in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "onnx", "onnxscript", "onnxruntime"):
         try:
             versions[package] = package_version(package)
