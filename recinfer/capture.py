@@ -1043,7 +1043,7 @@ def _slots(program: ExportedProgram, examples: Sequence[_Example], sampled: _Sam
     return tuple(slots)
 
 
-_EQUAL = re.compile(r"[^=<>!]+==[^=<>!]+")
+_EQUAL = re.compile(r"[^=<>!%/]+==[^=<>!%/]+")
 
 
 def _check_guards(program: ExportedProgram) -> None:
