@@ -556,7 +556,7 @@ def _traced_kjt(base: type, bags: Mapping[str, Bag]) -> Any:
     kind = _CLASSES.get(base)
     if kind is None:
         make: Any = type(base)
-        kind = _CLASSES[base] = make("KeyedJaggedTensor", (_TracedKjt, base), {})
+        kind = _CLASSES[base] = make("TracedFeatures", (_TracedKjt, base), {})
     self = kind.__new__(kind)
     self.__dict__["_bags"] = dict(bags)
     self.__dict__["_base"] = base
