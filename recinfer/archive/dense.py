@@ -19,14 +19,24 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from recinfer import env
-from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo
+from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo, ProgramInfo
 from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
-__all__ = ["NEEDS_IDS", "DenseEngine", "ExportedDense", "OnnxEngine", "TorchEngine", "Part", "export_part", "open_dense", "open_program"]
+__all__ = [
+    "NEEDS_IDS",
+    "DenseEngine",
+    "ExportedDense",
+    "OnnxEngine",
+    "Part",
+    "TorchEngine",
+    "export_part",
+    "open_dense",
+    "open_program",
+]
 
 _OPSET = 18
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -323,6 +333,24 @@ def open_dense(
             raise ConfigError(f"the ONNX engine runs on the CPU; got device {device!r}; use dense_engine='torch'")
     names = [i.name for i in info.inputs], [o.name for o in info.outputs]
     return open_program(archive, "dense/model", *names, chosen, device=device, num_threads=num_threads)
+
+
+def open_info(
+    archive: Archive,
+    path: str,
+    info: ProgramInfo,
+    outputs: Sequence[str],
+    *,
+    device: str = "cpu",
+    num_threads: int = 1,
+    engine: Literal["onnx", "torch"] | None = None,
+) -> DenseEngine:
+    """Open the program that ``info`` describes, as :func:`open_dense` does; without an ONNX form it runs on torch."""
+    chosen = engine or info.engine
+    if info.onnx is None or torch.device(device).type != "cpu":
+        chosen = "torch"
+    names = [i.name for i in info.inputs]
+    return open_program(archive, path, names, outputs, chosen, device=device, num_threads=num_threads)
 
 
 def open_program(

@@ -48,7 +48,7 @@ def _jagged_1d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: An
     return _jagged_to_padded_dense(values, [offsets], [max_sequence_length], padding_value)
 
 
-def _dense_to_jagged(dense: Tensor, x_offsets: Sequence[Tensor], total_L: Any = None) -> Tensor:  # noqa: N803
+def _dense_to_jagged(dense: Tensor, x_offsets: Sequence[Tensor], total_L: Any = None) -> Tensor:
     """The values [total_L, ...] of padded rows; for one jagged axis."""
     if len(x_offsets) != 1 or total_L is None:
         return NotImplemented
@@ -64,7 +64,9 @@ def _repeat_interleave(repeats: Tensor, *, output_size: Any = None) -> Tensor:
     return _segments(repeats, output_size)
 
 
-def _repeat_interleave_of(tensor: Tensor, repeats: Tensor, dim: int | None = None, *, output_size: Any = None) -> Tensor:
+def _repeat_interleave_of(
+    tensor: Tensor, repeats: Tensor, dim: int | None = None, *, output_size: Any = None
+) -> Tensor:
     if output_size is None:
         return NotImplemented
     if dim is None:

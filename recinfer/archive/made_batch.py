@@ -280,7 +280,11 @@ def _explained(body: nn.Module, found: _Found, error: Exception) -> str:
     left_out = (
         f"; a made batch leaves out the arguments of forward whose default is None: {', '.join(names)}" if names else ""
     )
-    taken = f"; {_text(found.dense)!r} was taken for the dense input, because forward uses {found.use}" if found.dense else ""
+    taken = (
+        f"; {_text(found.dense)!r} was taken for the dense input, because forward uses {found.use}"
+        if found.dense
+        else ""
+    )
     return f"forward failed on a made batch: {type(error).__name__}: {error}{taken}{left_out}; {_ADVICE}"
 
 

@@ -86,6 +86,8 @@ class FeatureIntake:
             InputError: unknown, repeated or rejected features, weights that are not finite or of a feature that takes none.
         """
         key = features.keys
+        if not key and self._features and not elsewhere:
+            raise InputError(f"features: got none; this model has {_some(list(self._features))}")
         order = self._orders[key]
         if order is None:
             order = self._orders[key] = self._new_order(key)
@@ -98,7 +100,7 @@ class FeatureIntake:
             if features.weights is None:
                 features = replace(features, weights=np.ones(features.values.size, np.float32))
             _check_weights(features)
-        if not self._computes_ids:  # else the steps follow the ids program
+        if not self._computes_ids:  # otherwise the steps follow the ids program
             features = self.steps.apply(features)
         if order.absent:
             if need_all:
@@ -116,8 +118,6 @@ class FeatureIntake:
             )
         if len(set(keys)) != len(keys):
             raise InputError(f"features: {_some(keys)} contains a name twice; give each feature once")
-        if not keys and self._features:
-            raise InputError(f"features: got none; this model has {_some(list(self._features))}")
         absent = [feature for name, feature in self._features.items() if name not in keys]
         return _Order(
             absent=tuple(f.name for f in absent),

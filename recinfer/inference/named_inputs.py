@@ -6,6 +6,7 @@ Shape suffixes: B batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ class NamedInputs:
     Attributes:
         specs: all inputs of forward.
         infos: the named inputs of requests.
+        names: their names.
         dense_name: the name of the matrix that ``dense`` carries, or "".
         mergeable: whether requests may be concatenated: every tensor has the batch as its only free axis.
     """
@@ -40,8 +42,8 @@ class NamedInputs:
     def __init__(self, manifest: Manifest) -> None:
         signature = manifest.signature
         self.specs = input_specs(manifest)
-        names = {info.name for info in manifest.named_inputs}
-        self.infos = tuple(spec for spec in self.specs if spec.name in names)
+        self.names = frozenset(info.name for info in manifest.named_inputs)
+        self.infos = tuple(spec for spec in self.specs if spec.name in self.names)
         self._by_name = {info.name: info for info in self.infos}
         self._per_sample = {} if signature is None else signature.per_sample
         self._as_long_as = {} if signature is None else signature.as_long_as
@@ -54,13 +56,22 @@ class NamedInputs:
             if info.kind == "tensor"
         )
 
-    def check(self, given: Mapping[str, Any] | None, batch: int) -> dict[str, GivenInput]:
+    def check(
+        self,
+        given: Mapping[str, Any] | None,
+        batch: int,
+        elsewhere: AbstractSet[str] | None = None,
+        *,
+        only: bool = False,
+    ) -> dict[str, GivenInput]:
         """The inputs as tensors of their dtypes.
 
         Args:
             given: name -> input, see :func:`recinfer.input_arrays.as_input`. A tensor ``[B, n, ...]`` given for a jagged input
                 has ``n`` values per sample.
             batch: number of samples.
+            elsewhere: inputs that the request brings in its context, so that they are not missing.
+            only: check the given inputs alone: those of a context.
 
         Raises:
             InputError: an unknown or missing input, another shape or dtype, NaN or infinity; names the input and the sample.
@@ -72,6 +83,8 @@ class NamedInputs:
             raise InputError(f"inputs: got {unknown[0]!r}; this model takes {have}")
         found: dict[str, GivenInput] = {}
         for info in self.infos:
+            if info.name not in given and (only or (elsewhere and info.name in elsewhere)):
+                continue
             if info.name not in given:
                 raise InputError(f"inputs: {info.name!r} is missing; expected {info.expected(batch)}")
             parts = _parts(info, given[info.name], batch)
@@ -115,15 +128,22 @@ class NamedInputs:
                     f"{int(theirs[sample])}; this model takes as many of both"
                 )
 
-    def converted_bytes(self, given: Mapping[str, GivenInput] | None) -> int:
-        """The bytes that :meth:`check` allocates for inputs of another dtype than the model's."""
+    def from_ids(self, name: str, values: NDArray[Any]) -> GivenInput:
+        """The input ``name`` of one sample, from whole numbers that a request has among its ids."""
+        info, tensor = self._by_name[name], torch.from_numpy(np.ascontiguousarray(values))
+        if info.kind == "jagged":
+            return JaggedTensor.from_parts_unchecked(tensor, None, torch.tensor([len(tensor)]))
+        return tensor if len(info.shape) == 1 else tensor[None]
+
+    def converted_bytes(self, given: Mapping[str, GivenInput] | None, *, always: bool = False) -> int:
+        """The bytes that :meth:`check` allocates for inputs of another dtype than the model's; ``always``: of any dtype."""
         if not given:
             return 0
         total = 0
         for name, value in given.items():
             info = self._by_name.get(name)
             values = value.values() if isinstance(value, JaggedTensor) else value
-            if info is not None and values.dtype != getattr(torch, info.dtype):
+            if info is not None and (always or values.dtype != getattr(torch, info.dtype)):
                 total += values.numel() * getattr(torch, info.dtype).itemsize
         return total
 

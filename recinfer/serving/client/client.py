@@ -167,7 +167,8 @@ class InferenceClient(_Client):
 
         Every feature of the model is given, in ``features`` or in ``context``; a sample without ids has an empty list.
         ``context``: features of one sample that go with all B, a user's beside its candidates', in any form that
-        features have; none of them among ``features``. Context features are sent and looked up once.
+        features have; none of them among ``features``. Context features are sent and looked up once. A mapping may hold other
+        inputs of one sample too.
         ``inputs``: the model's other inputs by name (``get_model().inputs`` lists them): tensors, arrays or lists; see
         :func:`recinfer.input_arrays.as_input`.
         """

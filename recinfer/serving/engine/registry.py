@@ -13,6 +13,7 @@ from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.serving.engine.run_cost import RunCost
 
 if TYPE_CHECKING:
+    from recinfer.inference.archived import ArchivedModel
     from recinfer.inference.predictor import Predictor
 
 __all__ = ["ModelRegistry", "ServedModel"]
@@ -41,13 +42,14 @@ class ServedModel:
     run_cost: RunCost = field(default_factory=RunCost, compare=False)
 
     @classmethod
-    def of(cls, name: str, predictor: Predictor, version: str = "") -> ServedModel:
+    def of(cls, name: str, predictor: Predictor | ArchivedModel, version: str = "") -> ServedModel:
         """Wrap ``predictor`` under ``name`` and ``version`` (empty: the version of its archive)."""
-        widths = [(feature.dim, feature.pooled) for feature in predictor.features]
+        engine = predictor.predictor if hasattr(predictor, "predictor") else predictor
+        widths = [(feature.dim, feature.pooled) for feature in engine.features]
         return cls(
             name=name,
-            version=version or predictor.manifest.version,
-            predictor=predictor,
+            version=version or engine.manifest.version,
+            predictor=engine,
             pooled_width=sum(dim for dim, pooled in widths if pooled),
             sequence_width=sum(dim for dim, pooled in widths if not pooled),
         )
@@ -97,7 +99,7 @@ class ModelRegistry:
         InputError: a version of a model twice.
     """
 
-    def __init__(self, models: Mapping[str, Predictor] | Iterable[ServedModel]) -> None:
+    def __init__(self, models: Mapping[str, Predictor | ArchivedModel] | Iterable[ServedModel]) -> None:
         if isinstance(models, Mapping):
             models = [ServedModel.of(name, predictor) for name, predictor in models.items()]
         models = list(models)

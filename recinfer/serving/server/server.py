@@ -51,6 +51,7 @@ from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
 if TYPE_CHECKING:
+    from recinfer.inference.archived import ArchivedModel
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.server.http_server import HttpServer
     from recinfer.serving.shards.fan_out import FanOut
@@ -96,7 +97,7 @@ class Server:
 
     def __init__(
         self,
-        predictors: Mapping[str, Predictor] | Iterable[ServedModel] | ModelRegistry,
+        predictors: Mapping[str, Predictor | ArchivedModel] | Iterable[ServedModel] | ModelRegistry,
         host: str = "127.0.0.1",
         port: int = 0,
         *,

@@ -112,20 +112,20 @@ def encode_predict_request(
     label: str = "",
     context: Any = None,
     inputs: Mapping[str, Any] | None = None,
+    context_inputs: Mapping[str, Any] | None = None,
 ) -> bytes:
     """A serialized PredictRequest from ``dense [B, num_dense]`` (None: no dense inputs) and the features of the same B samples.
 
     Args:
         features: None for a model whose requests have no features.
-        context: features of one sample that go with all B, none of them in ``features``.
+        context: features of one sample that go with all B, none of them in ``features``; a mapping may hold other inputs too.
         inputs: other inputs by name, see :func:`recinfer.input_arrays.as_input`.
+        context_inputs: other inputs of one sample that go with all B.
 
     Raises:
         InputError: see encode_lookup_request; or ``dense`` is not a matrix of numbers of the batch size.
     """
-    if inputs is not None and not isinstance(inputs, Mapping):
-        raise InputError(f"inputs: got a {type(inputs).__name__}, expected a mapping of input name to its values")
-    named = {name: as_input(name, data) for name, data in (inputs or {}).items()}
+    named, once = _named("inputs", inputs), _named("context_inputs", context_inputs)
     sparse = _no_features(batch_of_inputs(named)) if named and _is_none(features) else as_features(features)
     parts = [_request_head(model, version, label), *_encode_features(sparse)]
     if dense is not None:
@@ -137,10 +137,37 @@ def encode_predict_request(
             )
         parts += bytes_field(4, array_bytes(matrix, _FLOAT32))
     if context is not None:
-        parts += _encode_features(as_features(context), 5)
+        shared, others = _split_context(context)
+        once |= others
+        parts += [] if shared is None else _encode_features(shared, 5)
     for name, given in named.items():
         parts += encode_input(name, given)
+    for name, given in once.items():
+        parts += encode_input(name, given, number=8)
     return b"".join(parts)
+
+
+def _named(field: str, inputs: Any) -> dict[str, InputArrays]:
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise InputError(f"{field}: got a {type(inputs).__name__}, expected a mapping of input name to its values")
+    return {name: as_input(name, data) for name, data in (inputs or {}).items()}
+
+
+def _split_context(context: Any) -> tuple[FeatureArrays | None, dict[str, InputArrays]]:
+    """The features of a context, and its inputs that hold no ids; the server finds inputs of whole numbers by their names."""
+    try:
+        return as_features(context), {}
+    except InputError:
+        if not isinstance(context, Mapping):
+            raise
+        columns = {n: as_input(n, data) for n, data in context.items() if type(data) is not tuple}
+        others = {
+            n: given for n, given in columns.items() if given.values.dtype.kind not in "iu" or given.values.ndim > 2
+        }
+        if not others:
+            raise
+    rest = {name: data for name, data in context.items() if name not in others}
+    return as_features(rest) if rest else None, others
 
 
 def _is_none(features: Any) -> bool:
@@ -152,9 +179,9 @@ def _no_features(batch: int) -> FeatureArrays:
 
 
 def encode_input(
-    name: str, given: InputArrays, dtype: str | None = None, shape: Sequence[int] | None = None
+    name: str, given: InputArrays, dtype: str | None = None, shape: Sequence[int] | None = None, number: int = 7
 ) -> list[Buffer]:
-    """Parts of the field ``inputs`` of a PredictRequest, for one input.
+    """Parts of the field ``number`` of a PredictRequest, for one input: 7 ``inputs``, 8 ``context_inputs``.
 
     Args:
         dtype: the dtype of the values' bytes where numpy lacks it; None: that of the array.
@@ -173,7 +200,7 @@ def encode_input(
         parts += bytes_field(5, array_bytes(given.lengths, _INT32))
     if given.weights is not None:
         parts += bytes_field(6, array_bytes(given.weights, _FLOAT32))
-    return bytes_field(7, *parts)
+    return bytes_field(number, *parts)
 
 
 def features_of(message: pb.JaggedFeatures) -> FeatureArrays:

@@ -67,7 +67,7 @@ class SequenceOutput(_message.Message):
     def __init__(self, key: _Optional[str] = ..., dim: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
-    __slots__ = ("model", "version", "features", "dense", "context", "raw", "inputs", "label")
+    __slots__ = ("model", "version", "features", "dense", "context", "raw", "inputs", "context_inputs", "label")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class PredictRequest(_message.Message):
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_INPUTS_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
@@ -83,8 +84,9 @@ class PredictRequest(_message.Message):
     context: JaggedFeatures
     raw: bytes
     inputs: _containers.RepeatedCompositeFieldContainer[NamedInput]
+    context_inputs: _containers.RepeatedCompositeFieldContainer[NamedInput]
     label: str
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ..., context: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., raw: _Optional[bytes] = ..., inputs: _Optional[_Iterable[_Union[NamedInput, _Mapping]]] = ..., label: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ..., context: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., raw: _Optional[bytes] = ..., inputs: _Optional[_Iterable[_Union[NamedInput, _Mapping]]] = ..., context_inputs: _Optional[_Iterable[_Union[NamedInput, _Mapping]]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class NamedInput(_message.Message):
     __slots__ = ("name", "dtype", "shape", "values", "lengths", "weights")
