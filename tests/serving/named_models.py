@@ -68,7 +68,7 @@ class Hashed(nn.Module):
     def forward(self, user_id: Tensor, price: Tensor, features: KeyedJaggedTensor) -> Tensor:
         item, shop = features["item"], features["shop"]
         ids = torch.cat([user_id % 50, item.values() % 40, shop.values()])
-        lengths = torch.cat([torch.ones_like(user_id).int(), item.lengths().int(), shop.lengths().int()])
+        lengths = torch.stack([torch.ones_like(user_id).int(), item.lengths().int(), shop.lengths().int()]).view(-1)
         bags = self.bags(KeyedJaggedTensor(["user", "item_hashed", "shop"], ids, lengths=lengths))
         return self.head(torch.cat([bags.values(), price], 1))
 

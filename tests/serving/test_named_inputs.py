@@ -203,6 +203,32 @@ def test_a_context_goes_with_named_inputs(client: InferenceClient, models: dict[
     torch.testing.assert_close(found, want)
 
 
+def test_a_context_holds_named_inputs_too(client: InferenceClient, models: dict[str, Predictor]) -> None:
+    asked = ask_priced(5, seed=4)
+    rest = {name: value for name, value in asked.inputs.items() if name not in ("weekday", "price", "flag")}
+    everyone = asked.inputs | {
+        "weekday": torch.full((5,), 3),
+        "price": torch.tensor([[0.5, 0.25]] * 5),
+        "flag": torch.ones(5).bool(),
+    }
+    want = models["priced"].predict(None, asked.features, inputs=everyone)["score"]
+    columns = columns_of(asked.features)
+    columns["user"] = [[9]] * 5
+    want_user = models["priced"].predict(None, columns, inputs=everyone)["score"]
+    once = {"weekday": [3], "price": [[0.5, 0.25]], "flag": [True]}
+    torch.testing.assert_close(
+        client.predict(None, columns_of(asked.features), context=once, inputs=rest)["score"], want
+    )
+    del columns["user"]
+    found = client.predict(None, columns, context={"user": [9], **once}, inputs=rest)["score"]
+    torch.testing.assert_close(found, want_user)
+    torch.testing.assert_close(models["priced"].predict(None, columns, {"user": [9], **once}, rest)["score"], want_user)
+    with pytest.raises(InputError, match="context: input 'flag' is also in inputs"):
+        client.predict(None, columns, context={"user": [9], **once}, inputs=asked.inputs)
+    with pytest.raises(InputError, match="input 'weekday': got shape"):
+        client.predict(None, columns, context={"user": [9], **once, "weekday": [[3, 4]]}, inputs=rest)
+
+
 def test_a_context_goes_with_computed_ids(server: Server, models: dict[str, Predictor]) -> None:
     asked = ask_hashed(3)
     shops = KeyedJaggedTensor(["item"], asked.features["item"].values(), lengths=asked.features["item"].lengths())
