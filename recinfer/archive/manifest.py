@@ -231,6 +231,11 @@ class IdsInfo:
     onnx_refused: str | None
 
     @property
+    def runs_on(self) -> str:
+        """The engine that runs the ids program, as text; see :attr:`DenseInfo.runs_on`."""
+        return engine_text(self.engine, self.onnx_refused)
+
+    @property
     def outputs(self) -> list[str]:
         """Names of the program's outputs, in order."""
         return [
