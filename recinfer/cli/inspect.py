@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
@@ -235,7 +234,7 @@ def _inputs(manifest: Manifest) -> list[Table]:
     for spec in specs:
         kind = f"{spec.kind}, weighted" if spec.weighted else spec.kind
         sizes = ", ".join("any" if size.startswith("values of ") else size for size in map(str, spec.shape))
-        table.add_row(*map(escape, (spec.name, spec.path, kind, spec.dtype, f"[{sizes}]", spec.facts)))
+        table.add_row(spec.name, spec.path, kind, spec.dtype, f"[{sizes}]", spec.facts)
     return [table]
 
 
