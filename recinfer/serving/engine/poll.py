@@ -335,9 +335,11 @@ class PollLoop:
         while not (done.wait(_STOPPED_S) or stopped.is_set()):
             pass
 
-    def stop(self) -> None:
-        """Stop polling; running changes finish."""
+    def stop(self, seconds: float = 0.0) -> None:
+        """Stop polling, and wait up to ``seconds`` for the end of a running look; running changes finish."""
         self._requests.put(None)
+        if seconds > 0 and self._thread.is_alive():
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         reason: str | None = "config" if self._seconds is None else "poll"
