@@ -315,9 +315,10 @@ class ServeConfig:
     @classmethod
     def from_json(cls, text: str) -> ServeConfig:
         """Read :meth:`to_json`'s text; raises ArchiveError or ConfigError for anything else."""
-        from recinfer.archive.strict_json import build, loads
+        from recinfer.archive.strict_json import build
 
-        return build(cls, loads(text.encode(), "configuration"), "configuration")
+        # A path may hold bytes that are no UTF-8, which the reader of archives refuses.
+        return build(cls, json.loads(text), "configuration")
 
 
 def _paths(name: str, given: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import threading
@@ -212,7 +213,7 @@ def test_options_have_the_defaults_of_the_configuration():
 
 def test_a_configuration_survives_json():
     config = ServeConfig(
-        archives=(Path("a.rqa"), Path("b.rqa")),
+        archives=(Path("a.rqa"), Path(os.fsdecode(b"\xff.rqa"))),
         address=AddressConfig("::1", 1, 2, 3, log_json=True),
         tables=TablesConfig("cpu", True, True, 2, True, True),
         models=ModelsConfig((Path("1.rqd"),), Path("store"), 0.5, Path("models.toml"), True, 3, 4.0),

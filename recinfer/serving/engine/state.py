@@ -71,5 +71,5 @@ class ServedState:
 
     @classmethod
     def from_json(cls, value: Any) -> ServedState:
-        """Read :meth:`to_json`'s object, which may have passed through JSON text; raises ArchiveError for anything else."""
+        """Read :meth:`to_json`'s object after its way through JSON text; raises ArchiveError for anything else."""
         return build(cls, value, "state")

@@ -34,5 +34,5 @@ class MadeChange:
 
     @classmethod
     def from_json(cls, value: Any) -> MadeChange:
-        """Read :meth:`to_json`'s object, which may have passed through JSON text; raises ArchiveError for anything else."""
+        """Read :meth:`to_json`'s object after its way through JSON text; raises ArchiveError for anything else."""
         return build(cls, value, "a worker's answer")
