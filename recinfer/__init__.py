@@ -28,6 +28,7 @@ __all__ = [
     "export",
     "load",
     "plan",
+    "serve",
     "verify",
 ]
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         EmbeddingBagCollectionInterface,
         EmbeddingCollection,
     )
+    from recinfer.serving.app.running import serve
     from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
     from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from recinfer.streamable import Multistreamable, Pipelineable
@@ -64,6 +66,7 @@ __getattr__, __dir__ = lazy_names(
         "export": "recinfer.api",
         "load": "recinfer.api",
         "plan": "recinfer.api",
+        "serve": "recinfer.serving.app.running",
         "verify": "recinfer.api",
     },
     # The modules that TorchRec's ``import torchrec`` makes reachable by attribute, and recinfer's packages that docs/

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -130,6 +131,10 @@ class ArchivedModel:
         for output in self.manifest.dense.outputs if self.manifest.dense is not None else ():
             lines.append(f"  out  {output.name}: float32 [batch{''.join(f', {size}' for size in output.shape)}]")
         return "\n".join(lines)
+
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def described(info: InputInfo, manifest: Manifest) -> str:

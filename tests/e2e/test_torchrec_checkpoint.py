@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from recinfer.archive.manifest import Manifest
-from recinfer.cli.served import served
 from recinfer.inference.predictor import load
 from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server_process import served
 from recinfer.sparse import KeyedJaggedTensor
 from tests.e2e.commands import run, run_json
 from tests.e2e.torchrec_model import FEATURES, TABLES
