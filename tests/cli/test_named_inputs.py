@@ -34,7 +34,9 @@ def test_inspect_shows_the_inputs(archive: Path, tmp_path: Path) -> None:
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "input path kind dtype shape facts" in lines
-    assert any(line.startswith("price price tensor float32 [batch,") for line in lines)  # cells are folded at 80 columns
+    assert any(
+        line.startswith("price price tensor float32 [batch,") for line in lines
+    )  # cells are folded at 80 columns
     assert any(line.startswith("slot features['slot'] ids int64 [any] exactly 2") for line in lines)
     described = {one["name"]: one for one in run_json("inspect", archive)["inputs"]}
     assert described["history_price"]["facts"] == "as many as history"

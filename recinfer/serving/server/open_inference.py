@@ -65,7 +65,7 @@ _DTYPES: dict[str, np.dtype] = {
     "UINT8": np.dtype("u1"),
     "INT16": np.dtype("<i2"),
     "FP16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),  # its bits, as numpy lacks the type
+    "BF16": np.dtype("<u2"),  # the bits, as numpy lacks the type
     "FP64": np.dtype("<f8"),
 }
 DATATYPES = {

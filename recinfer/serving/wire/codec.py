@@ -157,7 +157,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
     "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype("<u2"),  # its bits, as numpy lacks the type
+    "bfloat16": np.dtype("<u2"),  # the bits, as numpy lacks the type
     "int64": np.dtype("<i8"),
     "int32": np.dtype("<i4"),
     "int16": np.dtype("<i2"),
