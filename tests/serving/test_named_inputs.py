@@ -203,7 +203,9 @@ def test_a_context_goes_with_named_inputs(client: InferenceClient, models: dict[
     torch.testing.assert_close(found, want)
 
 
-def test_a_context_holds_named_inputs_too(client: InferenceClient, models: dict[str, Predictor]) -> None:
+def test_a_context_holds_named_inputs_too(
+    server: Server, client: InferenceClient, models: dict[str, Predictor]
+) -> None:
     asked = ask_priced(5, seed=4)
     rest = {name: value for name, value in asked.inputs.items() if name not in ("weekday", "price", "flag")}
     everyone = asked.inputs | {
@@ -223,6 +225,28 @@ def test_a_context_holds_named_inputs_too(client: InferenceClient, models: dict[
     found = client.predict(None, columns, context={"user": [9], **once}, inputs=rest)["score"]
     torch.testing.assert_close(found, want_user)
     torch.testing.assert_close(models["priced"].predict(None, columns, {"user": [9], **once}, rest)["score"], want_user)
+    named = {"price": [0.5, 0.25], "weekday": 3, "flag": True}
+    body = {"context": {"user": [9], **named}, "inputs": columns | {"history_price": lists_of(asked)["history_price"]}}
+    v1 = checked(ask(server, "priced:predict", body))["outputs"]
+    np.testing.assert_allclose(v1, want_user.numpy(), rtol=0, atol=1e-6)
+    rows = [dict(zip(body["inputs"], cells)) for cells in zip(*body["inputs"].values())]
+    v1 = checked(ask(server, "priced:predict", {"context": body["context"], "instances": rows}))["predictions"]
+    np.testing.assert_allclose(v1, want_user.numpy(), rtol=0, atol=1e-6)
+    arrays = tensors_of(asked)
+    for name in ("user.values", "user.lengths", *once):
+        del arrays[name]
+    arrays["context.user.values"], arrays["context.user.lengths"] = np.array([9]), np.array([1], np.int32)
+    arrays |= {"context.price": np.float32([[0.5, 0.25]]), "context.weekday": np.array([3])}
+    arrays["context.flag"] = np.array([True])
+    triton = triton_grpc.InferenceServerClient(server.target)
+    tensors = [triton_grpc.InferInput(n, list(a.shape), DATATYPES[a.dtype.name]) for n, a in arrays.items()]
+    for tensor, array in zip(tensors, arrays.values()):
+        tensor.set_data_from_numpy(array)
+    v2 = triton.infer("priced", tensors).as_numpy("score")
+    triton.close()
+    np.testing.assert_allclose(v2, want_user.numpy(), rtol=0, atol=1e-6)
+    with pytest.raises(InputError, match="context: got 'prize', which is no input of this model"):
+        checked(ask(server, "priced:predict", body | {"context": {"prize": 1}}))
     with pytest.raises(InputError, match="context: input 'flag' is also in inputs"):
         client.predict(None, columns, context={"user": [9], **once}, inputs=asked.inputs)
     with pytest.raises(InputError, match="input 'weekday': got shape"):

@@ -11,6 +11,7 @@ Inputs, B samples:
     ``T`` of T's datatype and shape                          tensor T, another input of the model
     ``J.values``, ``J.lengths`` INT32 [B], ``J.weights``     jagged input J, as a feature, with values of J's datatype [N, ...]
     ``J`` [B, n, ...]                                        jagged input J with n values per sample
+    ``context.X``                                            any of these, of one sample that applies to all B samples
 Ids may also be INT32 and lengths INT64. Outputs: the model's outputs by name, FP32; or embeddings, ``F.embedding`` FP32
 [B, dim], for an unpooled feature [ids, dim] with ``F.embedding.lengths`` INT32 [B]. A request that names embeddings as
 outputs, or has the parameter ``method`` = ``"lookup"``, is a lookup of the features among its inputs; any other request is a
@@ -38,11 +39,13 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
 if TYPE_CHECKING:
+    from recinfer.inference.named_inputs import NamedInputs
     from recinfer.inference.predictor import Predictor
     from recinfer.inference.specs import InputSpec
     from recinfer.serving.engine.registry import ModelRegistry
 
 __all__ = [
+    "CONTEXT",
     "DATATYPES",
     "EMBEDDING",
     "LENGTHS",
@@ -84,6 +87,8 @@ DATATYPES = {
 _NAMES = {datatype: name for name, datatype in DATATYPES.items()}
 _INTEGERS = ("INT64", "INT32")
 _MAX_RANK = 8
+CONTEXT = "context."
+"""Prefix of the names of a context's inputs."""
 EMBEDDING, LENGTHS = ".embedding", ".embedding.lengths"
 """Suffixes of a feature's name in the names of its outputs."""
 _INT32_MAX = 2**31 - 1
@@ -203,29 +208,59 @@ def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> t
     by_name = {tensor.name: tensor for tensor in request.inputs}
     if len(by_name) != len(request.inputs):
         raise InputError("inputs: got a name more than once, expected each input once")
-    named = model.predictor.inputs
+    named, feature_names = model.predictor.inputs, model.predictor.intake.names
+    of_context = _take_context(by_name, feature_names)
     own = {name for info in named.infos for name in (info.name, f"{info.name}.values")}
     for tensor in request.inputs:
-        _check_size(tensor.name, tensor.shape, tensor.data.size, tensor.name in own)
+        is_named = tensor.name in own or tensor.name.removeprefix(CONTEXT) in own
+        _check_size(tensor.name, tensor.shape, tensor.data.size, is_named)
     inputs = [part for info in named.infos for part in _take_named(info, by_name)]
-    feature_names = model.predictor.intake.names
+    once = _encode_context(of_context, named, feature_names, limits)
     dense = _dense(by_name, dense_name(feature_names), named.dense_name)
     features = _features(by_name)
     if dense is not None and features and dense.shape[0] != features[0].batch:
         raise InputError(
             f"input {dense.name!r}: got {dense.shape[0]} samples, expected {features[0].batch} as the features"
         )
-    batch = features[0].batch if features else 0 if feature_names else _batch_of(request.inputs, named.infos)
+    if features:
+        batch = features[0].batch
+    elif once or not feature_names:
+        batch = dense.shape[0] if dense is not None else _batch_of(request.inputs, named.infos)
+    else:
+        batch = 0
     parts = _encode(features, batch, limits)
     # Both requests begin with the same two fields.
     head = pb.GetModelRequest(model=request.model, version=model.version)
     if call == "Lookup":
         return call, b"".join([head.SerializeToString(), *parts])
     tail = [] if dense is None else bytes_field(4, array_bytes(dense.data))
-    return call, b"".join([head.SerializeToString(), *parts, *tail, *inputs])
+    return call, b"".join([head.SerializeToString(), *parts, *tail, *inputs, *once])
 
 
-def _take_named(info: InputSpec, by_name: dict[str, InputTensor]) -> list[Buffer]:
+def _take_context(by_name: dict[str, InputTensor], feature_names: Sequence[str]) -> dict[str, InputTensor]:
+    """Take the tensors of the context out of ``by_name``; returns them by the rest of their names. A model with a feature
+    ``context.X`` takes no context."""
+    if any(name.startswith(CONTEXT) for name in feature_names):
+        return {}
+    names = [name for name in by_name if name.startswith(CONTEXT)]
+    return {name.removeprefix(CONTEXT): by_name.pop(name) for name in names}
+
+
+def _encode_context(
+    by_name: dict[str, InputTensor], named: NamedInputs, feature_names: Sequence[str], limits: Limits
+) -> list[Buffer]:
+    """Parts of the fields ``context`` and ``context_inputs`` of a PredictRequest."""
+    if not by_name:
+        return []
+    parts = [part for info in named.infos for part in _take_named(info, by_name, 8)]
+    dense = _dense(by_name, dense_name(feature_names), named.dense_name)
+    if dense is not None:
+        parts += encode_input(named.dense_name or dense.name, InputArrays(dense.data), None, dense.shape, 8)
+    features = _features(by_name)
+    return [*parts, *(_encode(features, features[0].batch, limits, 5) if features else [])]
+
+
+def _take_named(info: InputSpec, by_name: dict[str, InputTensor], number: int = 7) -> list[Buffer]:
     """Take the tensors of a named input out of ``by_name``; returns its part of a PredictRequest, empty without them."""
     is_jagged = info.kind == "jagged" and f"{info.name}.values" in by_name
     found = by_name.pop(f"{info.name}.values" if is_jagged else info.name, None)
@@ -236,7 +271,8 @@ def _take_named(info: InputSpec, by_name: dict[str, InputTensor]) -> list[Buffer
         lengths = _counts(info.name, "values", by_name)
     if info.weighted and f"{info.name}.weights" in by_name:
         weights = by_name.pop(f"{info.name}.weights").data.astype(np.float32, copy=False)
-    return encode_input(info.name, InputArrays(found.data, lengths, weights), _NAMES[found.datatype], found.shape)
+    given = InputArrays(found.data, lengths, weights)
+    return encode_input(info.name, given, _NAMES[found.datatype], found.shape, number)
 
 
 def _batch_of(tensors: Sequence[InputTensor], infos: Sequence[InputSpec]) -> int:
@@ -376,8 +412,8 @@ def _one_dimensional(tensor: InputTensor) -> InputTensor:
     return tensor
 
 
-def _encode(features: Sequence[_Feature], batch: int, limits: Limits) -> list[Buffer]:
-    """Parts of the field ``features`` of recinfer's request."""
+def _encode(features: Sequence[_Feature], batch: int, limits: Limits, number: int = 3) -> list[Buffer]:
+    """Parts of the field ``number`` of recinfer's request: 3 ``features``, 5 ``context``."""
     if batch > limits.max_batch or len(features) > limits.max_keys:
         # The codec refuses the request here, before lengths are written for that many samples.
         codec.decode_bags(pb.JaggedFeatures(keys=[f.name for f in features], batch_size=batch), limits)
@@ -396,7 +432,7 @@ def _encode(features: Sequence[_Feature], batch: int, limits: Limits) -> list[Bu
         parts += bytes_field(
             5, *(array_bytes(feature.weights.data) for feature in weighted if feature.weights is not None)
         )
-    return bytes_field(3, *parts)
+    return bytes_field(number, *parts)
 
 
 def _lengths(feature: _Feature) -> np.ndarray:

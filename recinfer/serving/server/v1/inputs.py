@@ -67,17 +67,35 @@ class ModelInputs:
     dense_in_forward: str = ""
     _layouts: LruCache[tuple[str, ...], Layout] = field(default_factory=lambda: LruCache(_MAX_LAYOUTS), repr=False)
 
-    def layout(self, names: tuple[str, ...], field: str, *, with_dense: bool) -> Layout:
-        """The layout of a request with these inputs; ``field`` is their place in the body.
+    def layout(
+        self, names: tuple[str, ...], field: str, *, with_dense: bool, in_context: frozenset[str] = frozenset()
+    ) -> Layout:
+        """The layout of a request with these inputs; ``field`` is their place in the body, ``in_context`` the inputs that its
+        context has.
 
         Raises:
             InputError: an input that the model lacks, or some dense columns without the others.
         """
-        key = (*names, "predict" if with_dense else "lookup")
+        key = (*names, "predict" if with_dense else "lookup", *sorted(in_context))
         found = self._layouts[key]
         if found is None:
-            found = self._layouts[key] = self._new_layout(names, field, with_dense)
+            found = self._layouts[key] = self._new_layout(names, field, with_dense, in_context)
         return found
+
+    def place_in_context(self, name: str) -> str:
+        """What an input of the context is: ``feature``, ``named`` or ``dense``.
+
+        Raises:
+            InputError: no input of the model, or a dense column alone.
+        """
+        if name in self.features:
+            return "feature"
+        if any(info.name == name for info in self.named):
+            return "named"
+        if self.num_dense and name in (self.dense, self.dense_in_forward):
+            return "dense"
+        known = (*self.features, *([self.dense] if self.num_dense else ()), *(info.name for info in self.named))
+        raise InputError(f"context: got {text_of(name)}, which is no input of this model; {_listed(known)}")
 
     @property
     def by_sample(self) -> frozenset[str]:
@@ -88,7 +106,7 @@ class ModelInputs:
         """The name of the model's only input, which samples need not name; None for a model with several inputs."""
         return self.features[0] if len(self.features) == 1 and not self.num_dense and not self.named else None
 
-    def _new_layout(self, names: tuple[str, ...], field: str, with_dense: bool) -> Layout:
+    def _new_layout(self, names: tuple[str, ...], field: str, with_dense: bool, in_context: frozenset[str]) -> Layout:
         own, others = set(self.features), {info.name for info in self.named}
         features = tuple(name for name in names if name in own)
         named = tuple(name for name in names if name in others) if with_dense else ()
@@ -99,10 +117,12 @@ class ModelInputs:
         known = (*self.features, *self.columns, *([self.dense] if self.num_dense else ()), *sorted(others))
         if unknown := [name for name in dense if name not in known]:
             raise InputError(f"{field}: got {text_of(unknown[0])}, which is no input of this model; {_listed(known)}")
-        if not features and (self.features or not named):
+        if not features and not ((named or dense) and (in_context or not self.features)):
             raise InputError(f"{field}: got no feature, expected some of {', '.join(self.features[:_SHOWN])}")
         if not with_dense:
             dense = ()
+        elif self.num_dense and not dense and self.dense in in_context:
+            pass
         elif self.num_dense and not dense:
             beside = f", or the columns {', '.join(self.columns[:_SHOWN])}" if self.columns else ""
             raise InputError(

@@ -82,6 +82,14 @@ class _Model:
         self._request("Lookup", [], with_dense=False)
         self._named_response("Lookup", row, column)
 
+    def _context(self, row: dict[str, Schema]) -> Schema:
+        """The schema of a context: any inputs of a row."""
+        properties = dict(row)
+        if self._inputs.num_dense:
+            properties[self._inputs.dense] = array_of(FLOAT, self._inputs.num_dense)
+        about = {"description": "Inputs of one sample that apply to all samples.", "minProperties": 1}
+        return self._add("PredictContext", object_of(properties, []) | about)
+
     def _request(self, call: CallName, needed: list[str], *, with_dense: bool) -> None:
         features = [name for name in self._inputs.features if with_dense or self._is_looked_up(name)]
         row = {name: self._cell(name) for name in features}
@@ -92,6 +100,7 @@ class _Model:
             column[name] = {"anyOf": [column[name], self._bags]}
         signature = {"type": "string", "enum": [*SIGNATURES[call], ""]}
         forms = []
+        context = self._context(row) if with_dense else None
         for field, properties in (("instances", row), ("inputs", column)):
             whole = object_of(properties, needed) | {"minProperties": 1}
             if with_dense and self._inputs.num_dense:
@@ -104,7 +113,13 @@ class _Model:
             else:
                 given = self._add(f"{call}Inputs", whole)
             form = object_of({field: given, "signature_name": signature}, [field])
-            forms.append(self._add(f"{call}{'Rows' if field == 'instances' else 'Columns'}", form))
+            name = f"{call}{'Rows' if field == 'instances' else 'Columns'}"
+            forms.append(self._add(name, form))
+            if context is not None:
+                rest = self._add(f"{name}Rest", object_of(whole["properties"], []) | {"minProperties": 1})
+                given = array_of(rest, None) if field == "instances" else rest
+                form = object_of({field: given, "context": context, "signature_name": signature}, [field, "context"])
+                forms.append(self._add(f"{name}InContext", form))
         self._add(f"{call}Request", {"oneOf": forms})
 
     def _add_dense(self, whole: Schema, *, is_row: bool) -> None:
