@@ -143,7 +143,6 @@ def test_given_proposers_run_as_documented_and_are_not_better() -> None:
     for parts in (
         {"proposer": [GreedyProposer(), UniformProposer()]},
         {"partitioner": GreedyPerfPartitioner()},
-        {"callbacks": [lambda plan: plan]},
     ):
         theirs = train_planner(4, **parts)
         theirs.plan(collection(shapes), sharders())
@@ -151,6 +150,13 @@ def test_given_proposers_run_as_documented_and_are_not_better() -> None:
         assert theirs.report.num_proposals > 1
         assert ours.report.max_perf <= theirs.report.max_perf * (1 + 1e-9)
         assert theirs.report.lower_bound == pytest.approx(ours.report.lower_bound)
+
+
+def test_callbacks_get_the_plan_of_the_default_search() -> None:
+    shapes = [(10 ** (3 + i % 4), (32, 64, 128, 256)[i % 4]) for i in range(12)]
+    ours, called = train_planner(4), train_planner(4, callbacks=[lambda plan: plan])
+    assert ours.plan(collection(shapes), sharders()).plan == called.plan(collection(shapes), sharders()).plan
+    assert ours.last_plan is not None and called.last_plan is None
 
 
 def test_callbacks_change_the_plan() -> None:
