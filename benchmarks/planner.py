@@ -4,7 +4,7 @@
     python -m benchmarks.planner --torchrec-python PATH           # and TorchRec's planner, run by that interpreter
     python -m benchmarks.planner --cases 26x8,200x16 --timeout 60 --out planner.json
     python -m benchmarks.planner --modes train,greedy,easyrec     # the default search against proposers
-    python -m benchmarks.planner --calibrated                     # planned against measured time of each rank, on CPU
+    python -m benchmarks.planner --calibrated                     # plans with and without a profile, measured on CPU
 
 80 GiB per rank, batch 512, synthetic tables that depend only on their number. Each case runs in a separate process, so
 that its peak memory is measured alone. Both planners' plans are rated with one estimator, recinfer's (which agrees with
@@ -250,7 +250,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--torchrec-python", help="interpreter that can import torchrec")
     parser.add_argument("--modes", help="modes of inference,train,greedy,uniform,easyrec,forward, separated by commas")
     parser.add_argument("--timeout", type=float, default=120, help="time limit of TorchRec per plan, in seconds")
-    parser.add_argument("--calibrated", action="store_true", help="compare planned with measured times instead")
+    parser.add_argument(
+        "--calibrated", action="store_true", help="measure plans with and without recinfer calibrate instead"
+    )
+    parser.add_argument("--hardware", type=Path, help="with --calibrated, a profile instead of a new calibration")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -262,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.calibrated:
         from benchmarks.planner_calibrated import calibrated
 
-        results: Any = calibrated()
+        results: Any = calibrated(args.hardware)
     else:
         results = {}
         print(
