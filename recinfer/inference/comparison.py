@@ -32,9 +32,9 @@ from recinfer.archive.manifest import Manifest, TableInfo
 from recinfer.archive.positions import read_position_tensors
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.rows import RowReader
+from recinfer.inference.float_model import FloatRows, compare_with_float, float_embeddings, rounding_bound
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.recorded import RecordedBatch, RecordedReference
-from recinfer.inference.reference import FloatRows, compare_with_float, float_embeddings, rounding_bound
 from recinfer.quant.rows import unpack_rows
 
 if TYPE_CHECKING:

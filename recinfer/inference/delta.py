@@ -37,11 +37,11 @@ from recinfer.data.contract import FeatureContract
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.distributed.planner.plan.plan import misfits
 from recinfer.errors import ConfigError
+from recinfer.inference.float_model import FloatRows, compare_with_float
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import dense_part, first_manifest, read_positions, table_keys, with_dense
 from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import quantize_tables
-from recinfer.inference.reference import FloatRows, compare_with_float
 
 __all__ = ["DeltaReport", "make_delta"]
 

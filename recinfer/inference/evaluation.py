@@ -21,8 +21,8 @@ from recinfer.archive.check import Request
 from recinfer.archive.manifest import Manifest, TableInfo
 from recinfer.data.metrics import auc, log_loss, normalized_entropy, sigmoid
 from recinfer.errors import ConfigError, InputError
+from recinfer.inference.float_model import FloatRows, float_embeddings
 from recinfer.inference.predictor import Predictor
-from recinfer.inference.reference import FloatRows, float_embeddings
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract

@@ -37,6 +37,7 @@ from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
 from recinfer.inference.comparison import compare_export
 from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
+from recinfer.inference.float_model import FloatRows, compare_with_float
 from recinfer.inference.lookups import output_names
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
@@ -52,7 +53,6 @@ from recinfer.inference.prepare import (
 from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
 from recinfer.inference.recorded import RecordedReference
-from recinfer.inference.reference import FloatRows, compare_with_float
 from recinfer.inference.report import ExportReport, make_report
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from recinfer.archive.check import Request
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
 from recinfer.inference.comparison import compare_archive
+from recinfer.inference.float_model import FloatRows, compare_with_float
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.recorded import RecordedReference
-from recinfer.inference.reference import FloatRows, compare_with_float
 from recinfer.inference.report import ExportReport
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
