@@ -37,7 +37,7 @@ from recinfer.data.contract import FeatureContract
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.distributed.planner.plan.plan import misfits
 from recinfer.errors import ConfigError
-from recinfer.inference.float_model import FloatRows, compare_with_float
+from recinfer.inference.float_model import FloatModel, FloatRows
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import dense_part, first_manifest, read_positions, table_keys, with_dense
 from recinfer.inference.progress import byte_bar, spinner
@@ -145,7 +145,7 @@ def make_delta(
             )
             trial = predictor.with_delta_applied(writer.contents(info, files))
             answers = [trial.replay(request) for request in requests]
-            errors = compare_with_float(trial, rows, requests, answers, weights)
+            errors = FloatModel(trial, rows, weights).largest_errors(requests, answers)
             del trial  # frees its changed pages, which the check below maps again
             dense_changed = tuple(sorted(files))
             files[ANSWERS] = pack_answers(answers)

@@ -1,8 +1,12 @@
-"""Computes the float model's answers to the golden requests, which an export is checked against."""
+"""The float model of an archive: float rows of the ids that some requests read, through the archive's dense program.
+
+The float checkpoint is not loaded: its rows are collected while the tables are read, so memory is bounded by these rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +18,10 @@ from recinfer.inference.predictor import Predictor
 from recinfer.quant.formats.registry import row_format
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
-__all__ = ["FloatRows", "compare_with_float", "float_embeddings", "rounding_bound"]
+__all__ = ["FloatModel", "FloatRows", "FloatVectors", "PositionWeights", "rounding_bound", "table_columns"]
+
+PositionWeights = Mapping[str, Mapping[str, Tensor]]
+"""Module path -> feature -> the weight of each position of a bag."""
 
 
 class FloatRows:
@@ -51,74 +58,123 @@ class FloatRows:
         return other
 
 
-def compare_with_float(
-    predictor: Predictor,
-    rows: FloatRows,
-    requests: Sequence[Request],
-    answers: Sequence[Answer],
-    position_weights: Mapping[str, Mapping[str, Tensor]],
-) -> tuple[float, float | None]:
-    """The largest difference of embeddings and of outputs from the float model's.
+class FloatVectors(NamedTuple):
+    """One tensor of a request's float embeddings: a pooled module, or a feature of a sequence module.
 
-    Raises:
-        ArchiveError: an embedding differs by more than its precision allows: a bug, or a damaged disk.
+    Attributes:
+        module: path of the module.
+        name: "pooled", or the feature.
+        vectors: float32 [B, D] or [ids, dim].
+        bound: the largest difference of the archive's vectors that their precision allows, of the same shape.
+        lengths: int64 [B] of a sequence.
     """
-    manifest = predictor.manifest
-    worst = worst_output = 0.0
-    for request, answer in zip(requests, answers):
-        floats: list[Tensor] = []
-        lengths: list[Tensor | None] = []
-        place = 0
-        for module in manifest.modules:
-            parts = _module_floats(manifest, module, rows, request, position_weights.get(module.path, {}))
-            for name, expected, bound, sequence_lengths in parts:
-                difference = (answer.embeddings[place] - expected).abs()
-                if difference.numel() and not bool((difference <= bound).all()):
-                    raise ArchiveError(
-                        f"module {module.path!r}, {name}: the archive's embeddings differ from the float model's by "
-                        f"{float(difference.max()):.3g}; its precision allows {float(bound.max()):.3g}",
-                        rule="C2",
-                    )
-                worst = max([worst, *difference.flatten().tolist()])
-                floats.append(expected)
-                lengths.append(sequence_lengths)
-                place += 1
-        for a, b in zip(answer.outputs, predictor.run_dense_on(request.dense, floats, lengths), strict=True):
-            worst_output = max([worst_output, *(a - b).abs().flatten().tolist()])
-    return worst, None if manifest.dense is None else worst_output
+
+    module: str
+    name: str
+    vectors: Tensor
+    bound: Tensor
+    lengths: Tensor | None
 
 
-def float_embeddings(
-    manifest: Manifest, rows: FloatRows, request: Request, position_weights: Mapping[str, Mapping[str, Tensor]]
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The float model's embeddings for a request, as ``Predictor.replay`` orders them, and the lengths of sequences."""
-    vectors: list[Tensor] = []
-    lengths: list[Tensor | None] = []
+class FloatModel:
+    """The float model of an archive.
+
+    Args:
+        predictor: the archive, whose dense program runs.
+        rows: the float rows of the requests that will be computed.
+        position_weights: the float weights of modules with weights by position.
+    """
+
+    def __init__(self, predictor: Predictor, rows: FloatRows, position_weights: PositionWeights) -> None:
+        self.predictor = predictor
+        self.manifest = predictor.manifest
+        self.rows = rows
+        self._position_weights = position_weights
+
+    def with_rows(self, rows: Mapping[tuple[str, str], Tensor]) -> FloatModel:
+        """A copy with other rows for the same ids: (module path, table) -> float32 [ids, dim]."""
+        return FloatModel(self.predictor, self.rows.with_rows(rows), self._position_weights)
+
+    def embeddings(self, request: Request) -> list[FloatVectors]:
+        """The float embeddings of a request, in the order of ``Predictor.replay``."""
+        found: list[FloatVectors] = []
+        for module in self.manifest.modules:
+            found += _module_floats(
+                self.manifest, module, self.rows, request, self._position_weights.get(module.path, {})
+            )
+        return found
+
+    def outputs(
+        self, request: Request, embeddings: Sequence[FloatVectors], vectors: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """The dense program's outputs for a request's embeddings, or for other ``vectors`` in their place."""
+        given = [e.vectors for e in embeddings] if vectors is None else vectors
+        return self.predictor.run_dense_on(request.dense, given, [e.lengths for e in embeddings])
+
+    def compare(self, request: Request, answer: Answer) -> tuple[float, list[Tensor]]:
+        """The largest difference of an answer's embeddings from the float ones, and the float model's outputs.
+
+        Raises:
+            ArchiveError: an embedding differs by more than its precision allows: a bug, or a damaged disk.
+        """
+        worst = 0.0
+        found = self.embeddings(request)
+        for expected, vectors in zip(found, answer.embeddings, strict=True):
+            difference = (vectors - expected.vectors).abs()
+            if difference.numel() and not bool((difference <= expected.bound).all()):
+                raise ArchiveError(
+                    f"module {expected.module!r}, {expected.name}: the archive's embeddings differ from the float model's by "
+                    f"{float(difference.max()):.3g}; its precision allows {float(expected.bound.max()):.3g}",
+                    rule="C2",
+                )
+            worst = max([worst, *difference.flatten().tolist()])
+        return worst, self.outputs(request, found)
+
+    def largest_errors(self, requests: Sequence[Request], answers: Sequence[Answer]) -> tuple[float, float | None]:
+        """The largest difference of embeddings, and of outputs (None without a dense part), over all requests.
+
+        Raises:
+            ArchiveError: see :meth:`compare`.
+        """
+        worst = worst_output = 0.0
+        for request, answer in zip(requests, answers):
+            difference, outputs = self.compare(request, answer)
+            worst = max(worst, difference)
+            for a, b in zip(answer.outputs, outputs, strict=True):
+                worst_output = max([worst_output, *(a - b).abs().flatten().tolist()])
+        return worst, None if self.manifest.dense is None else worst_output
+
+
+def table_columns(manifest: Manifest) -> Iterator[tuple[TableInfo, int, slice]]:
+    """(table, number of the tensor, columns) of each table's vectors in :meth:`FloatModel.embeddings`."""
+    place = 0
     for module in manifest.modules:
-        parts = _module_floats(manifest, module, rows, request, position_weights.get(module.path, {}))
-        vectors += [found for _, found, _, _ in parts]
-        lengths += [counts for _, _, _, counts in parts]
-    return vectors, lengths
+        column = 0
+        for table in manifest.module_tables(module.path):
+            num = len(table.features)
+            if module.kind == "sequence":
+                yield from ((table, place + i, slice(0, table.dim)) for i in range(num))
+                place += num
+            else:
+                yield table, place, slice(column, column + table.dim * num)
+                column += table.dim * num
+        place += module.kind != "sequence"
 
 
 def _module_floats(
     manifest: Manifest, module: ModuleInfo, rows: FloatRows, request: Request, weights: Mapping[str, Tensor]
-) -> list[tuple[str, Tensor, Tensor, Tensor | None]]:
-    """(name, float vectors, largest allowed difference, lengths of a sequence) for each tensor of the answer."""
+) -> list[FloatVectors]:
     features = [(t, f) for t in manifest.module_tables(module.path) for f in t.features]
     if module.kind == "sequence":
-        parts: list[tuple[str, Tensor, Tensor, Tensor | None]] = []
+        parts = []
         for table, name in features:
             bag = request.features[name]
             vectors = rows.rows(table, bag.values())
-            parts.append((name, vectors, rounding_bound(table, vectors), bag.lengths().long()))
+            parts.append(FloatVectors(module.path, name, vectors, rounding_bound(table, vectors), bag.lengths().long()))
         return parts
-    pooled, bounds = [], []
-    for table, name in features:
-        vectors, bound = _pooled(table, rows, request.features[name], module, weights.get(name))
-        pooled.append(vectors)
-        bounds.append(bound)
-    return [("pooled", torch.cat(pooled, 1), torch.cat(bounds, 1), None)]
+    pooled = [_pooled(table, rows, request.features[name], module, weights.get(name)) for table, name in features]
+    both = (torch.cat(parts, 1) for parts in zip(*pooled))
+    return [FloatVectors(module.path, "pooled", next(both), next(both), None)]
 
 
 def rounding_bound(table: TableInfo, vectors: Tensor) -> Tensor:
