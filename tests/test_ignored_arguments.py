@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 from torch import nn
 
-from recinfer.distributed.layout.edges import sharding_spec
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner import ParameterConstraints, Topology
 from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.distributed.types import KeyValueParams, ParameterSharding, ShardingEnv
+from recinfer.distributed.types.edges import sharding_spec
 from recinfer.errors import ConfigError
 from recinfer.ignored import IGNORED, IgnoredArgumentWarning
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.quant.embedding_modules import EmbeddingBagCollection as QuantBags

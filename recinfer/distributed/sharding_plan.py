@@ -12,9 +12,6 @@ from torch import nn
 from recinfer import env
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.fused_params import names_optimizer
-from recinfer.distributed.layout.cuts import column_width, even_rows, grid, heights_in_proportion
-from recinfer.distributed.layout.edges import placement, sharding_spec
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.constants import MIN_CW_DIM
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -22,8 +19,11 @@ from recinfer.distributed.types import (
     ParameterSharding,
     ShardingType,
 )
+from recinfer.distributed.types.edges import placement, sharding_spec
 from recinfer.distributed.utils import has_optimizer_in_backward
 from recinfer.errors import ConfigError
+from recinfer.layout.cuts import column_width, even_rows, grid, heights_in_proportion
+from recinfer.layout.rect import Rect
 
 __all__ = [
     "ParameterShardingGenerator",

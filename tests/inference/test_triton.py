@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 import recinfer
 from recinfer.cli.main import app
-from recinfer.distributed.layout.rect import Rect, tile
 from recinfer.distributed.quant.place import on_one_device
 from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.distributed.types import ShardingEnv
 from recinfer.errors import ConfigError, UnavailableError
+from recinfer.layout.rect import Rect, tile
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Placed, allocate
 from recinfer.quant.embedding_modules import EmbeddingBagCollection

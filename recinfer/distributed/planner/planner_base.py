@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from recinfer import env
-from recinfer.distributed.layout.edges import placement, sharding_spec
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.interfaces import Enumerator, Stats, StorageReservation
@@ -29,6 +28,7 @@ from recinfer.distributed.types import (
     ShardingPlanner,
     ShardingType,
 )
+from recinfer.distributed.types.edges import placement, sharding_spec
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:

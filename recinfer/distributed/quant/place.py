@@ -19,11 +19,11 @@ from recinfer.distributed.embedding_types import (
     EmbeddingLocation,
     compute_kernel_to_embedding_location,
 )
-from recinfer.distributed.layout.cuts import column_unit
-from recinfer.distributed.layout.edges import rects_of
-from recinfer.distributed.layout.rect import Rect, Strip, tile
 from recinfer.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from recinfer.distributed.types.edges import rects_of
 from recinfer.errors import ConfigError, NotFoundError
+from recinfer.layout.cuts import column_unit
+from recinfer.layout.rect import Rect, Strip, tile
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.quant.buffers import Buffers, Memory, Placed, allocate, whole_table
 from recinfer.quant.kernels import choose_kernel

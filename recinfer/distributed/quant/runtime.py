@@ -24,10 +24,10 @@ from recinfer.distributed.exchange.devices import EmbeddingsAllToOne, sent_to
 from recinfer.distributed.exchange.features import ShardFeaturesDist
 from recinfer.distributed.exchange.pooled import PooledContext, ShardPooledDist
 from recinfer.distributed.exchange.sequence import SequenceShardingContext, ShardSequenceDist
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.quant.place import memory_of
 from recinfer.distributed.tables.rank_lookup import RankLookup, embeddings_cat_empty_rank_handle
 from recinfer.distributed.tables.slots import ShardLayout
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers, Placed
 from recinfer.quant.kernels import table_batch

@@ -17,7 +17,6 @@ from recinfer.distributed.embedding_types import (
 )
 from recinfer.distributed.exchange.pooled import PooledContext
 from recinfer.distributed.exchange.sequence import SequenceShardingContext
-from recinfer.distributed.layout.edges import sharding_spec
 from recinfer.distributed.quant.place import PackedTables, check_devices, kernel_of
 from recinfer.distributed.quant.runtime import (
     FeaturesToDevices,
@@ -27,6 +26,7 @@ from recinfer.distributed.quant.runtime import (
 )
 from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.distributed.types import ParameterSharding, ShardedModule, ShardingType
+from recinfer.distributed.types.edges import sharding_spec
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import (
     BaseEmbeddingConfig,

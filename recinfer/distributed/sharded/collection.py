@@ -26,7 +26,6 @@ from recinfer.distributed.embedding_types import (
 )
 from recinfer.distributed.exchange.combine import JoinShardings
 from recinfer.distributed.exchange.inside_hosts import summed_inside_hosts
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.sharded.id_check import IdCheck
 from recinfer.distributed.sharded.infos import by_sharding_type
 from recinfer.distributed.sharded.sharding import HOST_TYPES, ROW_TYPES, TableSharding
@@ -42,6 +41,7 @@ from recinfer.distributed.types import (
     ShardMetadata,
     rank_device,
 )
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import data_type_to_dtype
 from recinfer.optim.fused import FusedOptimizerModule, mark_fused
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer

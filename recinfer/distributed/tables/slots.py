@@ -22,10 +22,10 @@ from recinfer.distributed.embedding_types import (
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
 )
-from recinfer.distributed.layout.edges import rects_of
-from recinfer.distributed.layout.rect import Rect, Strip, tile
 from recinfer.distributed.types import ShardingType
+from recinfer.distributed.types.edges import rects_of
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect, Strip, tile
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
 
 __all__ = ["ShardLayout", "Slot", "Tiling", "check_kind", "later", "tiling_of"]

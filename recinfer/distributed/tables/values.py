@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
-from recinfer.distributed.layout.rect import Rect
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 
 __all__ = ["fill", "new_seed"]

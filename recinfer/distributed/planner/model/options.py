@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.model.topology import Perf, Storage
 from recinfer.distributed.types import BoundsCheckMode, CacheParams, DataType, KeyValueParams, ShardingType
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect
 
 __all__ = ["PartitionByType", "Shard", "ShardingOption", "partition_by_of"]
 

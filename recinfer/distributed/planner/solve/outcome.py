@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.estimates import (
@@ -27,6 +26,7 @@ from recinfer.distributed.planner.solve.problem import FREE, Problem
 from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.planner.solve.space import SearchSpace, option_label, shard_arrays
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect
 
 __all__ = ["build_plan", "chosen_options", "pin_tables"]
 

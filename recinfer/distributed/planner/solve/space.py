@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recinfer.distributed.layout.cuts import column_width, even_rows, heights_in_proportion
 from recinfer.distributed.planner.constants import (
     MIN_CW_DIM,
     UVM_CACHING_RATIO,
@@ -40,6 +39,7 @@ from recinfer.distributed.planner.model.estimates import (
 )
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import Topology
+from recinfer.layout.cuts import column_width, even_rows, heights_in_proportion
 
 __all__ = ["SearchSpace", "build_space"]
 
