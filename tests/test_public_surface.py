@@ -65,6 +65,11 @@ def describe_class(node: ast.ClassDef, module: ast.Module) -> dict[str, str]:
     return members
 
 
+def names_of(target: ast.expr) -> list[str]:
+    """The names of ``a, b = ...``; none for a single name."""
+    return [ast.unparse(each) for each in target.elts] if isinstance(target, ast.Tuple) else []
+
+
 def describe(module: str, name: str) -> object:
     """What ``module`` offers as ``name``: members of a class, signature of a function; imports are followed."""
     found: object = None
@@ -75,6 +80,8 @@ def describe(module: str, name: str) -> object:
             found = signature(node)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and name in map(ast.unparse, node.targets):
             return describe(module, node.value.id)  # a second name
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and name in names_of(node.targets[0]):
+            return ast.unparse(node.value)  # classes that a function makes: its arguments name their parameters
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:

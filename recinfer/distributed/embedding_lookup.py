@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from recinfer.distributed.comm.blocks import get_gradient_division
+from recinfer.distributed.comm.autograd import get_gradient_division
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,

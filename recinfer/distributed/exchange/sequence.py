@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.comm_ops import alltoall_sequence
+from recinfer.distributed.comm.collectives import alltoall_sequence
 from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext, Sent
 from recinfer.distributed.exchange.pooled import keep_in_graph
 from recinfer.distributed.exchange.tensors import KJTAllToAllTensorsAwaitable
