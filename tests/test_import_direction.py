@@ -33,9 +33,7 @@ MODEL_CODE = BASE | {"sparse", "modules"}
 ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
 RECT = {"layout.rect"}  # plain numbers, for all code that uses positions in tables
 LAYOUT = RECT | ROW_FORMATS | {"layout"}
-BELOW_PLANNING = (
-    MODEL_CODE | LAYOUT | {"distributed.types", "distributed.embedding_types", "distributed.planner.constants"}
-)
+BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.types", "distributed.planner.constants"}
 PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "plan", "solve")}
 PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
@@ -66,7 +64,6 @@ ALLOWED: dict[str, set[str]] = {
     "layout.rect": {"errors"},
     "layout": MODEL_CODE | RECT | ROW_FORMATS,
     "distributed.types": MODEL_CODE | RECT,
-    "distributed.embedding_types": MODEL_CODE | {"distributed.types"},
     "distributed.planner.constants": set(),
     "distributed.planner.model": BELOW_PLANNING,
     "distributed.planner.plan": BELOW_PLANNING | {"distributed.planner.model"},

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo, ShardedCollectionContext
-from recinfer.distributed.embedding_types import BaseEmbeddingSharder, KJTList
 from recinfer.distributed.exchange.dedup import deduplicated
 from recinfer.distributed.exchange.sequence import SequenceShardingContext
 from recinfer.distributed.sharded.collection import ShardedCollection
@@ -25,6 +23,9 @@ from recinfer.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
+from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder
+from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.shardings import EmbeddingSharding, EmbeddingShardingInfo, ShardedCollectionContext
 from recinfer.modules.embedding_configs import EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingCollection, EmbeddingCollectionInterface
 from recinfer.sparse.checks import MissingKeyError, check_distinct_keys

@@ -16,11 +16,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from recinfer.distributed.comm.autograd import get_gradient_division
-from recinfer.distributed.embedding_types import (
-    BaseEmbeddingLookup,
-    BaseGroupedFeatureProcessor,
-    GroupedEmbeddingConfig,
-)
 from recinfer.distributed.quant.adapters import (
     InferGroupedEmbeddingsLookup,
     InferGroupedLookupMixin,
@@ -37,6 +32,8 @@ from recinfer.distributed.tables.optimizer import (
 from recinfer.distributed.tables.rank_lookup import RankLookup, embeddings_cat_empty_rank_handle
 from recinfer.distributed.tables.replicas import Replicas
 from recinfer.distributed.types import ShardingEnv, ShardingType
+from recinfer.distributed.types.embedding_modules import BaseEmbeddingLookup, BaseGroupedFeatureProcessor
+from recinfer.distributed.types.tables import GroupedEmbeddingConfig
 from recinfer.distributed.utils import append_prefix
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import PoolingType

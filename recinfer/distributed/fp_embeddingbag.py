@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recinfer.distributed.embedding_types import (
-    BaseEmbeddingSharder,
-    FeatureShardingMixIn,
-    KJTList,
-    ShardedEmbeddingModule,
-    embedding_parameters,
-)
-from recinfer.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from recinfer.distributed.sharded.bags import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
@@ -31,6 +24,9 @@ from recinfer.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
+from recinfer.distributed.types.embedding_modules import FeatureShardingMixIn, ShardedEmbeddingModule
+from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder, embedding_parameters
+from recinfer.distributed.types.kjt_lists import KJTList
 from recinfer.distributed.utils import append_prefix
 from recinfer.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,

@@ -20,12 +20,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 
 from recinfer.distributed.comm.ranks import divide_cores, get_local_size
-from recinfer.distributed.embedding_types import ShardedEmbeddingModule
 from recinfer.distributed.sharded.copying import copied_to
 from recinfer.distributed.sharded.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from recinfer.distributed.sharded.model_tree import fused_optimizers, join, materialise, some_of
 from recinfer.distributed.sharding_plan import get_default_sharders
 from recinfer.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
+from recinfer.distributed.types.embedding_modules import ShardedEmbeddingModule
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.group_device import group_device
 from recinfer.module_tree import missing_keys, module_names, named_children

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from recinfer import env
-from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.fused_params import names_optimizer
 from recinfer.distributed.planner.constants import MIN_CW_DIM
 from recinfer.distributed.types import (
@@ -20,6 +19,7 @@ from recinfer.distributed.types import (
     ShardingType,
 )
 from recinfer.distributed.types.edges import placement, sharding_spec
+from recinfer.distributed.types.enums import EmbeddingComputeKernel
 from recinfer.distributed.utils import has_optimizer_in_backward
 from recinfer.errors import ConfigError
 from recinfer.layout.cuts import column_width, even_rows, grid, heights_in_proportion
@@ -57,9 +57,9 @@ def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
     of this name omits them.
     """
     from recinfer.distributed.embedding import EmbeddingCollectionSharder
-    from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from recinfer.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
     from recinfer.distributed.quant.sharded import QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
+    from recinfer.distributed.sharded.bags import EmbeddingBagCollectionSharder
 
     return [
         EmbeddingBagCollectionSharder(),  # type: ignore[list-item]

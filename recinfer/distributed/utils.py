@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.fused_params import canonical_names
 from recinfer.distributed.types import ParameterSharding, ShardedModule
+from recinfer.distributed.types.enums import OptimType
 from recinfer.errors import ConfigError
 from recinfer.module_tree import named_children
 

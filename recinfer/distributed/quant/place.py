@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_types import (
+from recinfer.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from recinfer.distributed.types.edges import rects_of
+from recinfer.distributed.types.enums import (
     EmbeddingComputeKernel,
     EmbeddingLocation,
     compute_kernel_to_embedding_location,
 )
-from recinfer.distributed.types import ParameterSharding, ShardingEnv, ShardingType
-from recinfer.distributed.types.edges import rects_of
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.layout.cuts import column_unit
 from recinfer.layout.rect import Rect, Strip, tile

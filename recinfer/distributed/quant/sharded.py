@@ -12,10 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_types import (
-    BaseQuantEmbeddingSharder,
-    ListOfKJTList,
-)
 from recinfer.distributed.exchange.pooled import PooledContext
 from recinfer.distributed.exchange.sequence import SequenceShardingContext
 from recinfer.distributed.fused_params import check_packed_params
@@ -23,6 +19,8 @@ from recinfer.distributed.quant.place import PackedTables, place_buffer, place_m
 from recinfer.distributed.quant.tables import ShardedQuantTables
 from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
+from recinfer.distributed.types.embedding_sharders import BaseQuantEmbeddingSharder
+from recinfer.distributed.types.kjt_lists import ListOfKJTList
 from recinfer.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
-from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.fused_params import names_optimizer
 from recinfer.distributed.types import ParameterSharding
+from recinfer.distributed.types.enums import EmbeddingComputeKernel
+from recinfer.distributed.types.shardings import EmbeddingShardingInfo
 from recinfer.distributed.utils import (
     add_params_from_parameter_sharding,
     has_optimizer_in_backward,

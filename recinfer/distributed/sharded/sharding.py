@@ -15,18 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import (
-    BaseEmbeddingDist,
-    EmbeddingSharding,
-    EmbeddingShardingContext,
-    EmbeddingShardingInfo,
-)
-from recinfer.distributed.embedding_types import (
-    BaseEmbeddingLookup,
-    BaseGroupedFeatureProcessor,
-    GroupedEmbeddingConfig,
-    ShardedEmbeddingTable,
-)
 from recinfer.distributed.exchange.features import ShardFeaturesDist
 from recinfer.distributed.exchange.inside_hosts import HostPooledDist, summed_inside_hosts
 from recinfer.distributed.exchange.pooled import PooledContext, ShardPooledDist
@@ -34,6 +22,14 @@ from recinfer.distributed.exchange.sequence import SequenceShardingContext, Shar
 from recinfer.distributed.tables.slots import ShardLayout, check_kind
 from recinfer.distributed.tables.values import fill, new_seed
 from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
+from recinfer.distributed.types.embedding_modules import BaseEmbeddingLookup, BaseGroupedFeatureProcessor
+from recinfer.distributed.types.shardings import (
+    BaseEmbeddingDist,
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
+from recinfer.distributed.types.tables import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from recinfer.distributed.utils import merge_fused_params
 from recinfer.errors import ConfigError
 from recinfer.layout.rect import Rect

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
+from recinfer.distributed.types.shardings import EmbeddingShardingInfo
 from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 
