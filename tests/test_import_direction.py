@@ -95,7 +95,7 @@ ALLOWED: dict[str, set[str]] = {
 # called.
 UPWARD = {
     # TorchRec's collective_plan takes sharders=None and means all of them; sharders are the runtime's.
-    ("distributed.planner.planner_base", "distributed.sharding_plan.get_default_sharders"),
+    ("distributed.planner.planner_base", "distributed.sharded.plan_generators.get_default_sharders"),
 }
 
 

@@ -30,7 +30,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from recinfer.distributed.comm.ranks import get_local_rank, get_local_size
-    from recinfer.distributed.model_parallel import DistributedModelParallel
+    from recinfer.distributed.sharded.model_parallel import DistributedModelParallel
     from recinfer.distributed.train_pipeline import (
         DataLoadingThread,
         EvalPipelineSparseDist,

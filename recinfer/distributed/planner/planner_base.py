@@ -115,7 +115,7 @@ class EmbeddingPlannerBase(ShardingPlanner):
 
         group: Any = pg if pg is not None else dist.group.WORLD
         if sharders is None:
-            from recinfer.distributed.sharding_plan import get_default_sharders
+            from recinfer.distributed.sharded.plan_generators import get_default_sharders
 
             sharders = get_default_sharders()
         message: list[Any] = [None]

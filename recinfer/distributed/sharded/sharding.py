@@ -215,7 +215,7 @@ class PooledSharding(TableSharding):
         if feature_processor is not None:
             self._check_processable()
         # Imported late: planning needs no FBGEMM.
-        from recinfer.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+        from recinfer.distributed.tables.lookups import GroupedPooledEmbeddingsLookup
 
         lookup = GroupedPooledEmbeddingsLookup(
             grouped_configs=self._groups(fused_params, feature_processor is not None),
@@ -297,7 +297,7 @@ class SequenceSharding(TableSharding):
                 f"feature_processor={type(feature_processor).__name__}: unpooled rows take no weights; use it with "
                 "tables of bags"
             )
-        from recinfer.distributed.embedding_lookup import GroupedEmbeddingsLookup
+        from recinfer.distributed.tables.lookups import GroupedEmbeddingsLookup
 
         lookup = GroupedEmbeddingsLookup(
             grouped_configs=self._groups(fused_params),
