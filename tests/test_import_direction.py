@@ -91,13 +91,6 @@ ALLOWED: dict[str, set[str]] = {
     "cli": SERVED | SERVING | {"training", "sizing", "deploy", "migrate"},
 }
 
-# Exceptions to the direction, each with its reason. All are inside a function, so they import nothing before it is
-# called.
-UPWARD = {
-    # TorchRec's collective_plan takes sharders=None and means all of them; sharders are the runtime's.
-    ("distributed.planner.planner_base", "distributed.sharded.plan_generators.get_default_sharders"),
-}
-
 
 @functools.cache
 def modules() -> dict[Path, ast.Module]:
@@ -138,7 +131,7 @@ def test_imports_point_one_way() -> None:
         f"{path.relative_to(ROOT)}:{line} ({own}) imports recinfer.{name}"
         for path, own in owned.items()
         for line, name in imports(path)
-        if layer(name) not in ALLOWED[own] | {own, ""} and (dotted(path), name) not in UPWARD
+        if layer(name) not in ALLOWED[own] | {own, ""}
     ]
     assert len(owned) > 400
     assert not wrong, "\n".join(wrong)

@@ -188,6 +188,23 @@ def test_all_names_the_public_definitions() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Planners' modules that are still both.
+BOTH = {f"recinfer.distributed.planner.{name}" for name in ("enumerators", "planners", "proposers", "utils")}
+
+
+def test_a_documented_module_of_distributed_is_a_facade_or_code() -> None:
+    """A facade defines nothing; code exports only names that it defines."""
+    both = set()
+    for name in surface():
+        if name.startswith("recinfer.distributed"):
+            body = [node for node in modules()[name].body if not isinstance(node, ast.If)]
+            imported = {a.asname or a.name for node in body if isinstance(node, ast.ImportFrom) for a in node.names}
+            defines = any(isinstance(node, Definition | ast.ClassDef) for node in body)
+            if defines and imported & set(exported(modules()[name]) or ()):
+                both.add(name)
+    assert both == BOTH
+
+
 def package_of(module: str) -> str:
     """``sparse`` of ``recinfer.sparse.jagged``; ``recinfer`` of what lies directly in the package."""
     parts = module.split(".")

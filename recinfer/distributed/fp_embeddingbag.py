@@ -27,7 +27,7 @@ from recinfer.distributed.types import (
 from recinfer.distributed.types.embedding_modules import FeatureShardingMixIn, ShardedEmbeddingModule
 from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder, embedding_parameters
 from recinfer.distributed.types.kjt_lists import KJTList
-from recinfer.distributed.utils import append_prefix
+from recinfer.module_tree import append_prefix
 from recinfer.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,
     apply_feature_processors_to_kjt,

@@ -9,14 +9,13 @@ from recinfer.distributed.sharded.plan_generators import (
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
-    get_default_sharders,
-    get_module_to_default_sharders,
     get_sharding_constructor_from_type,
     grid_shard,
     row_wise,
     table_row_wise,
     table_wise,
 )
+from recinfer.distributed.types.default_sharders import get_default_sharders, get_module_to_default_sharders
 from recinfer.distributed.types.edges import placement
 
 __all__ = [

@@ -28,6 +28,7 @@ from recinfer.distributed.types import (
     ShardingPlanner,
     ShardingType,
 )
+from recinfer.distributed.types.default_sharders import get_default_sharders
 from recinfer.distributed.types.edges import placement, sharding_spec
 from recinfer.errors import ConfigError
 
@@ -115,8 +116,6 @@ class EmbeddingPlannerBase(ShardingPlanner):
 
         group: Any = pg if pg is not None else dist.group.WORLD
         if sharders is None:
-            from recinfer.distributed.sharded.plan_generators import get_default_sharders
-
             sharders = get_default_sharders()
         message: list[Any] = [None]
         if dist.get_rank(group) == 0:

@@ -23,8 +23,8 @@ from recinfer.distributed.comm.ranks import divide_cores, get_local_size
 from recinfer.distributed.sharded.copying import copied_to
 from recinfer.distributed.sharded.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from recinfer.distributed.sharded.model_tree import fused_optimizers, join, materialise, some_of
-from recinfer.distributed.sharded.plan_generators import get_default_sharders
 from recinfer.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
+from recinfer.distributed.types.default_sharders import get_default_sharders
 from recinfer.distributed.types.embedding_modules import ShardedEmbeddingModule
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.group_device import group_device

@@ -12,15 +12,16 @@ from torch import nn
 from recinfer import env
 from recinfer.distributed.fused_params import names_optimizer
 from recinfer.distributed.planner.constants import MIN_CW_DIM
+from recinfer.distributed.sharded.kernel_settings import has_optimizer_in_backward
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
     ParameterSharding,
     ShardingType,
 )
+from recinfer.distributed.types.default_sharders import get_module_to_default_sharders
 from recinfer.distributed.types.edges import placement, sharding_spec
 from recinfer.distributed.types.enums import EmbeddingComputeKernel
-from recinfer.distributed.utils import has_optimizer_in_backward
 from recinfer.errors import ConfigError
 from recinfer.layout.cuts import column_width, even_rows, grid, heights_in_proportion
 from recinfer.layout.rect import Rect
@@ -32,8 +33,6 @@ __all__ = [
     "column_wise",
     "construct_module_sharding_plan",
     "data_parallel",
-    "get_default_sharders",
-    "get_module_to_default_sharders",
     "get_sharding_constructor_from_type",
     "grid_shard",
     "row_wise",
@@ -47,31 +46,6 @@ ParameterShardingGenerator = Callable[[Any, int, int, str, ModuleSharder[nn.Modu
 _Kernel = EmbeddingComputeKernel
 _QUANTIZED = tuple(k.value for k in (_Kernel.QUANT, _Kernel.QUANT_UVM, _Kernel.QUANT_UVM_CACHING))
 _FLOAT = tuple(k.value for k in (_Kernel.DENSE, _Kernel.FUSED, _Kernel.FUSED_UVM, _Kernel.FUSED_UVM_CACHING))
-
-
-def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
-    """A sharder for every embedding module, float ones before quantized ones.
-
-    The list includes the sharders of EmbeddingCollection on a machine without GPUs too, where TorchEasyRec's function
-    of this name omits them.
-    """
-    from recinfer.distributed.embedding import EmbeddingCollectionSharder
-    from recinfer.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-    from recinfer.distributed.quant.sharded import QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
-    from recinfer.distributed.sharded.bags import EmbeddingBagCollectionSharder
-
-    return [
-        EmbeddingBagCollectionSharder(),  # type: ignore[list-item]
-        FeatureProcessedEmbeddingBagCollectionSharder(),  # type: ignore[list-item]
-        EmbeddingCollectionSharder(),  # type: ignore[list-item]
-        QuantEmbeddingBagCollectionSharder(),  # type: ignore[list-item]
-        QuantEmbeddingCollectionSharder(),  # type: ignore[list-item]
-    ]
-
-
-def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[nn.Module]]:
-    """Module class -> its default sharder."""
-    return {sharder.module_type: sharder for sharder in get_default_sharders()}
 
 
 def calculate_shard_sizes_and_offsets(

@@ -19,6 +19,7 @@ from recinfer.distributed.exchange.features import ShardFeaturesDist
 from recinfer.distributed.exchange.inside_hosts import HostPooledDist, summed_inside_hosts
 from recinfer.distributed.exchange.pooled import PooledContext, ShardPooledDist
 from recinfer.distributed.exchange.sequence import SequenceShardingContext, ShardSequenceDist
+from recinfer.distributed.sharded.kernel_settings import merge_fused_params
 from recinfer.distributed.tables.slots import ShardLayout, check_kind
 from recinfer.distributed.tables.values import fill, new_seed
 from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
@@ -30,7 +31,6 @@ from recinfer.distributed.types.shardings import (
     EmbeddingShardingInfo,
 )
 from recinfer.distributed.types.tables import GroupedEmbeddingConfig, ShardedEmbeddingTable
-from recinfer.distributed.utils import merge_fused_params
 from recinfer.errors import ConfigError
 from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import PoolingType

@@ -27,8 +27,8 @@ from recinfer.distributed.tables.replicas import Replicas
 from recinfer.distributed.types import ShardingEnv, ShardingType
 from recinfer.distributed.types.embedding_modules import BaseEmbeddingLookup, BaseGroupedFeatureProcessor
 from recinfer.distributed.types.tables import GroupedEmbeddingConfig
-from recinfer.distributed.utils import append_prefix
 from recinfer.errors import CheckpointError, ConfigError
+from recinfer.module_tree import append_prefix
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from recinfer.optim.keyed import KeyedOptimizer
