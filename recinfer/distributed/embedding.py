@@ -21,10 +21,10 @@ from recinfer.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
-    ShardingType,
 )
 from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder
 from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.sharding_types import types_where
 from recinfer.distributed.types.shardings import EmbeddingSharding, EmbeddingShardingInfo, ShardedCollectionContext
 from recinfer.modules.embedding_configs import EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingCollection, EmbeddingCollectionInterface
@@ -317,10 +317,4 @@ class EmbeddingCollectionSharder(
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Sharding types for unpooled tables: all types that need no sum inside a host."""
-        types = (
-            ShardingType.DATA_PARALLEL,
-            ShardingType.TABLE_WISE,
-            ShardingType.COLUMN_WISE,
-            ShardingType.ROW_WISE,
-        )
-        return [t.value for t in types]
+        return types_where(lambda rule: rule.unpooled)

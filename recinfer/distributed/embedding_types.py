@@ -18,10 +18,10 @@ from recinfer.distributed.types.enums import (
     EmbeddingComputeKernel,
     EmbeddingLocation,
     OptimType,
-    ShardingType,
     compute_kernel_to_embedding_location,
 )
 from recinfer.distributed.types.kjt_lists import KJTList, ListOfKJTList
+from recinfer.distributed.types.sharding_types import ShardingType
 from recinfer.distributed.types.tables import (
     EmbeddingAttributes,
     GroupedEmbeddingConfig,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.sharded.sharding import PooledSharding, SequenceSharding
+from recinfer.distributed.sharded.sharding import PooledSharding, SequenceSharding, TableSharding
 from recinfer.distributed.types import ShardingType
+from recinfer.distributed.types.sharding_types import rule_of, types_where
 from recinfer.errors import ConfigError
 
 __all__ = [
@@ -89,8 +90,14 @@ class GridPooledEmbeddingSharding(PooledSharding):
     kind = ShardingType.GRID_SHARD
 
 
-_POOLED: dict[str, type[PooledSharding]] = {
-    cls.kind.value: cls
+def _value(cls: type[TableSharding]) -> str:
+    assert cls.kind is not None
+    return cls.kind.value
+
+
+# Types that TorchRec has a class for; types without one get a class when a plan uses them.
+_POOLED = {
+    _value(cls): cls
     for cls in (
         TwPooledEmbeddingSharding,
         CwPooledEmbeddingSharding,
@@ -101,8 +108,8 @@ _POOLED: dict[str, type[PooledSharding]] = {
         GridPooledEmbeddingSharding,
     )
 }
-_UNPOOLED: dict[str, type[SequenceSharding]] = {
-    cls.kind.value: cls
+_UNPOOLED = {
+    _value(cls): cls
     for cls in (
         TwSequenceEmbeddingSharding,
         CwSequenceEmbeddingSharding,
@@ -114,13 +121,14 @@ _UNPOOLED: dict[str, type[SequenceSharding]] = {
 
 def pooled_sharding_of(sharding_type: str) -> type[PooledSharding]:
     """The sharding class for pooled tables; raises ConfigError for an unknown type."""
-    if sharding_type not in _POOLED:
-        raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(_POOLED)}")
-    return _POOLED[sharding_type]
+    rule = rule_of(sharding_type)
+    return _POOLED.get(sharding_type) or type("PooledShardingOfType", (PooledSharding,), {"kind": rule.kind})
 
 
 def sequence_sharding_of(sharding_type: str) -> type[SequenceSharding]:
     """The sharding class for unpooled tables; raises ConfigError for an unknown type."""
-    if sharding_type not in _UNPOOLED:
-        raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(_UNPOOLED)} for unpooled tables")
-    return _UNPOOLED[sharding_type]
+    known = types_where(lambda rule: rule.unpooled)
+    if sharding_type not in known:
+        raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(known)} for unpooled tables")
+    made = {"kind": rule_of(sharding_type).kind}
+    return _UNPOOLED.get(sharding_type) or type("SequenceShardingOfType", (SequenceSharding,), made)

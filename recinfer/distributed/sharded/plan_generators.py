@@ -22,6 +22,7 @@ from recinfer.distributed.types import (
 from recinfer.distributed.types.default_sharders import get_module_to_default_sharders
 from recinfer.distributed.types.edges import placement, sharding_spec
 from recinfer.distributed.types.enums import EmbeddingComputeKernel
+from recinfer.distributed.types.sharding_types import rule_of
 from recinfer.errors import ConfigError
 from recinfer.layout.cuts import column_width, even_rows, grid, heights_in_proportion
 from recinfer.layout.rect import Rect
@@ -65,17 +66,15 @@ def calculate_shard_sizes_and_offsets(
         device_memory_sizes: row-wise only: memory of each rank; rows are divided in proportion.
     """
     rows, cols = tensor.shape
-    kind = ShardingType(sharding_type)
-    heights, widths = [rows], [cols]
-    if kind == ShardingType.DATA_PARALLEL:
+    rule = rule_of(ShardingType(sharding_type).value)
+    widths = [cols]
+    if rule.replicated:
         return [[rows, cols]] * world_size, [[0, 0]] * world_size
-    if kind == ShardingType.ROW_WISE and device_memory_sizes is not None:
+    if rule.one_row_piece_per_rank and device_memory_sizes is not None:
         heights = heights_in_proportion(rows, device_memory_sizes)
-    elif kind == ShardingType.ROW_WISE:
-        heights = _evenly(rows, world_size)
-    elif kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD):
-        heights = _evenly(rows, local_world_size)
-    if kind in (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID_SHARD):
+    else:
+        heights = _evenly(rows, rule.row_pieces(world_size, local_world_size))
+    if rule.cuts_columns:
         width = column_width(cols, col_wise_shard_dim or MIN_CW_DIM)
         widths = [width] * (cols // width)
     rects = grid(heights, widths, [0] * (len(heights) * len(widths)))

@@ -24,6 +24,7 @@ from recinfer.distributed.tables.slots import ShardLayout, check_kind
 from recinfer.distributed.tables.values import fill, new_seed
 from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
 from recinfer.distributed.types.embedding_modules import BaseEmbeddingLookup, BaseGroupedFeatureProcessor
+from recinfer.distributed.types.sharding_types import types_where
 from recinfer.distributed.types.shardings import (
     BaseEmbeddingDist,
     EmbeddingSharding,
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["HOST_TYPES", "ROW_TYPES", "PooledSharding", "SequenceSharding", "TableSharding"]
 
 # Types whose vectors are summed over ranks; TorchRec uses a reduce-scatter.
-ROW_TYPES = {t.value for t in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)}
-HOST_TYPES = {t.value for t in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)}
+ROW_TYPES = set(types_where(lambda rule: rule.cuts_rows))
+HOST_TYPES = set(types_where(lambda rule: rule.sums_inside_hosts))
 
 
 class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from recinfer.distributed.types.codecs import QuantizedCommCodecs
-from recinfer.distributed.types.enums import EmbeddingComputeKernel, ParameterStorage, ShardingType
+from recinfer.distributed.types.enums import EmbeddingComputeKernel, ParameterStorage
 from recinfer.distributed.types.sharders import ModuleSharder
+from recinfer.distributed.types.sharding_types import packed_sharding_types, types_where
 
 __all__ = ["BaseEmbeddingSharder", "BaseQuantEmbeddingSharder", "embedding_parameters"]
 
@@ -52,16 +53,14 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """The offered sharding types: all types on a GPU, and the types without reduce-scatter on CPU."""
-        types = [ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE]
-        if compute_device_type != "mtia":
-            types.insert(0, ShardingType.DATA_PARALLEL)
+        types = types_where(lambda r: not r.cuts_rows and not (r.replicated and compute_device_type == "mtia"))
         if compute_device_type != "cpu":
-            types += [ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD]
-        return [t.value for t in types]
+            types += types_where(lambda r: r.cuts_rows)
+        return types
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """``dense`` for data parallel, else the fused kernels; host-memory ones only with a GPU."""
-        if sharding_type == ShardingType.DATA_PARALLEL.value:
+        if sharding_type in types_where(lambda rule: rule.replicated):
             return [EmbeddingComputeKernel.DENSE.value]
         return _ON_DEVICE + (_ON_HOST if compute_device_type == "cuda" else [])
 
@@ -98,7 +97,7 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Table-wise, row-wise and column-wise."""
-        return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value]
+        return packed_sharding_types()
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """``quant``, and the host-memory kernels with a GPU."""

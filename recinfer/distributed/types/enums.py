@@ -1,4 +1,4 @@
-"""The enums of sharding: types, kernels, memories, devices, collectives."""
+"""The enums of sharding: kernels, memories, devices, collectives."""
 
 from __future__ import annotations
 
@@ -18,22 +18,8 @@ __all__ = [
     "OptimType",
     "ParameterStorage",
     "PipelineType",
-    "ShardingType",
     "compute_kernel_to_embedding_location",
 ]
-
-
-@unique
-class ShardingType(Enum):
-    """How a table is divided into shards."""
-
-    DATA_PARALLEL = "data_parallel"  # the whole table on every rank
-    TABLE_WISE = "table_wise"  # the whole table on one rank
-    COLUMN_WISE = "column_wise"  # column pieces, each on any rank
-    ROW_WISE = "row_wise"  # row pieces, one on each rank of the world
-    TABLE_ROW_WISE = "table_row_wise"  # row pieces, one on each rank of one host
-    TABLE_COLUMN_WISE = "table_column_wise"  # column pieces on the ranks of one host
-    GRID_SHARD = "grid_shard"  # column pieces, each cut into rows over the ranks of one host
 
 
 class PipelineType(Enum):

@@ -9,10 +9,10 @@ import numpy as np
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.estimates import (
-    DP,
     PERF_PARTS,
     IntN,
     inference_time,
+    of_types,
     packed_row_bytes,
     row_alignment,
     spread_of,
@@ -122,7 +122,7 @@ def _traffic(space: SearchSpace, topology: Topology) -> tuple[np.ndarray, np.nda
     """Bytes of ids received and of vectors sent by each shard in one iteration."""
     a = shard_arrays(space, topology)
     quant = np.char.startswith(np.array([option_label(space, o)[1] for o in range(space.num_options)]), "quant")
-    replicas = np.where(quant[space.shard_option] | (a.kind == DP), 1, topology.world_size)
+    replicas = np.where(quant[space.shard_option] | of_types(a.kind, lambda r: r.replicated), 1, topology.world_size)
     ids = a.batch_inputs / spread_of(a, topology) * replicas
     vectors = np.where(a.pooled, a.batch_outputs * replicas, ids)
     return ids * BIGINT_DTYPE, vectors * a.cols * a.output_bytes
