@@ -51,6 +51,7 @@ def signature(function: Definition) -> str:
 def describe_class(node: ast.ClassDef, module: ast.Module) -> dict[str, str]:
     """Its members, and those of its private base classes in the same module."""
     bases = list(map(ast.unparse, node.bases))
+    names = [base.partition("[")[0] for base in bases]  # without the arguments of a generic class
     members = {"": f"class({', '.join(bases)})"}
     for item in node.body:
         if isinstance(item, Definition) and (not item.name.startswith("_") or item.name == "__init__"):
@@ -60,7 +61,7 @@ def describe_class(node: ast.ClassDef, module: ast.Module) -> dict[str, str]:
             default = f" = {ast.unparse(item.value)}" if item.value else ""
             members[item.target.id] = f": {ast.unparse(item.annotation)}{default}"
     for base in module.body:
-        if isinstance(base, ast.ClassDef) and base.name in bases and base.name.startswith("_"):
+        if isinstance(base, ast.ClassDef) and base.name in names and base.name.startswith("_"):
             members = describe_class(base, module) | members
     return members
 
