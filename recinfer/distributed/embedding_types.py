@@ -14,10 +14,10 @@ from recinfer.distributed.types.embedding_sharders import (
     BaseQuantEmbeddingSharder,
     embedding_parameters,
 )
-from recinfer.distributed.types.enums import (
+from recinfer.distributed.types.enums import OptimType
+from recinfer.distributed.types.kernels import (
     EmbeddingComputeKernel,
     EmbeddingLocation,
-    OptimType,
     compute_kernel_to_embedding_location,
 )
 from recinfer.distributed.types.kjt_lists import KJTList, ListOfKJTList

@@ -22,7 +22,7 @@ from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from recinfer.distributed.planner.solve.space import SearchSpace, build_space, option_label
 from recinfer.distributed.types import ModuleSharder
-from recinfer.distributed.types.enums import EmbeddingComputeKernel
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
 from recinfer.errors import ConfigError
 
 __all__ = ["EmbeddingComputeKernel", "EmbeddingEnumerator", "get_partition_by_type", "option_object"]

@@ -28,6 +28,7 @@ from recinfer.distributed.planner.model.tables import facts_of_option
 from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.solve.space import SearchSpace, shard_arrays
 from recinfer.distributed.types import CacheStatistics, ModuleSharder, PipelineType
+from recinfer.distributed.types.kernels import kernels_where
 from recinfer.distributed.types.sharding_types import rule_of
 from recinfer.errors import ConfigError
 
@@ -230,8 +231,8 @@ def _memory_figures(compute_kernel: str, caching_ratio: float | None, misses: fl
     """The fields of ShardArrays about a kernel's memory; times do not depend on the optimizer's state."""
     return {
         "misses": misses,
-        "cached": compute_kernel.endswith("_caching"),
-        "on_host": "_uvm" in compute_kernel,
+        "cached": compute_kernel in kernels_where(lambda rule: rule.cached),
+        "on_host": compute_kernel in kernels_where(lambda rule: rule.on_host),
         "cache_ratio": caching_ratio or 0.0,
         "optimizer_full": 0.0,
         "optimizer_row_bytes": 0.0,

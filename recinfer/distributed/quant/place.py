@@ -16,7 +16,8 @@ from torch import Tensor
 
 from recinfer.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from recinfer.distributed.types.edges import rects_of
-from recinfer.distributed.types.enums import (
+from recinfer.distributed.types.kernels import (
+    KERNEL_RULES,
     EmbeddingComputeKernel,
     EmbeddingLocation,
     compute_kernel_to_embedding_location,
@@ -45,11 +46,7 @@ _MEMORY: dict[EmbeddingLocation, Memory] = {
     EmbeddingLocation.MANAGED: "managed",
     EmbeddingLocation.MANAGED_CACHING: "cached",
 }
-_KERNELS = {
-    "near": EmbeddingComputeKernel.QUANT,
-    "managed": EmbeddingComputeKernel.QUANT_UVM,
-    "cached": EmbeddingComputeKernel.QUANT_UVM_CACHING,
-}
+_KERNELS = {_MEMORY[rule.location]: rule.kernel for rule in KERNEL_RULES if rule.packed}
 _JOIN_BYTES = 8 << 20  # bytes of whole rows per step, to bound temporary memory
 
 

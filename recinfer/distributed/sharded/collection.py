@@ -31,7 +31,7 @@ from recinfer.distributed.types import (
     rank_device,
 )
 from recinfer.distributed.types.embedding_modules import FeatureShardingMixIn, Out, ShardedEmbeddingModule
-from recinfer.distributed.types.enums import EmbeddingComputeKernel
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
 from recinfer.distributed.types.kjt_lists import KJTList
 from recinfer.distributed.types.shardings import EmbeddingShardingInfo, ShardedCollectionContext
 from recinfer.layout.rect import Rect

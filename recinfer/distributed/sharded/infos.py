@@ -15,7 +15,7 @@ from recinfer.distributed.sharded.kernel_settings import (
     optimizer_fused_params,
 )
 from recinfer.distributed.types import ParameterSharding
-from recinfer.distributed.types.enums import EmbeddingComputeKernel
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
 from recinfer.distributed.types.shardings import EmbeddingShardingInfo
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTableConfig, PoolingType

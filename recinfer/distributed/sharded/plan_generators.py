@@ -21,7 +21,7 @@ from recinfer.distributed.types import (
 )
 from recinfer.distributed.types.default_sharders import get_module_to_default_sharders
 from recinfer.distributed.types.edges import placement, sharding_spec
-from recinfer.distributed.types.enums import EmbeddingComputeKernel
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel, kernels_where
 from recinfer.distributed.types.sharding_types import rule_of
 from recinfer.errors import ConfigError
 from recinfer.layout.cuts import column_width, even_rows, grid, heights_in_proportion
@@ -44,9 +44,8 @@ __all__ = [
 # (parameter, ranks per host, ranks, device type, sharder) -> sharding of the parameter
 ParameterShardingGenerator = Callable[[Any, int, int, str, ModuleSharder[nn.Module]], ParameterSharding]
 
-_Kernel = EmbeddingComputeKernel
-_QUANTIZED = tuple(k.value for k in (_Kernel.QUANT, _Kernel.QUANT_UVM, _Kernel.QUANT_UVM_CACHING))
-_FLOAT = tuple(k.value for k in (_Kernel.DENSE, _Kernel.FUSED, _Kernel.FUSED_UVM, _Kernel.FUSED_UVM_CACHING))
+_QUANTIZED = kernels_where(lambda rule: rule.packed)
+_FLOAT = kernels_where(lambda rule: not rule.packed)
 
 
 def calculate_shard_sizes_and_offsets(

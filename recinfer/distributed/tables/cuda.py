@@ -19,7 +19,8 @@ from recinfer.distributed.tables.cpu_dense import DenseTableGroup
 from recinfer.distributed.tables.replicas import LookupGradient
 from recinfer.distributed.tables.variable_batch import padded_offsets
 from recinfer.distributed.types import BoundsCheckMode
-from recinfer.distributed.types.enums import EmbeddingLocation, OptimType
+from recinfer.distributed.types.enums import OptimType
+from recinfer.distributed.types.kernels import EmbeddingLocation
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim.row_updates import UPDATES

@@ -13,7 +13,7 @@ from recinfer.distributed.tables.cpu import TableShape
 from recinfer.distributed.tables.cpu_dense import DenseTableGroup
 from recinfer.distributed.tables.cuda import make_table_group
 from recinfer.distributed.tables.optimizer import TablePiece, UnnamedOptimizer
-from recinfer.distributed.types.enums import EmbeddingComputeKernel, compute_kernel_to_embedding_location
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel, compute_kernel_to_embedding_location
 from recinfer.distributed.types.tables import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
 from recinfer.optim.fused import mark_fused

@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from recinfer.distributed.tables.grouping import group_tables
 from recinfer.distributed.types import ShardingType
 from recinfer.distributed.types.edges import rects_of
-from recinfer.distributed.types.enums import EmbeddingComputeKernel
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
 from recinfer.distributed.types.shardings import EmbeddingShardingInfo
 from recinfer.distributed.types.tables import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from recinfer.errors import ConfigError

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from recinfer.distributed.types.codecs import QuantizedCommCodecs
-from recinfer.distributed.types.enums import EmbeddingComputeKernel, ParameterStorage
+from recinfer.distributed.types.enums import ParameterStorage
+from recinfer.distributed.types.kernels import kernels_where
 from recinfer.distributed.types.sharders import ModuleSharder
 from recinfer.distributed.types.sharding_types import packed_sharding_types, types_where
 
@@ -16,9 +17,7 @@ __all__ = ["BaseEmbeddingSharder", "BaseQuantEmbeddingSharder", "embedding_param
 
 M = TypeVar("M", bound=nn.Module)
 
-_UVM_KERNELS = frozenset({"fused_uvm", "fused_uvm_caching", "quant_uvm", "quant_uvm_caching"})
-_ON_DEVICE = [EmbeddingComputeKernel.FUSED.value]
-_ON_HOST = [EmbeddingComputeKernel.FUSED_UVM.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value]
+_ON_HOST = frozenset(kernels_where(lambda rule: rule.on_host))
 
 
 def embedding_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -31,7 +30,7 @@ def embedding_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _storage_of(compute_device_type: str, compute_kernel: str) -> str:
-    on_host = compute_device_type == "cpu" or compute_kernel in _UVM_KERNELS
+    on_host = compute_device_type == "cpu" or compute_kernel in _ON_HOST
     return (ParameterStorage.DDR if on_host else ParameterStorage.HBM).value
 
 
@@ -61,8 +60,9 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """``dense`` for data parallel, else the fused kernels; host-memory ones only with a GPU."""
         if sharding_type in types_where(lambda rule: rule.replicated):
-            return [EmbeddingComputeKernel.DENSE.value]
-        return _ON_DEVICE + (_ON_HOST if compute_device_type == "cuda" else [])
+            return kernels_where(lambda rule: rule.dense)
+        gpu = compute_device_type == "cuda"
+        return kernels_where(lambda rule: not rule.packed and not rule.dense and (gpu or not rule.on_host))
 
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
         """Tables by name."""
@@ -101,10 +101,8 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """``quant``, and the host-memory kernels with a GPU."""
-        kernels = [EmbeddingComputeKernel.QUANT.value]
-        if compute_device_type == "cuda":
-            kernels += [EmbeddingComputeKernel.QUANT_UVM.value, EmbeddingComputeKernel.QUANT_UVM_CACHING.value]
-        return kernels
+        gpu = compute_device_type == "cuda"
+        return kernels_where(lambda rule: rule.packed and (gpu or not rule.on_host))
 
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
         """Tables by name; if ``shardable_params`` was given, only its tables."""

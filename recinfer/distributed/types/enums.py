@@ -1,11 +1,8 @@
-"""The enums of sharding: kernels, memories, devices, collectives."""
+"""The enums of sharding: memories, devices, collectives, optimizers."""
 
 from __future__ import annotations
 
 from enum import Enum, unique
-from typing import NoReturn
-
-from recinfer.errors import ConfigError
 
 __all__ = [
     "BoundsCheckMode",
@@ -13,12 +10,9 @@ __all__ = [
     "CommOp",
     "ComputeDevice",
     "ComputeKernel",
-    "EmbeddingComputeKernel",
-    "EmbeddingLocation",
     "OptimType",
     "ParameterStorage",
     "PipelineType",
-    "compute_kernel_to_embedding_location",
 ]
 
 
@@ -78,34 +72,6 @@ class BoundsCheckMode(Enum):
 
 
 @unique
-class EmbeddingComputeKernel(Enum):
-    """Kernels of tables, with the memory of their rows."""
-
-    DENSE = "dense"  # nn.EmbeddingBag, gradients as tensors
-    FUSED = "fused"  # batched lookup with the optimizer in the backward; rows on the device
-    FUSED_UVM = "fused_uvm"  # FUSED with rows in host memory
-    FUSED_UVM_CACHING = "fused_uvm_caching"  # FUSED with rows in host memory and a cache on the device
-    QUANT = "quant"  # inference, packed rows on the device
-    QUANT_UVM = "quant_uvm"
-    QUANT_UVM_CACHING = "quant_uvm_caching"
-
-    @classmethod
-    def _missing_(cls, value: object) -> NoReturn:
-        known = ", ".join(kernel.value for kernel in cls)
-        raise ConfigError(f"compute kernel {value!r} is not supported; expected one of: {known}")
-
-
-@unique
-class EmbeddingLocation(Enum):
-    """Memory of a table's rows (FBGEMM's values)."""
-
-    DEVICE = 0
-    MANAGED = 1
-    MANAGED_CACHING = 2
-    HOST = 3
-
-
-@unique
 class OptimType(Enum):
     """Optimizers of fused kernels."""
 
@@ -119,12 +85,3 @@ class OptimType(Enum):
     ROWWISE_ADAGRAD = "ROWWISE_ADAGRAD"
     SHAMPOO = "SHAMPOO"
     LION = "LION"
-
-
-def compute_kernel_to_embedding_location(compute_kernel: EmbeddingComputeKernel) -> EmbeddingLocation:
-    """The memory of a kernel's rows: the device, host memory, or host memory behind a device cache."""
-    if compute_kernel.value.endswith("_uvm_caching"):
-        return EmbeddingLocation.MANAGED_CACHING
-    if compute_kernel.value.endswith("_uvm"):
-        return EmbeddingLocation.MANAGED
-    return EmbeddingLocation.DEVICE

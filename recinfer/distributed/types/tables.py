@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 
-from recinfer.distributed.types.enums import EmbeddingComputeKernel
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
 from recinfer.modules.embedding_configs import DataType, EmbeddingTableConfig, PoolingType
 
 __all__ = [

@@ -29,6 +29,7 @@ from recinfer.distributed.planner.model.hardware import CacheSharers
 from recinfer.distributed.planner.model.links import CollectiveType
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.types import PipelineType
+from recinfer.distributed.types.kernels import KERNEL_RULES
 from recinfer.distributed.types.sharding_types import SHARDING_RULES, ShardingRule
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.formats.registry import find_row_format, row_format, row_format_of_code
@@ -54,7 +55,7 @@ IntN = npt.NDArray[np.int64]
 PERF_PARTS = ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms", "input_dist_comms", "prefetch_compute")
 TYPE_NAMES = tuple(rule.kind.value for rule in SHARDING_RULES)
 TYPE_CODES = {name: code for code, name in enumerate(TYPE_NAMES)}
-KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "quant", "quant_uvm", "quant_uvm_caching")
+KERNELS = tuple(rule.kernel.value for rule in KERNEL_RULES)
 KERNEL_CODES = {name: code for code, name in enumerate(KERNELS)}
 
 NO_ROW_FORMAT = 0

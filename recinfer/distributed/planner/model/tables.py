@@ -16,14 +16,13 @@ from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.model.walk import embedding_tables, sharded_modules
 from recinfer.distributed.types import ModuleSharder
+from recinfer.distributed.types.kernels import kernels_where
 from recinfer.distributed.types.sharding_types import packed_sharding_types, rule_of
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from recinfer.quant.formats.registry import ROW_FORMATS, find_row_format
 
 __all__ = ["facts_of_option", "inference_tables", "model_tables"]
-
-_INFERENCE_KERNELS = {"cpu": ("quant",), "mtia": ("quant",), "cuda": ("quant", "quant_uvm", "quant_uvm_caching")}
 
 
 def model_tables(
@@ -195,7 +194,7 @@ def _inference_offers(compute_device: str, c: ParameterConstraints) -> tuple[tup
         (kind, kernel)
         for kind in packed_sharding_types()
         if not c.sharding_types or kind in c.sharding_types
-        for kernel in _INFERENCE_KERNELS[compute_device]
+        for kernel in kernels_where(lambda rule: rule.packed and (compute_device == "cuda" or not rule.on_host))
         if not c.compute_kernels or kernel in c.compute_kernels
     )
 

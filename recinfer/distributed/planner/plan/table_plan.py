@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from recinfer.distributed.types import ParameterSharding, ShardingType
 from recinfer.distributed.types.edges import rects_of
-from recinfer.distributed.types.enums import EmbeddingComputeKernel
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
 from recinfer.errors import ConfigError
 from recinfer.layout.cuts import column_unit
 from recinfer.layout.rect import Rect, tile

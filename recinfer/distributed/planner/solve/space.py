@@ -35,13 +35,14 @@ from recinfer.distributed.planner.model.estimates import (
 )
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.types.kernels import kernels_where
 from recinfer.distributed.types.sharding_types import PartitionByType, types_where
 from recinfer.layout.cuts import column_width, even_rows, heights_in_proportion
 
 __all__ = ["SearchSpace", "build_space"]
 
-_CACHED = [KERNEL_CODES[name] for name in ("fused_uvm_caching", "quant_uvm_caching")]
-_ON_HOST = [*_CACHED, KERNEL_CODES["fused_uvm"], KERNEL_CODES["quant_uvm"]]
+_CACHED = [KERNEL_CODES[name] for name in kernels_where(lambda rule: rule.cached)]
+_ON_HOST = [KERNEL_CODES[name] for name in kernels_where(lambda rule: rule.on_host)]
 
 
 @dataclass(frozen=True, eq=False)
