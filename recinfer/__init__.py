@@ -26,6 +26,7 @@ __all__ = [
     "Pipelineable",
     "PoolingType",
     "load",
+    "serve",
 ]
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         EmbeddingBagCollectionInterface,
         EmbeddingCollection,
     )
+    from recinfer.serving.app.running import serve
     from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
     from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from recinfer.streamable import Multistreamable, Pipelineable
@@ -59,6 +61,7 @@ __getattr__, __dir__ = lazy_names(
         "Pipelineable": "recinfer.streamable",
         "PoolingType": "recinfer.modules.embedding_configs",
         "load": "recinfer.inference.predictor",
+        "serve": "recinfer.serving.app.running",
     },
     # The modules that TorchRec's ``import torchrec`` makes reachable by attribute, and recinfer's packages that docs/
     # names.

@@ -85,10 +85,12 @@ ALLOWED: dict[str, set[str]] = {
     "serving.shards": SERVED | {"serving.wire", "serving.engine"},
     "serving.server": SERVED | {"serving.wire", "serving.engine", "serving.shards"},
     "serving.workers": SERVED | {"serving.wire", "serving.engine", "serving.server"},
+    "serving.config": {"env", "errors", "archive", "serving.wire", "serving.engine", "serving.server"},
+    "serving.app": SERVED | SERVING | {"serving.config"},
     "serving": SERVED | SERVING,
     "sizing": SERVED | SERVING,
     "deploy": SERVED | SERVING,
-    "cli": SERVED | SERVING | {"training", "sizing", "deploy", "migrate"},
+    "cli": SERVED | SERVING | {"serving.config", "serving.app", "training", "sizing", "deploy", "migrate"},
 }
 
 

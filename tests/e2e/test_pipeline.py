@@ -18,11 +18,11 @@ import torch
 
 import recinfer
 from recinfer.cli.lookup import parse_features
-from recinfer.cli.served import served
 from recinfer.data import write_csv
 from recinfer.data.dataset import load_dataset
 from recinfer.data.synthetic import generate_criteo
 from recinfer.distributed.planner import Plan
+from recinfer.serving.server_process import served
 from tests.e2e.commands import run, run_json
 from tests.warm import RECINFER, Program
 

@@ -10,8 +10,8 @@ import torch
 
 import recinfer
 from recinfer.archive.manifest import Manifest
-from recinfer.cli.served import served
 from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server_process import served
 from recinfer.sparse import KeyedJaggedTensor
 from tests.e2e.commands import run, run_json
 from tests.e2e.torchrec_model import FEATURES, TABLES
