@@ -19,6 +19,7 @@ from recinfer.archive.paths import check_path
 from recinfer.archive.strict_json import build, loads
 from recinfer.distributed.planner.plan import MAX_RANKS
 from recinfer.errors import ArchiveError, RecinferError
+from recinfer.excerpts import excerpt
 
 __all__ = ["check_before_writing", "check_rules", "read_manifest"]
 
@@ -33,7 +34,7 @@ def read_manifest(data: bytes) -> Manifest:
     raw = loads(data, "manifest.json")
     if raw.get("format") != FORMAT or raw.get("format_version") != FORMAT_VERSION:
         raise ArchiveError(
-            f"format {_short(raw.get('format'))}, version {_short(raw.get('format_version'))}; this recinfer reads "
+            f"format {excerpt(repr(raw.get('format')))}, version {excerpt(repr(raw.get('format_version')))}; this recinfer reads "
             f"{FORMAT!r}, version {FORMAT_VERSION}; export the model again or install the recinfer that wrote it",
             rule="M1",
         )
@@ -142,7 +143,7 @@ def _check_features(m: Manifest) -> None:
         missing = feature.missing
         if missing not in ("empty", "reject") and not (isinstance(missing, int) and 0 <= missing < rows):
             raise ArchiveError(
-                f"feature {feature.name!r}: missing is {_short(missing)}; expected 'empty', 'reject' or an id "
+                f"feature {feature.name!r}: missing is {excerpt(repr(missing))}; expected 'empty', 'reject' or an id "
                 f"below {rows}",
                 rule="M5",
             )
@@ -225,7 +226,9 @@ def _check_files(m: Manifest) -> None:
     for file in m.files:
         check_path(file.path)
         if len(file.sha256) != 64 or set(file.sha256) - set("0123456789abcdef"):
-            raise ArchiveError(f"file {file.path!r}: sha256 {_short(file.sha256)} is not 64 hex digits", rule="F5")
+            raise ArchiveError(
+                f"file {file.path!r}: sha256 {excerpt(repr(file.sha256))} is not 64 hex digits", rule="F5"
+            )
     required = required_files(m)
     if len(set(paths)) != len(paths) or set(paths) != set(required):
         odd = sorted(set(paths) ^ set(required))[:5]
@@ -233,11 +236,6 @@ def _check_files(m: Manifest) -> None:
     total = sum(file.bytes for file in m.files)
     if total != m.bytes_total:
         raise ArchiveError(f"bytes_total is {m.bytes_total}; the files have {total}", rule="M9")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _check_name(name: str, kind: str) -> None:
@@ -248,11 +246,11 @@ def _check_name(name: str, kind: str) -> None:
         or ("/" in name and kind == "module")
     ):
         raise ArchiveError(
-            f"{kind} name {_short(name)}; expected 1 to {MAX_NAME} printable characters, no '/' in a module path",
+            f"{kind} name {excerpt(repr(name))}; expected 1 to {MAX_NAME} printable characters, no '/' in a module path",
             rule="M2",
         )
 
 
 def _check_range(what: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise ArchiveError(f"{what} is {_short(value)}; expected {low} to {high}", rule="M3")
+        raise ArchiveError(f"{what} is {excerpt(repr(value))}; expected {low} to {high}", rule="M3")

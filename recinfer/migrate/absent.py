@@ -52,8 +52,16 @@ INSTEAD = {
     "tower",
     "torchrec.distributed.planner.enumerators.calculate_shard_sizes_and_offsets": "recinfer.distributed.sharding_plan.calculate_shard_sizes_and_offsets",
     "torchrec.distributed.planner.estimator.*": "recinfer.distributed.planner.shard_estimators (EmbeddingPerfEstimator), or a ShardEstimator of your own",
+    "torchrec.distributed.planner.partitioners.MemoryBalancedPartitioner": "recinfer.distributed.planner.partitioners.GreedyPerfPartitioner, or "
+    "the default search of EmbeddingShardingPlanner",
+    "torchrec.distributed.planner.perf_models.NoopStorageModel": "a PerfModel of your own: rate(plan) reads shard.rank and shard.storage",
+    "torchrec.distributed.planner.proposers.EmbeddingOffloadScaleupProposer": "the default search of EmbeddingShardingPlanner (no "
+    "proposer): it fills device memory with the tables that gain most",
+    "torchrec.distributed.planner.proposers.proposers_to_proposals_list": "load(), propose() and feedback() of each proposer",
     "torchrec.distributed.planner.shard_estimators.calculate_shard_storages": "recinfer.distributed.planner.shard_estimators.EmbeddingStorageEstimator(topology).estimate(options)",
     "torchrec.distributed.planner.shard_estimators.get_num_poolings": "ShardingOption.num_poolings",
+    "torchrec.distributed.planner.utils.BinarySearchPredicate": "bisect of the standard library",
+    "torchrec.distributed.planner.utils.LuusJaakolaSearch": "scipy.optimize.minimize_scalar",
     "torchrec.distributed.quant_embedding_kernel.*": "recinfer.distributed.quant_embeddingbag",
     "torchrec.distributed.shard.*": "recinfer.distributed.model_parallel.DistributedModelParallel with the plan",
     "torchrec.distributed.sharding.cw_sequence_sharding.*": "recinfer.distributed.embedding.create_embedding_sharding",

@@ -94,7 +94,7 @@ class EmbeddingEnumerator(Enumerator):
     def estimate_of(self, tables: Sequence[TableFacts], topology: Topology) -> Estimate | None:
         """The estimate function over arrays, for a topology; None when the estimators only take objects."""
         if self._given is None and all(k.startswith("quant") for t in tables for _, k in t.offers):
-            return inference_estimate(topology, tables)
+            return inference_estimate(topology)
         perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
         for given in self._given or ():  # compared by exact type, because a subclass may have changed estimate()
             if type(given) is EmbeddingPerfEstimator:

@@ -8,7 +8,7 @@ Legend: N shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,13 @@ from recinfer.distributed.planner.constants import (
     QUARTER_BLOCK_PENALTY,
     WEIGHTED_KERNEL_MULTIPLIER,
 )
-from recinfer.distributed.planner.model.facts import TableFacts
-from recinfer.distributed.planner.model.hardware import CacheSharers
 from recinfer.distributed.planner.model.links import CollectiveType
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.types import PipelineType
 from recinfer.distributed.types.kernels import KERNEL_RULES
 from recinfer.distributed.types.sharding_types import SHARDING_RULES, ShardingRule
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant.formats.registry import find_row_format, row_format, row_format_of_code
+from recinfer.quant.formats.registry import find_row_format, row_format_of_code
 
 __all__ = [
     "NO_ROW_FORMAT",
@@ -227,12 +225,12 @@ def training_time(
     return out
 
 
-def inference_time(a: ShardArrays, topology: Topology, alignment: int, sharers: CacheSharers | None = None) -> FloatN:
+def inference_time(a: ShardArrays, topology: Topology, alignment: int) -> FloatN:
     """Milliseconds [N, 6] of one process that looks up one batch, without a batch per rank and without a backward.
 
     A rank reads its share of the ids and the packed rows (whole memory lines) and writes its vectors; on a GPU ids come
     and vectors go over the host link. On a CPU all ranks share memory and nothing travels. With a measured profile
-    (``topology.hardware``) the compute part is that of the profile, among the tables of ``sharers``.
+    (``topology.hardware``) the compute part is that of the profile.
     """
     ids = a.batch_inputs / spread_of(a, topology)
     vectors = np.where(a.pooled, a.batch_outputs, ids)
@@ -248,8 +246,6 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int, sharers: 
             bits=_element_bits(a.row_format),
             rows=a.rows.astype(float),
             features=a.features,
-            vector_bytes=a.cols * a.output_bytes,
-            sharers=sharers,
         )
         slow = topology.hbm_mem_bw if topology.compute_device != "cpu" else topology.ddr_mem_bw
         out[:, 0] *= np.where(a.on_host & (topology.compute_device != "cpu"), slow / a.device_bw, 1.0)
@@ -321,33 +317,14 @@ def _in_flight(
     return copies * inputs + (outputs if at_peak else 0.0)
 
 
-def inference_estimate(topology: Topology, tables: Sequence[TableFacts] = ()) -> Estimate:
-    """The estimator of quantized inference on ``topology``.
-
-    With measured figures a lookup costs more the more other tables pass through the caches; where they will be is not
-    known yet, so every shard is taken to share its rank with an equal part of ``tables``.
-    """
+def inference_estimate(topology: Topology) -> Estimate:
+    """The estimator of quantized inference on ``topology``."""
     alignment = row_alignment(topology.compute_device)
-    sharers = _average_sharers(tables, topology) if tables and topology.hardware is not None else None
 
     def estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
-        perf = inference_time(arrays, topology, alignment, sharers)
+        perf = inference_time(arrays, topology, alignment)
         perf[np.asarray(arrays.rows) == 0] = 0.0  # an empty piece gets no lookup
         hbm, ddr = storage_bytes(arrays, topology, is_inference=True, alignment=alignment)
         return perf, hbm, ddr
 
     return estimate
-
-
-def _average_sharers(tables: Sequence[TableFacts], topology: Topology) -> CacheSharers:
-    """The lookups of an average rank."""
-    alignment = row_alignment(topology.compute_device)
-    row_bytes = [row_format(t.precision).row_bytes(t.cols, alignment) for t in tables]
-    written = [(t.batch_outputs if t.pooled else t.batch_inputs) * t.cols * t.output_bytes for t in tables]
-    return CacheSharers.of(
-        rows=np.array([t.rows for t in tables], float),
-        ids=np.array([t.batch_inputs for t in tables], float),
-        row_bytes=np.array(row_bytes, float),
-        output_bytes=np.array(written, float),
-        share=1 / topology.world_size,
-    )

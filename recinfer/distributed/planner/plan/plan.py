@@ -29,6 +29,7 @@ from recinfer.distributed.types import (
 )
 from recinfer.distributed.types.edges import placement, sharding_spec
 from recinfer.errors import ConfigError, NotFoundError
+from recinfer.excerpts import some
 from recinfer.files import write_file
 from recinfer.layout.rect import TilingError
 from recinfer.modules.embedding_configs import DataType
@@ -282,8 +283,7 @@ def misfits(plan: Plan, model: nn.Module) -> str:
     for key in sorted(have.keys() & planned.keys()):
         if have[key] != planned[key]:
             problems.append(f"{_dotted(key)} is {_by(have[key])} in the model, {_by(planned[key])} in the plan")
-    more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-    return "; ".join(problems[:10]) + more
+    return some(problems, 10, "; ")
 
 
 def _dotted(key: tuple[str, str]) -> str:
