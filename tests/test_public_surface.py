@@ -190,7 +190,7 @@ def test_all_names_the_public_definitions() -> None:
 
 
 # Modules of the planner that are still both.
-BOTH = {f"recinfer.distributed.planner.{name}" for name in ("enumerators", "planners", "proposers", "utils")}
+BOTH = {f"recinfer.distributed.planner.{name}" for name in ("enumerators", "planners", "utils")}
 
 
 def defines(module: ast.Module) -> bool:
