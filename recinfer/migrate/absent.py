@@ -47,7 +47,7 @@ INSTEAD = {
     "torchrec.distributed.planner.enumerators.EmbeddingTowerCollection": "two modules: an EmbeddingBagCollection, "
     "then the tower",
     "torchrec.distributed.planner.enumerators.GUARDED_COMPUTE_KERNELS": "ParameterConstraints(compute_kernels=[...]); recinfer has none of the guarded kernels",
-    "torchrec.distributed.planner.enumerators.GUARDED_SHARDING_TYPES_FOR_FP_MODULES": "ParameterConstraints(sharding_types=[...]); row_wise, table_row_wise and grid_shard are never offered behind feature processors",
+    "torchrec.distributed.planner.enumerators.GUARDED_SHARDING_TYPES_FOR_FP_MODULES": "ParameterConstraints(sharding_types=[...]); behind feature processors, types that cut rows are offered only if the constraints name them",
     "torchrec.distributed.planner.enumerators._get_tower_index": "two modules: an EmbeddingBagCollection, then the "
     "tower",
     "torchrec.distributed.planner.enumerators.calculate_shard_sizes_and_offsets": "recinfer.distributed.sharding_plan.calculate_shard_sizes_and_offsets",

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.interfaces import Enumerator, ShardEstimator
 from recinfer.distributed.planner.model.constraints import ParameterConstraints
@@ -23,6 +22,7 @@ from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from recinfer.distributed.planner.solve.space import SearchSpace, build_space, option_label
 from recinfer.distributed.types import ModuleSharder
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
 from recinfer.errors import ConfigError
 
 __all__ = ["EmbeddingComputeKernel", "EmbeddingEnumerator", "get_partition_by_type", "option_object"]

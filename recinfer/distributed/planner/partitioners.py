@@ -9,10 +9,11 @@ import numpy as np
 
 from recinfer.distributed.planner.interfaces import Partitioner
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
-from recinfer.distributed.planner.model.options import PartitionByType, ShardingOption
+from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.solve.placing import Placement, Placer
 from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, HOST_FREE, MULTI_HOST, Problem, problem_of
+from recinfer.distributed.types.sharding_types import PartitionByType
 from recinfer.sizes import exact_size
 
 __all__ = ["GreedyPerfPartitioner", "SortBy"]

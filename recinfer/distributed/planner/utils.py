@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from recinfer.distributed.layout.edges import placement
 from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.sharders import build_sharder_data_map, sharder_name
 from recinfer.distributed.planner.model.topology import Storage
+from recinfer.distributed.types.edges import placement
 
 __all__ = [
     "build_sharder_data_map",

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from recinfer.distributed.layout.edges import placement, sharding_spec
-from recinfer.distributed.layout.rect import TilingError
 from recinfer.distributed.planner.model.walk import embedding_tables
 from recinfer.distributed.planner.plan.table_plan import (
     TablePlan,
@@ -29,9 +27,11 @@ from recinfer.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from recinfer.distributed.types.edges import placement, sharding_spec
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.excerpts import some
 from recinfer.files import write_file
+from recinfer.layout.rect import TilingError
 from recinfer.modules.embedding_configs import DataType
 
 if TYPE_CHECKING:

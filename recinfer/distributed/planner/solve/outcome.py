@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.estimates import (
-    DP,
     PERF_PARTS,
     IntN,
+    of_types,
     spread_of,
 )
 from recinfer.distributed.planner.model.topology import Topology
@@ -23,6 +22,7 @@ from recinfer.distributed.planner.solve.problem import FREE, Problem
 from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.planner.solve.space import SearchSpace, option_label, shard_arrays
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect
 
 __all__ = ["build_plan", "chosen_options", "pin_tables"]
 
@@ -113,7 +113,7 @@ def _traffic(space: SearchSpace, topology: Topology) -> tuple[np.ndarray, np.nda
     """Bytes of ids received and of vectors sent by each shard in one iteration."""
     a = shard_arrays(space, topology)
     quant = np.char.startswith(np.array([option_label(space, o)[1] for o in range(space.num_options)]), "quant")
-    replicas = np.where(quant[space.shard_option] | (a.kind == DP), 1, topology.world_size)
+    replicas = np.where(quant[space.shard_option] | of_types(a.kind, lambda r: r.replicated), 1, topology.world_size)
     ids = a.batch_inputs / spread_of(a, topology) * replicas
     vectors = np.where(a.pooled, a.batch_outputs * replicas, ids)
     return ids * BIGINT_DTYPE, vectors * a.cols * a.output_bytes
