@@ -97,6 +97,23 @@ class Plan:
             if outside:
                 raise TilingError(f"table {t.name!r} is placed on ranks {outside}, outside {self.world_size} ranks")
 
+    def __str__(self) -> str:
+        rows = [("table", "rows x dim", "precision", "sharding", "ranks")]
+        rows += [
+            (
+                t.name,
+                f"{t.num_embeddings} x {t.embedding_dim}",
+                t.precision.value.lower(),
+                t.sharding_type,
+                some([str(rank) for rank in sorted(set(t.ranks))], 4),
+            )
+            for t in self.tables
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        head = f"plan {self.hash[:12]}: {self.world_size} ranks on {self.compute_device}"
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join([head, *lines])
+
     # ------------------------------------------------------------------ JSON
 
     def placement_data(self) -> dict[str, Any]:
