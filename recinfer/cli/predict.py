@@ -110,12 +110,12 @@ class PredictOptions:
 
 @dataclass(frozen=True)
 class _Input:
-    """All rows of an input: dense inputs ``[N, d]`` or None, ids, context features, the model and version that the input
-    names, and other inputs."""
+    """All rows of an input: dense inputs ``[N, d]`` or None, ids, the context's columns, the model and version that the
+    input names, and other inputs."""
 
     dense: NDArray[Any] | None
     features: FeatureArrays
-    context: FeatureArrays | None = None
+    context: Mapping[str, Any] | None = None
     model: str = ""
     version: str = ""
     inputs: Mapping[str, InputArrays] = field(default_factory=dict)
@@ -334,24 +334,20 @@ def _from_json(path: Path) -> _Input:
 
     from recinfer.data.tables import cut_off
     from recinfer.serving.wire import json_codec
-    from recinfer.serving.wire.arrays import features_of
-    from recinfer.serving.wire.proto import inference_pb2 as pb
 
     try:
         data = read_bytes(path)
     except NOT_GZIP as error:
         raise cut_off(path, error) from error
-    body = json_codec.parse_json(data)
-    request = pb.PredictRequest.FromString(json_codec.predict_request(body))
-    features = features_of(request.features)
-    if features.batch < 1:
+    rows = json_codec.json_rows(json_codec.parse_json(data))
+    batch = rows.features.batch
+    if batch < 1:
         raise InputError(f"{path}: got no samples, expected at least one")
-    inputs = json_codec.named_inputs(body)
-    dense = np.frombuffer(request.dense, np.float32).reshape(features.batch, -1)
-    context = features_of(request.context) if request.HasField("context") else None
-    return _Input(
-        None if inputs and not dense.size else dense, features, context, request.model, request.version, inputs
-    )
+    empty = None if rows.inputs else np.zeros((batch, 0), np.float32)
+    dense = empty if rows.dense is None else rows.dense
+    if dense is not None and len(dense) != batch:
+        raise InputError(f"dense: got {len(dense)} rows, expected one for each of {batch} samples")
+    return _Input(dense, rows.features, rows.context, rows.model, rows.version, rows.inputs)
 
 
 def _predict(client: InferenceClient, parsed: _Input, batch_size: int) -> tuple[dict[str, NDArray[Any]], list[int]]:

@@ -31,7 +31,7 @@ __all__ = [
     "encode_input",
     "encode_lookup_request",
     "encode_predict_request",
-    "features_of",
+    "no_features",
     "parse",
 ]
 
@@ -126,7 +126,7 @@ def encode_predict_request(
         InputError: see encode_lookup_request; or ``dense`` is not a matrix of numbers of the batch size.
     """
     named, once = _named("inputs", inputs), _named("context_inputs", context_inputs)
-    sparse = _no_features(batch_of_inputs(named)) if named and _is_none(features) else as_features(features)
+    sparse = no_features(named) if named and _is_none(features) else as_features(features)
     parts = [_request_head(model, version, label), *_encode_features(sparse)]
     if dense is not None:
         matrix = as_matrix(dense)
@@ -174,8 +174,9 @@ def _is_none(features: Any) -> bool:
     return features is None or (isinstance(features, Mapping) and not features)
 
 
-def _no_features(batch: int) -> FeatureArrays:
-    return FeatureArrays((), batch, np.zeros(0, np.int32), np.zeros(0, np.int64))
+def no_features(inputs: Mapping[str, InputArrays]) -> FeatureArrays:
+    """No features, of as many samples as ``inputs`` have."""
+    return FeatureArrays((), batch_of_inputs(inputs), np.zeros(0, np.int32), np.zeros(0, np.int64))
 
 
 def encode_input(
@@ -201,14 +202,6 @@ def encode_input(
     if given.weights is not None:
         parts += bytes_field(6, array_bytes(given.weights, _FLOAT32))
     return bytes_field(number, *parts)
-
-
-def features_of(message: pb.JaggedFeatures) -> FeatureArrays:
-    """The arrays, unchecked, of a message that :mod:`recinfer.serving.wire.json_codec` made."""
-    weights = np.frombuffer(message.weights, _FLOAT32) if message.weights else None
-    lengths, values = np.frombuffer(message.lengths, _INT32), np.frombuffer(message.values, _INT64)
-    keys, weighted = tuple(message.keys), tuple(message.weighted_keys)
-    return FeatureArrays(keys, message.batch_size, lengths, values, weights, weighted)
 
 
 # -- answers -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from recinfer.columns import dense_name
 from recinfer.errors import InputError
+from recinfer.excerpts import some
 from recinfer.lru import LruCache
 from recinfer.serving.wire.json_codec import text_of
 
@@ -82,8 +83,8 @@ class ModelInputs:
             found = self._layouts[key] = self._new_layout(names, field, with_dense, in_context)
         return found
 
-    def place_in_context(self, name: str) -> str:
-        """What an input of the context is: ``feature``, ``named`` or ``dense``.
+    def kind_in_context(self, name: str) -> str:
+        """The kind of an input of the context: ``feature``, ``named`` or ``dense``.
 
         Raises:
             InputError: no input of the model, or a dense column alone.
@@ -95,7 +96,9 @@ class ModelInputs:
         if self.num_dense and name in (self.dense, self.dense_in_forward):
             return "dense"
         known = (*self.features, *([self.dense] if self.num_dense else ()), *(info.name for info in self.named))
-        raise InputError(f"context: got {text_of(name)}, which is no input of this model; {_listed(known)}")
+        raise InputError(
+            f"context: got {text_of(name)}, which is no input of this model; it takes {some(known, _SHOWN)}"
+        )
 
     @property
     def by_sample(self) -> frozenset[str]:
@@ -116,7 +119,9 @@ class ModelInputs:
             dense, at = (self.dense,), self.dense_in_forward
         known = (*self.features, *self.columns, *([self.dense] if self.num_dense else ()), *sorted(others))
         if unknown := [name for name in dense if name not in known]:
-            raise InputError(f"{field}: got {text_of(unknown[0])}, which is no input of this model; {_listed(known)}")
+            raise InputError(
+                f"{field}: got {text_of(unknown[0])}, which is no input of this model; it takes {some(known, _SHOWN)}"
+            )
         if not features and not ((named or dense) and (in_context or not self.features)):
             raise InputError(f"{field}: got no feature, expected some of {', '.join(self.features[:_SHOWN])}")
         if not with_dense:
@@ -172,8 +177,3 @@ def _getter(names: tuple[str, ...]) -> Callable[[Row], tuple[Any, ...]]:
     if len(names) == 1:
         return lambda row, name=names[0]: (row[name],)  # type: ignore[misc]
     return itemgetter(*names)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"it takes {', '.join(names[:_SHOWN])}{more}"

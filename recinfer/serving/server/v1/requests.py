@@ -266,14 +266,14 @@ def _context(given: Any, inputs: ModelInputs, call: CallName) -> _Table | None:
         raise InputError("context: got one with a lookup, expected it with predictions alone")
     if type(given) is not dict or not given:
         raise InputError(f"context: got {text_of(given)}, expected an object with inputs by name")
-    by_place: dict[str, dict[str, list[Any]]] = {"feature": {}, "named": {}, "dense": {}}
+    by_kind: dict[str, dict[str, list[Any]]] = {"feature": {}, "named": {}, "dense": {}}
     for name, cell in given.items():
-        by_place[inputs.place_in_context(name)][name] = [cell]
-    dense = list(by_place["dense"].values())
+        by_kind[inputs.kind_in_context(name)][name] = [cell]
+    dense = list(by_kind["dense"].values())
     if len(dense) > 1:
         raise InputError(f"context: got {inputs.dense!r} under two names, expected one of them")
     names = (inputs.dense,) if dense else ()
-    return _Table("context", 1, by_place["feature"], names, dense[0] if dense else [], by_place["named"])
+    return _Table("context", 1, by_kind["feature"], names, dense[0] if dense else [], by_kind["named"])
 
 
 def _rows(
