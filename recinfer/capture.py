@@ -31,6 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["CaptureError", "Captured", "EmbeddingModule", "Slot", "capture", "embedding_modules", "read_capture", "trace"]
 
@@ -156,7 +157,7 @@ def read_capture(path: str | os.PathLike[str]) -> Captured:
         program,
         tuple(Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in about["slots"]),
         tuple(
-            EmbeddingModule(**{k: tuple(v) if isinstance(v, list) else v for k, v in module.items()})
+            EmbeddingModule(**{k: tuple(v) if isinstance(v, list) else v for k, v in module.items()})  # type: ignore[arg-type]
             for module in about["modules"]
         ),
         tuple(about["outputs"]),
@@ -361,7 +362,7 @@ class _TracedKjt:
         if index not in cache:
             parts = [bag[index] for bag in self._bags.values()]
             cache[index] = parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]
-            cache[index]._recinfer_bags = self._bags
+            cache[index]._recinfer_bags = list(self._bags.values())
         return cache[index]  # type: ignore[no-any-return]
 
     def values(self) -> Tensor:
@@ -460,7 +461,7 @@ def _traced_kjt(base: type, bags: Mapping[str, Bag]) -> Any:
     kind = _CLASSES.get(base)
     if kind is None:
         kind = _CLASSES[base] = type(base)("KeyedJaggedTensor", (_TracedKjt, base), {})
-    self = kind.__new__(kind)
+    self: Any = object.__new__(kind)
     self.__dict__["_bags"] = dict(bags)
     self.__dict__["_base"] = base
     return self
@@ -476,19 +477,89 @@ def _parts_of(kjt: Any) -> dict[str, Bag]:
     keys, values, lengths, weights = list(kjt.keys()), kjt.values(), kjt.lengths(), kjt.weights_or_none()
     if not keys:
         return {}
-    known: Mapping[str, Bag] | None = getattr(lengths, "_recinfer_bags", None)
-    by_key = lengths.reshape(len(keys), -1)
-    if known is not None and len(known) == len(keys):
-        sizes: list[Any] = [bag[0].shape[0] for bag in known.values()]
-    elif len(keys) == 1:
-        sizes = [values.shape[0]]
+    joined = _noted(lengths, "bags", keys)
+    if joined is None:
+        by_key = lengths.reshape(len(keys), -1)
+        counts = [by_key[i].long() for i in range(len(keys))]
     else:
-        sizes = by_key.sum(1).tolist()
+        counts = [bag[1] for bag in joined]
+    sizes = _sizes_of(keys, values, lengths, counts)
+    joined = _noted(values, "bags", keys)
+    each = values.split(sizes) if joined is None else [bag[0] for bag in joined]
+    heavy = [None] * len(keys) if weights is None else weights.split(sizes)
+    return dict(zip(keys, zip(each, counts, heavy)))
+
+
+def _sizes_of(keys: Sequence[str], values: Tensor, lengths: Tensor, counts: Sequence[Tensor]) -> list[Any]:
+    """The number of values of each key."""
+    joined = _noted(lengths, "bags", keys)
+    if joined is not None and len(keys) > 1:
+        return [bag[0].shape[0] for bag in joined]
+    sizes = [values.shape[0]] if len(keys) == 1 else _noted(values, "sizes", keys)
+    if sizes is None:
+        sizes = torch.stack([count.sum() for count in counts]).tolist()
         for size in sizes:
             torch._check(size >= 0)
-    each = values.split(sizes)
-    heavy = [None] * len(keys) if weights is None else weights.split(sizes)
-    return {key: (each[i], by_key[i].long(), heavy[i]) for i, key in enumerate(keys)}
+    fill = getattr(lengths, "_recinfer_fill", None)
+    if fill is not None:
+        for size, count in zip(sizes, counts):
+            torch._check(size == fill * count.shape[0])
+    return sizes
+
+
+def _noted(tensor: Tensor, note: str, keys: Sequence[str]) -> list[Any] | None:
+    """A note of :class:`_Notes` or :meth:`_TracedKjt._joined` that has one entry a key; None without one."""
+    found = getattr(tensor, f"_recinfer_{note}", None)
+    return None if found is None or len(found) != len(keys) else list(found)
+
+
+class _Notes(TorchFunctionMode):
+    """Notes on tensors, while tracing, the sizes of the tensors that ``torch.cat`` joined, and the number that fills one.
+
+    A trace has no numbers; with these notes a KeyedJaggedTensor that forward makes can be taken apart by its keys.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            return result
+        if function in (torch.cat, torch.concat, torch.hstack):
+            parts = args[0] if args else kwargs.get("tensors", ())
+            if all(part.dim() == 1 for part in parts):
+                result._recinfer_sizes = [part.shape[0] for part in parts]  # type: ignore[attr-defined]
+            fills = {getattr(part, "_recinfer_fill", None) for part in parts}
+            if len(fills) == 1:
+                result._recinfer_fill = fills.pop()  # type: ignore[attr-defined]
+            return result
+        if function in _FILLS:
+            result._recinfer_fill = 1  # type: ignore[attr-defined]
+        elif function is torch.full:
+            fill = args[1] if len(args) > 1 else kwargs.get("fill_value")
+            result._recinfer_fill = fill if isinstance(fill, int) else None  # type: ignore[attr-defined]
+        elif args and isinstance(args[0], Tensor):
+            self._keep(function, args[0], result)
+        return result
+
+    @staticmethod
+    def _keep(function: Any, given: Tensor, result: Tensor) -> None:
+        """Notes that hold for the result of a function of ``given`` too."""
+        name = getattr(function, "__name__", "")
+        sizes: Any = getattr(given, "_recinfer_sizes", None)
+        same = result.dim() == given.dim() == 1 and str(result.shape[0]) == str(given.shape[0])
+        if sizes is not None and same and name not in _REORDERS:
+            result._recinfer_sizes = sizes  # type: ignore[attr-defined]
+        fill: Any = getattr(given, "_recinfer_fill", None)
+        if fill is not None and name in _SAME_NUMBERS:
+            result._recinfer_fill = fill  # type: ignore[attr-defined]
+
+
+_FILLS = (torch.ones, torch.ones_like, Tensor.new_ones)
+_REORDERS = {"flip", "roll", "sort", "argsort", "index_select", "gather", "take", "__getitem__"}
+_SAME_NUMBERS = {
+    *("to", "int", "long", "view", "reshape", "flatten", "repeat", "expand", "clone", "contiguous", "squeeze", "unsqueeze"),
+    *("type", "cpu", "detach", "repeat_interleave", "__getitem__"),
+}
 
 
 def _concat(base: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -870,7 +941,7 @@ def trace(
     results: list[tuple[tuple[str, ...], Any]] = []
     whole = _Whole(body, read[0][1], lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in free} for free in sampled.free)
-    with _patched(), torch.no_grad():
+    with _patched(), torch.no_grad(), _Notes():
         try:
             # prefer_deferred_runtime_asserts: no; an inequality of sizes has to show as a guard.
             program = torch.export.export(whole, tuple(sampled.tensors), dynamic_shapes=(axes,), strict=False)
@@ -880,7 +951,7 @@ def trace(
             raise CaptureError(explain(error)) from error
     outputs, structure = results[-1]
     slots = _slots(program, examples, sampled)
-    _check_guards(program)
+    _check_guards(program, slots)
     arguments = tuple(_positional(model))
     return Captured(
         program,
@@ -920,15 +991,24 @@ def _slots(program: ExportedProgram, examples: Sequence[_Example], sampled: _Sam
 
 
 _EQUAL = re.compile(r"[^=<>!]+==[^=<>!]+")
+_SIZE = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 
 
-def _check_guards(program: ExportedProgram) -> None:
+def _check_guards(program: ExportedProgram, slots: Sequence[Slot]) -> None:
     """Refuse a trace that holds only for some sizes."""
-    odd = [guard for guard in getattr(program, "_guards_code", None) or () if not _EQUAL.fullmatch(guard)]
-    if odd:
+    guards = list(getattr(program, "_guards_code", None) or ())
+    for guard in guards:
+        # Where an operator broadcasts, torch notes "a == 1 or a == b" beside "a == b".
+        if _EQUAL.fullmatch(guard) or any(part in guards for part in guard.split(" or ")):
+            continue
+        sizes = _SIZE.sub(lambda m: f"size {m[2]} of {_title(slots[int(m[1])])}", guard)
         raise CaptureError(
-            f"forward takes another way for other sizes ({odd[0]}); write it without a branch on a size (torch.where)"
+            f"forward takes another way for other sizes ({sizes[:300]}); write it without a branch on a size (torch.where)"
         )
+
+
+def _title(slot: Slot) -> str:
+    return slot.path if slot.part == "tensor" else f"the {slot.part} of {slot.path}"
 
 
 @contextlib.contextmanager

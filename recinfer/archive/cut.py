@@ -119,12 +119,12 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf]) -> Cut:
         any(lookup.leaf.about.weighted for lookup in parts.lookups),
         num_dense,
     )
-    names = {info.name for info in infos}
+    named = {info.name for info in infos}
     signature = Signature(
         arguments=captured.arguments,
         inputs=infos,
-        per_sample={name: count for name, count in parts.facts.per_sample.items() if name in names},
-        as_long_as={a: b for a, b in parts.facts.as_long_as.items() if a in names and b in names},
+        per_sample={name: count for name, count in parts.facts.per_sample.items() if name in named},
+        as_long_as={a: b for a, b in parts.facts.as_long_as.items() if a in named and b in named},
         ids=None,
         returns=captured.structure or {},
     )
@@ -218,6 +218,8 @@ def _with_plain_dense(
     others = [info for info in infos if info.kind != "ids"]
     if len(others) != 1 or others[0].kind != "tensor" or others[0].dtype != "float32":
         return parts.inputs, parts.ids_inputs, 0
+    if all(about.kind != "tensor" for about in parts.inputs):
+        return parts.inputs, parts.ids_inputs, 0  # the ids program alone reads it
     shape = others[0].shape
     if len(shape) != 2 or shape[0] != "batch" or not isinstance(shape[1], int) or not shape[1]:
         return parts.inputs, parts.ids_inputs, 0

@@ -20,13 +20,14 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from recinfer import env
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo
+from recinfer.archive.onnx_bfloat16 import compute_in_float32
 from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
-__all__ = ["NEEDS_IDS", "DenseEngine", "ExportedDense", "OnnxEngine", "TorchEngine", "Part", "export_part", "open_dense", "open_program"]
+__all__ = ["NEEDS_IDS", "DenseEngine", "ExportedDense", "OnnxEngine", "Part", "TorchEngine", "export_part", "open_dense", "open_program"]
 
 _OPSET = 18
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -150,6 +151,7 @@ def _to_onnx(program: ExportedProgram, part: Part) -> tuple[bytes | None, str | 
         model = exported.model_proto
         fold_gathers(model)
         gather_rows(model)
+        compute_in_float32(model)
         return model.SerializeToString(), None
     except ImportError as error:
         return None, f"the ONNX exporter is not installed: {error}"
