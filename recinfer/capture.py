@@ -265,7 +265,12 @@ class _Lookup(nn.Module):
         except AttributeError:
             if name.startswith("__"):
                 raise
-            return getattr(self.__dict__["_module"], name)
+        if name in ("embedding_bags", "embeddings"):
+            raise CaptureError(
+                f"forward reads the rows of {self._about.path!r}{_here()}; an archive has its tables for lookups alone, so "
+                f"look up the ids that are needed, or keep a copy of the rows as a buffer of the model"
+            )
+        return getattr(self.__dict__["_module"], name)
 
     def forward(self, features: Any) -> Any:
         about = self._about
@@ -519,8 +524,19 @@ class _Notes(TorchFunctionMode):
     A trace has no numbers; with these notes a KeyedJaggedTensor that forward makes can be taken apart by its keys.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.length_at = ""  # the place of the first len(tensor), which is a plain number
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is Tensor.__len__:
+            self.length_at = self.length_at or _here()
+        if getattr(function, "__name__", "") == "_pack_padded_sequence":
+            raise CaptureError(
+                f"forward packs a padded sequence{_here()}, whose sizes depend on numbers; run the layer on the padded "
+                f"sequence and take the state of each sample's last place (gather)"
+            )
         result = function(*args, **kwargs)
         if not isinstance(result, Tensor):
             return result
@@ -941,7 +957,8 @@ def trace(
     results: list[tuple[tuple[str, ...], Any]] = []
     whole = _Whole(body, read[0][1], lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in free} for free in sampled.free)
-    with _patched(), torch.no_grad(), _Notes():
+    notes = _Notes()
+    with _patched(), torch.no_grad(), notes:
         try:
             # prefer_deferred_runtime_asserts: no; an inequality of sizes has to show as a guard.
             program = torch.export.export(whole, tuple(sampled.tensors), dynamic_shapes=(axes,), strict=False)
@@ -950,8 +967,10 @@ def trace(
         except Exception as error:
             raise CaptureError(explain(error)) from error
     outputs, structure = results[-1]
-    slots = _slots(program, examples, sampled)
+    slots = _slots(program, examples, sampled, notes.length_at)
     _check_guards(program, slots)
+    _check_ranges(program, slots)
+    _check_operators(program)
     arguments = tuple(_positional(model))
     return Captured(
         program,
@@ -965,8 +984,10 @@ def trace(
     )
 
 
-def _slots(program: ExportedProgram, examples: Sequence[_Example], sampled: _Sampled) -> tuple[Slot, ...]:
-    """Describe the inputs of ``program``; refuses a free axis that forward fixes."""
+def _slots(
+    program: ExportedProgram, examples: Sequence[_Example], sampled: _Sampled, length_at: str
+) -> tuple[Slot, ...]:
+    """Describe the inputs of ``program``; refuses a free axis that forward fixes, maybe by a len() ``length_at``."""
     names = set(program.graph_signature.user_inputs)
     nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     # An axis that forward never compares with others has a symbol of its own.
@@ -981,7 +1002,8 @@ def _slots(program: ExportedProgram, examples: Sequence[_Example], sampled: _Sam
                 what = {"values": "number of values", "lengths": "number of samples", "weights": "number of weights"}
                 raise CaptureError(
                     f"forward works only where the {what.get(example.part, f'size of axis {axis}')} of {example.path} is "
-                    f"{tensor.shape[axis]}; take sizes from the tensors, not from numbers"
+                    f"{tensor.shape[axis]}{length_at}; take sizes from the tensors, as x.shape[0], not from numbers, len(x) "
+                    f"or int()"
                 )
             shape.append(int(size) if fixed else re.sub(r"\w+", lambda m: "batch" if m[0] in batch else m[0], text))
         slots.append(
@@ -1005,6 +1027,61 @@ def _check_guards(program: ExportedProgram, slots: Sequence[Slot]) -> None:
         raise CaptureError(
             f"forward takes another way for other sizes ({sizes[:300]}); write it without a branch on a size (torch.where)"
         )
+
+
+def _check_ranges(program: ExportedProgram, slots: Sequence[Slot]) -> None:
+    """Refuse a trace that holds only for some sizes of one axis: torch keeps these as ranges of the axis."""
+    names = set(program.graph_signature.user_inputs)
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items()}
+    for node, slot in zip(nodes, slots, strict=True):
+        for axis, size in enumerate(node.meta["val"].shape):
+            sizes = ranges.get(str(size))
+            if sizes is None or (sizes.lower <= 2 and not str(sizes.upper).isdigit()):
+                continue
+            limits = f"at least {sizes.lower}" if sizes.lower > 2 else f"at most {sizes.upper}"
+            raise CaptureError(
+                f"forward takes another way unless size {axis} of {_title(slot)} is {limits}; write it without a branch on a "
+                f"size (torch.where), or give the axis a fixed size"
+            )
+
+
+def _check_operators(program: ExportedProgram) -> None:
+    """Refuse random numbers, and operators that no archive may contain."""
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        place = place_of(node)
+        if node.users and _is_random(node):
+            raise CaptureError(
+                f"forward draws random numbers by {node.target}{place}; an archive gives the same answer each time: draw "
+                f"only where self.training holds (nn.Dropout does), or take the numbers as an input"
+            )
+        if node.target.namespace not in ("aten", "prims", "fbgemm", "recinfer"):
+            raise CaptureError(
+                f"forward calls the operator {node.target}{place}, which an archive may not contain; write it with torch's own "
+                f"operators"
+            )
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = dict(zip((argument.name for argument in target._schema.arguments), node.args)) | node.kwargs
+    # Layers of a model in eval mode call these operators too.
+    off = [given[name] for name in ("train", "training", "dropout_p") if name in given]
+    defaults = {argument.name for argument in target._schema.arguments if argument.name == "dropout_p"}
+    return any(off) if off else not defaults
+
+
+def place_of(node: torch.fx.Node) -> str:
+    """The line of forward that a node of a trace comes from, as text; empty if it is not known."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)', node.meta.get("stack_trace") or "")
+    for file, line, name, text in reversed(found):
+        if _is_users(file):
+            return _place_text(file, line, name, text)
+    return ""
 
 
 def _title(slot: Slot) -> str:
@@ -1047,22 +1124,50 @@ def _patched() -> Iterator[None]:
 
 def explain(error: BaseException) -> str:
     """One sentence for an exception of a trace: the line of forward, the cause, and what to write instead."""
-    place = _place(error)
-    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    place = _place(frames)
+    text = brief(error)
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text or "unbacked" in text.lower():
-        cause = "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, or a fixed size"
+        cause = "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, a fixed size, or "
+        cause += "x.item() for int(x)"
     elif "Dim" in text and "constant" in text.lower():
         cause = "forward fixes a size that differs between batches; take sizes from the tensors"
+    elif ".numpy()" in text:
+        cause = "forward leaves torch by .numpy(); write it with torch's own functions"
     else:
-        cause = f"{kind}: {text[:400]}"
+        cause = f"{kind}: {text}"
     return f"forward cannot be traced{place}: {cause}"
 
 
-def _place(error: BaseException) -> str:
+_REST = re.compile(
+    r"While executing|Original traceback|Potential framework|To fix the error|Use tlparse|For more information|graph\(\)"
+    r"|class GraphModule|The following call raised|\(Size-like symbols"
+)
+
+
+def brief(error: BaseException, most: int = 300) -> str:
+    """The first sentences of an exception's message, as one line without dumps of graphs."""
+    return " ".join(_REST.split(str(error), maxsplit=1)[0].split())[:most]
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line outside of torch and this file, as text."""
-    here, inside = str(Path(__file__)), str(Path(torch.__file__).parent)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename != here and not frame.filename.startswith(inside) and "/sparse/" not in frame.filename:
-            return f" at {Path(frame.filename).name}:{frame.lineno}, in {frame.name}: `{(frame.line or '').strip()}`"
+    for frame in reversed(frames):
+        if _is_users(frame.filename):
+            return _place_text(frame.filename, frame.lineno, frame.name, frame.line)
     return ""
+
+
+def _here() -> str:
+    """The line of forward that is running, as text."""
+    return _place(traceback.extract_stack())
+
+
+def _is_users(file: str) -> bool:
+    torch_folder = str(Path(torch.__file__).parent)
+    return file != str(Path(__file__)) and not file.startswith(torch_folder) and "/sparse/" not in file
+
+
+def _place_text(file: str, line: object, name: str, text: str | None) -> str:
+    return f" at {Path(file).name}:{line}, in {name}: `{(text or '').strip()}`"

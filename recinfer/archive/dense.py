@@ -25,6 +25,7 @@ from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
+from recinfer.capture import brief
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
 __all__ = ["NEEDS_IDS", "DenseEngine", "ExportedDense", "OnnxEngine", "Part", "TorchEngine", "export_part", "open_dense", "open_program"]
@@ -104,7 +105,7 @@ def export_part(part: Part) -> ExportedDense:
         raise ConfigError(f"{part.title} uses operations that an archive may not contain: {error}") from error
     except Exception as error:
         raise ConfigError(
-            f"torch.export cannot trace {part.title}: {type(error).__name__}: {str(error)[:2000]}"
+            f"torch.export cannot trace {part.title}: {type(error).__name__}: {brief(error)}"
         ) from error
     if onnx is None:
         return ExportedDense(data, None, None, _printable(refused))
