@@ -342,9 +342,9 @@ def measure_delta(
 ) -> dict[str, Any]:
     """Measure writing a delta against plain I/O, and time and memory of applying and undoing it in a serving
     process."""
-    import recinfer
     from recinfer.checkpoint import CheckpointReader
     from recinfer.inference.delta import make_delta
+    from recinfer.inference.predictor import load
 
     shutil.rmtree(folder / "model.ckpt", ignore_errors=True)
     (folder / "model.pt").unlink(missing_ok=True)
@@ -360,7 +360,7 @@ def measure_delta(
         rounds=rounds,
     )
     found["delta bytes"] = size_of(delta)
-    predictor = recinfer.load(archive)
+    predictor = load(archive)
     before = memory_of("self", "Anonymous")
     started = time.perf_counter()
     predictor.apply_delta(delta)

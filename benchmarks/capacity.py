@@ -31,10 +31,10 @@ from recinfer.cli.bench_capacity import show_measured
 from recinfer.cli.console import Output
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.server import SERVICE_NAME
+from recinfer.serving.server_process import ServerProcess, ranker_and_shard
 from recinfer.sizing.arrivals import poisson
 from recinfer.sizing.capacity import OBJECTIVE_SHARE, Measured, find_knee, this_machine
 from recinfer.sizing.load import Driver, encode_requests
-from recinfer.sizing.server_process import ServerProcess, ranker_and_shard
 
 
 def loadgen_verdict(target: str, call: str, requests: list[bytes], qps: float, p99_s: float, seconds: float) -> str:
@@ -99,7 +99,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         archive = build(Path(folder), options.over)
         world_size = open_archive(archive, ranks=()).manifest.world_size
-        servers = ranker_and_shard(archive, world_size) if options.sharded else ServerProcess(archive)
+        servers = ranker_and_shard(archive, world_size) if options.sharded else ServerProcess(archive, "--port", "0")
         with servers as started:
             target = started[0].target if isinstance(started, list) else started.target
             with InferenceClient(target) as client:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from recinfer.compiled import check_compiled
 from recinfer.lazy import lazy_names
+from recinfer.version import __version__ as __version__
 
 check_compiled()
 
-__version__ = "0.2.0"
 __all__ = [
     "AsyncInferenceClient",
     "DataType",
@@ -25,17 +25,22 @@ __all__ = [
     "Multistreamable",
     "Pipelineable",
     "PoolingType",
+    "export",
     "load",
+    "plan",
+    "serve",
+    "verify",
 ]
 
 if TYPE_CHECKING:
-    from recinfer.inference.predictor import load
+    from recinfer.api import export, load, plan, verify
     from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
     from recinfer.modules.embedding_modules import (
         EmbeddingBagCollection,
         EmbeddingBagCollectionInterface,
         EmbeddingCollection,
     )
+    from recinfer.serving.app.running import serve
     from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
     from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from recinfer.streamable import Multistreamable, Pipelineable
@@ -58,7 +63,11 @@ __getattr__, __dir__ = lazy_names(
         "Multistreamable": "recinfer.streamable",
         "Pipelineable": "recinfer.streamable",
         "PoolingType": "recinfer.modules.embedding_configs",
-        "load": "recinfer.inference.predictor",
+        "export": "recinfer.api",
+        "load": "recinfer.api",
+        "plan": "recinfer.api",
+        "serve": "recinfer.serving.app.running",
+        "verify": "recinfer.api",
     },
     # The modules that TorchRec's ``import torchrec`` makes reachable by attribute, and recinfer's packages that docs/
     # names.

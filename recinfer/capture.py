@@ -33,7 +33,18 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CaptureError", "Captured", "EmbeddingModule", "Slot", "capture", "embedding_modules", "read_capture", "trace"]
+__all__ = [
+    "CaptureError",
+    "Captured",
+    "EmbeddingModule",
+    "Slot",
+    "capture",
+    "described",
+    "embedding_modules",
+    "read_arguments",
+    "read_capture",
+    "trace",
+]
 
 CAPTURE_VERSION = 1
 _SIZES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
@@ -67,6 +78,18 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Table:
+    """One table of an embedding collection; ``pooling`` is ``sum``, ``mean`` or ``none``, ``data_type`` as ``FP32``."""
+
+    name: str
+    rows: int
+    dim: int
+    pooling: str
+    data_type: str
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class EmbeddingModule:
     """One embedding collection of a model.
 
@@ -75,6 +98,9 @@ class EmbeddingModule:
         pooled: whether the lookup gives one vector per sample.
         weighted: whether ids carry weights.
         features, outputs, dims: the feature, the name and the columns of each output, in order.
+        tables: the collection's tables; empty where the caller knows them.
+        processed: whether a feature-processed module is around the collection.
+        positions: (feature, parameter of its processor, positions) of position weights.
     """
 
     path: str
@@ -83,6 +109,9 @@ class EmbeddingModule:
     features: tuple[str, ...]
     outputs: tuple[str, ...]
     dims: tuple[int, ...]
+    tables: tuple[Table, ...] = ()
+    processed: bool = False
+    positions: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass
@@ -95,7 +124,7 @@ class Captured:
         modules: the embedding modules; operators of the program name them by their index.
         outputs: names of the outputs.
         structure: forward's result with each tensor replaced by ``{"output": name}``.
-        examples: the tensors of the first example batch, in the order of ``slots``; :meth:`save` drops them.
+        examples: the tensors of the first example batch, in the order of ``slots``.
         arguments: names of forward's positional arguments.
         called: indices of the modules that forward calls.
     """
@@ -110,10 +139,15 @@ class Captured:
     examples: tuple[Tensor, ...] = field(default=(), repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the program and its description to one file, without tables and without pickled objects."""
-        buffer = io.BytesIO()
+        """Write the program, its description and the example's tensors to one file, without tables."""
+        buffer, examples = io.BytesIO(), io.BytesIO()
         self.program._example_inputs = None
+        self.program._guards_code = []
+        for module in self.program.graph_module.modules():
+            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+                node.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
         torch.export.save(self.program, buffer)
+        torch.save(list(self.examples), examples)
         about = {
             "capture": CAPTURE_VERSION,
             "torch": torch.__version__,
@@ -127,10 +161,15 @@ class Captured:
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("capture.json", json.dumps(about, indent=1))
             archive.writestr("program.pt2", buffer.getvalue())
+            archive.writestr("examples.pt", examples.getvalue())
 
 
-def read_capture(path: str | os.PathLike[str]) -> Captured:
-    """Read a file of :meth:`Captured.save`. The caller checks ``program.pt2`` first if the file is not trusted.
+def read_capture(path: str | os.PathLike[str], check: Callable[[bytes], object] = lambda _: None) -> Captured:
+    """Read a file of :meth:`Captured.save`.
+
+    Args:
+        path: the file.
+        check: raises an error for the bytes of a program that must not be loaded.
 
     Raises:
         CaptureError: another file, or one of a newer version.
@@ -139,6 +178,7 @@ def read_capture(path: str | os.PathLike[str]) -> Captured:
         with zipfile.ZipFile(path) as archive:
             about = json.loads(archive.read("capture.json"))
             data = archive.read("program.pt2")
+            examples = torch.load(io.BytesIO(archive.read("examples.pt")), weights_only=True)
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise CaptureError(f"{path} is not a captured program: {error}") from None
     if about.get("capture") != CAPTURE_VERSION:
@@ -146,6 +186,7 @@ def read_capture(path: str | os.PathLike[str]) -> Captured:
             f"{path} is a captured program of version {about.get('capture')}, expected {CAPTURE_VERSION}; capture the "
             f"model again with this version of capture.py"
         )
+    check(data)
     try:
         program = torch.export.load(io.BytesIO(data))
     except Exception as error:  # torch's parsers raise exceptions of many types
@@ -157,13 +198,24 @@ def read_capture(path: str | os.PathLike[str]) -> Captured:
         program,
         tuple(Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in about["slots"]),
         tuple(
-            EmbeddingModule(**{k: tuple(v) if isinstance(v, list) else v for k, v in module.items()})  # type: ignore[arg-type]
-            for module in about["modules"]
+            EmbeddingModule(
+                m["path"],
+                m["pooled"],
+                m["weighted"],
+                tuple(m["features"]),
+                tuple(m["outputs"]),
+                tuple(m["dims"]),
+                tuple(Table(**{**t, "features": tuple(t["features"])}) for t in m["tables"]),
+                m["processed"],
+                tuple((feature, name, count) for feature, name, count in m["positions"]),
+            )
+            for m in about["modules"]
         ),
         tuple(about["outputs"]),
         about["structure"],
         tuple(about["arguments"]),
         tuple(about["called"]),
+        tuple(examples),
     )
 
 
@@ -202,7 +254,7 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
         for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
             configs = getattr(inner, method, None)
             if callable(configs):
-                found[module] = _described(path, list(configs()), pooled, module is inner and _is_weighted(module))
+                found[module] = described(path, module, list(configs()), pooled)
                 break
         else:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
@@ -215,14 +267,39 @@ def _is_weighted(module: nn.Module) -> bool:
     return callable(weighted) and bool(weighted())
 
 
-def _described(path: str, configs: Sequence[Any], pooled: bool, weighted: bool) -> EmbeddingModule:
+def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool) -> EmbeddingModule:
+    """Describe the embedding module ``module`` at ``path``, whose collection has the tables ``configs``."""
     features = [(f, c) for c in configs for f in c.feature_names]
     count: dict[str, int] = {}
     for feature, _ in features:
         count[feature] = count.get(feature, 0) + 1
     outputs = [f"{f}@{c.name}" if count[f] > 1 else f for f, c in features]
+    tables = tuple(
+        Table(
+            c.name,
+            c.num_embeddings,
+            c.embedding_dim,
+            str(getattr(c.pooling, "name", c.pooling)).lower() if pooled else "none",
+            str(getattr(c.data_type, "value", c.data_type)),
+            tuple(c.feature_names),
+        )
+        for c in configs
+    )
+    processors = getattr(module, "_feature_processors", None)
+    positions = []
+    for name, parameter in processors.named_parameters() if processors is not None else ():
+        feature = name.removesuffix(".position_weight").removeprefix("_feature_processors.")
+        positions.append((feature.removeprefix("position_weights."), name, int(parameter.shape[0])))
     return EmbeddingModule(
-        path, pooled, weighted, tuple(f for f, _ in features), tuple(outputs), tuple(c.embedding_dim for _, c in features)
+        path,
+        pooled,
+        processors is None and _is_weighted(module),
+        tuple(f for f, _ in features),
+        tuple(outputs),
+        tuple(c.embedding_dim for _, c in features),
+        tables,
+        processors is not None,
+        tuple(positions),
     )
 
 
@@ -241,8 +318,25 @@ def _rows(module: int, output: int, values: Tensor, lengths: Tensor, dim: int) -
     return values.new_empty((values.shape[0], dim), dtype=torch.float32)
 
 
+_LIBRARY.define("table(int module, int table, int rows, int dim) -> Tensor")
+torch.library.register_fake("recinfer::table", lambda _, __, rows, dim: torch.empty((rows, dim)), lib=_LIBRARY)
 torch.library.register_fake("recinfer::pooled", _pooled, lib=_LIBRARY)
 torch.library.register_fake("recinfer::rows", _rows, lib=_LIBRARY)
+
+
+@dataclass(frozen=True)
+class _TableRows:
+    """A table whose rows forward reads as a whole."""
+
+    module: int
+    index: int
+    table: Table
+
+    @property
+    def weight(self) -> Tensor:
+        """All rows, [rows, dim]."""
+        rows: Tensor = torch.ops.recinfer.table(self.module, self.index, self.table.rows, self.table.dim)
+        return rows
 
 
 class _Lookup(nn.Module):
@@ -265,12 +359,9 @@ class _Lookup(nn.Module):
         except AttributeError:
             if name.startswith("__"):
                 raise
-        if name in ("embedding_bags", "embeddings"):
-            raise CaptureError(
-                f"forward reads the rows of {self._about.path!r}{_here()}; an archive has its tables for lookups alone, so "
-                f"look up the ids that are needed, or keep a copy of the rows as a buffer of the model"
-            )
-        return getattr(self.__dict__["_module"], name)
+            if name in ("embeddings", "embedding_bags"):
+                return {t.name: _TableRows(self._index, i, t) for i, t in enumerate(self._about.tables)}
+            return getattr(self.__dict__["_module"], name)
 
     def forward(self, features: Any) -> Any:
         about = self._about
@@ -465,8 +556,9 @@ class _TracedKjt:
 def _traced_kjt(base: type, bags: Mapping[str, Bag]) -> Any:
     kind = _CLASSES.get(base)
     if kind is None:
-        kind = _CLASSES[base] = type(base)("KeyedJaggedTensor", (_TracedKjt, base), {})
-    self: Any = object.__new__(kind)
+        make: Any = type(base)
+        kind = _CLASSES[base] = make("TracedFeatures", (_TracedKjt, base), {})
+    self = kind.__new__(kind)
     self.__dict__["_bags"] = dict(bags)
     self.__dict__["_base"] = base
     return self
@@ -573,7 +665,20 @@ class _Notes(TorchFunctionMode):
 _FILLS = (torch.ones, torch.ones_like, Tensor.new_ones)
 _REORDERS = {"flip", "roll", "sort", "argsort", "index_select", "gather", "take", "__getitem__"}
 _SAME_NUMBERS = {
-    *("to", "int", "long", "view", "reshape", "flatten", "repeat", "expand", "clone", "contiguous", "squeeze", "unsqueeze"),
+    *(
+        "to",
+        "int",
+        "long",
+        "view",
+        "reshape",
+        "flatten",
+        "repeat",
+        "expand",
+        "clone",
+        "contiguous",
+        "squeeze",
+        "unsqueeze",
+    ),
     *("type", "cpu", "detach", "repeat_interleave", "__getitem__"),
 }
 
@@ -645,7 +750,9 @@ class _Reader:
             return lambda tensors: _same_mapping(value, {k: build(tensors) for k, build in items.items()})
         if isinstance(value, list | tuple):
             fields: Any = getattr(value, "_fields", None)
-            places = [(f"{path}.{f}", f) for f in fields] if fields else [(f"{path}[{i}]", i) for i in range(len(value))]
+            places = (
+                [(f"{path}.{f}", f) for f in fields] if fields else [(f"{path}[{i}]", i) for i in range(len(value))]
+            )
             parts = [self.read(v, p, _joined_name(name, n), depth + 1) for v, (p, n) in zip(value, places)]
             kind = type(value)
             return lambda tensors: (
@@ -742,6 +849,29 @@ def _binds(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     except TypeError:
         return False
     return True
+
+
+def read_arguments(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Slot, Tensor]]:
+    """The tensors in arguments of a forward whose positional arguments are ``names``; their slots have no free axes.
+
+    Raises:
+        CaptureError: too many arguments, or an argument given twice.
+    """
+    if len(args) > len(names):
+        raise CaptureError(f"got {len(args)} positional arguments; forward takes {len(names)}: {', '.join(names)}")
+    twice = [name for name in names[: len(args)] if name in kwargs]
+    if twice:
+        raise CaptureError(f"got {twice[0]!r} by position and by name")
+    reader = _Reader()
+    for name, value in (*zip(names, args), *kwargs.items()):
+        reader.read(value, name, name)
+    for found in reader.found:
+        yield (
+            Slot(found.name, found.path, found.part, str(found.tensor.dtype), tuple(found.tensor.shape)),
+            found.tensor,
+        )
 
 
 def _read_batch(model: nn.Module, batch: Any) -> tuple[_Reader, Callable[[Sequence[Tensor]], tuple[Any, Any]]]:
@@ -842,7 +972,9 @@ def _check_same(first: Sequence[_Example], other: Sequence[_Example]) -> None:
     if mine != theirs:
         odd = next((a, b) for a, b in zip([*mine, None], [*theirs, None]) if a != b)
         one, two = ("nothing" if p is None else f"{p[0]} ({p[1]}, {p[2]}, {p[3]} axes)" for p in odd)
-        raise CaptureError(f"the two example batches differ in more than sizes: {one} in the first, {two} in the second")
+        raise CaptureError(
+            f"the two example batches differ in more than sizes: {one} in the first, {two} in the second"
+        )
 
 
 def _batch_size(batch: Sequence[_Example]) -> int:
@@ -1012,7 +1144,7 @@ def _slots(
     return tuple(slots)
 
 
-_EQUAL = re.compile(r"[^=<>!]+==[^=<>!]+")
+_EQUAL = re.compile(r"[^=<>!%/]+==[^=<>!%/]+")
 _SIZE = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 
 
@@ -1106,9 +1238,11 @@ def _patched() -> Iterator[None]:
             put(kjt, "concat", staticmethod(_concat(kjt, kjt.concat)))
             put(module.KeyedTensor, "regroup", staticmethod(_regroup))
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # its result for an empty history is NaN
+    torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
     detect = nn.modules.transformer._detect_is_causal_mask
-    put(nn.modules.transformer, "_detect_is_causal_mask", lambda *args: False if args[1:2] != (True,) else detect(*args))
+    put(
+        nn.modules.transformer, "_detect_is_causal_mask", lambda *args: False if args[1:2] != (True,) else detect(*args)
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

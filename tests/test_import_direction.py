@@ -28,6 +28,7 @@ BASE = {
     "sizes",
     "streamable",
     "threads",
+    "version",
 }
 MODEL_CODE = BASE | {"sparse", "modules"}
 ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
@@ -37,7 +38,7 @@ BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.embedding_types", "distribu
 PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "plan", "solve")}
 PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
-SERVED = RUNTIME | {"models", "data", "checkpoint", "archive", "inference"}
+SERVED = RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "inference"}
 SERVING = {"serving"} | {f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")}
 ALLOWED: dict[str, set[str]] = {
     "arrow": {"errors"},
@@ -54,6 +55,8 @@ ALLOWED: dict[str, set[str]] = {
     "sizes": set(),
     "streamable": {"errors"},
     "threads": set(),
+    "version": set(),
+    "capture": set(),  # usable as a single file
     "migrate": {"errors", "files"},
     "sparse": BASE,
     "modules": BASE | {"sparse"},
@@ -77,8 +80,8 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": RUNTIME,
     "fx": RUNTIME,
     "checkpoint": RUNTIME | {"models", "data"},
-    "archive": RUNTIME | {"models", "data", "checkpoint"},
-    "inference": RUNTIME | {"models", "data", "checkpoint", "archive"},
+    "archive": RUNTIME | {"models", "data", "capture", "checkpoint"},
+    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive"},
     "training": RUNTIME | {"models", "data", "checkpoint"},
     "serving.wire": SERVED,
     "serving.engine": SERVED | {"serving.wire"},
@@ -86,10 +89,13 @@ ALLOWED: dict[str, set[str]] = {
     "serving.shards": SERVED | {"serving.wire", "serving.engine"},
     "serving.server": SERVED | {"serving.wire", "serving.engine", "serving.shards"},
     "serving.workers": SERVED | {"serving.wire", "serving.engine", "serving.server"},
+    "serving.config": {"env", "errors", "archive", "serving.wire", "serving.engine", "serving.server"},
+    "serving.app": SERVED | SERVING | {"serving.config"},
     "serving": SERVED | SERVING,
     "sizing": SERVED | SERVING,
     "deploy": SERVED | SERVING,
-    "cli": SERVED | SERVING | {"training", "sizing", "deploy", "migrate"},
+    "api": SERVED | SERVING,
+    "cli": SERVED | SERVING | {"serving.config", "serving.app", "training", "sizing", "deploy", "migrate"},
 }
 
 # Exceptions to the direction, each with its reason. All are inside a function, so they import nothing before it is

@@ -36,6 +36,7 @@ _ARCHIVES = frozenset(
     {
         "benchmarks",
         "recinfer.inference.export",
+        "recinfer.serving.app",
         "recinfer.serving.server",
         "recinfer.serving.workers",
         "tests.archive.conftest",

@@ -33,8 +33,8 @@ def served_predictions(
     The servers, each a process of its own on loopback: the Triton kernel on ``device`` (the interpreter's in a trial on the CPU),
     and the CPU's default. One that does not start gives a line with its error.
     """
-    from recinfer.cli.served import served
     from recinfer.serving.bench import measure_load
+    from recinfer.serving.server_process import served
 
     with tempfile.TemporaryDirectory(prefix="recinfer-gpu-trial-") as folder:
         archive = built_apart(Path(folder), rows)

@@ -173,9 +173,7 @@ def _stored_input(about: InputInfo, tensors: Mapping[str, Tensor], batch: int) -
     if about.kind == "jagged":
         lengths = tensors[f"input/{about.name}/lengths"]
         sizes[0] = int(lengths.sum())
-    fits = given.dim() == len(sizes) and all(
-        isinstance(size, str) or size == n for size, n in zip(sizes, given.shape)
-    )
+    fits = given.dim() == len(sizes) and all(isinstance(size, str) or size == n for size, n in zip(sizes, given.shape))
     if str(given.dtype) != f"torch.{about.dtype}" or not fits:
         raise InputError(f"{about.name} is {given.dtype} {list(given.shape)}; expected {about.dtype} {sizes}")
     if about.kind == "tensor":

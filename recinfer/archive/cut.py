@@ -16,10 +16,11 @@ from recinfer.archive.made_batch import made_batch
 from recinfer.archive.manifest import DenseInput, InputInfo, Signature
 from recinfer.archive.samples import Samples
 from recinfer.archive.split import ComputedFeature, ModuleLookup, Split, split
+from recinfer.archive.user_axis import split_user
 from recinfer.capture import Captured, CaptureError, Slot, trace
 from recinfer.errors import ConfigError
 
-__all__ = ["Cut", "cut_captured", "cut_model"]
+__all__ = ["Cut", "UserParts", "cut_captured", "cut_model"]
 
 _TRIALS = 50
 
@@ -37,6 +38,7 @@ class Cut:
         num_dense: columns of the dense input; 0 where requests name their tensors.
         outputs: output names and shapes behind the batch.
         samples: makes requests.
+        user: the dense program in two parts, if the caller named the user's inputs.
     """
 
     dense: Part
@@ -49,6 +51,18 @@ class Cut:
     num_dense: int
     outputs: dict[str, tuple[int, ...]]
     samples: Samples
+    user: UserParts | None
+
+
+@dataclass(frozen=True)
+class UserParts:
+    """The user program and the candidates program, with their inputs."""
+
+    names: tuple[str, ...]
+    user: Part
+    user_inputs: tuple[DenseInput, ...]
+    candidates: Part
+    candidate_inputs: tuple[DenseInput, ...]
 
 
 def cut_model(
@@ -57,6 +71,7 @@ def cut_model(
     load: Callable[[nn.Module], object],
     batches: Sequence[Any] = (),
     num_dense: int | None = None,
+    user: Sequence[str] = (),
 ) -> Cut | None:
     """Cut ``model`` at its embedding modules ``leaves``.
 
@@ -67,6 +82,7 @@ def cut_model(
         batches: example batches, see recinfer.capture.capture; none: a made one, for a forward that takes one float matrix
             and passes its sparse inputs on.
         num_dense: columns of the dense input of a made batch, where they are known.
+        user: names of the user's inputs, for one user with many candidates.
 
     Returns:
         the cut, or None if the model is a single embedding module.
@@ -89,10 +105,10 @@ def cut_model(
         captured = trace(model, modules, abouts, batches, prepare)
     except CaptureError as error:
         raise ConfigError(str(error)) from error
-    return cut_captured(captured, leaves)
+    return cut_captured(captured, leaves, user)
 
 
-def cut_captured(captured: Captured, leaves: Sequence[Leaf]) -> Cut:
+def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str] = ()) -> Cut:
     """Split a trace of the model of ``leaves``, and describe what requests bring; see :func:`cut_model`."""
     parts = split(captured, leaves)
     used = _used_slots(captured, parts)
@@ -119,14 +135,15 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf]) -> Cut:
         any(lookup.leaf.about.weighted for lookup in parts.lookups),
         num_dense,
     )
-    named = {info.name for info in infos}
+    known = {info.name for info in infos}
     signature = Signature(
         arguments=captured.arguments,
         inputs=infos,
-        per_sample={name: count for name, count in parts.facts.per_sample.items() if name in named},
-        as_long_as={a: b for a, b in parts.facts.as_long_as.items() if a in named and b in named},
+        per_sample={name: count for name, count in parts.facts.per_sample.items() if name in known},
+        as_long_as={a: b for a, b in parts.facts.as_long_as.items() if a in known and b in known},
         ids=None,
         returns=captured.structure or {},
+        user=None,
     )
     sizes = _Sizes(parts, ids_inputs, samples)
     free = {_program_name(slot): slot for slot in used}
@@ -140,7 +157,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf]) -> Cut:
     )
     ids = None
     if parts.ids is not None:
-        outputs = [node_name for node_name in _output_names(parts.ids)]
+        outputs = _output_names(parts.ids)
         ids = Part(
             parts.ids,
             [i.name for i in ids_inputs],
@@ -161,7 +178,55 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf]) -> Cut:
         num_dense,
         _check_outputs(dense),
         samples,
+        _user_parts(parts, inputs, infos, tuple(user), sizes, captured) if user else None,
     )
+
+
+def _user_parts(
+    parts: Split,
+    inputs: tuple[DenseInput, ...],
+    infos: Sequence[InputInfo],
+    names: tuple[str, ...],
+    sizes: _Sizes,
+    captured: Captured,
+) -> UserParts:
+    unknown = [name for name in names if name not in {info.name for info in infos}]
+    if unknown:
+        raise ConfigError(
+            f"user: forward has no input {unknown[0]!r}; its inputs are {', '.join(info.name for info in infos)}"
+        )
+    if all(info.name in names for info in infos if info.kind == "ids"):
+        raise ConfigError("user: all features are the user's, so that nothing tells candidates apart; name fewer")
+    owned = {about.name for about in inputs if sizes.features_of(about, infos) <= set(names)}
+    found = split_user(parts.dense, inputs, owned)
+    between = _output_names(found.user)
+
+    def example(batch: int, seed: int, none: bool = False) -> list[Tensor]:
+        tensors = sizes.without_ids(inputs) if none else sizes.example(inputs, batch, seed)
+        by_name = dict(zip((about.name for about in inputs), tensors))
+        with torch.no_grad():
+            by_name.update(found.user(*(by_name[about.name] for about in found.user_inputs)))
+        return [by_name[about.name] for about in found.candidate_inputs]
+
+    user = Part(
+        found.user,
+        [i.name for i in found.user_inputs],
+        [_free_axes(i, {}) for i in found.user_inputs],
+        lambda batch, seed: sizes.example(found.user_inputs, batch, seed),
+        lambda: sizes.without_ids(found.user_inputs),
+        between,
+        "the user program",
+    )
+    candidates = Part(
+        found.candidates,
+        [i.name for i in found.candidate_inputs],
+        [_free_axes(i, {}) for i in found.candidate_inputs],
+        example,
+        lambda: example(2, 0, True),
+        list(captured.outputs),
+        "the candidates program",
+    )
+    return UserParts(names, user, found.user_inputs, candidates, found.candidate_inputs)
 
 
 def _refuse_meta(body: nn.Module) -> None:
@@ -229,6 +294,8 @@ def _with_plain_dense(
 
 
 def _free_axes(about: DenseInput, slots: dict[str, Slot]) -> tuple[int, ...]:
+    if about.kind == "table":
+        return ()
     slot = slots.get(about.name)
     if about.kind != "tensor" or slot is None:
         return (0,)
@@ -251,12 +318,34 @@ class _Sizes:
         self._parts = parts
         self._ids_inputs = ids_inputs
         self._samples = samples
+        self._rows = {
+            (lookup.leaf.path, config.name): config.num_embeddings
+            for lookup in parts.lookups
+            for config in lookup.leaf.configs
+        }
         self._features = {  # output of a sequence module -> the feature of its ids
             (lookup.leaf.path, output): feature
             for lookup in parts.lookups
             if not lookup.leaf.pooled
             for output, (_, feature) in zip(lookup.leaf.output_names(lookup.features), lookup.columns)
         }
+
+    def features_of(self, about: DenseInput, infos: Sequence[InputInfo]) -> set[str]:
+        """The inputs of requests that a program's input depends on."""
+        if about.kind == "table":
+            return {info.name for info in infos}
+        if about.kind == "dense":
+            return {info.name for info in infos if info.kind == "tensor"}
+        if about.kind == "pooled":
+            (lookup,) = (lookup for lookup in self._parts.lookups if lookup.leaf.path == about.module)
+            names = {name for _, name in lookup.columns}
+        elif about.kind in ("values", "lengths"):
+            names = {self._features[about.module or "", about.feature or ""]}
+        else:
+            names = {about.feature or ""}
+        if names & {feature.name for feature in self._parts.computed}:
+            return {info.name for info in infos}  # ids that a program computes may depend on any input
+        return names
 
     def example(self, inputs: Sequence[DenseInput], batch: int, seed: int) -> list[Tensor]:
         """Inputs for ``batch`` samples; no free size is below 2 unless the batch is."""
@@ -284,11 +373,16 @@ class _Sizes:
                 batch = request.features.stride() if request.features.keys() else len(request.dense or ())
                 tensors.append(torch.randn(batch, about.dim, generator=generator))
                 continue
+            if about.kind == "table":
+                tensors.append(
+                    torch.randn(self._rows[about.module or "", about.feature or ""], about.dim, generator=generator)
+                )
+                continue
             if about.kind not in ("values", "lengths"):
                 tensors.append(input_tensor(about, request))
                 continue
             feature = self._features[about.module or "", about.feature or ""]
-            lengths = computed.get(f"{feature}/lengths")
+            lengths = computed.get(f"computed/{feature}/lengths")
             if lengths is None:
                 lengths = request.features[feature].lengths().long()
             if about.kind == "lengths":

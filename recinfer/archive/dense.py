@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from recinfer import env
-from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo
+from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo, ProgramInfo
 from recinfer.archive.onnx_bfloat16 import compute_in_float32
 from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
@@ -28,7 +28,17 @@ from recinfer.archive.reader import Archive
 from recinfer.capture import brief
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
-__all__ = ["NEEDS_IDS", "DenseEngine", "ExportedDense", "OnnxEngine", "Part", "TorchEngine", "export_part", "open_dense", "open_program"]
+__all__ = [
+    "NEEDS_IDS",
+    "DenseEngine",
+    "ExportedDense",
+    "OnnxEngine",
+    "Part",
+    "TorchEngine",
+    "export_part",
+    "open_dense",
+    "open_program",
+]
 
 _OPSET = 18
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -104,9 +114,7 @@ def export_part(part: Part) -> ExportedDense:
     except ArchiveError as error:
         raise ConfigError(f"{part.title} uses operations that an archive may not contain: {error}") from error
     except Exception as error:
-        raise ConfigError(
-            f"torch.export cannot trace {part.title}: {type(error).__name__}: {brief(error)}"
-        ) from error
+        raise ConfigError(f"torch.export cannot trace {part.title}: {type(error).__name__}: {brief(error)}") from error
     if onnx is None:
         return ExportedDense(data, None, None, _printable(refused))
     names = part.inputs, part.outputs
@@ -326,6 +334,24 @@ def open_dense(
             raise ConfigError(f"the ONNX engine runs on the CPU; got device {device!r}; use dense_engine='torch'")
     names = [i.name for i in info.inputs], [o.name for o in info.outputs]
     return open_program(archive, "dense/model", *names, chosen, device=device, num_threads=num_threads)
+
+
+def open_info(
+    archive: Archive,
+    path: str,
+    info: ProgramInfo,
+    outputs: Sequence[str],
+    *,
+    device: str = "cpu",
+    num_threads: int = 1,
+    engine: Literal["onnx", "torch"] | None = None,
+) -> DenseEngine:
+    """Open the program that ``info`` describes, as :func:`open_dense` does; without an ONNX form it runs on torch."""
+    chosen = engine or info.engine
+    if info.onnx is None or torch.device(device).type != "cpu":
+        chosen = "torch"
+    names = [i.name for i in info.inputs]
+    return open_program(archive, path, names, outputs, chosen, device=device, num_threads=num_threads)
 
 
 def open_program(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from recinfer.capture import EmbeddingModule
+from recinfer.capture import EmbeddingModule, described
 from recinfer.distributed.planner.plan import embedding_tables
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
@@ -44,14 +44,7 @@ class Leaf:
     @property
     def about(self) -> EmbeddingModule:
         """The module as a trace describes it."""
-        return EmbeddingModule(
-            self.module_path,
-            self.pooled,
-            self.is_weighted and self.position_weights is None,
-            tuple(self.features),
-            tuple(self.outputs),
-            tuple(self.dims),
-        )
+        return described(self.module_path, self.module, self.configs, self.pooled)
 
     @property
     def outputs(self) -> list[str]:

@@ -288,7 +288,11 @@ def _call(body: nn.Module, found: _Found) -> Any:
 
 def _explained(found: _Found, error: Exception) -> str:
     reason = f"{type(error).__name__}: {error}"
-    taken = f"; {_text(found.dense)!r} was taken for the dense input, because forward uses {found.use}" if found.dense else ""
+    taken = (
+        f"; {_text(found.dense)!r} was taken for the dense input, because forward uses {found.use}"
+        if found.dense
+        else ""
+    )
     ids = (
         f"; an unpooled feature has any number of ids, here {_STUB_IDS} in 4 samples, and where each sample has one id "
         f".to_padded_dense(1).squeeze(1) of it is [samples, dim]"

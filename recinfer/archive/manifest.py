@@ -15,6 +15,7 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "MAX_ONNX_ERROR",
+    "MAX_TABLE_BYTES",
     "CheckInfo",
     "DenseInfo",
     "DenseInput",
@@ -28,9 +29,11 @@ __all__ = [
     "MissingShards",
     "ModuleInfo",
     "OnnxInfo",
+    "ProgramInfo",
     "QuantizationInfo",
     "Signature",
     "TableInfo",
+    "UserInfo",
     "dense_inputs",
     "engine_text",
     "lookup_inputs",
@@ -41,6 +44,8 @@ __all__ = [
 FORMAT = "recinfer.archive"
 FORMAT_VERSION = 1
 MAX_ONNX_ERROR = 1e-5
+MAX_TABLE_BYTES = 64 << 20
+"""Largest table, as float32, whose rows forward may read as a whole."""
 ENGINE_PACKAGES = {"onnx": "onnxruntime", "torch": "torch"}
 """The package of each engine of the dense part, the name that users know."""
 
@@ -121,19 +126,32 @@ class ModuleInfo:
     position_weights: dict[str, int] | None
 
 
+ProgramInputKind = Literal[
+    "dense",
+    "pooled",
+    "values",
+    "lengths",
+    "tensor",
+    "jagged_values",
+    "jagged_lengths",
+    "jagged_weights",
+    "user",
+    "table",
+]
+
+
 @dataclass(frozen=True)
 class DenseInput:
     """One input of the dense program or the ids program.
 
     ``dense`` [B, dim], ``pooled`` [B, dim] of a module, ``values`` [N, dim] and ``lengths`` [B] int64 of one sequence
     feature. Only with a signature: ``tensor``, the input that ``feature`` names, and ``jagged_values``, ``jagged_lengths``
-    [B] int64 and ``jagged_weights`` of a jagged one.
+    [B] int64 and ``jagged_weights`` of a jagged one; ``user``, a tensor [B, ...] of the user program;
+    ``table``, all rows [rows, dim] of the table ``feature`` of a module, dequantized.
     """
 
     name: str
-    kind: Literal[
-        "dense", "pooled", "values", "lengths", "tensor", "jagged_values", "jagged_lengths", "jagged_weights"
-    ]
+    kind: ProgramInputKind
     module: str | None
     feature: str | None
     dim: int
@@ -201,8 +219,8 @@ class IdsInfo:
     """The ids program, which computes the ids of some features from the inputs.
 
     Attributes:
-        features: the features that it computes; the program returns ``<feature>/values`` and ``<feature>/lengths`` of each,
-            and ``<feature>/weights`` of those in ``weighted``.
+        features: the features that it computes; the program returns ``computed/<feature>/values`` and
+            ``computed/<feature>/lengths`` of each, and ``computed/<feature>/weights`` of those in ``weighted``.
     """
 
     engine: Literal["onnx", "torch"]
@@ -216,7 +234,7 @@ class IdsInfo:
     def outputs(self) -> list[str]:
         """Names of the program's outputs, in order."""
         return [
-            f"{name}/{part}"
+            f"computed/{name}/{part}"
             for name in self.features
             for part in ("values", "lengths", "weights")
             if part != "weights" or name in self.weighted
@@ -224,8 +242,35 @@ class IdsInfo:
 
 
 @dataclass(frozen=True)
+class ProgramInfo:
+    """A program of an archive; ``onnx_refused`` is the reason for a missing ONNX form."""
+
+    engine: Literal["onnx", "torch"]
+    inputs: tuple[DenseInput, ...]
+    onnx: OnnxInfo | None
+    onnx_refused: str | None
+
+
+@dataclass(frozen=True)
+class UserInfo:
+    """The dense program in two parts, for one user and many candidates.
+
+    Attributes:
+        names: the inputs of the user.
+        between: names of the user program's outputs, in order; float or integer tensors, the batch first.
+        user: reads the user's inputs alone.
+        candidates: reads the other inputs and the user program's outputs; returns the dense program's outputs.
+    """
+
+    names: tuple[str, ...]
+    between: tuple[str, ...]
+    user: ProgramInfo
+    candidates: ProgramInfo
+
+
+@dataclass(frozen=True)
 class Signature:
-    """What forward takes and returns.
+    """Inputs and result of forward.
 
     Attributes:
         arguments: names of forward's positional arguments.
@@ -234,6 +279,7 @@ class Signature:
         as_long_as: input -> the input that has as many values, sample by sample, which forward relies on.
         ids: the ids program; None where forward passes ids on as they are.
         returns: forward's result as plain data, with ``{"output": name}`` for each tensor.
+        user: the dense program in two parts; None unless the export named the user's inputs.
     """
 
     arguments: tuple[str, ...]
@@ -242,6 +288,7 @@ class Signature:
     as_long_as: dict[str, str]
     ids: IdsInfo | None
     returns: dict[str, Any]
+    user: UserInfo | None
 
     @property
     def is_plain(self) -> bool:
@@ -391,6 +438,10 @@ def required_files(manifest: Manifest) -> list[str]:
         paths.append("dense/ids.pt2")
         if manifest.signature.ids.onnx is not None:
             paths.append("dense/ids.onnx")
+    if manifest.signature is not None and manifest.signature.user is not None:
+        parts = {"user": manifest.signature.user.user, "candidates": manifest.signature.user.candidates}
+        for name, part in parts.items():
+            paths += [f"dense/{name}.pt2", *([f"dense/{name}.onnx"] if part.onnx is not None else [])]
     if any(module.position_weights is not None for module in manifest.modules):
         paths.append("dense/position_weights.safetensors")
     return [*paths, "check/requests.safetensors", "check/answers.safetensors"]

@@ -11,12 +11,14 @@ from recinfer.archive.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MAX_ONNX_ERROR,
+    MAX_TABLE_BYTES,
     DenseInfo,
     DenseInput,
     Manifest,
     ModuleInfo,
     OnnxInfo,
     Signature,
+    UserInfo,
     dense_inputs,
     lookup_inputs,
     required_files,
@@ -201,9 +203,7 @@ def _check_dense(m: Manifest) -> None:
     _check_engine("dense", dense.engine, dense.onnx, "M7")
 
 
-_DTYPES = frozenset(
-    ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-)
+_DTYPES = frozenset(("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"))
 
 
 def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
@@ -253,6 +253,32 @@ def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
     if (dense.num_dense > 0) != any(i.kind == "dense" for i in dense.inputs):
         raise ArchiveError(f"num_dense is {dense.num_dense}, and dense.inputs disagree", rule="M7")
     _check_returns(s.returns, {output.name for output in dense.outputs}, refuse)
+    if s.user is not None:
+        _check_user(m, s, s.user, dense, refuse)
+
+
+def _check_user(
+    m: Manifest, s: Signature, user: UserInfo, dense: DenseInfo, refuse: Callable[[str], ArchiveError]
+) -> None:
+    """The user program reads inputs of the dense program, the candidates program the others and the user program's."""
+    names = {i.name for i in s.inputs}
+    if not user.names or len(set(user.names)) != len(user.names) or not set(user.names) <= names:
+        raise refuse(f"user.names {list(user.names)[:5]} are not inputs, each once")
+    if not user.between or len(set(user.between)) != len(user.between):
+        raise refuse("user.between names a tensor twice, or none")
+    for name in user.between:
+        _check_name(name, "user tensor")
+    whole = set(dense.inputs)
+    if not user.user.inputs or not set(user.user.inputs) <= whole:
+        raise refuse("the user program takes an input that the dense program does not take")
+    given = [i for i in user.candidates.inputs if i.kind == "user"]
+    others = [i for i in user.candidates.inputs if i.kind != "user"]
+    if [i.name for i in given] != list(user.between) or not set(others) <= whole:
+        raise refuse("the candidates program takes other inputs than the dense program and the user program give")
+    for where, program in (("user", user.user), ("candidates", user.candidates)):
+        if len({i.name for i in program.inputs}) != len(program.inputs):
+            raise refuse(f"the {where} program takes an input twice")
+        _check_engine(f"signature.user.{where}", program.engine, program.onnx, "M10")
 
 
 def _check_program_inputs(
@@ -270,6 +296,11 @@ def _check_program_inputs(
                 raise refuse("dense is not the only tensor, float32 [batch, num_dense]")
             if i != DenseInput("dense", "dense", None, None, num_dense):
                 raise refuse("dense is described otherwise than its tensor")
+            continue
+        if i.kind == "table":
+            tables = [t for t in m.tables if (t.module, t.name) == (i.module, i.feature)]
+            if not tables or tables[0].dim != i.dim or 4 * tables[0].rows * i.dim > MAX_TABLE_BYTES:
+                raise refuse(f"a program takes {_short(i.name)}, which is no table of at most {MAX_TABLE_BYTES} bytes")
             continue
         about = by_name.get(i.feature or "")
         if about is None or (i.kind == "tensor") != (about.kind == "tensor") or i.module is not None:

@@ -64,8 +64,13 @@ def load_program(data: bytes) -> ExportedProgram:
         raise ArchiveError(f"model.pt2 does not load: {type(error).__name__}: {str(error)[:300]}", rule="D2") from None
 
 
-def check_program(data: bytes) -> None:
-    """Raise ArchiveError unless the file holds a graph of known operators and raw numbers only (D1), undamaged (D2)."""
+def check_program(data: bytes, *, lookups: bool = False) -> None:
+    """Raise ArchiveError unless the file holds a graph of known operators and raw numbers only (D1), undamaged (D2).
+
+    Args:
+        data: the file.
+        lookups: allow the lookup operators of a captured program.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = _entries(archive, len(data))
@@ -78,7 +83,7 @@ def check_program(data: bytes) -> None:
         _check_payloads(parsed.get(name), name, entries)
     if "models/model.json" not in parsed:
         raise _refused("models/model.json is missing")
-    _check_graph(parsed["models/model.json"])
+    _check_graph(parsed["models/model.json"], lookups)
 
 
 def _refused(message: str) -> ArchiveError:
@@ -123,7 +128,7 @@ def _check_payloads(config: Any, name: str, entries: dict[str, bytes]) -> None:
             raise _refused(f"{name}: {key[:80]!r} is pickled")
 
 
-def _check_graph(graph: dict[str, Any]) -> None:
+def _check_graph(graph: dict[str, Any], lookups: bool) -> None:
     if graph.get("guards_code"):
         raise _refused("it carries guards, which are code")
     stack: list[Any] = [graph]
@@ -134,7 +139,7 @@ def _check_graph(graph: dict[str, Any]) -> None:
         elif isinstance(value, dict):
             stack.extend(value.values())
             if "target" in value:
-                _check_target(value["target"])
+                _check_target(value["target"], lookups)
             if "expr_str" in value:
                 _check_expression(value["expr_str"])
             if value.get("metadata"):
@@ -143,8 +148,13 @@ def _check_graph(graph: dict[str, Any]) -> None:
                 raise _refused("it holds objects or graphs inside the graph")
 
 
-def _check_target(target: Any) -> None:
+_LOOKUP = re.compile(r"torch\.ops\.recinfer\.(pooled|rows|table)\.default")
+
+
+def _check_target(target: Any, lookups: bool) -> None:
     name = target if isinstance(target, str) else ""
+    if lookups and _LOOKUP.fullmatch(name):
+        return
     if not _TARGET.fullmatch(name) or _FILE_OPERATORS.search(name):
         raise _refused(f"the operator {str(target)[:80]!r} is not an allowed operator of aten, prims or fbgemm")
 

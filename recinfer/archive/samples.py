@@ -86,9 +86,7 @@ class Samples:
                 inputs[info.name] = JaggedTensor(values[info.name], weights, lengths[info.name])
         return Request(dense, features, inputs)
 
-    def _lengths(
-        self, name: str, batch: int, generator: torch.Generator, size: int | None, edges: bool
-    ) -> Tensor:
+    def _lengths(self, name: str, batch: int, generator: torch.Generator, size: int | None, edges: bool) -> Tensor:
         fixed = self.facts.per_sample.get(name)
         if fixed is not None:
             return torch.full((batch,), fixed)

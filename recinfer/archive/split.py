@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import fx
 
 from recinfer.archive.jagged_aten import decompositions
 from recinfer.archive.leaves import Leaf
-from recinfer.archive.manifest import DenseInput
+from recinfer.archive.manifest import MAX_TABLE_BYTES, DenseInput
 from recinfer.capture import Captured, Slot
 from recinfer.errors import ConfigError
 
@@ -19,6 +20,7 @@ __all__ = ["ComputedFeature", "Facts", "ModuleLookup", "Split", "split"]
 
 _POOLED = torch.ops.recinfer.pooled.default
 _ROWS = torch.ops.recinfer.rows.default
+_TABLE = torch.ops.recinfer.table.default
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
     torch.ops.aten._assert_scalar.default,
@@ -119,8 +121,9 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     Raises:
         ConfigError: ids that depend on another lookup, or a module that forward never calls.
     """
-    program = captured.program.run_decompositions(decompositions())
-    graph_module = program.module(check_guards=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
+        graph_module = captured.program.run_decompositions(decompositions()).module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     graph = graph_module.graph
     for node in list(graph.nodes):
@@ -184,17 +187,19 @@ def _calls(graph: fx.Graph) -> Iterator[_Call]:
 
 def _check_stages(graph: fx.Graph, calls: Sequence[_Call], leaves: Sequence[Leaf]) -> None:
     by_node = {call.node: call for call in calls}
-    source: dict[fx.Node, _Call] = {}  # the lookup whose vectors reach a node
+    source: dict[fx.Node, int] = {}  # the module whose vectors reach a node
     for node in graph.nodes:
         before = [source[n] for n in node.all_input_nodes if n in source]
-        if node in by_node:
+        if node.target is _TABLE:
+            source[node] = node.args[0]
+        elif node in by_node:
             if before:
-                one, two = leaves[before[0].module].module_path, leaves[by_node[node].module].module_path
+                one, two = leaves[before[0]].module_path, leaves[by_node[node].module].module_path
                 raise ConfigError(
                     f"the ids of {two!r} are computed from the vectors of {one!r}; an archive looks up once, so split the "
                     f"model in two and export each"
                 )
-            source[node] = by_node[node]
+            source[node] = by_node[node].module
         elif before:
             source[node] = before[0]
 
@@ -274,9 +279,9 @@ def _ids_program(
         return None, ()
     outputs: dict[str, fx.Node] = {}
     for name, (values, lengths, weights) in names.bags.items():
-        outputs[f"{name}/values"], outputs[f"{name}/lengths"] = values, lengths
+        outputs[f"computed/{name}/values"], outputs[f"computed/{name}/lengths"] = values, lengths
         if weights is not None:
-            outputs[f"{name}/weights"] = weights
+            outputs[f"computed/{name}/weights"] = weights
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     needed = _ancestors(outputs.values())
@@ -340,6 +345,7 @@ class _DensePart:
         for index, lookup in enumerate(self._names.lookups):
             self._add_lookup(index, lookup)
         self._add_jagged()
+        self._add_tables()
         last = next(node for node in self._whole.graph.nodes if node.op == "output")
         for node in self._whole.graph.nodes:
             if node.op != "placeholder" and node is not last:
@@ -412,13 +418,34 @@ class _DensePart:
             else:
                 self._copied[node] = self._input(_slot_input(slot), node.meta["val"])
 
+    def _add_tables(self) -> None:
+        """Inputs for tables whose rows forward reads as a whole."""
+        for node in self._whole.graph.nodes:
+            if node.target is not _TABLE:
+                continue
+            module, index, rows, dim = node.args
+            leaf = self._names.lookups[module].leaf
+            table = leaf.configs[index].name
+            if rows * dim * 4 > MAX_TABLE_BYTES:
+                raise ConfigError(
+                    f"forward reads all {rows:,} rows of table {table!r} ({rows * dim * 4 / 2**20:,.0f} MiB as float32), more than "
+                    f"{MAX_TABLE_BYTES >> 20} MiB; look up the candidates' rows instead"
+                )
+            about = DenseInput(f"table_{module}_{index}", "table", leaf.path, table, dim)
+            known = [n for n, i in zip(self._graph.nodes, self._inputs) if i == about]
+            self._copied[node] = known[0] if known else self._input(about, node.meta["val"])
+
     def _copy(self, node: fx.Node) -> None:
+        if node in self._copied:
+            return
         if node in self._calls:
             self._copied[node] = self._vectors_of(self._calls[node])
             return
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and (source := self._sizes.get(self._size_key(value))) is not None:
-            self._copied[node] = self._graph.call_function(torch.ops.aten.sym_size.int, source)
+            size = self._graph.call_function(torch.ops.aten.sym_size.int, source)
+            size.meta["val"] = source[0].meta["val"].shape[source[1]]
+            self._copied[node] = size
             return
         self._copied[node] = self._graph.node_copy(node, lambda n: self._copied[n])
 
@@ -456,5 +483,3 @@ def _batch_symbols(slots: dict[fx.Node, Slot]) -> set[str]:
         if not isinstance(size, int) and (slot.part == "lengths" or slot.shape[0] == "batch"):
             found.add(str(size))
     return found
-
-

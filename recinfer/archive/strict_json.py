@@ -8,6 +8,7 @@ import math
 import re
 import types
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -178,6 +179,12 @@ def _build_scalar(kind: Any, value: Any, where: str) -> Any:
         if abs(value) > 2**1000:
             raise _wrong(where, value, "a number within float64")
         return float(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     if type(value) is not kind:  # bool is not int here
-        raise _wrong(where, value, {str: "text", int: "an integer", float: "a number", bool: "true or false"}[kind])
+        raise _wrong(
+            where,
+            value,
+            {str: "text", Path: "a path", int: "an integer", float: "a number", bool: "true or false"}[kind],
+        )
     return value

@@ -84,7 +84,9 @@ def _call(option: str, spec: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
         if (name + ".").startswith(missing + "."):
-            raise NotFoundError(f"{option} {spec!r}: no module {missing!r}; looked in {here} and in sys.path") from error
+            raise NotFoundError(
+                f"{option} {spec!r}: no module {missing!r}; looked in {here} and in sys.path"
+            ) from error
         raise UnavailableError(_not_installed(option, spec, missing)) from error
     finally:
         if added:

@@ -180,14 +180,14 @@ def measure(subject: MeasuredServer, load: LoadOptions, client: ClientOptions, o
 @contextmanager
 def _server(subject: MeasuredServer) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """Yields its target and a function that gives the CPU seconds of each of its processes so far."""
-    from recinfer.sizing.server_process import ServerProcess, ranker_and_shard
+    from recinfer.serving.server_process import START_S, ServerProcess, ranker_and_shard
 
     if subject.target is not None:
         yield subject.target, dict
         return
     assert subject.archive is not None
     if not subject.sharded:
-        with ServerProcess(subject.archive) as server:
+        with ServerProcess(subject.archive, "--port", "0", start_s=START_S) as server:
             yield server.target, lambda: {"server": server.cpu_s()}
         return
     from recinfer.archive.reader import open_archive

@@ -29,6 +29,7 @@ __all__ = [
     "EXIT_PROVES_LITTLE",
     "JsonOption",
     "Output",
+    "debugging",
     "set_debug",
     "styled",
     "verb",
@@ -78,6 +79,11 @@ def set_debug(on: bool) -> None:
     """Show tracebacks of expected errors too, for the rest of the process (``recinfer --debug``)."""
     global _debug
     _debug = _debug or on
+
+
+def debugging() -> bool:
+    """Whether ``--debug`` was given."""
+    return _debug
 
 
 class Output:

@@ -18,8 +18,8 @@ from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.format import milliseconds
 from recinfer.cli.measure import Latency, Quality, measure_latency, quality_of, served_logits
 from recinfer.cli.options import DataFormat
-from recinfer.cli.served import served
 from recinfer.errors import ArchiveError
+from recinfer.serving.server_process import served
 from recinfer.sizes import size_text
 
 if TYPE_CHECKING:

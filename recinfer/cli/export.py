@@ -28,6 +28,7 @@ from recinfer.sizes import size_text
 if TYPE_CHECKING:
     from torch import nn
 
+    from recinfer.capture import Captured
     from recinfer.distributed.planner.plan import Plan
     from recinfer.inference.report import ExportReport
 
@@ -59,6 +60,23 @@ def run(
         str | None, typer.Option(help="Version of the model.", show_default="the checkpoint's, or 1")
     ] = None,
     inputs: InputsOption = None,
+    program: Annotated[
+        Path | None,
+        typer.Option(
+            "--program",
+            help="Program that recinfer/capture.py wrote where the model was trained, instead of --model and --inputs.",
+            show_default=False,
+        ),
+    ] = None,
+    user: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--user",
+            metavar="NAME",
+            help="Input of the user (a feature or a tensor, as `inspect` names it); repeatable. What depends on these alone runs "
+            "once for a request with a context, not once per candidate.",
+        ),
+    ] = None,
     eval_data: Annotated[
         Path | None,
         typer.Option(
@@ -109,7 +127,8 @@ def run(
 
     Memory use is bounded: tables are read in chunks. An archive appears under --out only when it is complete.
     """
-    from recinfer.checkpoint import resolve_inputs
+    from recinfer.archive.captured import collections_of, read_program
+    from recinfer.checkpoint import CheckpointReader, resolve_inputs
     from recinfer.inference.evaluation import EvalData
     from recinfer.inference.export import export_archive
     from recinfer.inference.recorded import RecordedReference
@@ -118,7 +137,15 @@ def run(
         raise ConfigError("--max-auc-drop needs rows to measure on: give --eval-data FILE and --format FORMAT")
     output = Output(as_json)
     started = time.perf_counter()
-    reader, module = open_checkpoint(checkpoint, model)
+    if program is not None and (model is not None or inputs is not None):
+        raise ConfigError("got --program with --model or --inputs; a captured program has the model and its inputs")
+    exported: nn.Module | Captured
+    if program is None:
+        reader, module = open_checkpoint(checkpoint, model)
+        exported = module
+    else:
+        reader, exported = CheckpointReader(checkpoint), read_program(program)
+        module = collections_of(exported)
     chosen = _plan(module, plan, world_size, precision, table_precision)
     about = reader.model_json or {}
     held_out = EvalData.read(eval_data, format.value, reader.contract, eval_limit) if eval_data else None
@@ -130,7 +157,7 @@ def run(
         output.show(report)
 
     archive = export_archive(
-        module,
+        exported,
         reader,
         chosen,
         out,
@@ -138,6 +165,7 @@ def run(
         version=version or about.get("version") or "1",
         contract=reader.contract,
         inputs=resolve_inputs(inputs) if inputs else (),
+        user=user or (),
         missing=_missing(missing),
         out_of_range=_out_of_range(out_of_range),
         missing_shards=missing_shards.in_manifest,

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from recinfer import __version__
 from recinfer.cli import (
     admin,
     bench,
@@ -33,6 +32,7 @@ from recinfer.cli import (
 )
 from recinfer.cli.console import EXIT_INTERRUPTED, set_debug, verb
 from recinfer.cli.interrupts import redelivering_interrupts, set_first_handlers
+from recinfer.version import __version__
 
 __all__ = ["app", "main"]
 

@@ -33,6 +33,11 @@ class MissingShards(StrEnum):
     default_rows = "default-rows"
 
     @property
+    def setting(self) -> Literal["error", "default_rows"]:
+        """The value of recinfer.serving.config.RoleConfig."""
+        return "default_rows" if self is MissingShards.default_rows else "error"
+
+    @property
     def in_manifest(self) -> Literal["reject", "default_rows"]:
         """The value of the archive's manifest that allows this."""
         return "default_rows" if self is MissingShards.default_rows else "reject"

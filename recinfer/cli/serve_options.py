@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import typer
 
 from recinfer.cli.console import JsonOption
 from recinfer.cli.options import Device, MissingShards
+from recinfer.errors import ConfigError
+from recinfer.serving.config import (
+    AddressConfig,
+    ModelsConfig,
+    RoleConfig,
+    SecurityConfig,
+    ServeConfig,
+    TablesConfig,
+)
+from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
+from recinfer.serving.wire.limits import Limits
 
 __all__ = [
     "AddressOptions",
@@ -21,7 +33,13 @@ __all__ = [
     "SecurityOptions",
     "ServeOptions",
     "TableOptions",
+    "parse_ranks",
 ]
+
+_PORT = 8500
+"""The port of ``recinfer serve``; a server of a Python program has a free port by default."""
+_DEVICE = Device(TablesConfig.device)
+_MIB = 20  # bits
 
 
 @dataclass(frozen=True)
@@ -30,14 +48,14 @@ class AddressOptions:
 
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port for gRPC; 0 picks a free port and prints it.")
-    ] = 8500
+    ] = _PORT
     host: Annotated[
         str,
         typer.Option(
             help="Address that all ports listen on: 0.0.0.0 is all of IPv4, :: all of IPv4 and IPv6, a name its first IPv4 "
             "address, else its first IPv6 address."
         ),
-    ] = "127.0.0.1"
+    ] = AddressConfig.host
     http_port: Annotated[
         int | None,
         typer.Option(
@@ -46,16 +64,20 @@ class AddressOptions:
             help=f"Also serve REST on this TCP port: {', '.join(known.title for known in HTTP_PROTOCOLS)}, and /docs; "
             "0 picks a free port.",
         ),
-    ] = None
+    ] = AddressConfig.http_port
     metrics_port: Annotated[
         int | None,
         typer.Option(
             min=0, max=65535, help="Serve Prometheus metrics and a status page on this TCP port; 0 picks a free port."
         ),
-    ] = None
+    ] = AddressConfig.metrics_port
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Write the log to stderr as JSON, with one line per request.")
-    ] = False
+    ] = AddressConfig.log_json
+
+    def config(self) -> AddressConfig:
+        """The settings that the options give; raises ConfigError."""
+        return AddressConfig(self.host, self.port, self.http_port, self.metrics_port, self.log_json)
 
 
 @dataclass(frozen=True)
@@ -64,14 +86,16 @@ class TableOptions:
 
     PANEL: ClassVar[str] = "Tables"
 
-    device: Annotated[Device, typer.Option(help="Device for embedding lookups; cuda puts rank r on GPU r.")] = (
-        Device.cpu
-    )
+    device: Annotated[Device, typer.Option(help="Device for embedding lookups; cuda puts rank r on GPU r.")] = _DEVICE
     preload: Annotated[
         bool, typer.Option("--preload", help="Read all pages of the tables before the first request.")
-    ] = False
-    lock: Annotated[bool, typer.Option("--lock", help="Read all pages and lock them in memory (mlock).")] = False
-    lookup_threads: Annotated[int, typer.Option(min=1, max=64, help="Most threads that one large lookup may use.")] = 1
+    ] = TablesConfig.preload
+    lock: Annotated[bool, typer.Option("--lock", help="Read all pages and lock them in memory (mlock).")] = (
+        TablesConfig.lock
+    )
+    lookup_threads: Annotated[int, typer.Option(min=1, max=64, help="Most threads that one large lookup may use.")] = (
+        TablesConfig.lookup_threads
+    )
     join_columns: Annotated[
         bool,
         typer.Option(
@@ -79,10 +103,15 @@ class TableOptions:
             help="Copy column-wise sharded tables into whole rows: faster, but the copy is not shared between "
             "processes.",
         ),
-    ] = False
+    ] = TablesConfig.join_columns
     reuse_outputs: Annotated[
         bool, typer.Option("--reuse-outputs", help="Reuse the memory of responses above 32 MiB for later responses.")
-    ] = False
+    ] = TablesConfig.reuse_outputs
+
+    def config(self) -> TablesConfig:
+        """The settings that the options give."""
+        device: Literal["cpu", "cuda"] = "cuda" if self.device is Device.cuda else "cpu"
+        return TablesConfig(device, self.preload, self.lock, self.lookup_threads, self.join_columns, self.reuse_outputs)
 
 
 @dataclass(frozen=True)
@@ -98,7 +127,7 @@ class ModelOptions:
     model_store: Annotated[
         Path | None,
         typer.Option(help="Folder with archives at <model>/<version>; the newest version of each model is served."),
-    ] = None
+    ] = ModelsConfig.model_store
     poll: Annotated[
         float | None,
         typer.Option(
@@ -108,7 +137,7 @@ class ModelOptions:
             help="Read the model store this often: load versions that appear, unload versions that disappear.",
             show_default=False,
         ),
-    ] = None
+    ] = ModelsConfig.poll
     model_config: Annotated[
         Path | None,
         typer.Option(
@@ -117,21 +146,33 @@ class ModelOptions:
             "server reads it again on SIGHUP and with --poll.",
             show_default=False,
         ),
-    ] = None
+    ] = ModelsConfig.model_config
     admin: Annotated[
         bool,
         typer.Option(
             "--admin", help="Enable the Admin API: load, unload, label and weight versions of the model store."
         ),
-    ] = False
+    ] = ModelsConfig.admin
     workers: Annotated[
         int,
         typer.Option(min=1, max=256, help="Number of serving processes; they share the port and the archive's memory."),
-    ] = 1
+    ] = ModelsConfig.workers
     worker_timeout: Annotated[
         float,
         typer.Option(min=1, help="Kill and replace a worker that gives no response for this many seconds."),
-    ] = 10.0
+    ] = ModelsConfig.worker_timeout
+
+    def config(self) -> ModelsConfig:
+        """The settings that the options give; raises ConfigError."""
+        return ModelsConfig(
+            deltas=tuple(self.delta or ()),
+            model_store=self.model_store,
+            poll=self.poll,
+            model_config=self.model_config,
+            admin=self.admin,
+            workers=self.workers,
+            worker_timeout=self.worker_timeout,
+        )
 
 
 @dataclass(frozen=True)
@@ -140,10 +181,16 @@ class BatchOptions:
 
     PANEL: ClassVar[str] = "Batching"
 
-    max_batch: Annotated[int, typer.Option(min=1, help="Most samples that the scheduler merges into one run.")] = 1024
+    max_batch: Annotated[int, typer.Option(min=1, help="Most samples that the scheduler merges into one run.")] = (
+        BatchConfig.max_batch
+    )
     max_queue: Annotated[
         int, typer.Option(min=1, help="Most queued requests; further requests fail at once with RESOURCE_EXHAUSTED.")
-    ] = 512
+    ] = BatchConfig.max_queue
+
+    def config(self) -> BatchConfig:
+        """The settings that the options give; raises ConfigError."""
+        return BatchConfig(self.max_batch, self.max_queue)
 
 
 @dataclass(frozen=True)
@@ -152,16 +199,32 @@ class LimitOptions:
 
     PANEL: ClassVar[str] = "Limits"
 
-    max_samples: Annotated[int, typer.Option(min=1, help="Most samples in one request.")] = 16_384
-    max_ids: Annotated[int, typer.Option(min=1, help="Most ids in one request.")] = 4_194_304
-    max_features: Annotated[int, typer.Option(min=1, help="Most features in one request.")] = 4_096
-    max_message_mib: Annotated[int, typer.Option(min=1, max=2047, help="Largest request, in MiB.")] = 64
-    max_response_mib: Annotated[int, typer.Option(min=1, max=2047, help="Largest response, in MiB of vectors.")] = 256
+    max_samples: Annotated[int, typer.Option(min=1, help="Most samples in one request.")] = Limits.max_batch
+    max_ids: Annotated[int, typer.Option(min=1, help="Most ids in one request.")] = Limits.max_ids
+    max_features: Annotated[int, typer.Option(min=1, help="Most features in one request.")] = Limits.max_keys
+    max_message_mib: Annotated[int, typer.Option(min=1, max=2047, help="Largest request, in MiB.")] = (
+        Limits.max_message_bytes >> _MIB
+    )
+    max_response_mib: Annotated[int, typer.Option(min=1, max=2047, help="Largest response, in MiB of vectors.")] = (
+        Limits.max_response_bytes >> _MIB
+    )
     memory_budget_mib: Annotated[
         int,
         typer.Option(min=32, help="Memory of all requests and responses of one process, in MiB."),
-    ] = 256
-    max_streams: Annotated[int, typer.Option(min=1, help="Most open calls on one connection.")] = 4_096
+    ] = Limits.memory_budget_bytes >> _MIB
+    max_streams: Annotated[int, typer.Option(min=1, help="Most open calls on one connection.")] = Limits.max_concurrent
+
+    def config(self) -> Limits:
+        """The limits that the options give; raises ConfigError."""
+        return Limits(
+            max_message_bytes=self.max_message_mib << _MIB,
+            max_batch=self.max_samples,
+            max_ids=self.max_ids,
+            max_keys=self.max_features,
+            max_response_bytes=self.max_response_mib << _MIB,
+            max_concurrent=self.max_streams,
+            memory_budget_bytes=self.memory_budget_mib << _MIB,
+        )
 
 
 @dataclass(frozen=True)
@@ -180,7 +243,19 @@ class SecurityOptions:
         Path | None,
         typer.Option(help="PEM file of the certificate authority that signs client certificates (mutual TLS)."),
     ] = None
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow --host beyond loopback without a token.")] = False
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow --host beyond loopback without a token.")] = (
+        SecurityConfig.insecure
+    )
+
+    def config(self) -> SecurityConfig:
+        """The settings that the options give."""
+        return SecurityConfig(
+            token_file=self.token_file,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            tls_client_ca=self.tls_client_ca,
+            insecure=self.insecure,
+        )
 
 
 @dataclass(frozen=True)
@@ -199,7 +274,7 @@ class RoleOptions:
             max=65535,
             help="TCP port of a shard server for lookups from rankers; 0 picks a free port, which rankers discover.",
         ),
-    ] = 0
+    ] = RoleConfig.socket_port
     shards: Annotated[
         Path | None,
         typer.Option(help="Run as a ranker that looks up embeddings in the shard servers of this shards.json."),
@@ -211,6 +286,15 @@ class RoleOptions:
             show_default="as the archive allows",
         ),
     ] = None
+
+    def config(self) -> RoleConfig:
+        """The settings that the options give; raises ConfigError."""
+        return RoleConfig(
+            ranks=None if self.ranks is None else parse_ranks(self.ranks),
+            socket_port=self.socket_port,
+            shards=self.shards,
+            missing_shards=None if self.missing_shards is None else self.missing_shards.setting,
+        )
 
 
 @dataclass(frozen=True)
@@ -228,6 +312,34 @@ class ServeOptions:
         list[Path] | None, typer.Argument(help="Archive folders; the first is the default model.", show_default=False)
     ] = None
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False
-    worker_port: Annotated[int | None, typer.Option("--worker-port", hidden=True)] = None
-    worker_http_port: Annotated[int | None, typer.Option("--worker-http-port", hidden=True)] = None
+    worker_config: Annotated[str | None, typer.Option("--worker-config", hidden=True)] = None
     as_json: JsonOption = False
+
+    def config(self) -> ServeConfig:
+        """The settings that the options give, or a worker's, as its supervisor passes them; raises ConfigError."""
+        if self.worker_config is not None:
+            return ServeConfig.from_json(self.worker_config)
+        return ServeConfig(
+            archives=tuple(self.archives or ()),
+            role=self.roles.config(),
+            address=self.address.config(),
+            tables=self.tables.config(),
+            models=self.models.config(),
+            batching=self.batching.config(),
+            limits=self.limits.config(),
+            security=self.security.config(),
+        )
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """``"0,1"`` or ``"0-3"`` as ranks; raises ConfigError."""
+    from recinfer.distributed.planner.plan import MAX_RANKS
+
+    ranks: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, -1)
+        if not first <= last < MAX_RANKS:
+            raise ConfigError(f"--ranks: got {text[:80]!r}, expected numbers below {MAX_RANKS}, as in 0,1 or 0-3")
+        ranks += range(first, last + 1)
+    return tuple(sorted(set(ranks)))

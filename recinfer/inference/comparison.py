@@ -355,7 +355,9 @@ class _Draws:
         """The root mean square change of each output element over the draws of rows."""
         squares = [torch.zeros_like(output) for output in outputs]
         for rows in draws:
-            vectors, lengths = float_embeddings(self._manifest, rows, predictor.looked_up(request), self._position_weights)
+            vectors, lengths = float_embeddings(
+                self._manifest, rows, predictor.looked_up(request), self._position_weights
+            )
             for place, error in self._pooling:
                 vectors[place] = vectors[place] * (1 + scale * error * _signs(vectors[place], self._generator))
             moved = predictor.run_dense_on(request, vectors, lengths)

@@ -113,7 +113,8 @@ def make_delta(
     checkpoint.align(model)
     keys = table_keys(leaves, checkpoint)
     with spinner("exporting the dense part", progress):
-        parts = cut_and_export(model, leaves, checkpoint, contract, inputs)
+        user = () if manifest.signature is None or manifest.signature.user is None else manifest.signature.user.names
+        parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user)
     fresh = first_manifest(manifest.model, manifest.version, stored.plan, leaves, contract, parts)
     _check_same(manifest, fresh)
     weights = read_positions(leaves, checkpoint)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from recinfer.archive.captured import collections_of
 from recinfer.archive.check import ANSWERS, REQUESTS, Answer, Request, odd_rows, pack_answers, pack_requests
 from recinfer.archive.leaves import find_leaves
 from recinfer.archive.manifest import (
@@ -31,6 +32,7 @@ from recinfer.archive.positions import pack_position_weights
 from recinfer.archive.rank_files import rank_file, rects_by_rank
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.writer import ArchiveFolder, ShardWriter, archive_folder
+from recinfer.capture import Captured
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
@@ -60,7 +62,7 @@ __all__ = ["export_archive"]
 
 
 def export_archive(
-    model: nn.Module,
+    model: nn.Module | Captured,
     checkpoint: CheckpointReader,
     plan: Plan,
     out: str | os.PathLike[str],
@@ -69,6 +71,7 @@ def export_archive(
     version: str,
     contract: FeatureContract | None = None,
     inputs: Sequence[Any] = (),
+    user: Sequence[str] = (),
     missing: Mapping[str, str | int] | None = None,
     out_of_range: Mapping[str, str] | None = None,
     missing_shards: MissingShards = "reject",
@@ -84,7 +87,8 @@ def export_archive(
     """Quantize and shard ``model`` with the weights of ``checkpoint`` into an archive.
 
     Args:
-        model: a model with its tables (and the rest, if wanted) on meta, which is not changed.
+        model: a model with its tables (and the rest, if wanted) on meta, which is not changed; or a captured program
+            (:func:`recinfer.archive.captured.read_program`), which gets the checkpoint's weights.
         checkpoint: float weights under the model's keys.
         plan: covers exactly the model's tables; brings their precisions.
         out: the archive's folder, by custom ``*.rqa``.
@@ -92,6 +96,8 @@ def export_archive(
         contract: the feature contract, by which raw rows become features.
         inputs: one or two example batches, see :func:`recinfer.capture.capture`; none: a made one, for a forward that takes
             one float matrix and passes its sparse inputs on.
+        user: names of the user's inputs, as the signature names them: what depends on these alone runs once for a request
+            that gives them as its context, not once per candidate.
         missing: feature -> what predict does without it: ``"reject"`` (the default of each), ``"empty"`` (no ids), or the id
             that every sample gets; ``"*"``: all features that are not named. It decides about features left out of a
             request; a raw row without a value follows the contract.
@@ -125,6 +131,8 @@ def export_archive(
         raise ConfigError(
             f"max_auc_drop: got {max_auc_drop}; expected a number of at least 0, and eval_data to measure on"
         )
+    captured = model if isinstance(model, Captured) else None
+    model = collections_of(model) if isinstance(model, Captured) else model
     leaves = find_leaves(model)
     plan.check_model(model)
     check_precisions(plan)
@@ -132,7 +140,7 @@ def export_archive(
     keys = table_keys(leaves, checkpoint)
     with one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
         with spinner("exporting the dense part", progress):
-            parts = cut_and_export(model, leaves, checkpoint, contract, inputs)
+            parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user, captured)
         manifest = first_manifest(name, version, plan, leaves, contract, parts, missing_shards)
         manifest = with_policies(manifest, missing, out_of_range)
         try:
@@ -170,7 +178,9 @@ def export_archive(
         if max_auc_drop is not None and found is not None:
             _refuse_drop(found, max_auc_drop)
         folder.write_manifest(manifest.to_json())
-        Predictor(open_archive(folder.root)).check_request(0)
+        written = Predictor(open_archive(folder.root))
+        written.check_request(0)
+        written.check_user()
     return open_archive(out)
 
 

@@ -60,11 +60,11 @@ class IdsProgram:
         values = [] if kept is None else [kept.values.astype(np.int64, copy=False)]
         weights = [] if kept is None else [_ones(kept.values.size) if kept.weights is None else kept.weights]
         for name in self._info.features:
-            ids, counts = outputs[f"{name}/values"].numpy(), outputs[f"{name}/lengths"].numpy()
+            ids, counts = outputs[f"computed/{name}/values"].numpy(), outputs[f"computed/{name}/lengths"].numpy()
             _check(name, ids, counts, given.batch)
             lengths.append(counts.astype(np.int64).reshape(1, -1))
             values.append(ids.astype(np.int64, copy=False))
-            heavy = outputs.get(f"{name}/weights")
+            heavy = outputs.get(f"computed/{name}/weights")
             weights.append(_ones(ids.size) if heavy is None else heavy.numpy().astype(np.float32))
         return Bags(
             (*passed, *self._info.features),

@@ -98,7 +98,7 @@ class FeatureIntake:
             if features.weights is None:
                 features = replace(features, weights=np.ones(features.values.size, np.float32))
             _check_weights(features)
-        if not self._computes_ids:  # else the steps follow the ids program
+        if not self._computes_ids:  # otherwise the steps follow the ids program
             features = self.steps.apply(features)
         if order.absent:
             if need_all:

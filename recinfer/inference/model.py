@@ -31,6 +31,8 @@ from recinfer.inference.named_inputs import NamedInputs
 from recinfer.inference.results import LookupResult, feature_specs, on_host, selected
 from recinfer.inference.stages import Stages
 from recinfer.inference.states import States, at_one_state
+from recinfer.inference.user_programs import UserPrograms
+from recinfer.inference.whole_tables import read_whole_tables
 from recinfer.quant.transfers import to_device, to_host
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class LoadedModel(States):
             each alone (a model whose samples see each other).
         runs_on_arrays: whether :meth:`run_engine_arrays` may be called.
         inputs: the checks of inputs beside features.
+        whole_tables: program input -> all rows of a table, dequantized; of tables that forward reads as a whole.
         parts, intake, output_names: the embedding modules, the checks of features, the dense program's outputs.
     """
 
@@ -100,9 +103,12 @@ class LoadedModel(States):
         self._engine: DenseEngine | None = None
         if manifest.dense is not None:
             self._engine = open_dense(archive, manifest.dense, **self._dense_options)
+        self.whole_tables = read_whole_tables(archive, self._deltas)
         signature = manifest.signature
-        is_plain = signature is None or (signature.is_plain and not self._reads_jagged())
-        self.runs_on_arrays = self._engine is not None and self.device.type == "cpu" and is_plain and not self.inputs.infos
+        is_plain = signature is None or (signature.is_plain and not self._reads_more())
+        self.runs_on_arrays = (
+            self._engine is not None and self.device.type == "cpu" and is_plain and not self.inputs.infos
+        )
         self._ids: IdsProgram | None = None
         if signature is not None and signature.ids is not None:
             ids = signature.ids
@@ -112,15 +118,20 @@ class LoadedModel(States):
                 manifest, open_program(archive, "dense/ids", *names, ids.engine, num_threads=threads)
             )
 
+        self.user: UserPrograms | None = None
+        if signature is not None and signature.user is not None:
+            self.user = UserPrograms(archive, signature.user, self.output_names, self._dense_options)
+            self.runs_on_arrays = False
+
     @property
     def byte_tables(self) -> ByteTables | None:
         """The tables for lookups from a request's bytes; None if the model or the machine does not support them."""
         state = self.state
         return None if state._ids is not None else state.lookups.byte_tables
 
-    def _reads_jagged(self) -> bool:
+    def _reads_more(self) -> bool:
         dense = self._archive.manifest.dense
-        return dense is not None and any(i.kind.startswith("jagged") for i in dense.inputs)
+        return dense is not None and any(i.kind.startswith("jagged") or i.kind == "table" for i in dense.inputs)
 
     @property
     def manifest(self) -> Manifest:
@@ -214,7 +225,11 @@ class LoadedModel(States):
         assert dense is not None
         of_lookups = iter(vectors)
         return [
-            next(of_lookups) if about.kind in ("pooled", "values", "lengths") else tensor_of(about)
+            next(of_lookups)
+            if about.kind in ("pooled", "values", "lengths")
+            else self.whole_tables[about.name]
+            if about.kind == "table"
+            else tensor_of(about)
             for about in dense.inputs
         ]
 
@@ -233,8 +248,7 @@ class LoadedModel(States):
             todo = NEEDS_IDS if 0 in ids.values() else ""
             reason = " ".join(str(error).split())[:500]
             raise ConfigError(
-                f"the dense part cannot run on a batch of {batch} samples{told}: "
-                f"{type(error).__name__}: {reason}{todo}"
+                f"the dense part cannot run on a batch of {batch} samples{told}: {type(error).__name__}: {reason}{todo}"
             ) from error
 
     def to_device(self, tensor: Tensor) -> Tensor:

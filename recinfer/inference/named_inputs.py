@@ -6,6 +6,7 @@ Shape suffixes: B batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ class NamedInputs:
 
     Attributes:
         infos: the named inputs of the model.
+        names: their names.
         dense_name: the name of the matrix that ``dense`` carries, or "".
         mergeable: whether requests may be concatenated: every tensor has the batch as its only free axis.
     """
@@ -36,6 +38,7 @@ class NamedInputs:
     def __init__(self, manifest: Manifest) -> None:
         signature = manifest.signature
         self.infos = manifest.named_inputs
+        self.names = frozenset(info.name for info in self.infos)
         self._by_name = {info.name: info for info in self.infos}
         self._per_sample = {} if signature is None else signature.per_sample
         self._as_long_as = {} if signature is None else signature.as_long_as
@@ -48,13 +51,22 @@ class NamedInputs:
             if info.kind == "tensor"
         )
 
-    def check(self, given: Mapping[str, Any] | None, batch: int) -> dict[str, GivenInput]:
+    def check(
+        self,
+        given: Mapping[str, Any] | None,
+        batch: int,
+        elsewhere: AbstractSet[str] | None = None,
+        *,
+        only: bool = False,
+    ) -> dict[str, GivenInput]:
         """The inputs as tensors of their dtypes.
 
         Args:
             given: name -> tensor, array or list of numbers; of a jagged input a JaggedTensor, ``(values, lengths)``, or a list of
                 numbers per sample.
             batch: number of samples.
+            elsewhere: inputs that the request brings in its context, so that they are not missing.
+            only: check the given inputs alone: those of a context.
 
         Raises:
             InputError: an unknown or missing input, another shape or dtype, NaN or infinity; names the input and the sample.
@@ -66,6 +78,8 @@ class NamedInputs:
             raise InputError(f"inputs: got {unknown[0]!r}; this model takes {have}")
         found: dict[str, GivenInput] = {}
         for info in self.infos:
+            if info.name not in given and (only or (elsewhere and info.name in elsewhere)):
+                continue
             if info.name not in given:
                 raise InputError(f"inputs: {info.name!r} is missing; expected {expected(info, batch)}")
             value = given[info.name]
@@ -118,6 +132,8 @@ class NamedInputs:
         return tensor
 
     def _jagged(self, info: InputInfo, value: Any, batch: int) -> JaggedTensor:
+        values: Any
+        lengths: Any
         weights = None
         if isinstance(value, JaggedTensor):
             values, lengths, weights = value.values(), value.lengths(), value.weights_or_none()
@@ -144,7 +160,9 @@ class NamedInputs:
 
 def expected(info: InputInfo, batch: int | None = None) -> str:
     """The dtype and shape of an input, as text."""
-    sizes = ["any" if isinstance(s, str) and s != "batch" else str(batch or s if s == "batch" else s) for s in info.shape]
+    sizes = [
+        "any" if isinstance(s, str) and s != "batch" else str(batch or s if s == "batch" else s) for s in info.shape
+    ]
     if info.kind == "tensor":
         return f"{info.dtype} [{', '.join(sizes)}]"
     rest = f" of {info.dtype} [{', '.join(sizes[1:])}]" if sizes[1:] else f" of {info.dtype}"

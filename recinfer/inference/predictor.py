@@ -149,6 +149,42 @@ class Predictor(LoadedModel):
         for index in range(self.manifest.check.num_requests):
             self.check_request(index)
         self.check_merging()
+        self.check_user()
+
+    @at_one_state
+    def check_user(self) -> None:
+        """Run the golden requests of one sample with the user's inputs as their context; raises ArchiveError (C2) if the
+        user and candidates programs answer otherwise than the dense program."""
+        if self.user is None:
+            return
+        for index, (request, _) in enumerate(read_requests(self.archive)):
+            if request.features.stride() != 1:
+                continue
+            expected = self.replay(request).outputs
+            found = self._predict_with_context(request)
+            for name, tensor in zip(self.output_names, expected):
+                if not torch.allclose(found[name], tensor, rtol=_MERGE_RELATIVE, atol=_MERGE_ABSOLUTE):
+                    raise ArchiveError(
+                        f"golden request {index}: with a context, output {name!r} differs by "
+                        f"{float((found[name] - tensor).abs().max()):.3g}; the user and candidates programs are not those of "
+                        f"the dense program",
+                        rule="C2",
+                    )
+
+    def _predict_with_context(self, request: Request) -> Outputs:
+        """The outputs of a request of one sample whose user's inputs are its context."""
+        assert self.user is not None
+        names = self.user.names
+        bags = bags_of(request.features)
+        own = tuple(key for key in bags.keys if key in names)
+        rest = tuple(key for key in bags.keys if key not in names)
+        once = {name: value for name, value in request.inputs.items() if name in names}
+        dense = request.dense
+        if dense is not None and self.inputs.dense_name in names:
+            once, dense = once | {self.inputs.dense_name: dense}, None
+        inputs = {name: value for name, value in request.inputs.items() if name not in names}
+        context = bags.arranged(own) if own else None
+        return run_now(predict_one(self, PredictInputs(dense, bags.arranged(rest), context, inputs, once)))
 
     @at_one_state
     def check_merging(self) -> None:
@@ -223,4 +259,5 @@ def load(
     )
     predictor.check_request(0)  # proves that this machine gives the stored answer, and warms every part up
     predictor.check_merging()
+    predictor.check_user()
     return predictor

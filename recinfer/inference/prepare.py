@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-import recinfer
+from recinfer.archive.captured import load_weights
 from recinfer.archive.check import Request, golden_requests
-from recinfer.archive.cut import Cut, cut_model
+from recinfer.archive.cut import Cut, cut_captured, cut_model
 from recinfer.archive.dense import ExportedDense, OnnxEngine, TorchEngine, export_part
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import (
@@ -21,6 +21,7 @@ from recinfer.archive.manifest import (
     FORMAT_VERSION,
     CheckInfo,
     DenseInfo,
+    DenseInput,
     DenseOutput,
     FeatureInfo,
     IdsInfo,
@@ -28,18 +29,22 @@ from recinfer.archive.manifest import (
     Manifest,
     MissingShards,
     ModuleInfo,
+    ProgramInfo,
     QuantizationInfo,
     Signature,
     TableInfo,
+    UserInfo,
 )
 from recinfer.archive.samples import Samples
 from recinfer.archive.split import Facts, ModuleLookup
+from recinfer.capture import Captured
 from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.inference.ids_program import IdsProgram
 from recinfer.quant.formats.names import Precision
 from recinfer.quant.rows import PACKED_TYPES
+from recinfer.version import __version__
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -93,11 +98,15 @@ class CutModel:
     cut: Cut | None = None
     dense: ExportedDense | None = None
     ids: ExportedDense | None = None
+    user: ExportedDense | None = None
+    candidates: ExportedDense | None = None
 
     def files(self) -> dict[str, bytes]:
         """The program files of an archive, by path."""
         files: dict[str, bytes] = {}
-        for stem, exported in (("dense/model", self.dense), ("dense/ids", self.ids)):
+        programs = {"model": self.dense, "ids": self.ids, "user": self.user, "candidates": self.candidates}
+        for name, exported in programs.items():
+            stem = f"dense/{name}"
             if exported is not None:
                 files[f"{stem}.pt2"] = exported.program
                 if exported.onnx is not None:
@@ -121,12 +130,31 @@ def cut_and_export(
     checkpoint: CheckpointReader,
     contract: FeatureContract | None,
     inputs: Sequence[Any] = (),
+    user: Sequence[str] = (),
+    captured: Captured | None = None,
 ) -> CutModel:
-    """Cut the model with its weights at its lookups, by the example batches ``inputs``, and export the programs."""
+    """Cut the model with its weights at its lookups and export the programs.
+
+    Args:
+        inputs: example batches.
+        user: names of the user's inputs.
+        captured: a trace of another environment in place of ``model`` and ``inputs``.
+    """
     num_dense = None if contract is None else contract.num_dense
-    cut = cut_model(
-        model, leaves, lambda body: load_into(checkpoint, body, only=list(body.state_dict())), inputs, num_dense
-    )
+    cut: Cut | None
+    if captured is not None:
+        load_weights(captured, checkpoint)
+        by_path = {leaf.module_path: leaf for leaf in leaves}
+        cut = cut_captured(captured, [by_path[about.path] for about in captured.modules], user)
+    else:
+        cut = cut_model(
+            model,
+            leaves,
+            lambda body: load_into(checkpoint, body, only=list(body.state_dict())),
+            inputs,
+            num_dense,
+            user,
+        )
     if cut is None:
         return CutModel()
     if contract is not None and (cut.num_dense != contract.num_dense or cut.ids is not None):
@@ -134,7 +162,10 @@ def cut_and_export(
             f"the feature contract has {contract.num_dense} dense columns and gives ids as lookups read them, but forward "
             f"takes {cut.num_dense or 'other inputs'}; export without the contract, or pass its inputs on unchanged"
         )
-    return CutModel(cut, export_part(cut.dense), None if cut.ids is None else export_part(cut.ids))
+    dense, ids = export_part(cut.dense), None if cut.ids is None else export_part(cut.ids)
+    if cut.user is None:
+        return CutModel(cut, dense, ids)
+    return CutModel(cut, dense, ids, export_part(cut.user.user), export_part(cut.user.candidates))
 
 
 def first_manifest(
@@ -194,8 +225,9 @@ def _signature(model: CutModel) -> Signature | None:
     cut, ids = model.cut, model.ids
     if cut is None:
         return None
+    signature = replace(cut.signature, user=_user(model))
     if ids is None:
-        return cut.signature
+        return signature
     info = IdsInfo(
         engine="torch" if ids.onnx is None else "onnx",
         inputs=cut.ids_inputs,
@@ -204,11 +236,27 @@ def _signature(model: CutModel) -> Signature | None:
         onnx=ids.onnx_info,
         onnx_refused=ids.onnx_refused,
     )
-    return replace(cut.signature, ids=info)
+    return replace(signature, ids=info)
+
+
+def _user(model: CutModel) -> UserInfo | None:
+    if model.cut is None or model.cut.user is None or model.user is None or model.candidates is None:
+        return None
+    parts = model.cut.user
+    return UserInfo(
+        parts.names,
+        tuple(parts.user.outputs),
+        _program(model.user, parts.user_inputs),
+        _program(model.candidates, parts.candidate_inputs),
+    )
+
+
+def _program(exported: ExportedDense, inputs: tuple[DenseInput, ...]) -> ProgramInfo:
+    return ProgramInfo("torch" if exported.onnx is None else "onnx", inputs, exported.onnx_info, exported.onnx_refused)
 
 
 def _versions() -> dict[str, str]:
-    versions = {"recinfer": recinfer.__version__}
+    versions = {"recinfer": __version__}
     for package in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "onnx", "onnxscript", "onnxruntime"):
         try:
             versions[package] = package_version(package)

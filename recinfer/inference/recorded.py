@@ -2,8 +2,9 @@
 pickle.
 
 The file holds ``F.values`` (int64 [ids]) and ``F.lengths`` (int32 [B]) for each feature F, ``F.weights`` (float32 [ids]) for
-features of weighted tables, ``dense`` (float32 [B, num_dense]; ``dense_`` if an output has that name), and each output under
-its name (``output`` if there is only one), float32 [B, ...].
+features of weighted tables, ``dense`` (float32 [B, num_dense]; ``dense_`` if an output has that name), other inputs under their
+names (a jagged one as ``NAME.values`` and ``NAME.lengths``), and each output under its name (``output`` if there is only one),
+float32 [B, ...].
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 
 from recinfer.archive.check import Request
-from recinfer.archive.manifest import Manifest
+from recinfer.archive.manifest import InputInfo, Manifest
 from recinfer.columns import dense_name
 from recinfer.errors import ConfigError, InputError
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = ["RecordedBatch", "RecordedReference"]
 
@@ -84,11 +85,15 @@ class RecordedReference:
         if manifest.dense is None:
             raise ConfigError("reference: this model has no dense part and so no outputs to compare")
         weighted = {f for m in manifest.modules if m.is_weighted and m.position_weights is None for f in m.features}
-        names = [feature.name for feature in manifest.features]
+        names = list(manifest.request_features)
+        jagged = [info for info in manifest.named_inputs if info.kind == "jagged"]
+        tensors = [info for info in manifest.named_inputs if info.kind == "tensor"]
         expected = [f"{name}.{part}" for name in names for part in ("values", "lengths")]
         expected += [f"{name}.weights" for name in names if name in weighted]
         given = dense_name(output.name for output in manifest.dense.outputs)
         expected += [given] if manifest.dense.num_dense else []
+        expected += [info.name for info in tensors]
+        expected += [f"{info.name}.{part}" for info in jagged for part in ("values", "lengths")]
         expected += [output.name for output in manifest.dense.outputs]
         missing = [name for name in expected if name not in self.tensors]
         unknown = sorted(set(self.tensors) - set(expected))
@@ -101,8 +106,9 @@ class RecordedReference:
             raise InputError(f"reference {self.path}: got no rows; record at least one batch")
         lengths = {name: self._lengths(name, rows) for name in names}
         offsets = {name: torch.cat([torch.zeros(1, dtype=torch.int64), n.cumsum(0)]) for name, n in lengths.items()}
+        tables = manifest.feature_tables
         values = {
-            name: self._ids(name, int(offsets[name][-1]), min(t.rows for t in manifest.feature_tables[name]))
+            name: self._ids(name, int(offsets[name][-1]), min((t.rows for t in tables.get(name, ())), default=None))
             for name in names
         }
         weights = {name: self._weights(name, name in weighted, len(values[name])) for name in names}
@@ -118,9 +124,29 @@ class RecordedReference:
                 torch.cat([weights[name][spans[name]] for name in names]) if weighted else None,
                 lengths=torch.cat([lengths[name][start:stop] for name in names]).int(),
             )
-            request = Request(None if dense is None else dense[start:stop], features)
+            inputs: dict[str, Tensor | JaggedTensor] = {i.name: self._tensor(i, rows)[start:stop] for i in tensors}
+            inputs |= {i.name: self._jagged(i, rows, start, stop) for i in jagged}
+            request = Request(None if dense is None else dense[start:stop], features, inputs)
             batches.append(RecordedBatch(start, request, [output[start:stop] for output in outputs]))
         return batches
+
+    def _tensor(self, info: InputInfo, rows: int) -> Tensor:
+        tensor = self.tensors[info.name]
+        if str(tensor.dtype) != f"torch.{info.dtype}" or len(tensor) != rows or tensor.dim() != len(info.shape):
+            raise InputError(
+                f"reference {self.path}: {info.name} is {_shape(tensor)}; expected {info.dtype} {[rows, *info.shape[1:]]}"
+            )
+        return tensor
+
+    def _jagged(self, info: InputInfo, rows: int, start: int, stop: int) -> JaggedTensor:
+        lengths, values = self._lengths(info.name, rows), self.tensors[f"{info.name}.values"]
+        if str(values.dtype) != f"torch.{info.dtype}" or len(values) != int(lengths.sum()):
+            raise InputError(
+                f"reference {self.path}: {info.name}.values is {_shape(values)}; expected {info.dtype} and "
+                f"{int(lengths.sum())} values, the sum of {info.name}.lengths"
+            )
+        first = int(lengths[:start].sum())
+        return JaggedTensor(values[first : first + int(lengths[start:stop].sum())], lengths=lengths[start:stop])
 
     def _integers(self, name: str) -> Tensor:
         tensor = self.tensors[name]
@@ -138,12 +164,14 @@ class RecordedReference:
             raise InputError(f"reference {self.path}: {name}.lengths has negative numbers")
         return lengths
 
-    def _ids(self, name: str, count: int, rows: int) -> Tensor:
+    def _ids(self, name: str, count: int, rows: int | None) -> Tensor:
         values = self._integers(f"{name}.values")
         if len(values) != count:
             raise InputError(
                 f"reference {self.path}: {name}.values has {len(values)} ids, {name}.lengths sum to {count}"
             )
+        if rows is None:  # an ids program makes rows of them
+            return values
         bad = ((values < 0) | (values >= rows)).nonzero()
         if len(bad):
             at = int(bad[0])

@@ -22,6 +22,8 @@ from recinfer.inference.lookups import Steps
 from recinfer.inference.model import LoadedModel
 from recinfer.inference.named_inputs import GivenInput
 from recinfer.inference.results import LookupResult, Outputs, on_host, tensors_of
+from recinfer.inference.user_programs import TensorOf, UserPrograms
+from recinfer.quant.transfers import to_host
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["PredictInputs", "lookup_many", "lookup_one", "predict_many", "predict_one"]
@@ -29,13 +31,21 @@ __all__ = ["PredictInputs", "lookup_many", "lookup_one", "predict_many", "predic
 
 @dataclass(frozen=True)
 class PredictInputs:
-    """The inputs of Predictor.predict: ``dense [B, num_dense]`` or None, features of B samples, context of one or
-    None, and other inputs by name."""
+    """The inputs of Predictor.predict.
+
+    Attributes:
+        dense: ``[B, num_dense]`` or None.
+        features: ids of B samples.
+        context: ids of one sample that apply to all, or None; a mapping may hold other inputs of one sample too.
+        inputs: other inputs of B samples, by name.
+        context_inputs: other inputs of one sample that apply to all, by name.
+    """
 
     dense: Tensor | None
     features: Features
     context: Features | None = None
     inputs: Mapping[str, Any] | None = None
+    context_inputs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,8 @@ class _CheckedRequest:
     Attributes:
         features: the bags that lookups read.
         shared: names of the context's features among them; only the first sample has bags of these.
-        inputs: other inputs by name.
+        of_context: names of all inputs that the context brings.
+        inputs: other inputs by name; those of the context have one sample.
         given: the request's own bags, where the ids program computed ``features``.
     """
 
@@ -53,6 +64,7 @@ class _CheckedRequest:
     dense: Tensor | None
     features: Bags
     shared: frozenset[str]
+    of_context: frozenset[str]
     inputs: Mapping[str, GivenInput]
     given: Bags
 
@@ -153,46 +165,66 @@ def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedReq
     intake, named = model.intake, model.inputs
     model.check_has_dense()
     candidates = bags_of(request.features)
-    dense, inputs = _dense_by_name(model, request)
+    bags, once = _context(model, request)
+    dense, inputs = _dense_by_name(named.dense_name, request.dense, request.inputs)
+    dense_once, once = _dense_by_name(named.dense_name, None, once)
+    of_context = frozenset(once or ())
     shared: frozenset[str] = frozenset()
-    if request.context is None:
-        features = intake.take(candidates, need_all=True).features
-        checked = named.check(inputs, features.batch)
-        named.check_facts([features], checked)
-    else:
-        context = bags_of(request.context)
-        if context.batch != 1:
-            raise InputError(f"context: got {context.batch} samples, expected 1; its features apply to every candidate")
-        shared = frozenset(context.keys)
+    own = None
+    if bags is not None:
+        if bags.batch != 1:
+            raise InputError(f"context: got {bags.batch} samples, expected 1; its features apply to every candidate")
+        shared = frozenset(bags.keys)
         twice = shared.intersection(candidates.keys)
         if twice:
             raise InputError(f"context: feature {min(twice)!r} is also in features; give it in only one of the two")
-        features = intake.take(candidates, need_all=True, elsewhere=shared).features
-        own = intake.take(context, need_all=False, fill=False).features
-        checked = named.check(inputs, features.batch)
-        named.check_facts([features, own], checked)
-        if model.computes_ids:
-            features, shared = features.with_context(own, repeat=True), frozenset()
-        else:
-            features = features.with_context(own)
-    dense = model.check_dense(dense, features.batch)
+        own = intake.take(bags, need_all=False, fill=False).features
+    features = intake.take(candidates, need_all=True, elsewhere=shared).features
+    twice = of_context.intersection(inputs or ())
+    if twice:
+        raise InputError(f"context: input {min(twice)!r} is also in inputs; give it in only one of the two")
+    checked = named.check(inputs, features.batch, of_context) | named.check(once, 1, only=True)
+    named.check_facts([features] if own is None else [features, own], checked)
+    if own is not None:
+        features = features.with_context(own, repeat=model.computes_ids)
+    of_context |= shared
+    if dense_once is not None:
+        if dense is not None:
+            raise InputError("context: the dense input is also in the request; give it in only one of the two")
+        once_checked = model.check_dense(dense_once, 1)
+        assert once_checked is not None
+        dense, of_context = once_checked.expand(features.batch, -1).contiguous(), of_context | {named.dense_name}
+    else:
+        dense = model.check_dense(dense, features.batch)
     given = features
     if model.computes_ids:
-        alone = _CheckedRequest(at, dense, features, shared, checked, given)
+        shared = frozenset()
+        alone = _CheckedRequest(at, dense, features, shared, of_context, checked, given)
         features = model.compute_ids(features, lambda about: _input(about, [alone]))
-    return _CheckedRequest(at, dense, features, shared, checked, given)
+    return _CheckedRequest(at, dense, features, shared, of_context, checked, given)
 
 
-def _dense_by_name(model: LoadedModel, request: PredictInputs) -> tuple[Tensor | None, Mapping[str, Any] | None]:
-    """``dense`` and the other inputs of a request, which may name the dense matrix among its inputs."""
-    name, inputs = model.inputs.dense_name, request.inputs
+def _context(model: LoadedModel, request: PredictInputs) -> tuple[Bags | None, Mapping[str, Any] | None]:
+    """The context's features and its other inputs, which a mapping may hold together."""
+    context, once = request.context, dict(request.context_inputs or {})
+    if isinstance(context, Mapping):
+        names = model.inputs.names | {model.inputs.dense_name}
+        once |= {name: value for name, value in context.items() if name in names}
+        context = {name: value for name, value in context.items() if name not in names} or None
+    return None if context is None else bags_of(context), once
+
+
+def _dense_by_name(
+    name: str, dense: Tensor | None, inputs: Mapping[str, Any] | None
+) -> tuple[Tensor | None, Mapping[str, Any] | None]:
+    """``dense`` and the other inputs of a request, which may name the dense matrix ``name`` among its inputs."""
     if not inputs or not name or name not in inputs:
-        return request.dense, inputs
-    if request.dense is not None:
+        return dense, inputs
+    if dense is not None:
         raise InputError(f"got dense and inputs[{name!r}], which are the same input; give one of the two")
     given = inputs[name]
-    dense = given if isinstance(given, Tensor) else torch.from_numpy(as_matrix(given))
-    return dense, {other: value for other, value in inputs.items() if other != name}
+    matrix = given if isinstance(given, Tensor) else torch.from_numpy(as_matrix(given))
+    return matrix, {other: value for other, value in inputs.items() if other != name}
 
 
 def _input(about: DenseInput, taken: Sequence[_CheckedRequest]) -> Tensor:
@@ -205,25 +237,28 @@ def _input(about: DenseInput, taken: Sequence[_CheckedRequest]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _part_of(about: DenseInput, name: str, mine: _CheckedRequest) -> Tensor:
+def _part_of(about: DenseInput, name: str, mine: _CheckedRequest, *, once: bool = False) -> Tensor:
+    """A request's own part of a program's input; ``once``: the one sample of its context, else one row per sample."""
+    times = mine.batch if name in mine.of_context and not once else 1
     given = mine.inputs.get(name)
     if isinstance(given, Tensor):
-        return given
+        return given.repeat(times, *[1] * (given.dim() - 1)) if times > 1 else given
     if given is None:
         bags = mine.given.arranged((name,))
-        times = mine.batch if name in mine.shared else 1
+        if name not in mine.shared:
+            times = 1  # the ids program's features are repeated already
         lengths = torch.from_numpy(bags.lengths_FB[0].astype(np.int64))
-        if times > 1:
+        if name in mine.shared:
             lengths = lengths[:1].repeat(times)
-        if about.kind == "jagged_lengths":
-            return lengths
-        values: Any = bags.values.astype(np.int64, copy=False)
-        if about.kind == "jagged_weights":
-            values = np.ones(len(values), np.float32) if bags.weights is None else bags.weights
-        return torch.from_numpy(np.tile(values, times) if times > 1 else values)
+        values: Any = torch.from_numpy(bags.values.astype(np.int64, copy=False))
+        weights = None if bags.weights is None else torch.from_numpy(bags.weights)
+    else:
+        values, lengths, weights = given.values(), given.lengths().repeat(times), given.weights_or_none()
     if about.kind == "jagged_lengths":
-        return given.lengths()
-    return given.weights() if about.kind == "jagged_weights" else given.values()
+        return lengths
+    if about.kind == "jagged_weights":
+        values = torch.ones(len(values)) if weights is None else weights
+    return values.repeat(times, *[1] * (values.dim() - 1)) if times > 1 else values
 
 
 def _split_by_request(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
@@ -254,6 +289,11 @@ def _run(model: LoadedModel, taken: Sequence[_CheckedRequest]) -> Steps[list[Out
         dense = model.to_device(given[0] if len(given) == 1 else torch.cat(given))
     found = yield from model.find([mine.features for mine in taken])
     contexts = any(mine.shared for mine in taken)
+    user = model.user
+    # With one candidate a request, two runs cost more than one.
+    if user is not None and total > len(taken) and _gives_user(user, model, taken):
+        outputs = user.run(*_by_owner(model, taken, found.parts, batches), batches)
+        return _split_outputs(model, to_host(outputs), taken, batches, found.missing)
     vectors_of: list[Tensor] = []
     for part, vectors in zip(model.parts, found.parts):
         if contexts and not isinstance(vectors, Tensor):
@@ -266,12 +306,64 @@ def _run(model: LoadedModel, taken: Sequence[_CheckedRequest]) -> Steps[list[Out
         vectors_of, lambda about: dense if dense is not None and about.kind == "dense" else _input(about, taken)
     )
     outputs = model.run_engine(tensors, total)
+    return _split_outputs(model, outputs, taken, batches, found.missing)
+
+
+def _gives_user(user: UserPrograms, model: LoadedModel, taken: Sequence[_CheckedRequest]) -> bool:
+    """Whether every request has samples and gives all of the user's inputs as its context."""
+    return not model.computes_ids and all(mine.batch and user.names <= mine.of_context for mine in taken)
+
+
+def _split_outputs(
+    model: LoadedModel,
+    outputs: Sequence[Tensor],
+    taken: Sequence[_CheckedRequest],
+    batches: Sequence[int],
+    missing: tuple[int, ...],
+) -> list[Outputs] | None:
     if len(taken) == 1:
-        return [Outputs(zip(model.output_names, outputs), missing=found.missing)]
-    if any(output.dim() == 0 or output.shape[0] != total for output in outputs):
+        return [Outputs(zip(model.output_names, outputs), missing=missing)]
+    if any(output.dim() == 0 or output.shape[0] != sum(batches) for output in outputs):
         return None
     split = [output.split(batches) for output in outputs]
-    return [Outputs(zip(model.output_names, row), missing=found.missing) for row in zip(*split)]
+    return [Outputs(zip(model.output_names, row), missing=missing) for row in zip(*split)]
+
+
+def _by_owner(
+    model: LoadedModel, taken: Sequence[_CheckedRequest], found: Sequence[Any], batches: Sequence[int]
+) -> tuple[TensorOf, TensorOf]:
+    """Functions from a program's input to its tensor: of the user, one row per request; and of the samples."""
+    first = torch.tensor([0, *batches[:-1]]).cumsum(0)  # the sample that has the context's ids
+    vectors: dict[str, Tensor] = {}
+    for i, (part, given) in enumerate(zip(model.parts, found)):
+        if isinstance(given, Tensor):
+            if not taken[0].shared.issuperset(part.info.features):
+                _broadcast(part, given, taken)
+            vectors[f"pooled_{i}"] = given
+            continue
+        for j, sequence in enumerate(given):
+            vectors[f"sequence_{i}_{j}_values"] = sequence.values()
+            vectors[f"sequence_{i}_{j}_lengths"] = sequence.lengths().long()
+
+    def user_of(about: DenseInput) -> Tensor:
+        if about.kind == "table":
+            return model.whole_tables[about.name]
+        if about.kind == "values":
+            return vectors[about.name]
+        if about.kind in ("pooled", "lengths"):
+            return vectors[about.name][first]
+        if about.kind == "dense":
+            return torch.cat([mine.dense[:1] for mine in taken if mine.dense is not None])
+        assert about.feature is not None
+        return torch.cat([_part_of(about, about.feature, mine, once=True) for mine in taken])
+
+    def tensor_of(about: DenseInput) -> Tensor:
+        if about.kind == "table":
+            return model.whole_tables[about.name]
+        known = vectors.get(about.name)
+        return _input(about, taken) if known is None else known
+
+    return user_of, tensor_of
 
 
 def _broadcast(part: Any, found: Tensor, taken: Sequence[_CheckedRequest]) -> None:

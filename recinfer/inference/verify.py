@@ -95,3 +95,7 @@ def _replay(predictor: Predictor, where: str) -> Iterator[str]:
             if error.rule != "C2":
                 raise
             yield f"{error}{where}"
+    try:
+        predictor.check_user()
+    except ArchiveError as error:
+        yield f"{error}{where}"

@@ -77,7 +77,7 @@ INSTEAD = {
     "torchrec.inference.model_packager.*": "recinfer export (recinfer.inference.export.export_archive): one archive instead of a torch.package",
     "torchrec.inference.modules.*": "recinfer.inference.modules has quantize_embeddings, quantize_inference_model and shard_quant_model",
     "torchrec.inference.modules.PredictFactory": "recinfer export --model pkg:build: a function that builds the model",
-    "torchrec.inference.modules.PredictModule": "the model itself; recinfer.load(archive) gives a predictor",
+    "torchrec.inference.modules.PredictModule": "the model itself; recinfer.load(archive) gives a model that is called like it",
     "torchrec.metrics.*": "torchmetrics, or recinfer.data.metrics (AUC, log loss, normalized entropy over numpy arrays)",
     "torchrec.models.deepfm.*": "nothing: recinfer has no DeepFM; recinfer.models.dlrm has DLRM, DLRM_DCN and "
     "DLRM_Projection",

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer import __version__
 from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 from recinfer.files import write_file
 from recinfer.sizing.arrivals import Trace
 from recinfer.sizing.load import Driver, Measurement
+from recinfer.version import __version__
 
 __all__ = ["OBJECTIVE_SHARE", "Measured", "Point", "find_knee", "this_machine"]
 

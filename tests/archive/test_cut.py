@@ -385,7 +385,10 @@ def test_an_example_batch_shows_that_each_sample_has_one_id() -> None:
     class Target(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.ebc, self.ec = tables("t", ("a",)), EmbeddingCollection(tables=[EmbeddingConfig(9, 4, "i", feature_names=["item"])])
+            self.ebc, self.ec = (
+                tables("t", ("a",)),
+                EmbeddingCollection(tables=[EmbeddingConfig(9, 4, "i", feature_names=["item"])]),
+            )
 
         def forward(self, features: KeyedJaggedTensor) -> Tensor:
             return self.ebc(features).values() * self.ec(features)["item"].values()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from recinfer.archive.cut import cut_model
-from recinfer.archive.leaves import find_leaves
 from recinfer.archive.dense import OnnxEngine, TorchEngine, export_part, open_dense
+from recinfer.archive.leaves import find_leaves
 from recinfer.archive.program import check_program
 from recinfer.archive.reader import Archive
 from recinfer.errors import ConfigError
@@ -117,4 +117,6 @@ def test_inputs_that_onnx_drops_are_left_out() -> None:
     assert exported.onnx is not None
     dense, pooled = torch.randn(4, 3), torch.randn(4, 64)
     onnx = OnnxEngine(exported.onnx, cut.dense.inputs, list(cut.outputs), 1)([dense, pooled])[0]
-    torch.testing.assert_close(onnx, TorchEngine(exported.program, cut.dense.inputs, list(cut.outputs))([dense, pooled])[0])
+    torch.testing.assert_close(
+        onnx, TorchEngine(exported.program, cut.dense.inputs, list(cut.outputs))([dense, pooled])[0]
+    )

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import recinfer.modules
 from recinfer.archive.cut import cut_model
-from recinfer.archive.leaves import find_leaves
 from recinfer.archive.dense import OnnxEngine, TorchEngine, export_part
+from recinfer.archive.leaves import find_leaves
 from recinfer.models import dlrm
 from recinfer.modules.activation import SwishLayerNorm
 from recinfer.modules.crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet

@@ -78,8 +78,9 @@ resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))
 if os.getuid() == 0:  # root may lock all the same, unless it gives the capability up
     os.setgroups([]); os.setuid(65534)
 import recinfer
+from recinfer.inference.predictor import load
 try:
-    recinfer.load({str(small[1].root)!r}, lock=True)
+    load({str(small[1].root)!r}, lock=True)
 except recinfer.errors.UnavailableError as error:
     print(error)
 """

@@ -12,7 +12,7 @@ from recinfer.inference.predictor import load
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.server.server import Server
 from tests.e2e.commands import run_json
-from tests.serving.conftest import NUM_DENSE, build_model, export
+from tests.serving.conftest import build_model, export
 
 LABELS = {"stable": "7", "canary": "8"}
 ROW = {"dense": [[0.5, 1.0, -2.0]], "features": {"user": [[3]], "item": [[5]], "history": [[1, 2]], "shop": [[4]]}}
@@ -22,8 +22,7 @@ ROW = {"dense": [[0.5, 1.0, -2.0]], "features": {"user": [[3]], "item": [[5]], "
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("labels")
     models = [
-        ServedModel.of("tiny", load(export(build_model(int(v)), folder / v, "tiny", v)), v)
-        for v in LABELS.values()
+        ServedModel.of("tiny", load(export(build_model(int(v)), folder / v, "tiny", v)), v) for v in LABELS.values()
     ]
     registry = ModelRegistry(models)
     registry.set_labels("tiny", LABELS)

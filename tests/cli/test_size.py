@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from recinfer.serving import server_process
 from recinfer.serving.server.server import Server
-from recinfer.sizing import capacity, server_process
+from recinfer.sizing import capacity
 from recinfer.sizing.capacity import Measured
 from tests.e2e.commands import run, run_json
 from tests.serving.conftest import archive, predictor, server  # noqa: F401

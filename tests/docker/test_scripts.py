@@ -30,7 +30,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.certificates import need_openssl, self_signed
 from tests.docker.test_files import DOCKER, ROOT
 from tests.ports import free_port
-from tests.serving.conftest import NUM_DENSE, build_archive, build_model, export
+from tests.serving.conftest import build_archive, build_model, export
 from tests.serving.remote.fleet import write_shards
 from tests.warm_shell import warm_tools
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import recinfer
 from recinfer.cli.main import app
 from recinfer.data.dataset import Dataset, load_dataset
+from recinfer.inference.predictor import load
 from recinfer.training import train
 
 
@@ -75,7 +75,7 @@ def test_the_verbs_work_together(folder: tuple[Path, Dataset]) -> None:
     assert (found["sequence"], found["rows"] > 0) == (1, True)
     code, _ = invoke("export", "--checkpoint", root / "2.ckpt", "--out", root / "full.rqa", "--world-size", 3)
     assert code == 0
-    predictor, full = recinfer.load(root / "m3.rqa"), recinfer.load(root / "full.rqa")
+    predictor, full = load(root / "m3.rqa"), load(root / "full.rqa")
     dense, features = dataset.contract.apply(dataset.take(dataset.test))
     name = predictor.output_names[0]
     before = predictor.predict(dense, features)[name]

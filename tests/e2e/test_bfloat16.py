@@ -13,13 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-import recinfer
 from recinfer.archive.reader import Archive
 from recinfer.distributed.planner import Plan
 from recinfer.errors import InputError
 from recinfer.inference.delta import make_delta
 from recinfer.inference.modules import quantize_embeddings
-from recinfer.inference.predictor import Predictor
+from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.reshard import plan_archive, reshard_archive
 from recinfer.inference.verify import verify
 from recinfer.modules.embedding_configs import DataType
@@ -81,9 +80,9 @@ def test_every_cut_delta_and_reshard(tmp_path: Path) -> None:
     found, expected = both(tmp_path, model, kinds=KINDS)
     assert found.manifest.precision == "bf16"
     assert verify(found.root).ok
-    predictor, reference = recinfer.load(found.root), recinfer.load(expected.root)
+    predictor, reference = load(found.root), load(expected.root)
     same(predictor, reference, RANKER_ROWS)
-    same(recinfer.load(found.root, lookup_threads=2, join_columns=True), reference, RANKER_ROWS)
+    same(load(found.root, lookup_threads=2, join_columns=True), reference, RANKER_ROWS)
     for table in found.manifest.tables:
         weight = model.get_submodule(f"ebc.embedding_bags.{table.name}").weight
         assert table.quantization.max_abs_error == float((weight.bfloat16().float() - weight).abs().max())
@@ -93,7 +92,7 @@ def test_every_cut_delta_and_reshard(tmp_path: Path) -> None:
         found.root, plan_archive(found.manifest, world_size=2), tmp_path / "moved.rqa", progress=False
     )
     assert verify(moved.root).ok
-    same(recinfer.load(moved.root), reference, RANKER_ROWS)
+    same(load(moved.root), reference, RANKER_ROWS)
 
     new = copy.deepcopy(model)
     with torch.no_grad():
@@ -102,7 +101,7 @@ def test_every_cut_delta_and_reshard(tmp_path: Path) -> None:
     make_delta(found.root, new, save_weights(new, tmp_path / "new"), tmp_path / "d.rqd", progress=False)
     predictor.apply_delta(tmp_path / "d.rqd")
     _, after = make_archive(tmp_path / "after", model=rounded(new), precision=DataType.FP32, kinds=KINDS)
-    same(predictor, recinfer.load(after.root), RANKER_ROWS)
+    same(predictor, load(after.root), RANKER_ROWS)
     predictor.undo_delta()
     same(predictor, reference, RANKER_ROWS)
 
@@ -110,7 +109,7 @@ def test_every_cut_delta_and_reshard(tmp_path: Path) -> None:
 def test_sequences_and_weights(tmp_path: Path) -> None:
     torch.manual_seed(8)
     found, expected = both(tmp_path, Everything(), ranks=2, kinds=("row_wise", "column_wise"))
-    same(recinfer.load(found.root), recinfer.load(expected.root), EVERYTHING_ROWS, 2, most=4)
+    same(load(found.root), load(expected.root), EVERYTHING_ROWS, 2, most=4)
 
 
 def test_shard_servers_and_the_byte_path(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recinfer.cli import served
+from recinfer.serving import server_process
 from tests.e2e.commands import run_json
 from tests.warm import RECINFER, run_program, starting_warm
 
@@ -37,13 +37,13 @@ def test_made_up_rows(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["model.ckpt", "model.rqa", "plan.json"]
     for what in ("t_C26", "AUC", "log-loss", "fp32 checkpoint", "p99"):
         assert what in shown
-    with starting_warm(served):
+    with starting_warm(server_process):
         report = run_json("demo", "--limit", 1000, "--out", tmp_path / "kept")  # the same folder again
     assert report["rows"] == {"train": 900, "test": 100}
 
 
 def test_criteo_sample(sample_data: Path) -> None:
-    with starting_warm(served):
+    with starting_warm(server_process):
         report = run_json("demo", "--data", sample_data / "criteo_sample.csv", "--format", "criteo")
     assert report["rows"] == {"train": 180, "test": 20}
     assert report["max_logit_difference"] < 0.1
@@ -51,7 +51,7 @@ def test_criteo_sample(sample_data: Path) -> None:
 
 @pytest.mark.slow
 def test_movielens_loses_nothing_to_int8(sample_data: Path) -> None:
-    with starting_warm(served):
+    with starting_warm(server_process):
         report = run_json("demo", "--data", sample_data / "ml-100k.inter", "--format", "movielens")
     assert report["rows"] == {"train": 90_000, "test": 10_000}
     assert report["quality"]["float"]["auc"] > 0.75

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-import recinfer
 from recinfer.cli.lookup import parse_features
-from recinfer.cli.served import served
 from recinfer.data import write_csv
 from recinfer.data.dataset import load_dataset
 from recinfer.data.synthetic import generate_criteo
 from recinfer.distributed.planner import Plan
+from recinfer.inference.predictor import load
+from recinfer.serving.server_process import served
 from tests.e2e.commands import run, run_json
 from tests.warm import RECINFER, Program
 
@@ -136,7 +136,7 @@ def test_a_damaged_archive_is_not_served(made: Made, tmp_path: Path) -> None:
 def test_lookup_gives_what_the_predictor_gives(made: Made, target: str) -> None:
     features = ["--feature", "C1=3,7;5", "--feature", "C2=5;"]
     found = run_json("lookup", *at(target), *features)
-    expected = recinfer.load(made.archive).lookup(parse_features(["C1=3,7;5", "C2=5;"]))
+    expected = load(made.archive).lookup(parse_features(["C1=3,7;5", "C2=5;"]))
     assert set(found["pooled"]) == {"C1", "C2"}
     for name, values in found["pooled"].items():
         assert torch.equal(torch.tensor(values), expected[name])
@@ -160,7 +160,7 @@ def test_predict_takes_raw_rows(made: Made, target: str, tmp_path: Path) -> None
             writer.writerow(["" if isinstance(v, float) and math.isnan(v) else v for v in row])
     scores = tmp_path / "scores.csv"
     found = run_json("predict", *at(target), "--input", rows, "--batch-size", 16, "--out", scores)
-    predictor = recinfer.load(made.archive)
+    predictor = load(made.archive)
     assert predictor.contract is not None
     expected = predictor.predict(*predictor.contract.apply(columns))
     assert found["rows"] == 50
@@ -177,7 +177,7 @@ def test_predict_takes_ids_as_json(made: Made, target: str, tmp_path: Path) -> N
     (tmp_path / "ids.json").write_text(json.dumps(body))
     found = run_json("predict", *at(target), "--input", tmp_path / "ids.json")
     ids = parse_features([f"C{i}=1;0,2" for i in range(1, 27)])
-    expected = recinfer.load(made.archive).predict(torch.tensor(body["dense"]), ids)
+    expected = load(made.archive).predict(torch.tensor(body["dense"]), ids)
     for name, values in expected.items():
         np.testing.assert_allclose(found["outputs"][name], values.numpy(), atol=1e-5)
 

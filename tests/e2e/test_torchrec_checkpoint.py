@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import recinfer
 from recinfer.archive.manifest import Manifest
-from recinfer.cli.served import served
+from recinfer.inference.predictor import load
 from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server_process import served
 from recinfer.sparse import KeyedJaggedTensor
 from tests.e2e.commands import run, run_json
 from tests.e2e.torchrec_model import FEATURES, TABLES
@@ -57,7 +57,7 @@ def test_int8_stays_within_the_bound(
     checkpoint: Path, reference: dict[str, Any], features: KeyedJaggedTensor, world_size: int, tmp_path: Path
 ) -> None:
     archive = export(checkpoint, tmp_path / "model.rqa", world_size, "int8")
-    predictor = recinfer.load(archive)
+    predictor = load(archive)
     with served(archive) as target, InferenceClient(target, timeout=60) as client:
         embeddings = client.lookup(features)
         (logits,) = client.predict(reference["dense"], features).values()
@@ -73,7 +73,7 @@ def test_int8_stays_within_the_bound(
 def test_fp32_is_the_float_model(
     checkpoint: Path, reference: dict[str, Any], features: KeyedJaggedTensor, world_size: int, tmp_path: Path
 ) -> None:
-    predictor = recinfer.load(export(checkpoint, tmp_path / "model.rqa", world_size, "fp32"))
+    predictor = load(export(checkpoint, tmp_path / "model.rqa", world_size, "fp32"))
     found = predictor.lookup(features)
     for feature in FEATURES:
         assert torch.allclose(found[feature], reference["pooled"][feature], rtol=0, atol=1e-6)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import recinfer
 from recinfer.archive.check import read_requests
-from recinfer.inference.predictor import Predictor
+from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.verify import verify
 from tests.golden.make import ARCHIVES, NAMES, export_golden
 
@@ -37,12 +36,12 @@ def check_answers(predictor: Predictor) -> None:
 def test_a_golden_archive_opens_and_answers(name: str, tmp_path: Path) -> None:
     root = unpacked(name, tmp_path)
     assert verify(root).problems == ()
-    check_answers(recinfer.load(root))
+    check_answers(load(root))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("2ranks")])
 def test_with_columns_joined_and_threads_it_answers_the_same(name: str, tmp_path: Path) -> None:
-    check_answers(recinfer.load(unpacked(name, tmp_path), join_columns=True, lookup_threads=2))
+    check_answers(load(unpacked(name, tmp_path), join_columns=True, lookup_threads=2))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import recinfer
 from recinfer.inference.delta import make_delta
+from recinfer.inference.predictor import load
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.triton_batch import TritonBatch
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
@@ -23,7 +23,7 @@ pytestmark = [
 @pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.FP16])
 def test_a_gpu_answers_as_the_cpu_does(tmp_path: Path, precision: DataType) -> None:
     model, archive = make_archive(tmp_path, precision=precision, ranks=1, kinds=("table_wise",))
-    cpu, gpu = recinfer.load(archive.root), recinfer.load(archive.root, device="cuda")
+    cpu, gpu = load(archive.root), load(archive.root, device="cuda")
     request = make_request(RANKER_ROWS, 33, seed=9)
     dense = torch.ones(33, NUM_DENSE)
 
@@ -49,9 +49,9 @@ def test_the_triton_kernel_answers_as_the_cpu_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: DataType
 ) -> None:
     _, archive = make_archive(tmp_path, precision=precision, ranks=1, kinds=("table_wise",))
-    cpu = recinfer.load(archive.root)
+    cpu = load(archive.root)
     monkeypatch.setenv("RECINFER_KERNEL", "triton")
-    gpu = recinfer.load(archive.root, device="cuda")
+    gpu = load(archive.root, device="cuda")
     assert isinstance(gpu._state.lookups.parts[0].run.__self__.batch, TritonBatch)
     for batch in (1, 33, 2048):
         request, dense = make_request(RANKER_ROWS, batch, seed=9), torch.ones(batch, NUM_DENSE)
@@ -62,7 +62,7 @@ def test_one_predict_waits_for_the_gpu_once(tmp_path: Path, monkeypatch: pytest.
     """The dense input, the ids and the vectors cross or stay without a wait; the outputs come back together."""
     _, archive = make_archive(tmp_path, precision=DataType.INT8, ranks=1, kinds=("table_wise",))
     monkeypatch.setenv("RECINFER_KERNEL", "triton")
-    gpu = recinfer.load(archive.root, device="cuda")
+    gpu = load(archive.root, device="cuda")
     request, dense = make_request(RANKER_ROWS, 33, seed=9), torch.ones(33, NUM_DENSE)
     want = gpu.predict(dense, request)["output"]
     try:

@@ -26,7 +26,7 @@ from recinfer.archive.reader import Archive
 from recinfer.checkpoint import CheckpointReader
 from recinfer.errors import ArchiveError
 from recinfer.inference.delta import make_delta
-from recinfer.inference.predictor import Predictor
+from recinfer.inference.predictor import Predictor, load
 from tests.hostile.test_mutations import mutate
 
 Tensors = dict[str, bytes]
@@ -197,7 +197,7 @@ def test_each_rule(
     rule: str, damage: Callable[[bytes], bytes], delta: bytes, small: tuple[nn.Module, Archive], tmp_path: Path
 ) -> None:
     (tmp_path / "d.rqd").write_bytes(damage(delta))
-    predictor = recinfer.load(small[1].root)
+    predictor = load(small[1].root)
     before = zlib.crc32(predictor._mapped.buffer.numpy())
     with pytest.raises(ArchiveError) as caught:
         predictor.apply_delta(tmp_path / "d.rqd")
@@ -244,7 +244,7 @@ def test_mutated_contents(
     """delta.json mutated, all hashes made true: what a hostile writer can do."""
     header, tensors = take_apart(delta)
     info = json.loads(tensors["delta.json"])
-    predictor, archive = recinfer.load(small[1].root), small[1]
+    predictor, archive = load(small[1].root), small[1]
 
     def body(seed: int) -> None:
         text = json.dumps(mutate(info, random.Random(seed))).encode()
@@ -259,7 +259,7 @@ def test_mutated_headers(
     delta: bytes, small: tuple[nn.Module, Archive], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     header, tensors = take_apart(delta)
-    predictor, archive = recinfer.load(small[1].root), small[1]
+    predictor, archive = load(small[1].root), small[1]
 
     def body(seed: int) -> None:
         mutated = mutate(header, random.Random(seed))
@@ -272,7 +272,7 @@ def test_mutated_headers(
 def test_flipped_and_cut_bytes(
     delta: bytes, small: tuple[nn.Module, Archive], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    predictor, archive = recinfer.load(small[1].root), small[1]
+    predictor, archive = load(small[1].root), small[1]
 
     def body(seed: int) -> None:
         chance = random.Random(seed)

@@ -22,6 +22,7 @@ import recinfer
 from recinfer.archive.program import program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError
+from recinfer.inference.predictor import load
 from recinfer.inference.verify import verify
 from tests.hostile.damage import edit_header, edit_manifest, edit_plan, read_header, relist, rewrite, write_header
 
@@ -593,7 +594,7 @@ def test_a_broken_rule_is_named(
     shutil.copytree(source.root, root)
     damage(root)
     with pytest.raises(ArchiveError) as caught:
-        recinfer.load(root)
+        load(root)
     assert caught.value.rule == rule, str(caught.value)
     assert str(caught.value).startswith(f"[{rule}] ")
     assert len(str(caught.value)) < 2000
@@ -603,7 +604,7 @@ def test_the_undamaged_copy_loads(small: tuple[nn.Module, Archive], tmp_path: Pa
     root = tmp_path / "small.rqa"
     shutil.copytree(small[1].root, root)
     relist(root)
-    recinfer.load(root, check_hashes=True)
+    load(root, check_hashes=True)
     assert verify(root).ok
 
 
@@ -615,7 +616,7 @@ def test_shard_hashes_are_checked_when_asked(small: tuple[nn.Module, Archive], t
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(ArchiveError) as caught:
-        recinfer.load(root, check_hashes=True)
+        load(root, check_hashes=True)
     assert caught.value.rule == "F5"
     with pytest.raises(ArchiveError) as caught:
         verify(root)
@@ -627,7 +628,7 @@ def test_links_inside_the_folder_are_fine(small: tuple[nn.Module, Archive], tmp_
     shutil.copytree(small[1].root, root)
     shutil.move(root / "plan.json", root / "plan-1.json")
     (root / "plan.json").symlink_to("plan-1.json")
-    recinfer.load(root)
+    load(root)
 
 
 def test_every_rule_has_a_case() -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-import recinfer
 from recinfer.archive.delta import read_delta
 from recinfer.archive.reader import Archive
 from recinfer.checkpoint import CheckpointReader, save_checkpoint
@@ -22,7 +21,7 @@ from recinfer.data.contract import FeatureContract
 from recinfer.errors import ArchiveError, ConfigError, InputError
 from recinfer.inference.delta import make_delta
 from recinfer.inference.export import export_archive
-from recinfer.inference.predictor import Predictor
+from recinfer.inference.predictor import Predictor, load
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from tests.archive.models import (
@@ -62,7 +61,7 @@ def full(archive: Archive, model: nn.Module, folder: Path, name: str) -> Predict
     reader = save(model, folder / f"{name}.pt")
     out = folder / f"{name}.rqa"
     export_archive(model, reader, archive.plan, out, name="small", version="7", progress=False)
-    return recinfer.load(out)
+    return load(out)
 
 
 def answers(predictor: Predictor, rows: dict[str, int], num_dense: int = NUM_DENSE) -> list[torch.Tensor]:
@@ -84,7 +83,7 @@ def test_a_delta_gives_what_a_full_export_gives(tmp_path: Path, precision: DataT
     new = changed(model, 1)
     report = make_delta(archive.root, new, save(new, tmp_path / "new.pt"), tmp_path / "d.rqd", progress=False)
     expected = full(archive, new, tmp_path, "new")
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     old = answers(predictor, RANKER_ROWS)
     predictor.apply_delta(tmp_path / "d.rqd")
     assert same(answers(predictor, RANKER_ROWS), answers(expected, RANKER_ROWS))
@@ -100,7 +99,7 @@ def test_a_delta_gives_what_a_full_export_gives(tmp_path: Path, precision: DataT
     predictor.undo_delta()
     assert same(answers(predictor, RANKER_ROWS), old)
     assert (archive.root / "shards/rank-00001.safetensors").read_bytes() == before
-    assert same(answers(recinfer.load(archive.root), RANKER_ROWS), old)
+    assert same(answers(load(archive.root), RANKER_ROWS), old)
 
 
 def test_every_kind_of_module(tmp_path: Path) -> None:
@@ -109,7 +108,7 @@ def test_every_kind_of_module(tmp_path: Path) -> None:
     new = changed(model, 3)
     report = make_delta(archive.root, new, save(new, tmp_path / "new.pt"), tmp_path / "d.rqd", progress=False)
     assert "dense/position_weights.safetensors" in report.dense_changed
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     predictor.apply_delta(tmp_path / "d.rqd")
     assert same(
         answers(predictor, EVERYTHING_ROWS, 2), answers(full(archive, new, tmp_path, "new"), EVERYTHING_ROWS, 2)
@@ -121,7 +120,7 @@ def test_joined_columns_answer_alike_and_follow_deltas(tmp_path: Path) -> None:
     model, archive = make_archive(tmp_path / "a", model=Everything(), ranks=2, kinds=("column_wise",))
     new = changed(model, 3)
     make_delta(archive.root, new, save(new, tmp_path / "new.pt"), tmp_path / "d.rqd", progress=False)
-    pieces, joined = recinfer.load(archive.root), recinfer.load(archive.root, join_columns=True)
+    pieces, joined = load(archive.root), load(archive.root, join_columns=True)
     assert same(answers(joined, EVERYTHING_ROWS, 2), answers(pieces, EVERYTHING_ROWS, 2))
     for predictor in (pieces, joined):
         predictor.apply_delta(tmp_path / "d.rqd")
@@ -143,7 +142,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Archive, list[Path]
     folder = tmp_path_factory.mktemp("chain")
     model, archive = make_archive(folder / "a")
     paths: list[Path] = []
-    states = [recinfer.load(archive.root)]
+    states = [load(archive.root)]
     for i in range(3):
         model = changed(model, 10 + i, dense=i != 1)
         reader = save(model, folder / f"{i}.pt")
@@ -158,7 +157,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Archive, list[Path]
 def test_deltas_follow_one_another_and_go_back(chain: tuple[Any, ...]) -> None:
     archive, paths, states, _ = chain
     expected = [answers(state, RANKER_ROWS) for state in states]
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     for i, path in enumerate(paths):
         assert same(answers(predictor, RANKER_ROWS), expected[i])
         predictor.apply_delta(path)
@@ -175,7 +174,7 @@ def test_deltas_follow_one_another_and_go_back(chain: tuple[Any, ...]) -> None:
 
 def test_order_and_base_are_checked_and_nothing_changes(chain: tuple[Any, ...], tmp_path: Path) -> None:
     archive, paths, states, _ = chain
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     for path in (paths[1], paths[2]):
         with pytest.raises(ArchiveError) as caught:
             predictor.apply_delta(path)
@@ -186,11 +185,11 @@ def test_order_and_base_are_checked_and_nothing_changes(chain: tuple[Any, ...], 
     assert caught.value.rule == "X6"
     assert same(answers(predictor, RANKER_ROWS), answers(states[1], RANKER_ROWS))
     with pytest.raises(ArchiveError) as caught:
-        recinfer.load(states[1].archive.root).apply_delta(paths[0])
+        load(states[1].archive.root).apply_delta(paths[0])
     assert caught.value.rule == "X5"
     moved = tmp_path / "moved.rqa"
     shutil.copytree(archive.root, moved)
-    loaded = recinfer.load(moved)
+    loaded = load(moved)
     text = (moved / "manifest.json").read_text()
     (moved / "manifest.json").write_text(text + " ")
     with pytest.raises(ArchiveError, match="was replaced"):
@@ -200,7 +199,7 @@ def test_order_and_base_are_checked_and_nothing_changes(chain: tuple[Any, ...], 
 def test_requests_see_all_of_a_delta_or_nothing(chain: tuple[Any, ...]) -> None:
     archive, paths, states, _ = chain
     allowed = [answers(state, RANKER_ROWS) for state in states[:2]]
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     stop = threading.Event()
     wrong: list[Any] = []
     counts, seen = [0, 0], [0, 0]  # answers of either kind, and of either state
@@ -245,7 +244,7 @@ def test_nothing_changed_is_a_small_delta(tmp_path: Path) -> None:
     model, archive = make_archive(tmp_path)
     report = make_delta(archive.root, model, save(model, tmp_path / "n.pt"), tmp_path / "d.rqd", progress=False)
     assert report.rows == 0 and report.changed == {}
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     old = answers(predictor, RANKER_ROWS)
     predictor.apply_delta(tmp_path / "d.rqd")
     assert same(answers(predictor, RANKER_ROWS), old)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import recinfer
 from recinfer.archive.check import read_requests
 from recinfer.archive.reader import open_archive
 from recinfer.errors import ConfigError
-from recinfer.inference.predictor import Predictor
+from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.together import PredictInputs
 from recinfer.inference.verify import verify
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -68,7 +67,7 @@ EXAMPLE = torch.randn(3, 2), bags(KEYS, [[1, 2, 0], [0, 3, 1]])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_no_samples_through_a_recurrent_layer(tmp_path: Path, kind: type[nn.RNNBase], engine: str) -> None:
     _, archive = make_archive(tmp_path, model=Recurrent(kind), inputs=[EXAMPLE], ranks=2)
-    predictor = recinfer.load(archive.root, dense_engine=engine)  # type: ignore[arg-type]
+    predictor = load(archive.root, dense_engine=engine)  # type: ignore[arg-type]
     none, some = bags(KEYS, [[], []]), bags(KEYS, [[1, 2], [0, 3]])
     dense = torch.randn(2, 2)
     expected = predictor.predict(dense, some)
@@ -110,7 +109,7 @@ def test_no_samples_through_a_ranker(tmp_path: Path) -> None:
 def test_padding_to_the_longest_of_no_samples(tmp_path: Path) -> None:
     _, archive = make_archive(tmp_path, model=Padded("sum"))
     for engine in ("onnx", "torch"):
-        predictor = recinfer.load(archive.root, dense_engine=engine)  # type: ignore[arg-type]
+        predictor = load(archive.root, dense_engine=engine)  # type: ignore[arg-type]
         assert predictor.predict(None, bags(["word"], [[]]))["output"].shape == (0,)
         assert predictor.predict(None, bags(["word"], [[0, 0]]))["output"].tolist() == [0.0, 0.0]
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-import recinfer
 from recinfer.checkpoint import CheckpointReader
 from recinfer.data.contract import DenseFeature, FeatureContract, Identity, Label, SparseFeature
 from recinfer.data.metrics import auc, log_loss, normalized_entropy, sigmoid
 from recinfer.errors import ArchiveError, ConfigError, InputError
 from recinfer.inference.evaluation import EvalData
 from recinfer.inference.export import export_archive
+from recinfer.inference.predictor import load
 from recinfer.inference.report import ExportReport
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.packing import pack_rows
@@ -92,7 +92,7 @@ def test_both_models_are_measured_on_the_same_rows(case: tuple, contract: Featur
     dense, features = contract.apply(columns)
     with torch.no_grad():
         expected = model(dense, features).numpy()
-    served = recinfer.load(tmp_path / "m.rqa").predict(dense, features)["output"].numpy()
+    served = load(tmp_path / "m.rqa").predict(dense, features)["output"].numpy()
     for quality, logits in ((found.float_model, expected), (found.quantized_model, served)):
         assert quality.auc == pytest.approx(auc(columns["label"], logits), abs=1e-6)
         assert quality.log_loss == pytest.approx(log_loss(columns["label"], sigmoid(logits)), rel=1e-5)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import recinfer
 from recinfer.archive.check import Answer, compare_answers
 from recinfer.archive.manifest_rules import read_manifest
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import ArchiveError, ConfigError
 from recinfer.inference.export import export_archive
+from recinfer.inference.predictor import load
 from recinfer.inference.verify import verify
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
@@ -90,7 +90,7 @@ def test_torchrec_checkpoint(
     plan = make_plan(model, ranks, precision, kinds)
     out = tmp_path / "model.rqa"
     export_archive(model, checkpoint, plan, out, name="torchrec", version="1", progress=False)
-    predictor = recinfer.load(out)
+    predictor = load(out)
     kjt = KeyedJaggedTensor(reference["keys"], reference["values"], lengths=reference["lengths"])  # type: ignore[arg-type]
     pooled = predictor.lookup(kjt).pooled
     logits = predictor.predict(reference["dense"], kjt)["output"]
@@ -197,7 +197,7 @@ class Shared(nn.Module):
 def test_a_feature_with_the_name_of_another_output_is_refused(tmp_path: Path, other: str) -> None:
     if other == "x@shop":
         _, archive = make_archive(tmp_path, model=Shared(other))
-        found = recinfer.load(archive.root).lookup({"x": [1], other: [2]})
+        found = load(archive.root).lookup({"x": [1], other: [2]})
         assert found.pooled is not None and found.pooled.keys() == ["x@user", "x@item", "x@shop"]
         return
     with pytest.raises(ConfigError, match="feature 'x@user' has the name of another output of lookups"):
@@ -214,7 +214,7 @@ def test_a_contract_says_what_ids_out_of_range_become(tmp_path: Path) -> None:
         "f_hist": ("reject", "default_row", 0),
         "f_cat": ("reject", "reject", 0),
     }
-    assert recinfer.load(archive.root).contract == contract
+    assert load(archive.root).contract == contract
 
 
 def make_contract(rows: int = 1201):  # type: ignore[no-untyped-def]
@@ -234,6 +234,8 @@ def make_contract(rows: int = 1201):  # type: ignore[no-untyped-def]
 def test_contracts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     from dataclasses import replace
 
+    from recinfer.data.contract import DenseFeature
+
     with pytest.raises(ConfigError, match="1202 ids of feature"):
         make_archive(tmp_path, contract=make_contract(1202))
     with pytest.raises(ConfigError, match="differ from the model's: f_cat"):
@@ -250,7 +252,7 @@ def test_embeddings_only(tmp_path: Path) -> None:
     model, archive = make_archive(tmp_path, model=Ranker().ebc)
     assert archive.manifest.dense is None
     assert archive.manifest.modules[0].path == ""
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     kjt = KeyedJaggedTensor(["f_cat"], torch.tensor([3, 4]), lengths=torch.tensor([2, 0]))
     expected = model.embedding_bags["cats"].weight[3:5].mean(0)
     assert torch.allclose(predictor.lookup(kjt)["f_cat"][0], expected, atol=5e-3)  # type: ignore[index]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import recinfer
 from recinfer.archive.reader import Archive
 from recinfer.distributed.planner.plan import Plan
 from recinfer.inference.export import export_archive
 from recinfer.inference.lookups import sharded_module
+from recinfer.inference.predictor import load
 from recinfer.quant.tbe import EmbeddingLocation, embedding_location
 from tests.archive.models import (
     NUM_DENSE,
@@ -82,7 +82,7 @@ def test_tables_of_quant_uvm_do_not_fill_the_gpu(tmp_path: Path) -> None:
     on_gpu = sharded_module(archive, info, mapped, device="cuda")
     small = 53 * 16 + 4096
     assert all(tbe.weights_dev.numel() < small < tbe.weights_uvm.numel() for tbe in on_gpu.tbes_configs())
-    cpu, gpu = recinfer.load(archive.root), recinfer.load(archive.root, device="cuda")
+    cpu, gpu = load(archive.root), load(archive.root, device="cuda")
     for seed in range(3):  # the second and third find rows in the cache
         request, dense = make_request(RANKER_ROWS, 33, seed=seed), torch.ones(33, NUM_DENSE)
         torch.testing.assert_close(gpu.predict(dense, request)["output"], cpu.predict(dense, request)["output"])

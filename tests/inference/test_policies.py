@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import recinfer
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.data.contract import FeatureContract
 from recinfer.errors import ConfigError, InputError
 from recinfer.inference.delta import make_delta
+from recinfer.inference.predictor import load
 from recinfer.inference.reshard import plan_archive, reshard_archive
 from tests.archive.models import RANKER_ROWS, Ranker, copy_with_missing, make_archive, save_weights
 from tests.inference.test_export import make_contract
@@ -38,7 +38,7 @@ def test_manifest_holds_the_policies_that_export_was_given(tmp_path: Path) -> No
         "f_hist": ("empty", "default_row", 0),
         "f_cat": ("empty", "reject", 0),
     }
-    predictor, dense = recinfer.load(archive.root), torch.randn(2, 3)
+    predictor, dense = load(archive.root), torch.randn(2, 3)
     short = predictor.predict(dense, bag(f_user=[[1], [2]]))["output"]
     assert torch.equal(short, predictor.predict(dense, full(f_user=[[1], [2]], f_item=[[1200], [1200]]))["output"])
     assert (predictor.intake.missing["f_item"], predictor.intake.missing["f_user"]) == (1, 0)
@@ -69,7 +69,7 @@ def test_policies_for_unknown_features_are_refused(tmp_path: Path, options: dict
 def test_a_contract_says_what_rows_without_a_value_are(tmp_path: Path) -> None:
     """A missing column is an error, whatever the archive's policy for missing features."""
     archive = make_archive(tmp_path, contract=make_contract(), missing={"*": "empty"})[1]
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     assert predictor.contract == make_contract()
     rows: dict[str, list[Any]] = {name: [1, 2] for name in predictor.contract.columns}
     dense, kjt = predictor.contract.apply({**rows, "f_item": [None, 3], "f_cat": [None, None]})
@@ -102,7 +102,7 @@ def test_ids_and_raw_rows_are_out_of_range_alike(tmp_path: Path) -> None:
 def test_archives_from_before_0_2_0_keep_their_policy(tmp_path: Path) -> None:
     """Archives from when every feature could be left out."""
     archive = copy_with_missing(make_archive(tmp_path)[1].root, tmp_path / "before.rqa", "empty")
-    predictor, dense = recinfer.load(archive), torch.randn(2, 3)
+    predictor, dense = load(archive), torch.randn(2, 3)
     short, whole = bag(f_user=[[1], [2]]), full(f_user=[[1], [2]])
     expected = predictor.predict(dense, whole)["output"]
     assert torch.equal(predictor.predict(dense, short)["output"], expected)
@@ -125,7 +125,7 @@ def test_reshard_and_delta_keep_the_policies_of_the_export(tmp_path: Path) -> No
     resharded = reshard_archive(archive.root, plan, tmp_path / "one.rqa", progress=False)
     assert policies(resharded) == policies(archive)
     make_delta(archive.root, model, save_weights(model, tmp_path), tmp_path / "same.rqd", progress=False)
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     predictor.apply_delta(tmp_path / "same.rqd")
     predictor.predict(torch.zeros(1, 3), bag(f_user=[[1]], f_item=[[2]], f_cat=[[400]]))
     with pytest.raises(InputError, match="missing features: 'f_item'; got"):

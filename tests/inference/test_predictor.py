@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import recinfer
 from recinfer.archive.reader import Archive
 from recinfer.errors import InputError, NotFoundError
-from recinfer.inference.predictor import Predictor
+from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.together import PredictInputs
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -26,7 +25,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Predicto
     """FP32, so that the archive and the live model agree to float rounding."""
     torch.manual_seed(1)
     model, archive = make_archive(tmp_path_factory.mktemp("exact"), model=Ranker(), precision=DataType.FP32)
-    return model, recinfer.load(archive.root)
+    return model, load(archive.root)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def test_an_empty_batch(exact: tuple[nn.Module, Predictor]) -> None:
 
 def test_every_kind_of_module_predicts(everything: tuple[nn.Module, Archive]) -> None:
     model, archive = everything
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     assert predictor.engine == "torch"
     for batch in (1, 5):
         kjt, dense = make_request(EVERYTHING_ROWS, batch, seed=batch), torch.randn(batch, 2)
@@ -97,7 +96,7 @@ def test_every_kind_of_module_predicts(everything: tuple[nn.Module, Archive]) ->
 
 
 def test_bags_longer_than_position_weights_are_refused(everything: tuple[nn.Module, Archive]) -> None:
-    predictor = recinfer.load(everything[1].root)
+    predictor = load(everything[1].root)
     with pytest.raises(InputError, match="'f_recent' has a bag of more than 3 ids"):
         predictor.lookup(bag(f_user=[[1]], f_recent=[[1, 2, 3, 4]]))
     predictor.lookup(bag(f_user=[[1, 2, 3, 4, 5, 6, 7]], f_recent=[[1, 2, 3]]))
@@ -126,7 +125,7 @@ def test_lookup_of_a_subset(exact: tuple[nn.Module, Predictor], names: list[str]
 
 
 def test_lookup_of_one_module_of_several(everything: tuple[nn.Module, Archive]) -> None:
-    predictor = recinfer.load(everything[1].root)
+    predictor = load(everything[1].root)
     found = predictor.lookup(bag(f_word=[[1, 2], []]))
     assert found.pooled is None
     assert found.keys() == ["f_word"]
@@ -157,7 +156,7 @@ def test_a_prediction_needs_every_feature(exact: tuple[nn.Module, Predictor]) ->
 
 def test_policies(with_policies: tuple[nn.Module, Archive]) -> None:
     model, archive = with_policies
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     dense = torch.randn(2, 3)
     # f_item absent: id 5 in every sample. f_hist absent: empty. Ids out of range: rows 9 (f_item) and 0 (f_hist).
     expected = model(dense, bag(f_user=[[1], [2]], f_item=[[5], [5]], f_hist=[[], []], f_cat=[[3], []]))
@@ -239,7 +238,7 @@ def test_dense_that_requires_a_gradient_is_fine(exact: tuple[nn.Module, Predicto
 
 
 def test_many_threads_give_what_one_gives(small: tuple[nn.Module, Archive]) -> None:
-    predictor = recinfer.load(small[1].root)
+    predictor = load(small[1].root)
     requests = [(torch.randn(n, 3), make_request(RANKER_ROWS, n, seed=n)) for n in range(1, 30)]
     shuffled = [(dense, kjt.permute([3, 1, 0, 2])) for dense, kjt in requests]
     expected = [predictor.predict(*request)["output"] for request in requests]
@@ -274,7 +273,7 @@ class Weighted(nn.Module):
 def test_weights_and_shared_names(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model, archive = make_archive(tmp_path, model=Weighted(), precision=DataType.FP32, ranks=2)
-    predictor = recinfer.load(archive.root)
+    predictor = load(archive.root)
     assert predictor.num_dense == 0
     plain = bag(a=[[1, 2], [19]], b=[[4], [5, 6]])
     kjt = KeyedJaggedTensor(plain.keys(), plain.values(), torch.rand(6), lengths=plain.lengths())
@@ -303,14 +302,14 @@ def test_weights_and_shared_names(tmp_path: Path) -> None:
 
 def test_preload_and_torch_engine(small: tuple[nn.Module, Archive]) -> None:
     kjt, dense = make_request(RANKER_ROWS, 5), torch.randn(5, 3)
-    expected = recinfer.load(small[1].root).predict(dense, kjt)["output"]
-    other = recinfer.load(small[1].root, preload=True, check_hashes=True, dense_engine="torch", dense_threads=2)
+    expected = load(small[1].root).predict(dense, kjt)["output"]
+    other = load(small[1].root, preload=True, check_hashes=True, dense_engine="torch", dense_threads=2)
     assert other.engine == "torch"
     torch.testing.assert_close(other.predict(dense, kjt)["output"], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_attributes_of_a_predictor(small: tuple[nn.Module, Archive]) -> None:
-    predictor = recinfer.load(small[1].root)
+    predictor = load(small[1].root)
     assert predictor.num_dense == 3
     assert predictor.contract is None
     assert predictor.plan == small[1].plan

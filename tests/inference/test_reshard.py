@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-import recinfer
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.rows import RowReader
 from recinfer.distributed.planner import plan_inference
 from recinfer.errors import ArchiveError, ConfigError
 from recinfer.inference.export import export_archive
+from recinfer.inference.predictor import load
 from recinfer.inference.reshard import plan_archive, reshard_archive
 from recinfer.inference.verify import verify
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
@@ -83,7 +83,7 @@ def test_lookups_are_the_same_bit_for_bit(small: tuple[nn.Module, Archive], tmp_
     plan = plan_archive(archive.manifest, world_size=4)
     moved = reshard_archive(archive.root, plan, tmp_path / "m.rqa", progress=False)
     request = make_request(RANKER_ROWS, 17)
-    before, after = recinfer.load(archive.root), recinfer.load(moved.root)
+    before, after = load(archive.root), load(moved.root)
     assert torch.equal(before.lookup(request).pooled.values(), after.lookup(request).pooled.values())
 
 

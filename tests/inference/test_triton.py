@@ -14,7 +14,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import recinfer
 from recinfer.cli.main import app
 from recinfer.distributed.layout.rect import Rect, tile
 from recinfer.distributed.quant.place import on_one_device
@@ -22,6 +21,7 @@ from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.distributed.types import ShardingEnv
 from recinfer.errors import ConfigError, UnavailableError
+from recinfer.inference.predictor import load
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Placed, allocate
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
@@ -48,9 +48,9 @@ def test_an_archive_gives_the_same_answers(
 ) -> None:
     _, archive = make_archive(tmp_path, precision=precision, ranks=2, kinds=kinds)
     request, dense = make_request(RANKER_ROWS, 5, seed=9), torch.ones(5, NUM_DENSE)
-    theirs = recinfer.load(archive.root)
+    theirs = load(archive.root)
     monkeypatch.setenv("RECINFER_KERNEL", "triton")
-    mine = recinfer.load(archive.root)
+    mine = load(archive.root)
     assert isinstance(mine._state.lookups.parts[0].run.__self__.batch, TritonBatch)
     one, other = mine.lookup(request).pooled, theirs.lookup(request).pooled
     assert one is not None and other is not None
@@ -71,7 +71,7 @@ from recinfer.quant.lookup import PooledLookup
 from recinfer.quant.rows import slice_packed_columns
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_request
 print(choose_kernel("cuda"))
-model = recinfer.load({str(archive.root)!r})
+model = load({str(archive.root)!r})
 print(model.predict(torch.ones(3, NUM_DENSE), make_request(RANKER_ROWS, 3, seed=1))["output"].shape)
 assert sys.modules["fbgemm_gpu"] is None
 """

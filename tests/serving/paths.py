@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from recinfer.inference.lookups import run_now
+from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.plain import PlainReader, PlainRequest
 from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, Request
-from recinfer.serving.engine.scheduler import BatchConfig, Scheduler
+from recinfer.serving.engine.scheduler import Scheduler
 
 LONG = 90.0
 

@@ -28,9 +28,13 @@ folder, peer = pathlib.Path(sys.argv[1]), Connection(0)
 def answer(asked, found):
     peer.send_bytes(json.dumps({"to": asked["request"], **found}).encode())
 
+def state(model):
+    version = {"model": model, "version": "1", "content": [], "deltas": [], "undone": 0}
+    return {"versions": [version], "spreads": {}}
+
 begin = json.loads(peer.recv_bytes())
 answer(begin, {"is": None})
-(folder / f"began-{os.getpid()}").write_text(json.dumps(begin["with"]["restore"]))
+(folder / f"began-{os.getpid()}").write_text(json.dumps((begin["with"]["restore"] or state(None))["versions"][0]["model"]))
 if (folder / "broken").exists():
     time.sleep(0.3)
     sys.exit(print(json.dumps({"error": {"message": "the store has no '1'"}}), flush=True) or 2)
@@ -45,13 +49,13 @@ try:
             if (folder / "refuses").exists():
                 answer(asked, {"failed": {"code": "NOT_FOUND", "message": "no version '2'"}})
             else:
-                answer(asked, {"is": {"answer": "", "before": {}, "state": "after"}})
-        elif asked["what"] == "set_spread":
+                answer(asked, {"is": {"answer": "", "before": {}, "served_before": False, "state": state("after")}})
+        elif asked["what"] == "set_spreads":
             time.sleep(0.3)
             (folder / "restored").touch()
             answer(asked, {"is": None})
         elif asked["what"] == "state":
-            answer(asked, {"is": "before"})
+            answer(asked, {"is": state("before")})
         else:
             answer(asked, {"failed": {"code": "INTERNAL", "message": "a fake has no status"}})
 except EOFError:
@@ -59,7 +63,7 @@ except EOFError:
 """
 """A worker for ``python -c FAKE FOLDER``: it serves nobody, but takes part in changes once the file "go" is there, and fails
 to start while there is "broken". It makes no change while there is "refuses", and writes "restored" when it has taken one back, which
-takes a while. What it began with is in the file "began-<its pid>"."""
+takes a while. The model that it began with is in the file "began-<its pid>"."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine import queue_budget
-from recinfer.serving.engine.scheduler import BatchConfig
+from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.server.admission import Admission
 from recinfer.serving.server.grpc_core import CoreServer

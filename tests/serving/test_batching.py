@@ -19,10 +19,11 @@ from recinfer.errors import ConfigError, DeadlineError, InputError, OverloadedEr
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine import dispatcher
+from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.memory_budget import UNCOUNTED
 from recinfer.serving.engine.request import Request
 from recinfer.serving.engine.run_cost import RunCost
-from recinfer.serving.engine.scheduler import BatchConfig, Entry, Scheduler
+from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.server.grpc_methods import handler
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec

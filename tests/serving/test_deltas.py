@@ -198,7 +198,7 @@ def test_restart_restores_all_but_missing_or_replaced_archives(
     def restored() -> dict[str, int]:
         registry = ModelRegistry(restore(state, [], models))
         again = StoreManager(registry, models, state)
-        assert [entry for entry in state["versions"] if entry in again.state()["versions"]] == again.state()["versions"]
+        assert [entry for entry in state.versions if entry in again.state().versions] == [*again.state().versions]
         return registry.weights("tiny")
 
     assert restored() == {"3": 10, "4": 90}

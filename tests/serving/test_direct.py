@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-import recinfer
 from recinfer.errors import InputError
 from recinfer.inference.delta import make_delta
+from recinfer.inference.predictor import load
 from recinfer.modules.embedding_configs import DataType
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine.decoded_path import InferenceService
@@ -32,7 +32,7 @@ from tests.waiting import until
 
 
 def service_of(path: Path, limits: Limits | None = None) -> InferenceService:
-    return InferenceService(ModelRegistry({"ranker": recinfer.load(path)}), limits)
+    return InferenceService(ModelRegistry({"ranker": load(path)}), limits)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ import torch
 
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.scheduler import BatchConfig
+from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec

@@ -11,11 +11,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-import recinfer
 from recinfer.archive.manifest import Manifest
 from recinfer.errors import InputError
 from recinfer.inference import id_steps
 from recinfer.inference.id_steps import CountReplaced
+from recinfer.inference.predictor import load
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.wire import codec
@@ -59,7 +59,7 @@ def raw(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_local_paths(tmp_path: Path, narrow: bool) -> None:
-    predictor = recinfer.load(make_archive(tmp_path, out_of_range={"f_cat": "default_row"})[1].root)
+    predictor = load(make_archive(tmp_path, out_of_range={"f_cat": "default_row"})[1].root)
     service = InferenceService(ModelRegistry({"ranker": predictor}))
     paths = BytePath(service, threads=2)
     for seed, batch in enumerate((1, 5, 300)):
@@ -113,7 +113,7 @@ def test_a_ranker_runs_it_before_it_splits_ids_by_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lengths", [[2], [-1], [0]])
 def test_lengths_that_are_not_those_of_the_ids_are_for_the_decoded_path(tmp_path: Path, lengths: list[int]) -> None:
-    service = InferenceService(ModelRegistry({"ranker": recinfer.load(make_archive(tmp_path)[1].root)}))
+    service = InferenceService(ModelRegistry({"ranker": load(make_archive(tmp_path)[1].root)}))
     data = codec.encode_lookup_request(
         KeyedJaggedTensor(["f_user"], torch.tensor([FIRST]), lengths=torch.tensor([1]).int())
     )

@@ -10,7 +10,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from recinfer.cli.serve_models import limits_of
 from recinfer.cli.serve_options import LimitOptions
 from recinfer.errors import ConfigError, OverloadedError
 from recinfer.inference.predictor import Predictor
@@ -270,7 +269,7 @@ def test_a_shard_server_has_a_budget_too():
 
 
 def test_the_option_is_in_mebibytes():
-    assert limits_of(LimitOptions()).memory_budget_bytes == Limits().memory_budget_bytes == 256 * MIB
-    assert limits_of(LimitOptions(memory_budget_mib=8192)).memory_budget_bytes == 8 << 30
+    assert LimitOptions().config().memory_budget_bytes == Limits().memory_budget_bytes == 256 * MIB
+    assert LimitOptions(memory_budget_mib=8192).config().memory_budget_bytes == 8 << 30
     with pytest.raises(ConfigError, match="memory_budget_bytes"):
         Limits(memory_budget_bytes=0)

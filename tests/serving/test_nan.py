@@ -16,7 +16,7 @@ from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.serving.conftest import NUM_DENSE, build_model, export, make_request
+from tests.serving.conftest import build_model, export, make_request
 from tests.serving.paths import BytePath, decoded, together
 
 HUGE = 1e18  # finite, and so is its square: the byte path does not leave it to the other for that

@@ -388,7 +388,7 @@ def test_a_signal_ends_serving_whatever_lock_this_thread_holds(archive: Path) ->
         "            return bool(sum(range(10**6)))\n"
         "def ready():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "serve(Server({'m': recinfer.load(sys.argv[1])}), on_ready=ready, stop=Interrupted())\n"
+        "serve(Server({'m': load(sys.argv[1])}), on_ready=ready, stop=Interrupted())\n"
         "print('stopped')\n"
     )
     ended, out, err = run_program(code, archive)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.engine.scheduler import BatchConfig
+from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.server import http_server
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits

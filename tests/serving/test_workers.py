@@ -22,7 +22,6 @@ import grpc
 import pytest
 
 from recinfer import env
-from recinfer.cli.serve import security_of
 from recinfer.cli.serve_options import SecurityOptions
 from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 from recinfer.serving.client.admin import AdminClient
@@ -187,12 +186,12 @@ def test_workers_have_the_supervisors_token_whatever_its_file_says_by_now(
 ):
     token = "a-token-of-enough-letters"
     (tmp_path / "token").write_text("another-token-meanwhile")
-    options = SecurityOptions(token_file=tmp_path / "token")
+    security = SecurityOptions(token_file=tmp_path / "token").config()
     monkeypatch.setenv("RECINFER_TOKEN", token)
-    assert security_of(options, worker=True).token == token
-    assert security_of(options).token == "another-token-meanwhile"
+    assert security.read(worker=True).token == token
+    assert security.read().token == "another-token-meanwhile"
     monkeypatch.delenv("RECINFER_TOKEN")
-    assert security_of(options, worker=True).token == "another-token-meanwhile"
+    assert security.read(worker=True).token == "another-token-meanwhile"
     tell = (
         "import json, os; print(json.dumps({'error': {'message': os.environ['RECINFER_TOKEN']}})); raise SystemExit(2)"
     )

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from recinfer.inference.byte_tables import AwaitedLookup
+from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
 from recinfer.serving.engine.plain import PlainReader, PlainRequest
 from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, Request
-from recinfer.serving.engine.scheduler import BatchConfig, Scheduler
+from recinfer.serving.engine.scheduler import Scheduler
 
 __all__ = ["Dispatcher", "LoopCaller"]
 

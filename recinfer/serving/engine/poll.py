@@ -6,7 +6,7 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,20 @@ from recinfer.serving.engine.admin import SET_FAULT
 from recinfer.serving.engine.change_log import BY_POLLING
 from recinfer.serving.engine.model_config import ModelChoice, parse_model_config, read_text
 from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.state import ServedState
 from recinfer.serving.engine.store_folder import FoundVersions, StoreFolder
 from recinfer.serving.engine.version_files import Fingerprint, changed_in_place, fingerprint
 from recinfer.serving.engine.version_order import natural
 from recinfer.serving.wire.proto import admin_pb2 as pb
 
-__all__ = ["PollLoop", "StorePoller", "versions_on_disk"]
+__all__ = ["PollLoop", "StorePoller"]
 
 _log = logging.getLogger(__name__)
 _STOPPED_S = 0.1  # between two checks whether to stop
 _SERVE_ALL = ModelChoice()
 _SERVE_NONE = ModelChoice(latest=0)
+_NONE_SERVED = ServedState((), {})
 _TRY_AGAIN: Fingerprint = {}  # differs from every fingerprint, as each archive has files
-
-
-def versions_on_disk(folder: Path) -> dict[str, Path]:
-    """The readable versions in a model's folder, the newest first."""
-    return StoreFolder(folder.parent).readable(folder.name)
 
 
 class StorePoller:
@@ -49,7 +46,7 @@ class StorePoller:
     Args:
         folder: the store.
         change: (name, serialized request) -> makes an admin call; raises RecinferErrors.
-        state: returns the state of recinfer.serving.engine.store.served_state; None: unknown now.
+        state: returns the served models now; None: unknown now.
         config: a file of recinfer.serving.engine.model_config, which is read at each look.
         is_ranker: the tables of the versions are on shard servers.
 
@@ -61,7 +58,7 @@ class StorePoller:
         self,
         folder: Path,
         change: Callable[[str, bytes], object],
-        state: Callable[[], Mapping[str, Any] | None],
+        state: Callable[[], ServedState | None],
         config: Path | None = None,
         *,
         is_ranker: bool = False,
@@ -106,8 +103,7 @@ class StorePoller:
             reason: the reason of the changes, for the log.
         """
         self._read_config()
-        state = self._state()
-        if state is None:
+        if self._state() is None:
             return
         known = {model for model, _ in self._tried}
         try:
@@ -210,8 +206,10 @@ class StorePoller:
         """Whether files of a served version were changed in place; each transition goes into the log and the version's
         health."""
         key, before = (model, version), self._in_place.get((model, version), [])
-        content = next((c for name, v, _, _, c in self._versions() if (name, v) == key), ("",))
-        found = changed_in_place(path, content[0], self._loaded.get(key, {}), seen, before)
+        manifest = next(
+            (served.content[0] for served in self._now().versions_of(model) if served.version == version), ""
+        )
+        found = changed_in_place(path, manifest, self._loaded.get(key, {}), seen, before)
         if found != before:
             why = f"{path / found[0]} was changed in place while it is served" if found else ""
             fault = {"model": model, "version": version, "why": why}
@@ -255,7 +253,7 @@ class StorePoller:
         if not ending:
             return
         left = [version for version in served if version not in gone]
-        weights = self._weights(model)
+        weights = self._now().weights_of(model)
         if not left and self._is_default(model):
             keep = max(weights, key=natural)
             self._log_once(
@@ -297,19 +295,15 @@ class StorePoller:
             self._logged[about] = text
             _log.error("%s", text)
 
-    def _versions(self) -> Sequence[Any]:
-        return (self._state() or {"versions": ()})["versions"]  # type: ignore[no-any-return]
+    def _now(self) -> ServedState:
+        return self._state() or _NONE_SERVED
 
     def _served(self, model: str) -> list[str]:
-        return [version for name, version, *_ in self._versions() if name == model]
-
-    def _weights(self, model: str) -> dict[str, int]:
-        state = self._state() or {"weights": {}}
-        return dict(state["weights"].get(model, [{}])[0])
+        return [served.version for served in self._now().versions_of(model)]
 
     def _is_default(self, model: str) -> bool:
         """Whether requests without a model go to ``model``; they would go to another model after its unload."""
-        return next((name == model for name, *_ in self._versions()), False)
+        return any(served.model == model for served in self._now().versions[:1])
 
 
 class PollLoop:
@@ -341,9 +335,11 @@ class PollLoop:
         while not (done.wait(_STOPPED_S) or stopped.is_set()):
             pass
 
-    def stop(self) -> None:
-        """Stop polling; running changes finish."""
+    def stop(self, seconds: float = 0.0) -> None:
+        """Stop polling, and wait up to ``seconds`` for the end of a running look; running changes finish."""
         self._requests.put(None)
+        if seconds > 0 and self._thread.is_alive():
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         reason: str | None = "config" if self._seconds is None else "poll"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.serving.engine.run_cost import RunCost
+from recinfer.serving.engine.state import Spread
 
 if TYPE_CHECKING:
+    from recinfer.inference.archived import ArchivedModel
     from recinfer.inference.predictor import Predictor
 
 __all__ = ["ModelRegistry", "ServedModel"]
@@ -41,13 +43,14 @@ class ServedModel:
     run_cost: RunCost = field(default_factory=RunCost, compare=False)
 
     @classmethod
-    def of(cls, name: str, predictor: Predictor, version: str = "") -> ServedModel:
+    def of(cls, name: str, predictor: Predictor | ArchivedModel, version: str = "") -> ServedModel:
         """Wrap ``predictor`` under ``name`` and ``version`` (empty: the version of its archive)."""
-        widths = [(feature.dim, feature.pooled) for feature in predictor.features]
+        engine = predictor.predictor if hasattr(predictor, "predictor") else predictor
+        widths = [(feature.dim, feature.pooled) for feature in engine.features]
         return cls(
             name=name,
-            version=version or predictor.manifest.version,
-            predictor=predictor,
+            version=version or engine.manifest.version,
+            predictor=engine,
             pooled_width=sum(dim for dim, pooled in widths if pooled),
             sequence_width=sum(dim for dim, pooled in widths if not pooled),
         )
@@ -97,7 +100,7 @@ class ModelRegistry:
         InputError: a version of a model twice.
     """
 
-    def __init__(self, models: Mapping[str, Predictor] | Iterable[ServedModel]) -> None:
+    def __init__(self, models: Mapping[str, Predictor | ArchivedModel] | Iterable[ServedModel]) -> None:
         if isinstance(models, Mapping):
             models = [ServedModel.of(name, predictor) for name, predictor in models.items()]
         models = list(models)
@@ -264,30 +267,30 @@ class ModelRegistry:
             new = replace(versions, weights=versions.before, before=versions.weights)
             self._models = {**self._models, name or next(iter(self._models)): new}
 
-    def spread(self) -> dict[str, list[Any]]:
-        """By model: the weights of its versions, the weights that these replaced (or None), and its labels."""
+    def spreads(self) -> dict[str, Spread]:
+        """The spread of each model, by its name."""
         return {
-            name: [
+            name: Spread(
                 dict(versions.weights),
                 None if versions.before is None else dict(versions.before),
                 dict(versions.labels),
-            ]
+            )
             for name, versions in self._models.items()
         }
 
-    def restore(self, spread: Mapping[str, Sequence[Any]]) -> None:
-        """Apply the ``spread`` of another process, which may have versions that this process lacks.
+    def restore(self, spreads: Mapping[str, Spread]) -> None:
+        """Apply the ``spreads`` of another process, which may have versions that this process lacks.
 
-        A model keeps its weights where this process lacks all its versions with a weight in ``spread``.
+        A model keeps its weights where this process lacks all its versions with a weight in ``spreads``.
         """
         with self._lock:
             models = dict(self._models)
-            for name, (weights, before, labels) in spread.items():
+            for name, spread in spreads.items():
                 here = models[name].by_name if name in models else {}
-                left = {version: weight for version, weight in (weights or {}).items() if version in here}
+                left = {version: weight for version, weight in spread.weights.items() if version in here}
                 if left:
-                    back = before if before is not None and before.keys() <= here.keys() else None
-                    named = {label: version for label, version in labels.items() if version in here}
+                    back = spread.before if spread.before is not None and spread.before.keys() <= here.keys() else None
+                    named = {label: version for label, version in spread.labels.items() if version in here}
                     models[name] = replace(models[name], weights=left, before=back, labels=named)
             self._models = models
 

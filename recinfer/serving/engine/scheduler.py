@@ -17,15 +17,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from recinfer.errors import ConfigError, DeadlineError
+from recinfer.errors import DeadlineError
+from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.queue_budget import QueueBudget
 from recinfer.serving.engine.request import Request
 
-__all__ = ["SHORT_S", "BatchConfig", "Entry", "Runner", "Scheduler", "SchedulerState"]
+__all__ = ["SHORT_S", "Entry", "Runner", "Scheduler", "SchedulerState"]
 
 _log = logging.getLogger("recinfer.serving.server")
 
@@ -34,25 +35,6 @@ SHORT_S = 1e-3
 _MOST_NEW = 128
 """A turn ends after this many requests, also while more arrive, which bounds the wait of the first. The value is uncritical:
 with 32 callers, the rates of answers with 32, 128 and 512 differ by at most 3 %, and the rate with 8 is 20 % lower."""
-
-
-@dataclass(frozen=True)
-class BatchConfig:
-    """Bounds of the queue and of merged runs.
-
-    Attributes:
-        max_batch: samples in a merged run; a single request may have more, and then runs on its own.
-        max_queue: requests that may wait; a further request is refused at once.
-    """
-
-    max_batch: int = 1024
-    max_queue: int = 512
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-                raise ConfigError(f"batching: {item.name}: got {value!r}, expected an integer from 1 to 2^31 - 1")
 
 
 class Entry:

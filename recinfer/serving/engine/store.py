@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.engine.state import ServedState, ServedVersion
 from recinfer.serving.engine.store_folder import StoreFolder
 
 __all__ = ["ModelStore", "StoreManager", "restore", "served_state"]
@@ -153,20 +155,20 @@ class StoreManager:
         restored: the state that this process began with, see :func:`restore`.
     """
 
-    def __init__(self, registry: ModelRegistry, store: ModelStore, restored: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, registry: ModelRegistry, store: ModelStore, restored: ServedState | None = None) -> None:
         self.registry = registry
         self.store = store
         self._lock = threading.Lock()
-        # By model and version: applied deltas of the store, and the number of other deltas that were undone before.
-        self._deltas: dict[tuple[str, str], tuple[list[str], int]] = {}
+        # The recorded changes of versions by deltas, by model and version.
+        self._changed: dict[tuple[str, str], ServedVersion] = {}
         if restored is not None:
-            registry.restore(restored["weights"])
-            self._deltas = {(name, version): (names, back) for name, version, names, back, _ in restored["versions"]}
+            registry.restore(restored.spreads)
+            self._changed = {(served.model, served.version): served for served in restored.versions}
 
-    def state(self) -> dict[str, Any]:
-        """The served models as JSON, see :func:`served_state`, with which another process can begin."""
+    def state(self) -> ServedState:
+        """The served models, with which another process can begin."""
         with self._lock:
-            return served_state(self.registry, self._deltas)
+            return served_state(self.registry, self._changed)
 
     def load(self, model: str, version: str = "", *, activate: bool = False) -> str:
         """Serve a version of the store (empty: the newest), with ``activate`` also as the default version; returns its name.
@@ -217,16 +219,21 @@ class StoreManager:
                 served.predictor.apply_delta(path)
             except ArchiveError as error:
                 raise InputError(f"delta: {name!r} is not applied to {served.name} {served.version}: {error}") from None
-            names, back = self._deltas.get((served.name, served.version), ([], 0))
-            self._deltas[served.name, served.version] = ([*names, name], back)
+            record = self._record(served)
+            self._changed[served.name, served.version] = replace(record, deltas=(*record.deltas, name))
 
     def undo_delta(self, model: str, version: str) -> None:
         """Undo the last delta of a served version; raises InputError, NotFoundError."""
         with self._lock:
             served = self._named_or_default(model, version)
             served.predictor.undo_delta()
-            names, back = self._deltas.get((served.name, served.version), ([], 0))
-            self._deltas[served.name, served.version] = (names[:-1], back) if names else ([], back + 1)
+            record = self._record(served)
+            undone = record.undone if record.deltas else record.undone + 1
+            self._changed[served.name, served.version] = replace(record, deltas=record.deltas[:-1], undone=undone)
+
+    def _record(self, served: ServedModel) -> ServedVersion:
+        """The recorded changes of a version by deltas; its ``content`` is that of the first record."""
+        return self._changed.get((served.name, served.version)) or _served_version(served)
 
     def _named_or_default(self, model: str, version: str) -> ServedModel:
         """A version by name (empty: the only version to which requests without a version go)."""
@@ -249,27 +256,32 @@ class StoreManager:
         with self._lock:
             name = self.registry.get(model, version).name
             self.registry.remove(name, version)
-            self._deltas.pop((name, version), None)
+            self._changed.pop((name, version), None)
 
 
 def served_state(
-    registry: ModelRegistry, deltas: Mapping[tuple[str, str], tuple[list[str], int]] = MappingProxyType({})
-) -> dict[str, Any]:
-    """The state that :func:`restore` takes, as JSON.
+    registry: ModelRegistry, changed: Mapping[tuple[str, str], ServedVersion] = MappingProxyType({})
+) -> ServedState:
+    """The state that :func:`restore` takes.
 
     Args:
-        deltas: by model and version, applied deltas of a store, and the number of other deltas that were undone before.
+        changed: the recorded changes of versions by deltas, by model and version.
     """
-    versions = [
-        [name, version, *deltas.get((name, version), ([], 0)), model.predictor.content]
-        for name in registry.names()
-        for version, model in registry.versions(name).items()
-    ]
-    return {"versions": versions, "weights": registry.spread()}
+    versions = []
+    for name in registry.names():
+        for version, model in registry.versions(name).items():
+            now, record = _served_version(model), changed.get((name, version))
+            versions.append(now if record is None else replace(now, deltas=record.deltas, undone=record.undone))
+    return ServedState(tuple(versions), registry.spreads())
 
 
-def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: ModelStore | None) -> list[ServedModel]:
-    """The versions of :func:`served_state`, from ``loaded`` or else from the store, with their deltas.
+def _served_version(model: ServedModel) -> ServedVersion:
+    """The version with its content now, without recorded deltas."""
+    return ServedVersion(model.name, model.version, tuple(model.predictor.content))
+
+
+def restore(state: ServedState, loaded: Iterable[ServedModel], store: ModelStore | None) -> list[ServedModel]:
+    """The versions of ``state``, from ``loaded`` or else from the store, with their deltas.
 
     A version that is gone from the disk, or has another content by now, is logged and left out: all workers give one answer
     under one name. A model without a version that has a weight is left out too.
@@ -283,15 +295,16 @@ def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: Mode
     here = {(model.name, model.version): model for model in loaded}
     models: list[ServedModel] = []
     lost: dict[str, list[str]] = {}
-    for name, version, deltas, back, content in state["versions"]:
+    for served in state.versions:
+        name, version = served.model, served.version
         try:
             model = here.get((name, version)) or _open_version(store, name, version)
-            models.append(_with_recorded_deltas(model, deltas, back, content, store))
+            models.append(_with_recorded_deltas(model, served, store))
         except (ArchiveError, InputError, NotFoundError) as error:
             _log.error("%s %s is not served by this process: %s", name, version, error)
             lost.setdefault(name, []).append(f"{version}: {error}")
-    weighed = {model.name for model in models if model.version in (state["weights"][model.name][0] or ())}
-    default = state["versions"][0][0]
+    weighed = {model.name for model in models if model.version in state.weights_of(model.name)}
+    default = state.versions[0].model
     if default not in weighed:
         why = "; ".join(lost.get(default, []))
         raise UnavailableError(f"model {default!r} is not on disk any more as the other workers serve it: {why}")
@@ -306,18 +319,17 @@ def _open_version(store: ModelStore | None, name: str, version: str) -> ServedMo
     return ServedModel.of(name, store.open(name, version), version)
 
 
-def _with_recorded_deltas(
-    model: ServedModel, deltas: Iterable[str], back: int, content: list[str], store: ModelStore | None
-) -> ServedModel:
+def _with_recorded_deltas(model: ServedModel, served: ServedVersion, store: ModelStore | None) -> ServedModel:
     """``model`` with its recorded deltas; raises ArchiveError (X5) if the result has another content than the served
     version."""
-    for _ in range(back):
+    for _ in range(served.undone):
         model.predictor.undo_delta()
-    for delta in deltas:
+    for delta in served.deltas:
         assert store is not None, "deltas by name are a store's"
         model.predictor.apply_delta(store.delta(model.name, delta))
-    if model.predictor.content != content:
-        what = "archive" if model.predictor.content[0] != content[0] else "delta"
+    content = tuple(model.predictor.content)
+    if content != served.content:
+        what = "archive" if content[0] != served.content[0] else "delta"
         other = "restart the server" if store is None else "unload the version and load it again"
         raise ArchiveError(
             f"the {what} on disk is not the one that the other workers serve under this version; "

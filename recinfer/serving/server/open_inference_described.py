@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from recinfer import __version__
 from recinfer.columns import dense_name
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.server.open_inference import EMBEDDING, LENGTHS
+from recinfer.version import __version__
 
 __all__ = ["model_metadata", "server_metadata"]
 

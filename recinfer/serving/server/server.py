@@ -8,19 +8,21 @@ import logging
 import os
 import pkgutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2
 
 from recinfer.errors import ConfigError, InputError
+from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher, LoopCaller
 from recinfer.serving.engine.memory_budget import MemoryBudget, ticket_of_task
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.remote_byte_path import MOST_FAN_OUTS
 from recinfer.serving.engine.request import CallName
-from recinfer.serving.engine.scheduler import BatchConfig, Scheduler, SchedulerState
+from recinfer.serving.engine.scheduler import Scheduler, SchedulerState
 from recinfer.serving.engine.store import ModelStore, StoreManager
 from recinfer.serving.server.admission import Admission, names_of
 from recinfer.serving.server.grpc_call import Dispatch
@@ -46,11 +48,12 @@ from recinfer.serving.server.tuning import most_connections, tell_open_files
 from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.limits import Limits
-from recinfer.serving.wire.loop import run_on_loop
+from recinfer.serving.wire.loop import run_on_loop, start_on_loop
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
 if TYPE_CHECKING:
+    from recinfer.inference.archived import ArchivedModel
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.server.http_server import HttpServer
     from recinfer.serving.shards.fan_out import FanOut
@@ -96,7 +99,7 @@ class Server:
 
     def __init__(
         self,
-        predictors: Mapping[str, Predictor] | Iterable[ServedModel] | ModelRegistry,
+        predictors: Mapping[str, Predictor | ArchivedModel] | Iterable[ServedModel] | ModelRegistry,
         host: str = "127.0.0.1",
         port: int = 0,
         *,
@@ -171,14 +174,20 @@ class Server:
         return join_address(self.host, self._port)
 
     def start(self) -> Server:
-        """Bind and accept requests; returns once the server answers.
+        """Bind and accept requests; returns once the server answers. After an error no port is open.
 
         Raises:
-            UnavailableError: the address cannot be bound.
+            UnavailableError: an address cannot be bound.
         """
         if self._server is not None:
             raise InputError("start: the server already runs; make a new Server for a second one")
-        run_on_loop(self._start())
+        starting = start_on_loop(self._start())
+        try:
+            starting.result()
+        except BaseException:
+            wait([starting])  # a Ctrl-C ends the caller's wait alone
+            self.stop(0.0)
+            raise
         return self
 
     def stop(self, grace: float = 10.0) -> None:
@@ -226,12 +235,12 @@ class Server:
             check_address(self.host, self._port)
         self._port = bind(server, self._security, self.host, self._port)
         await server.start()
+        self._server = server
+        self._tells_files = asyncio.create_task(tell_open_files())
         if self.http_port is not None:
             await self._start_http(self.http_port)
         if self.metrics_port is not None:
             await self._start_metrics(self.metrics_port)
-        self._server = server
-        self._tells_files = asyncio.create_task(tell_open_files())
         await self._show_health()
 
     def set_serving(self, serving: bool) -> None:
@@ -294,7 +303,7 @@ class Server:
         registry, limits, security = self.service.registry, self.service.limits, self._security
         kinds: list[type[ModelProtocol]] = [pkgutil.resolve_name(known.place) for known in HTTP_PROTOCOLS]
         protocols = [kind(registry, limits, self._answer, self.is_ready) for kind in kinds]
-        self._http = HttpServer(
+        http = HttpServer(
             # The last protocol's paths stand first in the error about an unknown path.
             [*reversed(protocols), ApiDocs(protocols, registry, limits, needs_token=security.token is not None)],
             self.budget,
@@ -306,8 +315,8 @@ class Server:
             reuse_port=self._share_port,
             observe=functools.partial(self.observer.answered, protocol="http"),
         )
-        await self._http.start()
-        self.http_port = self._http.port
+        await http.start()
+        self._http, self.http_port = http, http.port
 
     async def _start_metrics(self, port: int) -> None:
         from recinfer.serving.server.telemetry.metrics_http import metrics_server
@@ -316,9 +325,9 @@ class Server:
             return self.status()
 
         check_address(self.host, port)
-        self._metrics = metrics_server(status, self.host, port, self._security)
-        await self._metrics.start()
-        self.metrics_port = self._metrics.port
+        metrics = metrics_server(status, self.host, port, self._security)
+        await metrics.start()
+        self._metrics, self.metrics_port = metrics, metrics.port
 
     def _queue_state(self) -> SchedulerState | None:
         return None if self._dispatcher is None else self._dispatcher.scheduler.state

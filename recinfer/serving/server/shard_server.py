@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from recinfer.errors import ArchiveError, InputError, OverloadedError
@@ -34,7 +34,7 @@ from recinfer.serving.shards.transport import ShardListener
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.limits import Limits
-from recinfer.serving.wire.loop import run_on_loop
+from recinfer.serving.wire.loop import run_on_loop, start_on_loop
 from recinfer.serving.wire.proto import shards_pb2 as pb
 from recinfer.serving.wire.status import status_of
 
@@ -106,8 +106,14 @@ class ShardServer:
         return join_address(self.host, self.port)
 
     def start(self) -> ShardServer:
-        """Bind and accept requests; raises UnavailableError when the address cannot be bound."""
-        run_on_loop(self._start())
+        """Bind and accept requests; raises UnavailableError, and leaves no port open, when an address cannot be bound."""
+        starting = start_on_loop(self._start())
+        try:
+            starting.result()
+        except BaseException:
+            wait([starting])  # a Ctrl-C ends the caller's wait alone
+            self.stop(0.0)
+            raise
         return self
 
     def stop(self, grace: float = 10.0) -> None:
@@ -186,6 +192,8 @@ class ShardServer:
         )
         self.socket_port = self._listener.port
         await server.start()
+        self._server = server
+        self._tells_files = asyncio.create_task(tell_open_files())
         # The reading thread answers small requests, the pool long requests.
         reads = self._listener.thread.thread_id or 0
         self._busy = [
@@ -194,8 +202,6 @@ class ShardServer:
         ]
         if self.metrics_port is not None:
             await self._start_metrics(self.metrics_port)
-        self._server = server
-        self._tells_files = asyncio.create_task(tell_open_files())
         await self._health.show(_SHOWN, True)
 
     async def _stop(self, grace: float) -> None:
@@ -224,9 +230,9 @@ class ShardServer:
             return self.status()
 
         check_address(self.host, port)
-        self._metrics = metrics_server(status, self.host, port, self._security)
-        await self._metrics.start()
-        self.metrics_port = self._metrics.port
+        metrics = metrics_server(status, self.host, port, self._security)
+        await metrics.start()
+        self._metrics, self.metrics_port = metrics, metrics.port
 
     # -- lookups: on the listener's thread, or in the pool -----------------------------------------------------------
 

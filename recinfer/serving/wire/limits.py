@@ -21,7 +21,7 @@ class Limits:
         max_response_bytes: bytes of embeddings an answer may hold; known before the lookup runs.
         max_concurrent: calls that one connection may have open at a time; further ones wait at the client, but gRPC
             refuses some (UNAVAILABLE) when a client comes near this limit while the server is busy. So the limit is far
-            above the bound on queued requests (recinfer.serving.engine.scheduler.BatchConfig), which refuses with a time
+            above the bound on queued requests (recinfer.serving.engine.batch_config.BatchConfig), which refuses with a time
             to retry.
         memory_budget_bytes: bytes that the requests and answers of a process may hold together, from the first received byte
             to the last sent one; see recinfer.serving.engine.memory_budget.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,7 +12,9 @@ from typing import Any
 
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.change_log import log_change, log_refused
+from recinfer.serving.engine.state import ServedState
 from recinfer.serving.wire.admin_verbs import VERBS
+from recinfer.serving.workers.made_change import MadeChange
 from recinfer.serving.workers.process import WorkerProcess
 
 __all__ = ["ModelChanges"]
@@ -24,7 +27,7 @@ _CHANGE_S = 3600.0  # loading reads and checks a whole archive
 class _Outcome:
     """The results of a call in several workers; a worker that died meanwhile is in neither list."""
 
-    made: list[tuple[WorkerProcess, dict[str, Any]]]
+    made: list[tuple[WorkerProcess, MadeChange]]
     failed: list[tuple[WorkerProcess, RecinferError]]
 
 
@@ -45,7 +48,7 @@ class ModelChanges:
         self._workers = workers
         self._report = report
         self.lock = threading.Lock()
-        self.state: dict[str, Any] | None = None
+        self.state: ServedState | None = None
         self.generation = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recinfer-change")
 
@@ -80,9 +83,9 @@ class ModelChanges:
             if not outcome.made:
                 raise UnavailableError("no worker is there to make the change; try again")
             answer = outcome.made[0][1]
-            self.state = answer["state"]
+            self.state = answer.state
             self.generation += 1
-            return str(answer["answer"])
+            return answer.answer
 
     def _end_workers(self, failed: Sequence[tuple[WorkerProcess, RecinferError]]) -> None:
         """End the workers whose models differ from the others'; their replacements load the others' models."""
@@ -116,31 +119,39 @@ def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProc
     The weights are restored first: a version with a weight is not unloaded. The caller gets its error afterwards, so its next
     request finds the old weights.
     """
-    restored = [
-        (worker, worker.connection.request("set_spread", spread=said["before"])) for worker, said in outcome.made
-    ]
-    failed = _outcome(restored).failed
+    restored = []
+    for worker, change in outcome.made:
+        spreads = {model: dataclasses.asdict(spread) for model, spread in change.before.items()}
+        restored.append((worker, worker.connection.request("set_spreads", spreads=spreads)))
+    failed = _results(restored)[1]
     opposite = _undo(call)
     if not opposite:
         return failed
     # Loading a version that a worker already served changed nothing: the worker keeps the version.
-    made = [worker for worker, said in outcome.made if not said.get("served_before")]
+    made = [worker for worker, change in outcome.made if not change.served_before]
     return failed + [found for found in _request_all(made, opposite, data).failed if found[0] not in dict(failed)]
 
 
 def _request_all(workers: Sequence[WorkerProcess], call: str, data: str) -> _Outcome:
-    return _outcome([(worker, worker.connection.request("admin", call=call, data=data)) for worker in workers])
+    asked = [(worker, worker.connection.request("admin", call=call, data=data)) for worker in workers]
+    made, failed = _results(asked)
+    return _Outcome([(worker, MadeChange.from_json(answer)) for worker, answer in made], failed)
 
 
-def _outcome(futures: Sequence[tuple[WorkerProcess, Future[Any]]]) -> _Outcome:
-    """Wait for the results of a call. The supervisor kills a worker that hangs, so the Future of each worker ends."""
+def _results(
+    futures: Sequence[tuple[WorkerProcess, Future[Any]]],
+) -> tuple[list[tuple[WorkerProcess, Any]], list[tuple[WorkerProcess, RecinferError]]]:
+    """Wait for the answers to a request, and return the answers and the errors.
+
+    The supervisor kills a worker that hangs, so the Future of each worker ends.
+    """
     wait([future for _, future in futures], timeout=_CHANGE_S)
-    outcome = _Outcome([], [])
+    answered, failed = [], list[tuple[WorkerProcess, RecinferError]]()
     for worker, future in futures:
         if not future.done():
-            outcome.failed.append((worker, UnavailableError(f"{worker.name} gave no answer within {_CHANGE_S:g} s")))
+            failed.append((worker, UnavailableError(f"{worker.name} gave no answer within {_CHANGE_S:g} s")))
         elif (error := future.exception()) is None:
-            outcome.made.append((worker, future.result()))
+            answered.append((worker, future.result()))
         elif isinstance(error, RecinferError) and not worker.connection.closed:
-            outcome.failed.append((worker, error))
-    return outcome
+            failed.append((worker, error))
+    return answered, failed

@@ -17,6 +17,7 @@ from typing import Any
 
 from recinfer import env
 from recinfer.errors import ConfigError, UnavailableError
+from recinfer.serving.engine.state import ServedState
 from recinfer.serving.server.telemetry.metrics import Status, merge_statuses, only_counts
 from recinfer.serving.wire.address import hold_address
 from recinfer.serving.workers.changes import ModelChanges
@@ -262,7 +263,7 @@ class Supervisor:
         changes = self.changes
         with changes.lock:
             state, generation = changes.state, changes.generation
-        worker.connection.request("begin", restore=state)
+        worker.connection.request("begin", restore=None if state is None else state.to_json())
         answer = worker.first_line()
         if "port" not in answer:
             return f": {answer['error']['message']}" if "error" in answer else ""
@@ -286,11 +287,13 @@ class Supervisor:
         return self.changes.submit(arguments["call"], arguments["data"])
 
 
-def _state_of(worker: WorkerProcess, seconds: float) -> dict[str, Any] | None:
+def _state_of(worker: WorkerProcess, seconds: float) -> ServedState | None:
     """The models that ``worker`` began with; None if it does not answer."""
     future = worker.connection.request("state")
     wait([future], timeout=seconds)
-    return future.result() if future.done() and future.exception() is None else None
+    if not future.done() or future.exception() is not None:
+        return None
+    return ServedState.from_json(future.result())
 
 
 def _join(threads: Sequence[threading.Thread], seconds: float) -> None:

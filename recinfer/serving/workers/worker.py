@@ -12,13 +12,16 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from recinfer.archive.strict_json import build
 from recinfer.errors import ConfigError
+from recinfer.serving.engine.state import ServedState, Spread
 from recinfer.serving.engine.store import served_state
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.loop import start_on_loop
 from recinfer.serving.wire.proto import admin_pb2 as pb
 from recinfer.serving.workers.connection import PeerConnection
+from recinfer.serving.workers.made_change import MadeChange
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.store import StoreManager
@@ -41,8 +44,7 @@ class WorkerLink:
 
     Attributes:
         gone: set when the supervisor has closed the connection or ended, for any reason.
-        restore: for a replacement, the :func:`recinfer.serving.engine.store.served_state` of a running worker; None for the
-            first workers.
+        restore: for a replacement, the state of a running worker; None for the first workers.
     """
 
     def __init__(self, connection: Connection | None = None) -> None:
@@ -50,7 +52,7 @@ class WorkerLink:
         self._server: Server | None = None
         self._manager: StoreManager | None = None
         # (restore,), or an empty tuple where the supervisor went first.
-        self._begun: queue.SimpleQueue[tuple[dict[str, Any] | None, ...]] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[tuple[ServedState | None, ...]] = queue.SimpleQueue()
         self._peer = PeerConnection(connection or _from_stdin(), self._answer, on_gone=self._end)
         begun = self._begun.get()
         if not begun:
@@ -80,7 +82,8 @@ class WorkerLink:
 
     def _answer(self, what: str, arguments: dict[str, Any]) -> Future[Any] | None:
         if what == "begin":
-            self._begun.put((arguments["restore"],))
+            state = arguments["restore"]
+            self._begun.put((None if state is None else ServedState.from_json(state),))
             return None
         assert self._server is not None, "a supervisor sends requests once the worker is ready"
         return start_on_loop(self._on_loop(self._server, what, arguments))
@@ -89,20 +92,20 @@ class WorkerLink:
         if what == "beat":
             return {"status": server.status(), "event_s": server.event_s}
         if what == "state":
-            return self._state(server)
-        if what == "set_spread":
-            return server.service.registry.restore(arguments["spread"])
+            return self._state(server).to_json()
+        if what == "set_spreads":
+            return server.service.registry.restore(build(dict[str, Spread], arguments["spreads"], "spreads"))
         assert what == "admin", what
-        before, loaded = server.service.registry.spread(), _loaded(server)
+        before, loaded = server.service.registry.spreads(), _loaded(server)
         answer = await server.admin_calls[arguments["call"]](base64.b64decode(arguments["data"]))
-        return {
-            "answer": base64.b64encode(answer).decode(),
-            "before": before,
-            "served_before": arguments["call"] == "Load" and _loaded(server) == loaded,
-            "state": self._state(server),
-        }
+        return MadeChange(
+            answer=base64.b64encode(answer).decode(),
+            before=before,
+            served_before=arguments["call"] == "Load" and _loaded(server) == loaded,
+            state=self._state(server),
+        ).to_json()
 
-    def _state(self, server: Server) -> dict[str, Any]:
+    def _state(self, server: Server) -> ServedState:
         # No load holds the manager's lock now: the supervisor has one change made at a time.
         return served_state(server.service.registry) if self._manager is None else self._manager.state()
 

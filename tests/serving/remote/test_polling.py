@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from recinfer.serving.engine.poll import StorePoller
+from recinfer.serving.engine.store import served_state
 from recinfer.serving.wire.loop import run_on_loop
 from tests.serving.remote.models import make_request
 from tests.serving.remote.test_versions import MODEL, Roll, answer, archives, rolling
@@ -24,12 +25,7 @@ def poller_of(roll: Roll) -> StorePoller:
 
         return run_on_loop(made(), timeout=120)
 
-    def state() -> dict[str, object]:
-        registry = roll.server.service.registry
-        versions = [(MODEL, version) for version in registry.versions(MODEL)]
-        return {"versions": versions, "weights": {MODEL: [registry.weights(MODEL)]}}
-
-    return StorePoller(roll.store, change, state, is_ranker=True)
+    return StorePoller(roll.store, change, lambda: served_state(roll.server.service.registry), is_ranker=True)
 
 
 def found(roll: Roll) -> tuple[str, torch.Tensor]:

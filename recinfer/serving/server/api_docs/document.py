@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from recinfer import __version__
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema, open_object
 from recinfer.serving.server.http_server import ModelProtocol, Post, Route
 from recinfer.serving.wire.limits import Limits
+from recinfer.version import __version__
 
 __all__ = ["document"]
 

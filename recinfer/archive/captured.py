@@ -1,0 +1,98 @@
+"""Reads programs that recinfer/capture.py wrote in another environment, and gives them the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from recinfer.archive.program import check_program
+from recinfer.capture import Captured, CaptureError, EmbeddingModule, read_capture
+from recinfer.checkpoint import CheckpointReader
+from recinfer.errors import CheckpointError, ConfigError
+from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recinfer.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
+from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+__all__ = ["collections_of", "load_weights", "read_program"]
+
+_META = torch.device("meta")
+_MODEL = "model."
+"""Prefix of the model's keys in a captured program."""
+
+
+def read_program(path: str | os.PathLike[str]) -> Captured:
+    """Read a captured program; raises ConfigError for another file, an unknown version or a program that D1 refuses."""
+    try:
+        return read_capture(path, lambda data: check_program(data, lookups=True))
+    except CaptureError as error:
+        raise ConfigError(str(error)) from None
+
+
+def collections_of(captured: Captured) -> nn.Module:
+    """A module that has the captured model's embedding collections on meta, at their paths, and nothing else."""
+    root = nn.Module()
+    for about in captured.modules:
+        made = _collection(about)
+        if not about.path:
+            return made
+        *parents, last = about.path.split(".")
+        at = root
+        for name in parents:
+            if not hasattr(at, name):
+                at.add_module(name, nn.Module())
+            at = getattr(at, name)
+        at.add_module(last, made)
+    return root
+
+
+def _collection(about: EmbeddingModule) -> nn.Module:
+    tables: list[Any] = []
+    for table in about.tables:
+        common: dict[str, Any] = {
+            "num_embeddings": table.rows,
+            "embedding_dim": table.dim,
+            "name": table.name,
+            "feature_names": list(table.features),
+            "data_type": DataType.parse(table.data_type),
+        }
+        if about.pooled:
+            tables.append(EmbeddingBagConfig(pooling=PoolingType(table.pooling.upper()), **common))
+        else:
+            tables.append(EmbeddingConfig(**common))
+    if not about.pooled:
+        return EmbeddingCollection(tables=tables, device=_META)
+    collection = EmbeddingBagCollection(tables=tables, is_weighted=about.weighted or about.processed, device=_META)
+    if not about.processed:
+        return collection
+    lengths = {feature: count for feature, _, count in about.positions}
+    if any(name.startswith("position_weights.") for _, name, _ in about.positions):
+        return FeatureProcessedEmbeddingBagCollection(collection, PositionWeightedModuleCollection(lengths, _META))
+    return FeatureProcessedEmbeddingBagCollection(
+        collection, {feature: PositionWeightedModule(count, _META) for feature, count in lengths.items()}
+    )
+
+
+def load_weights(captured: Captured, checkpoint: CheckpointReader) -> int:
+    """Put the checkpoint's weights into the program's dense part, where it has them; returns how many it has.
+
+    Raises:
+        CheckpointError: a weight has another shape than the program's.
+    """
+    found = 0
+    for name, tensor in captured.program.state_dict.items():
+        key = name.removeprefix(_MODEL)
+        if key not in checkpoint:
+            continue
+        if checkpoint.shape(key) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{checkpoint.path}: {key} is {list(checkpoint.shape(key))}, the captured program's {list(tensor.shape)}; "
+                f"capture the model that this checkpoint is of"
+            )
+        with torch.no_grad():
+            tensor.copy_(checkpoint.read(key))
+        found += 1
+    return found

@@ -1,0 +1,188 @@
+"""A model loaded from an archive, for programs and notebooks."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from recinfer.inference.bags import Features
+from recinfer.inference.calling import Call
+from recinfer.inference.results import FeatureSpec, LookupResult, Outputs
+from recinfer.inference.together import PredictInputs
+
+if TYPE_CHECKING:
+    from recinfer.archive.manifest import InputInfo, Manifest
+    from recinfer.distributed.planner.plan import Plan
+    from recinfer.inference.predictor import Predictor
+
+__all__ = ["ArchivedModel", "load"]
+
+
+class ArchivedModel:
+    """A model loaded from an archive. All methods are thread-safe.
+
+    Called like the trained model, it takes what forward takes and returns what forward returns, with float32 tensors::
+
+        model = recinfer.load("model.rqa")
+        scores = model(batch)
+
+    Attributes:
+        predictor: the engine's side of the model, which servers use.
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor = predictor
+        self._call = Call(predictor.manifest)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what forward returns for the same arguments.
+
+        Objects of any class are taken, as long as their tensors are where the example batch had them. A dict comes back as a
+        dict, as do a KeyedTensor, a named tuple and a dataclass; a tuple as a tuple.
+
+        Raises:
+            InputError: an input is missing, or has another shape or dtype; names the input and the sample.
+        """
+        (outputs,) = self.predictor.predict_many([self._call.inputs(args, kwargs)])
+        if isinstance(outputs, Exception):
+            raise outputs
+        return self._call.returned(outputs)
+
+    def predict(
+        self,
+        dense: Any = None,
+        features: Features | None = None,
+        context: Features | None = None,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> Outputs:
+        """Compute the outputs, by name; see :meth:`recinfer.inference.predictor.Predictor.predict`."""
+        return self.predictor.predict(dense, features if features is not None else {}, context, inputs)
+
+    def predict_many(self, requests: Sequence[PredictInputs]) -> list[Outputs | Exception]:
+        """Run :meth:`predict` for several requests together; a failed request has its error as the result."""
+        return self.predictor.predict_many(requests)
+
+    def lookup(self, features: Features) -> LookupResult:
+        """Look up embeddings; see :meth:`recinfer.inference.predictor.Predictor.lookup`."""
+        return self.predictor.lookup(features)
+
+    def lookup_many(self, requests: Sequence[Features]) -> list[LookupResult | Exception]:
+        """Run :meth:`lookup` for several requests together; a failed request has its error as the result."""
+        return self.predictor.lookup_many(requests)
+
+    def apply_delta(self, path: str | os.PathLike[str]) -> None:
+        """Update the model to a later checkpoint; see :meth:`recinfer.inference.states.States.apply_delta`."""
+        self.predictor.apply_delta(path)
+
+    def undo_delta(self) -> None:
+        """Return to the state before the last delta; raises InputError if no delta is applied."""
+        self.predictor.undo_delta()
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.manifest.model
+
+    @property
+    def version(self) -> str:
+        """The model's version."""
+        return self.manifest.version
+
+    @property
+    def features(self) -> tuple[FeatureSpec, ...]:
+        """The outputs of :meth:`lookup`, in the model's order."""
+        return self.predictor.features
+
+    @property
+    def inputs(self) -> tuple[InputInfo, ...]:
+        """The inputs of forward, as requests name them; empty for archives of earlier versions."""
+        signature = self.manifest.signature
+        return () if signature is None else signature.inputs
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the outputs."""
+        return self.predictor.output_names
+
+    @property
+    def manifest(self) -> Manifest:
+        """The content of ``manifest.json``, with all deltas applied."""
+        return self.predictor.manifest
+
+    @property
+    def plan(self) -> Plan:
+        """The plan: the rank of each rectangle of each table."""
+        return self.predictor.plan
+
+    def __repr__(self) -> str:
+        manifest = self.manifest
+        dense = "lookups only" if manifest.dense is None else f"dense part on {manifest.dense.runs_on}"
+        return (
+            f"<{self.name} {self.version}: {len(manifest.tables)} tables, {manifest.precision}, "
+            f"{manifest.bytes_total / 1e6:,.1f} MB, {dense}>"
+        )
+
+    def __str__(self) -> str:
+        lines = [repr(self)[1:-1]]
+        for info in self.inputs:
+            lines.append(f"  in   {info.name}: {described(info, self.manifest)}")
+        for output in self.manifest.dense.outputs if self.manifest.dense is not None else ():
+            lines.append(f"  out  {output.name}: float32 [batch{''.join(f', {size}' for size in output.shape)}]")
+        return "\n".join(lines)
+
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def described(info: InputInfo, manifest: Manifest) -> str:
+    """One input as text: its dtype, shape and the facts that forward relies on."""
+    signature = manifest.signature
+    text = f"{info.dtype} [{', '.join(map(str, info.shape))}]"
+    if info.kind == "ids":
+        text = "ids, any number a sample"
+    elif info.kind == "jagged":
+        rest = f" [{', '.join(map(str, info.shape[1:]))}]" if info.shape[1:] else ""
+        text = f"{info.dtype}{rest}, any number a sample"
+    if signature is not None and info.name in signature.per_sample:
+        text = text.replace("any number a sample", f"exactly {signature.per_sample[info.name]} a sample")
+    if signature is not None and info.name in signature.as_long_as:
+        text += f", as many as {signature.as_long_as[info.name]}"
+    return f"{text} (forward's {info.path})" if info.path != info.name else text
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str = "cpu",
+    preload: bool = False,
+    lock: bool = False,
+    check_hashes: bool = False,
+    dense_threads: int = 1,
+    dense_engine: Literal["onnx", "torch"] | None = None,
+    lookup_threads: int = 1,
+    join_columns: bool = False,
+    reuse_outputs: bool = False,
+) -> ArchivedModel:
+    """Open an archive as a model that is called like the trained one.
+
+    See :func:`recinfer.inference.predictor.load` for the arguments and errors.
+    """
+    from recinfer.inference.predictor import load as load_predictor
+
+    return ArchivedModel(
+        load_predictor(
+            path,
+            device=device,
+            preload=preload,
+            lock=lock,
+            check_hashes=check_hashes,
+            dense_threads=dense_threads,
+            dense_engine=dense_engine,
+            lookup_threads=lookup_threads,
+            join_columns=join_columns,
+            reuse_outputs=reuse_outputs,
+        )
+    )

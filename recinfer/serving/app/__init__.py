@@ -1,0 +1,1 @@
+"""A whole server from its configuration: the work of its role, from loading to the end."""

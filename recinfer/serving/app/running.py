@@ -1,0 +1,145 @@
+"""A server in a Python program: for a ``with`` block, or until it is stopped."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from recinfer.errors import ConfigError, InputError
+from recinfer.serving.app.ready import Ready, ReadyModels
+from recinfer.serving.app.run import load_service
+from recinfer.serving.app.service import Report
+from recinfer.serving.config import AddressConfig, ModelsConfig, ServeConfig, TablesConfig
+from recinfer.serving.wire.address import join_address
+
+if TYPE_CHECKING:
+    from recinfer.serving.client.client import InferenceClient
+
+__all__ = ["RunningServer", "serve"]
+
+_log = logging.getLogger(__name__)
+
+
+class RunningServer:
+    """A server in this process, or workers below it. Its constructor returns once requests are accepted; ``stop``, or the
+    end of a ``with`` block, ends it, also after an exception.
+
+    Any thread may create one, also inside a running event loop. No signal handler is set.
+
+    Args:
+        config: the settings; a port 0 is a free port.
+        report: takes lines of text about workers, and about the wait for shard servers.
+
+    Attributes:
+        config: the settings.
+        ready: the content and the addresses of the server.
+
+    Raises:
+        ConfigError: settings that do not fit the files or this host.
+        ArchiveError: an archive breaks a rule of its format, or answers a golden request wrongly.
+        UnavailableError: an address cannot be bound, or a worker did not start.
+    """
+
+    def __init__(self, config: ServeConfig, report: Report = _log.info) -> None:
+        self.config = config
+        if config.address.log_json:
+            from recinfer.serving.server.telemetry.observe import log_as_json
+
+            log_as_json()
+        security = config.security.read()
+        self._token = security.token or ""
+        self._is_stopped = False
+        self._service = load_service(config, security, report)
+        self.ready: Ready = self._service.start()
+
+    @property
+    def target(self) -> str:
+        """The address of the gRPC port, ``"127.0.0.1:8500"``."""
+        return join_address(self.ready.host, self.ready.port)
+
+    @property
+    def url(self) -> str | None:
+        """The URL of the HTTP port without a slash at its end, ``"http://127.0.0.1:8080"``; None without an HTTP port."""
+        port = self.ready.http_port if isinstance(self.ready, ReadyModels) else None
+        return None if port is None else self._url(port)
+
+    @property
+    def metrics_url(self) -> str | None:
+        """The URL of the metrics port without a slash at its end; None without a metrics port."""
+        return None if self.ready.metrics_port is None else self._url(self.ready.metrics_port)
+
+    def client(self, **options: Any) -> InferenceClient:
+        """A new client of the server, with its token.
+
+        Args:
+            options: further arguments of InferenceClient; a server with TLS needs ``tls_ca``.
+
+        Raises:
+            InputError: the server is a shard server, which has no clients but rankers; or a wrong option.
+        """
+        from recinfer.serving.client.client import InferenceClient
+
+        if not isinstance(self.ready, ReadyModels):
+            raise InputError("client: this is a shard server; connect to a ranker")
+        return InferenceClient(self.target, **{"token": self._token, **options})
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Let running requests end for up to ``grace`` seconds, then close. A second call has no effect."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._service.stop(grace)
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def _url(self, port: int) -> str:
+        secure = "s" if self.config.security.tls_cert is not None else ""
+        return f"http{secure}://{join_address(self.ready.host, port)}"
+
+
+def serve(
+    config: ServeConfig | str | os.PathLike[str] | None = None,
+    *,
+    host: str = AddressConfig.host,
+    port: int = AddressConfig.port,
+    http_port: int | None = None,
+    metrics_port: int | None = None,
+    model_store: str | os.PathLike[str] | None = None,
+    poll: float | None = None,
+    admin: bool = False,
+    workers: int = 1,
+    device: Literal["cpu", "cuda"] = TablesConfig.device,
+) -> RunningServer:
+    """Serve an archive or a model store in this process, for a ``with`` block or until ``stop``.
+
+    Args:
+        config: the folder of an archive, or all settings; with all settings no other argument may be given.
+        host, port, http_port, metrics_port: see AddressConfig: by default gRPC alone, on a free port of this host.
+        model_store, poll, admin, workers: see ModelsConfig. Several workers are processes of their own.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ConfigError: nothing to serve, or arguments that do not go together.
+        ArchiveError: the archive breaks a rule of its format, or answers a golden request wrongly.
+        UnavailableError: an address cannot be bound, or a worker did not start.
+
+    >>> with recinfer.serve("movielens.rqa", http_port=0) as server:       # doctest: +SKIP
+    ...     print(server.target, server.url)
+    ...     embeddings = server.client().lookup({"user_id": [[3]], "item_id": [[4]]})
+    """
+    address = AddressConfig(host, port, http_port, metrics_port)
+    tables = TablesConfig(device)
+    store = None if model_store is None else Path(model_store)
+    models = ModelsConfig(model_store=store, poll=poll, admin=admin, workers=workers)
+    if isinstance(config, ServeConfig):
+        if (address, tables, models) != (AddressConfig(), TablesConfig(), ModelsConfig()):
+            raise ConfigError("serve: got a ServeConfig and other arguments, expected them in the ServeConfig")
+        return RunningServer(config)
+    archives = () if config is None else (Path(config),)
+    return RunningServer(ServeConfig(archives, address, tables, models))

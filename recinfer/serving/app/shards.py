@@ -1,0 +1,94 @@
+"""A shard server with the archives and the model store of its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from recinfer.errors import ArchiveError, ConfigError
+from recinfer.serving.app.ready import Ready, ReadyRanks
+from recinfer.serving.config import ServeConfig
+from recinfer.serving.engine.store import ModelStore
+from recinfer.serving.server.security import Security
+from recinfer.serving.server.shard_server import ShardServer
+from recinfer.serving.shards.tables import ShardTables
+
+__all__ = ["ShardService"]
+
+
+class ShardService:
+    """Serves the ranks of the configuration to rankers.
+
+    Args:
+        security: the settings of ``config.security``, read.
+
+    Attributes:
+        server: the server.
+
+    Raises:
+        ConfigError: nothing to serve, or deltas of several archives.
+        ArchiveError: an archive or a delta breaks a rule of its format.
+    """
+
+    def __init__(self, config: ServeConfig, security: Security) -> None:
+        assert config.role.ranks is not None
+        self._config = config
+        self._tables = _load(config)
+        self.server = ShardServer(
+            self._tables,
+            config.address.host,
+            config.address.port,
+            metrics_port=config.address.metrics_port,
+            security=security,
+            limits=config.limits,
+            socket_port=config.role.socket_port,
+        )
+
+    def run(self, on_ready: Callable[[Ready], None]) -> None:
+        """See Service."""
+        from recinfer.serving.server.run import serve
+
+        serve(self.server, on_ready=lambda: on_ready(self._ready()))
+
+    def start(self) -> ReadyRanks:
+        """See Service."""
+        self.server.start()
+        return self._ready()
+
+    def stop(self, grace: float) -> None:
+        """See Service."""
+        self.server.stop(grace)
+
+    def _ready(self) -> ReadyRanks:
+        tables = self._tables
+        return ReadyRanks(
+            ranks=tables.ranks,
+            versions=tuple(tables.keys()),
+            held=tuple(f"{model.manifest.model} {model.manifest.version}" for model in tables.models()),
+            host=self._config.address.host,
+            port=self.server.port,
+            metrics_port=self.server.metrics_port,
+        )
+
+
+def _load(config: ServeConfig) -> ShardTables:
+    """The ranks in the archives of the configuration; without archives, in the newest version of each model of the store."""
+    assert config.role.ranks is not None
+    archives, store, deltas = config.archives, config.models.model_store, config.models.deltas
+    if not archives and store is None:
+        raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
+    tables = ShardTables(config.role.ranks, store, preload=config.tables.preload, lock=config.tables.lock)
+
+    def added(path: Path) -> Path:
+        tables.add(path)
+        return path
+
+    if archives or store is None:
+        paths = [added(path) for path in archives]
+    else:
+        paths = ModelStore(store).newest_of_all(lambda name, version: added(store / name / version), ArchiveError)
+    if deltas and len(paths) != 1:
+        raise ConfigError(f"--delta: got {len(paths)} archives; a delta applies to exactly one archive")
+    if deltas:
+        tables.add(paths[0], deltas)
+    return tables

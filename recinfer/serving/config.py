@@ -1,0 +1,332 @@
+"""The configuration of a server: addresses, tables, models, batching, limits, security and role."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from recinfer import env
+from recinfer.errors import ConfigError
+from recinfer.serving.engine.batch_config import BatchConfig
+from recinfer.serving.wire.address import plain_host
+from recinfer.serving.wire.limits import Limits
+
+if TYPE_CHECKING:
+    from recinfer.serving.server.security import Security
+
+__all__ = [
+    "AddressConfig",
+    "LoadOptions",
+    "ModelsConfig",
+    "RoleConfig",
+    "SecurityConfig",
+    "ServeConfig",
+    "TablesConfig",
+]
+
+_MOST_WORKERS, _MOST_THREADS = 256, 64
+_SHORTEST_POLL_S, _SHORTEST_TIMEOUT_S = 0.01, 1.0
+
+
+@dataclass(frozen=True)
+class AddressConfig:
+    """Addresses that a server listens on, and its log format.
+
+    Attributes:
+        host: address that all ports listen on, see recinfer.serving.wire.address.
+        port: TCP port of gRPC; 0: a free port.
+        http_port: TCP port of REST, 0: a free port; None: no REST.
+        metrics_port: TCP port of Prometheus metrics and the status page, 0: a free port; None: no metrics.
+        log_json: write the package's log to stderr as JSON, with one line per request.
+
+    Raises:
+        ConfigError: a port outside 0 to 65535, or two listeners on one port.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    http_port: int | None = None
+    metrics_port: int | None = None
+    log_json: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", plain_host(self.host))
+        ports = {"--port": self.port, "--http-port": self.http_port, "--metrics-port": self.metrics_port}
+        at: dict[int, str] = {}
+        for name, port in ports.items():
+            if port is not None:
+                _check_number(name, port, 0, 65535)
+            # Workers share their ports, so binding would not fail.
+            if port and (other := at.setdefault(port, name)) != name:
+                raise ConfigError(
+                    f"got {other} {port} and {name} {port}, expected different ports; 0 picks a free port"
+                )
+
+
+class LoadOptions(TypedDict):
+    """Arguments of :func:`recinfer.load` for every version that a server loads."""
+
+    device: str
+    preload: bool
+    lookup_threads: int
+    join_columns: bool
+    reuse_outputs: bool
+
+
+@dataclass(frozen=True)
+class TablesConfig:
+    """How tables are held and looked up, see :func:`recinfer.load`.
+
+    Attributes:
+        device: ``"cpu"``, or ``"cuda"``: rank r's tables go to GPU r.
+        preload: read all pages of the tables before the first request.
+        lock: read all pages of the archives and lock them in memory; versions of a model store are not locked.
+        lookup_threads: most threads that one large lookup may use, 1 to 64.
+        join_columns: copy column-wise sharded tables into whole rows.
+        reuse_outputs: reuse the memory of responses above 32 MiB.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    preload: bool = False
+    lock: bool = False
+    lookup_threads: int = 1
+    join_columns: bool = False
+    reuse_outputs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device: got {self.device!r}, expected 'cpu' or 'cuda'")
+        _check_number("--lookup-threads", self.lookup_threads, 1, _MOST_THREADS)
+
+    def load_options(self) -> LoadOptions:
+        """Arguments of :func:`recinfer.load`, without ``lock``, which applies to the archives of the configuration only."""
+        return {
+            "device": self.device,
+            "preload": self.preload,
+            "lookup_threads": self.lookup_threads,
+            "join_columns": self.join_columns,
+            "reuse_outputs": self.reuse_outputs,
+        }
+
+
+@dataclass(frozen=True)
+class ModelsConfig:
+    """Deltas, the model store, and how many processes serve the models.
+
+    Attributes:
+        deltas: deltas to apply to the archive before it is served, in order; they need exactly one archive.
+        model_store: folder with archives at ``<model>/<version>``; the newest version of each model is served.
+        poll: seconds between two looks at the model store, which load and unload versions; None: no polling.
+        model_config: file with the models, versions, labels and weights to serve from the store
+            (recinfer.serving.engine.model_config).
+        admin: enable the admin service, which loads versions from the store.
+        workers: number of serving processes, 1 to 256.
+        worker_timeout: seconds without a response after which a worker is killed and replaced.
+
+    Raises:
+        ConfigError: ``poll``, ``model_config`` or ``admin`` without a model store, or a number out of its range.
+    """
+
+    deltas: tuple[Path, ...] = ()
+    model_store: Path | None = None
+    poll: float | None = None
+    model_config: Path | None = None
+    admin: bool = False
+    workers: int = 1
+    worker_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "deltas", _paths("--delta", self.deltas))
+        for name in ("model_store", "model_config"):
+            path = getattr(self, name)
+            object.__setattr__(self, name, None if path is None else Path(path))
+        if self.poll is not None and not self.poll >= _SHORTEST_POLL_S:
+            raise ConfigError(f"--poll: got {self.poll}, expected {_SHORTEST_POLL_S:g} seconds or more")
+        _check_number("--workers", self.workers, 1, _MOST_WORKERS)
+        if not self.worker_timeout >= _SHORTEST_TIMEOUT_S:
+            raise ConfigError(
+                f"--worker-timeout: got {self.worker_timeout}, expected {_SHORTEST_TIMEOUT_S:g} seconds or more"
+            )
+
+    @property
+    def follows_store(self) -> bool:
+        """Whether the server loads and unloads versions of the store while it serves."""
+        return self.model_store is not None and (self.poll is not None or self.model_config is not None)
+
+    def check_store(self) -> None:
+        """Raise ConfigError for settings of a model store without a store."""
+        if self.model_store is not None:
+            return
+        if self.admin:
+            raise ConfigError("--admin needs a model store to load versions from; give --model-store DIR")
+        if self.poll is not None or self.model_config is not None:
+            raise ConfigError("--poll and --model-config choose versions of a model store; give --model-store DIR")
+
+
+@dataclass(frozen=True)
+class SecurityConfig:
+    """Authentication and TLS.
+
+    Attributes:
+        token: bearer token that every call must carry; None: the token of ``token_file``.
+        token_file: file with the token; None: the token of RECINFER_TOKEN, if it is set.
+        tls_cert, tls_key: PEM files of the server's certificate chain and key; both or neither.
+        tls_client_ca: PEM file of the authority that signs client certificates (mutual TLS).
+        insecure: allow a host beyond loopback without a token.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    insecure: bool = False
+
+    def read(self, *, worker: bool = False) -> Security:
+        """The settings with the token that its file holds now.
+
+        Args:
+            worker: whether this process is a worker. The supervisor passes its token in the environment of its workers,
+                so that a restarted worker has the token of the others even if the file has changed.
+
+        Raises:
+            ConfigError: an unreadable file, a bad token, or settings that do not go together.
+        """
+        from recinfer.serving.server.security import Security
+        from recinfer.serving.wire.tls import read_token
+
+        given, environment = self.token, env.token()
+        if given is None:
+            from_environment = self.token_file is None or (worker and environment is not None)
+            given = environment if from_environment or self.token_file is None else read_token(self.token_file)
+        return Security(
+            token=given,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            client_ca=self.tls_client_ca,
+            insecure=self.insecure,
+        )
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """The role of a server when several hosts serve one model; by default it serves whole models.
+
+    Attributes:
+        ranks: a shard server holds these ranks only; None: no shard server.
+        socket_port: TCP port of a shard server for lookups from rankers; 0: a free port, which rankers discover.
+        shards: a ranker looks up embeddings in the shard servers of this shards.json; None: no ranker.
+        missing_shards: a ranker's behaviour when it reaches no replica of a rank; None: as the archive allows.
+
+    Raises:
+        ConfigError: settings of one role with another role.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    socket_port: int = 0
+    shards: Path | None = None
+    missing_shards: Literal["error", "default_rows"] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", None if self.ranks is None else tuple(sorted(set(self.ranks))))
+        object.__setattr__(self, "shards", None if self.shards is None else Path(self.shards))
+        if self.ranks is not None and self.shards is not None:
+            raise ConfigError(
+                "got --ranks and --shards: a shard server has --ranks, a ranker --shards; start one of each kind"
+            )
+        if self.ranks is None and self.socket_port:
+            raise ConfigError("--socket-port is an option of shard servers; give --ranks too")
+        if self.shards is None and self.missing_shards is not None:
+            raise ConfigError("--missing-shards is an option of rankers; give --shards shards.json too")
+        _check_number("--socket-port", self.socket_port, 0, 65535)
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """All settings of a server, checked when it is built. Errors name a setting by its option of ``recinfer serve``.
+
+    Attributes:
+        archives: archive folders; the model of the first is the default model.
+        address, tables, models, batching, limits, security, role: see their classes.
+
+    Raises:
+        ConfigError: a setting out of its range, or settings that do not go together.
+
+    >>> ServeConfig(archives=(Path("movielens.rqa"),), address=AddressConfig(http_port=0)).address.port
+    0
+    """
+
+    archives: tuple[Path, ...] = ()
+    address: AddressConfig = field(default_factory=AddressConfig)
+    tables: TablesConfig = field(default_factory=TablesConfig)
+    models: ModelsConfig = field(default_factory=ModelsConfig)
+    batching: BatchConfig = field(default_factory=BatchConfig)
+    limits: Limits = field(default_factory=Limits)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    role: RoleConfig = field(default_factory=RoleConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "archives", _paths("archives", self.archives))
+        device = self.tables.device
+        if self.role.shards is not None and device != "cpu":
+            raise ConfigError(
+                f"got --device {device} with --shards: a ranker runs on the CPU and its shard servers hold the "
+                f"tables; leave --device out"
+            )
+        if self.role.ranks is None:
+            self.models.check_store()
+        elif odd := self._options_of_whole_models():
+            raise ConfigError(
+                f"got {', '.join(odd)} with --ranks, but a shard server serves rankers only; give it to the ranker"
+            )
+
+    def _options_of_whole_models(self) -> list[str]:
+        """The given options that a shard server lacks."""
+        given = {
+            "--http-port": self.address.http_port is not None,
+            "--workers": self.models.workers > 1,
+            "--admin": self.models.admin,
+            "--poll": self.models.poll is not None,
+            "--model-config": self.models.model_config is not None,
+            "--device cuda": self.tables.device != "cpu",
+        }
+        return [name for name, is_given in given.items() if is_given]
+
+    @property
+    def reloads(self) -> bool:
+        """Whether the server reads files again on SIGHUP."""
+        return self.role.shards is not None or self.models.follows_store
+
+    def of_worker(self, port: int, http_port: int | None) -> ServeConfig:
+        """The settings of a worker, which serves the ports that its supervisor holds."""
+        return replace(self, address=replace(self.address, port=port, http_port=http_port, metrics_port=None))
+
+    def to_json(self) -> str:
+        """The settings as JSON by the names of the fields, without ``security.token``."""
+        values = dataclasses.asdict(self)
+        values["security"]["token"] = None
+        return json.dumps(values, default=os.fspath)
+
+    @classmethod
+    def from_json(cls, text: str) -> ServeConfig:
+        """Read :meth:`to_json`'s text; raises ArchiveError or ConfigError for anything else."""
+        from recinfer.archive.strict_json import build
+
+        # A path may hold bytes that are no UTF-8, which the reader of archives refuses.
+        return build(cls, json.loads(text), "configuration")
+
+
+def _paths(name: str, given: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
+    if isinstance(given, str | os.PathLike):
+        raise ConfigError(f"{name}: got {given!s:.80}, expected a tuple of paths")
+    return tuple(map(Path, given))
+
+
+def _check_number(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name}: got {value!r}, expected a whole number from {low} to {high}")

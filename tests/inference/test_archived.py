@@ -1,0 +1,257 @@
+"""The functions of ``import recinfer``: live modules in, callable archives out; one user with many candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import recinfer
+from recinfer import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
+from recinfer.distributed.model_parallel import DistributedModelParallel
+from recinfer.errors import ArchiveError, ConfigError, InputError
+from recinfer.inference.archived import ArchivedModel
+from recinfer.inference.together import PredictInputs
+
+PLACES = 4
+
+
+@dataclass
+class Batch:
+    """What a training loop passes to forward."""
+
+    ids: dict[str, KeyedJaggedTensor]
+    age: Tensor
+    prices: JaggedTensor
+    labels: Tensor
+
+
+class Ranker(nn.Module):
+    """A history of the user, candidates, a tensor and numbers of any count, out of a dataclass; a dict of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = EmbeddingConfig(50, 8, "item", feature_names=["history", "candidate"])
+        self.items = EmbeddingCollection(tables=[table])
+        self.users = EmbeddingBagCollection(tables=[EmbeddingBagConfig(20, 8, "user", feature_names=["user"])])
+        self.tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 8))
+        self.age = nn.Linear(2, 8)
+
+    def forward(self, batch: Batch) -> dict[str, Any]:
+        sparse = batch.ids["base"]
+        vectors = self.items(sparse)
+        taken = sparse["history"].lengths().clamp(max=PLACES, min=1).unsqueeze(1)
+        history = vectors["history"].to_padded_dense(PLACES).sum(1) / taken
+        user = self.tower(history + self.users(sparse)["user"]) + self.age(batch.age)
+        scores = (user * vectors["candidate"].values()).sum(1)
+        return {"scores": scores, "parts": (scores * 2, user), "price": batch.prices.to_padded_dense(2).sum(1)}
+
+
+def make_batch(batch: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    history = torch.randint(0, 6, (batch,), generator=generator)
+    users = torch.randint(0, 3, (batch,), generator=generator)
+    lengths = torch.cat([history, torch.ones(batch, dtype=torch.int64), users])
+    ids = torch.cat(
+        [
+            torch.randint(0, 50, (int(history.sum()) + batch,), generator=generator),
+            torch.randint(0, 20, (int(users.sum()),), generator=generator),
+        ]
+    )
+    counts = torch.randint(0, 3, (batch,), generator=generator)
+    return Batch(
+        {"base": KeyedJaggedTensor(["history", "candidate", "user"], ids, lengths=lengths.int())},
+        torch.randn(batch, 2, generator=generator),
+        JaggedTensor(torch.rand(int(counts.sum()), generator=generator), lengths=counts),
+        torch.zeros(batch),
+    )
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ranker, ArchivedModel]:
+    torch.manual_seed(0)
+    model = Ranker()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    out = tmp_path_factory.mktemp("ranker") / "ranker.rqa"
+    archived = recinfer.export(
+        model, make_batch(6), out, precision="fp32", user=["history", "user", "age"], progress=False
+    )
+    assert model.training, "an export leaves the mode as it was"
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    return model.eval(), archived
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 64])
+def test_an_archive_is_called_like_the_model(both: tuple[Ranker, ArchivedModel], batch: int) -> None:
+    model, archived = both
+    given = make_batch(batch, seed=batch)
+    with torch.no_grad():
+        expected = model(given)
+    found = archived(given)
+    assert found.keys() == expected.keys()
+    assert isinstance(found["parts"], tuple)
+    torch.testing.assert_close(found["scores"], expected["scores"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["parts"], expected["parts"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["price"], expected["price"], rtol=1e-5, atol=1e-6)
+
+
+def test_signature_names_inputs_and_facts(both: tuple[Ranker, ArchivedModel]) -> None:
+    signature = both[1].manifest.signature
+    assert signature is not None
+    assert {i.name: (i.path, i.kind) for i in signature.inputs} == {
+        "history": ("batch.ids['base']['history']", "ids"),
+        "candidate": ("batch.ids['base']['candidate']", "ids"),
+        "user": ("batch.ids['base']['user']", "ids"),
+        "age": ("batch.age", "tensor"),
+        "prices": ("batch.prices", "jagged"),
+    }
+    assert signature.per_sample == {"candidate": 1}
+    assert "exactly 1 a sample" in str(both[1])
+    assert "fp32" in repr(both[1])
+
+
+def candidates(count: int) -> tuple[Batch, dict[str, Any]]:
+    """A batch of one user and ``count`` candidates, whole, and as a request with a context."""
+    items = torch.arange(count) % 50
+    history, users, age = [7, 3, 9], [4, 4], torch.tensor([[0.5, -1.0]])
+    prices = [[0.25 * i] if i % 2 else [] for i in range(count)]
+    lengths = torch.tensor([len(history)] * count + [1] * count + [len(users)] * count)
+    ids = torch.cat([torch.tensor(history * count), items, torch.tensor(users * count)])
+    jagged = JaggedTensor(
+        torch.tensor([price for row in prices for price in row]), lengths=torch.tensor([len(row) for row in prices])
+    )
+    whole = Batch(
+        {"base": KeyedJaggedTensor(["history", "candidate", "user"], ids, lengths=lengths.int())},
+        age.repeat(count, 1),
+        jagged,
+        torch.zeros(count),
+    )
+    request = {
+        "features": KeyedJaggedTensor(["candidate"], items, lengths=torch.ones(count).int()),
+        "context": {"history": [history], "user": [users], "age": age},
+        "inputs": {"prices": prices},
+    }
+    return whole, request
+
+
+@pytest.mark.parametrize("count", [1, 2, 50])
+def test_one_user_with_many_candidates(both: tuple[Ranker, ArchivedModel], count: int) -> None:
+    model, archived = both
+    whole, request = candidates(count)
+    with torch.no_grad():
+        expected = model(whole)
+    found = archived.predict(None, **request)
+    torch.testing.assert_close(found["scores"], expected["scores"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["price"], expected["price"], rtol=1e-5, atol=1e-6)
+
+
+def test_requests_of_several_users_share_a_run(both: tuple[Ranker, ArchivedModel]) -> None:
+    model, archived = both
+    pairs = [candidates(count) for count in (3, 1, 8)]
+    found = archived.predict_many([PredictInputs(None, **request) for _, request in pairs])
+    for (whole, _), outputs in zip(pairs, found):
+        assert not isinstance(outputs, Exception), outputs
+        with torch.no_grad():
+            torch.testing.assert_close(outputs["scores"], model(whole)["scores"], rtol=1e-5, atol=1e-6)
+
+
+def test_the_user_part_runs_once(both: tuple[Ranker, ArchivedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = both[1].predictor.state.user
+    assert programs is not None
+    rows: list[int] = []
+    ordinary = programs._user
+
+    class Counted:
+        name = ordinary.name
+
+        def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+            found = ordinary(tensors)
+            rows.append(len(found[0]))
+            return found
+
+    monkeypatch.setattr(programs, "_user", Counted())
+    both[1].predict(None, **candidates(50)[1])
+    assert rows == [1]
+
+
+def test_errors_name_input_and_sample(both: tuple[Ranker, ArchivedModel]) -> None:
+    _, request = candidates(3)
+
+    def predict(**changed: Any) -> Any:
+        return both[1].predict(None, **{**request, **changed})
+
+    with pytest.raises(InputError, match=r"'prices' is missing; expected a list of float32 per sample"):
+        predict(inputs={})
+    with pytest.raises(InputError, match=r"got 'cost'; this model takes"):
+        predict(inputs={"cost": [1]})
+    with pytest.raises(InputError, match=r"'age': got shape \[2, 2\]; expected float32 \[1, 2\]"):
+        predict(context={**request["context"], "age": torch.zeros(2, 2)})
+    with pytest.raises(InputError, match=r"'age': sample 0 has nan"):
+        predict(context={**request["context"], "age": torch.tensor([[0.0, torch.nan]])})
+    two = KeyedJaggedTensor(["candidate"], torch.arange(3), lengths=torch.tensor([1, 2, 0]))
+    with pytest.raises(InputError, match=r"'candidate': sample 1 has 2 values; this model takes exactly 1"):
+        predict(features=two)
+    with pytest.raises(InputError, match="input 'age' is also in inputs"):
+        predict(inputs={**request["inputs"], "age": torch.zeros(3, 2)})
+    with pytest.raises(InputError, match=r"takes 1: batch"):
+        both[1](1, 2)
+
+
+def test_user_names_must_fit(tmp_path: Path) -> None:
+    for names, message in (
+        (["nobody"], "no input 'nobody'"),
+        (["history", "candidate", "user"], "all features are the user's"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            recinfer.export(Ranker(), make_batch(6), tmp_path / "a.rqa", user=names, progress=False)
+
+
+def test_damage_is_raised(both: tuple[Ranker, ArchivedModel], tmp_path: Path) -> None:
+    out = tmp_path / "b.rqa"
+    recinfer.export(both[0], make_batch(6), out, precision="int8", progress=False)
+    assert recinfer.verify(out).ok
+    (out / "stray").write_text("")
+    with pytest.raises(ArchiveError, match="F6"):
+        recinfer.verify(out)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_model_is_exported_as_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    sharded = DistributedModelParallel(Ranker(), device=torch.device("cpu")).eval()
+    archived = recinfer.export(sharded, make_batch(5), tmp_path / "c.rqa", precision="fp32", progress=False)
+    given = make_batch(7, seed=3)
+    with torch.no_grad():
+        torch.testing.assert_close(archived(given)["scores"], sharded(given)["scores"], rtol=1e-5, atol=1e-6)
+
+
+def test_public_names() -> None:
+    names = [name for name in dir(ArchivedModel) if not name.startswith("_")]
+    assert len(names) <= 15, names  # and .predictor
+    assert {"plan", "export", "load", "verify"} <= set(recinfer.__all__)
+
+
+def test_a_plan_of_a_live_module() -> None:
+    plan = recinfer.plan(Ranker(), world_size=2, precision="int4")
+    assert plan.world_size == 2
+    assert {table.precision.value for table in plan.tables} == {"INT4"}
