@@ -127,6 +127,7 @@ class Captured:
         examples: the tensors of the first example batch, in the order of ``slots``.
         arguments: names of forward's positional arguments.
         called: indices of the modules that forward calls.
+        at_most: free axis of a tensor, as shapes of slots name it -> the largest size for which the trace holds.
     """
 
     program: ExportedProgram
@@ -137,6 +138,7 @@ class Captured:
     arguments: tuple[str, ...]
     called: tuple[int, ...]
     examples: tuple[Tensor, ...] = field(default=(), repr=False)
+    at_most: dict[str, int] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the program, its description and the example's tensors to one file, without tables."""
@@ -157,6 +159,7 @@ class Captured:
             "structure": self.structure,
             "arguments": list(self.arguments),
             "called": list(self.called),
+            "at_most": self.at_most,
         }
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("capture.json", json.dumps(about, indent=1))
@@ -216,6 +219,7 @@ def read_capture(path: str | os.PathLike[str], check: Callable[[bytes], object] 
         tuple(about["arguments"]),
         tuple(about["called"]),
         tuple(examples),
+        about["at_most"],
     )
 
 
@@ -704,6 +708,12 @@ def _regroup(keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]]) -> l
     return [torch.cat([columns[key] for key in group], dim) for group in groups]
 
 
+def _regroup_as_dict(
+    keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]], keys: Sequence[str]
+) -> dict[str, Tensor]:
+    return dict(zip(keys, _regroup(keyed_tensors, groups)))
+
+
 # ------------------------------------------------------------------------------------------------- example batches
 
 
@@ -1099,9 +1109,11 @@ def trace(
         except Exception as error:
             raise CaptureError(explain(error)) from error
     outputs, structure = results[-1]
+    if not outputs:
+        raise CaptureError("forward returns no tensor; expected at least one output")
     slots = _slots(program, examples, sampled, notes.length_at)
     _check_guards(program, slots)
-    _check_ranges(program, slots)
+    at_most = _limits(program, slots)
     _check_operators(program)
     arguments = tuple(_positional(model))
     return Captured(
@@ -1113,6 +1125,7 @@ def trace(
         arguments,
         tuple(sorted(called)),
         tuple(example.tensor for example in examples),
+        at_most,
     )
 
 
@@ -1161,21 +1174,30 @@ def _check_guards(program: ExportedProgram, slots: Sequence[Slot]) -> None:
         )
 
 
-def _check_ranges(program: ExportedProgram, slots: Sequence[Slot]) -> None:
-    """Refuse a trace that holds only for some sizes of one axis: torch keeps these as ranges of the axis."""
+def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
+    """The largest sizes of free axes, which forward has compared with numbers: a matrix of positions has a last row.
+
+    Raises:
+        CaptureError: the trace holds only for some numbers of samples or values, or from some size on.
+    """
     names = set(program.graph_signature.user_inputs)
     nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items()}
+    at_most: dict[str, int] = {}
     for node, slot in zip(nodes, slots, strict=True):
         for axis, size in enumerate(node.meta["val"].shape):
             sizes = ranges.get(str(size))
             if sizes is None or (sizes.lower <= 2 and not str(sizes.upper).isdigit()):
+                continue
+            if sizes.lower <= 2 and axis and slot.part == "tensor" and slot.shape[axis] != "batch":
+                at_most[str(slot.shape[axis])] = int(sizes.upper)
                 continue
             limits = f"at least {sizes.lower}" if sizes.lower > 2 else f"at most {sizes.upper}"
             raise CaptureError(
                 f"forward takes another way unless size {axis} of {_title(slot)} is {limits}; write it without a branch on a "
                 f"size (torch.where), or give the axis a fixed size"
             )
+    return at_most
 
 
 def _check_operators(program: ExportedProgram) -> None:
@@ -1200,11 +1222,12 @@ def _is_random(node: torch.fx.Node) -> bool:
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    given = dict(zip((argument.name for argument in target._schema.arguments), node.args)) | node.kwargs
-    # Layers of a model in eval mode call these operators too.
-    off = [given[name] for name in ("train", "training", "dropout_p") if name in given]
-    defaults = {argument.name for argument in target._schema.arguments if argument.name == "dropout_p"}
-    return any(off) if off else not defaults
+    arguments = target._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= dict(zip(given, node.args)) | node.kwargs
+    # Layers of a model in eval mode call such operators too, with their randomness off.
+    switches = [given[name] for name in ("train", "training", "dropout_p") if name in given]
+    return any(switches) if switches else True
 
 
 def place_of(node: torch.fx.Node) -> str:
@@ -1237,6 +1260,15 @@ def _patched() -> Iterator[None]:
             kjt = module.KeyedJaggedTensor
             put(kjt, "concat", staticmethod(_concat(kjt, kjt.concat)))
             put(module.KeyedTensor, "regroup", staticmethod(_regroup))
+            if hasattr(module.KeyedTensor, "regroup_as_dict"):
+                put(module.KeyedTensor, "regroup_as_dict", staticmethod(_regroup_as_dict))
+    regroup = sys.modules.get("torchrec.modules.regroup")
+    if regroup is not None:
+        put(
+            regroup.KTRegroupAsDict,
+            "forward",
+            lambda self, tensors: _regroup_as_dict(tensors, self._groups, self._keys),
+        )
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
     detect = nn.modules.transformer._detect_is_causal_mask

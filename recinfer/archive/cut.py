@@ -141,6 +141,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
         inputs=infos,
         per_sample={name: count for name, count in parts.facts.per_sample.items() if name in known},
         as_long_as={a: b for a, b in parts.facts.as_long_as.items() if a in known and b in known},
+        at_most={axis: n for axis, n in captured.at_most.items() if any(axis in info.shape for info in infos)},
         ids=None,
         returns=captured.structure or {},
         user=None,

@@ -235,6 +235,10 @@ def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
     for name, other in s.as_long_as.items():
         if name not in jagged or other not in jagged or other in s.as_long_as:
             raise refuse(f"as_long_as says {_short(name)} is as long as {_short(other)}")
+    axes = {size for i in s.inputs if i.kind == "tensor" for size in i.shape[1:] if size != "batch"}
+    for axis, largest in s.at_most.items():
+        if axis not in axes or not 1 <= largest <= MAX_DENSE:
+            raise refuse(f"at_most gives the axis {_short(axis)} the size {largest}")
     computed = set() if s.ids is None else set(s.ids.features)
     looked_up = {feature.name for feature in m.features}
     if s.ids is not None:

@@ -194,20 +194,23 @@ class NeedIndices(nn.Module):
 
 
 class PaddedTensors(nn.Module):
-    """Histories padded by the loader to the longest one, into nn.Embedding."""
+    """Histories padded by the loader to the longest one, into nn.Embedding, with positions and a mask of the same length."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ebc, self.words = bags("user"), nn.Embedding(30, DIM, padding_idx=0)
+        self.positions = nn.Parameter(torch.randn(20, DIM))
         self.top = mlp(2 * DIM, 8, 1)
 
     @staticmethod
     def draw(d: Draw) -> tuple[Any, ...]:
-        return d.kjt(d.bag("user", 40)), d.integers(30, 3 + d.batch % 4)
+        length = 3 + d.batch % 4
+        return d.kjt(d.bag("user", 40)), d.integers(30, length), d.integers(2, length).bool()
 
-    def forward(self, ids: KeyedJaggedTensor, words: Tensor) -> Tensor:
-        mask = (words != 0).float().unsqueeze(2)
-        mean = (self.words(words) * mask).sum(1) / mask.sum(1).clamp(min=1)
+    def forward(self, ids: KeyedJaggedTensor, words: Tensor, seen: Tensor) -> Tensor:
+        mask = seen.float().unsqueeze(2)
+        vectors = self.words(words) + self.positions[: words.shape[1]]
+        mean = (vectors * mask).sum(1) / mask.sum(1).clamp(min=1)
         return self.top(torch.cat([self.ebc(ids).values(), mean], 1))
 
 

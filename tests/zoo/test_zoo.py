@@ -89,7 +89,7 @@ KINDS = [
     Kind(s.NumericSequence, ("prices",), as_long_as={"prices": "hist"}),
     Kind(s.SharedTable),
     Kind(s.NeedIndices),
-    Kind(s.PaddedTensors, ("words",), batches=2),
+    Kind(s.PaddedTensors, ("words", "seen"), batches=2),
     Kind(s.MaskedSoftmax, per_sample={"item": 1}),
     Kind(s.SegmentReduce),
     Kind(s.JaggedSoftmax, per_sample={"item": 1}),
