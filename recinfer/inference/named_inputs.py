@@ -94,7 +94,7 @@ class NamedInputs:
         """Axes of one name have one size, which is at most the largest one."""
         first: dict[str, tuple[str, int]] = {}
         for info in self.infos:
-            value = found[info.name]
+            value = found.get(info.name)
             for axis, size in zip(info.shape, value.shape if isinstance(value, Tensor) else ()):
                 if not isinstance(axis, str) or axis == "batch":
                     continue

@@ -253,7 +253,7 @@ signature_case("limit of the batch", lambda s: s["at_most"].update(batch=3))
 signature_case("returns no such output", lambda s: s.update(returns={"output": "other"}))
 signature_case("returns no structure", lambda s: s.update(returns={"dict": [1]}))
 signature_case("returns too deep", lambda s: s.update(returns=deep({"output": "scores_0"})))
-signature_case("without the ids program", lambda s: s.update(ids=None))
+signature_case("without the ids program", lambda s: s.update(ids=None), "F7")
 signature_case("ids of no feature", lambda s: s["ids"].update(features=[]))
 signature_case("ids of an unknown feature", lambda s: s["ids"]["features"].append("other"))
 signature_case("ids weighted of another feature", lambda s: s["ids"].update(weighted=["f_hist"]))
@@ -566,7 +566,7 @@ def replace_ids_program(root: Path, answer: Callable[[torch.Tensor, torch.Tensor
 
     class Other(nn.Module):
         def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> Bags:
-            return dict(zip(("f_item/values", "f_item/lengths", "more"), answer(values, lengths)))
+            return dict(zip(("computed/f_item/values", "computed/f_item/lengths", "more"), answer(values, lengths)))
 
     example = torch.arange(9), torch.tensor([2, 3, 1, 3])
     free = ({0: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})

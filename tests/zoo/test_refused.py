@@ -145,7 +145,7 @@ BATCHES = [
     ("other dtypes", (draw(), (draw(7)[0], draw(7)[1].double())), "differ in more than sizes: dense .*float32.*float64"),
     ("other features", (draw(), (draw(7)[0].split([1, 1])[0], draw(7)[1])), "differ in more than sizes: ids"),
     ("three batches", (draw(), draw(), draw()), "got 3 example batches"),
-    ("too few arguments", ((draw()[0],),), r"does not fit forward\(ids, dense\).*missing.*'dense'"),
+    ("too few arguments", ((draw()[0],),), r"does not fit forward\(ids.*missing.*'dense'"),
     ("a text", ("x",), r"does not fit forward"),
     ("no tensors", ((None, None),), "no tensor with a batch axis"),
     ("a feature is missing", ((draw()[0].split([1, 1])[0], draw()[1]),), "'ec' reads feature 'hist'; .* has 'user'"),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from recinfer.archive.manifest import Manifest
 from recinfer.capture import _read_batch
+from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.modules.embedding_configs import DataType
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -193,6 +194,16 @@ def test_an_archive_answers_as_its_model(kind: Kind, tmp_path: Path) -> None:
         () if ids is None else ids.features,
         manifest.dense.engine,
     ) == (kind.inputs, kind.per_sample, kind.as_long_as, kind.computed, kind.engine), manifest.dense.onnx_refused
+
+
+def test_free_axes_are_checked(tmp_path: Path) -> None:
+    _, predictor = export(next(kind for kind in KINDS if kind.model is s.PaddedTensors), tmp_path, DataType.FP32)
+    ids, words, seen = s.PaddedTensors.draw(Draw(6, 1))
+    with pytest.raises(InputError, match="input 'seen': got 6 where 'words' has 5; expected the same size"):
+        predictor.predict(None, ids, inputs={"words": words, "seen": torch.cat([seen, seen[:, :1]], 1)})
+    long = {name: value.repeat(1, 5) for name, value in (("words", words), ("seen", seen))}
+    with pytest.raises(InputError, match="input 'words': got an axis of 25; this model takes at most 20"):
+        predictor.predict(None, ids, inputs=long)
 
 
 def check_one_user(kind: Kind, model: nn.Module, predictor: Predictor) -> None:
