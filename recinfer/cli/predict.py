@@ -320,20 +320,19 @@ def _from_json(path: Path) -> _Input:
 
     from recinfer.data.tables import cut_off
     from recinfer.serving.wire import json_codec
-    from recinfer.serving.wire.arrays import features_of
-    from recinfer.serving.wire.proto import inference_pb2 as pb
 
     try:
         data = read_bytes(path)
     except NOT_GZIP as error:
         raise cut_off(path, error) from error
-    request = pb.PredictRequest.FromString(json_codec.predict_request(json_codec.parse_json(data)))
-    features = features_of(request.features)
-    if features.batch < 1:
+    rows = json_codec.json_rows(json_codec.parse_json(data))
+    batch = rows.features.batch
+    if batch < 1:
         raise InputError(f"{path}: got no samples, expected at least one")
-    dense = np.frombuffer(request.dense, np.float32).reshape(features.batch, -1)
-    context = features_of(request.context) if request.HasField("context") else None
-    return _Input(dense, features, context, request.model, request.version)
+    dense = np.zeros((batch, 0), np.float32) if rows.dense is None else rows.dense
+    if len(dense) != batch:
+        raise InputError(f"dense: got {len(dense)} rows, expected one for each of {batch} samples")
+    return _Input(dense, rows.features, rows.context, rows.model, rows.version)
 
 
 def _predict(client: InferenceClient, parsed: _Input, batch_size: int) -> tuple[dict[str, NDArray[Any]], list[int]]:

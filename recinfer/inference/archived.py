@@ -132,7 +132,6 @@ class ArchivedModel:
             lines.append(f"  out  {output.name}: float32 [batch{''.join(f', {size}' for size in output.shape)}]")
         return "\n".join(lines)
 
-
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 

@@ -28,7 +28,6 @@ __all__ = [
     "decode_predict",
     "encode_lookup_request",
     "encode_predict_request",
-    "features_of",
     "parse",
 ]
 
@@ -121,14 +120,6 @@ def encode_predict_request(
             )
         parts += bytes_field(4, array_bytes(matrix, _FLOAT32))
     return b"".join(parts if context is None else [*parts, *_encode_features(as_features(context), 5)])
-
-
-def features_of(message: pb.JaggedFeatures) -> FeatureArrays:
-    """The arrays, unchecked, of a message that :mod:`recinfer.serving.wire.json_codec` made."""
-    weights = np.frombuffer(message.weights, _FLOAT32) if message.weights else None
-    lengths, values = np.frombuffer(message.lengths, _INT32), np.frombuffer(message.values, _INT64)
-    keys, weighted = tuple(message.keys), tuple(message.weighted_keys)
-    return FeatureArrays(keys, message.batch_size, lengths, values, weights, weighted)
 
 
 # -- answers -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from recinfer.columns import dense_name
 from recinfer.errors import InputError
+from recinfer.excerpts import some
 from recinfer.lru import LruCache
 from recinfer.serving.wire.json_codec import text_of
 
@@ -80,7 +81,9 @@ class ModelInputs:
         dense: tuple[str, ...] = tuple(name for name in names if name not in own)
         known = (*self.features, *self.columns, *([self.dense] if self.num_dense else ()))
         if unknown := [name for name in dense if name not in known]:
-            raise InputError(f"{field}: got {text_of(unknown[0])}, which is no input of this model; {_listed(known)}")
+            raise InputError(
+                f"{field}: got {text_of(unknown[0])}, which is no input of this model; it takes {some(known, _SHOWN)}"
+            )
         if not features:
             raise InputError(f"{field}: got no feature, expected some of {', '.join(self.features[:_SHOWN])}")
         if not with_dense:
@@ -131,8 +134,3 @@ def _getter(names: tuple[str, ...]) -> Callable[[Row], tuple[Any, ...]]:
     if len(names) == 1:
         return lambda row, name=names[0]: (row[name],)  # type: ignore[misc]
     return itemgetter(*names)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"it takes {', '.join(names[:_SHOWN])}{more}"
