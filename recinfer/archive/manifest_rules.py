@@ -193,14 +193,15 @@ def _check_dense(m: Manifest) -> None:
     dense = m.dense
     if dense is None:
         return
-    if m.signature is None:
-        if dense.inputs != dense_inputs(m, dense.num_dense):
-            raise ArchiveError("dense.inputs differ from those that modules and num_dense imply, in order", rule="M7")
-    else:
-        _check_signature(m, m.signature, dense)
     names = [output.name for output in dense.outputs]
     if not names or len(set(names)) != len(names):
         raise ArchiveError(f"dense.outputs {names[:5]}; expected at least one, each name once", rule="M7")
+    if [i.dim for i in dense.inputs if i.kind == "dense"] != [dense.num_dense] * (dense.num_dense > 0):
+        raise ArchiveError(f"num_dense is {dense.num_dense}, and dense.inputs disagree", rule="M7")
+    if m.signature is not None:
+        _check_signature(m, m.signature, dense)
+    elif dense.inputs != dense_inputs(m, dense.num_dense):
+        raise ArchiveError("dense.inputs differ from those that modules and num_dense imply, in order", rule="M7")
     _check_engine("dense", dense.engine, dense.onnx, "M7")
 
 
@@ -236,6 +237,10 @@ def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
     for name, other in s.as_long_as.items():
         if name not in jagged or other not in jagged or other in s.as_long_as:
             raise refuse(f"as_long_as says {excerpt(name)} is as long as {excerpt(other)}")
+    axes = {size for i in s.inputs if i.kind == "tensor" for size in i.shape[1:] if size != "batch"}
+    for axis, largest in s.at_most.items():
+        if axis not in axes or not 1 <= largest <= MAX_DENSE:
+            raise refuse(f"at_most gives the axis {excerpt(axis)} the size {largest}")
     computed = set() if s.ids is None else set(s.ids.features)
     looked_up = {feature.name for feature in m.features}
     if s.ids is not None:
@@ -251,8 +256,6 @@ def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
     if tuple(i for i in dense.inputs if i.kind in vectors) != lookup_inputs(m):
         raise ArchiveError("dense.inputs of lookups differ from those that modules imply, in order", rule="M7")
     _check_program_inputs(m, s, tuple(i for i in dense.inputs if i.kind not in vectors), refuse)
-    if (dense.num_dense > 0) != any(i.kind == "dense" for i in dense.inputs):
-        raise ArchiveError(f"num_dense is {dense.num_dense}, and dense.inputs disagree", rule="M7")
     _check_returns(s.returns, {output.name for output in dense.outputs}, refuse)
     if s.user is not None:
         _check_user(m, s, s.user, dense, refuse)

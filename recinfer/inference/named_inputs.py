@@ -47,6 +47,7 @@ class NamedInputs:
         self._by_name = {info.name: info for info in self.infos}
         self._per_sample = {} if signature is None else signature.per_sample
         self._as_long_as = {} if signature is None else signature.as_long_as
+        self._at_most = {} if signature is None else signature.at_most
         self.dense_name = ""
         if signature is not None and manifest.dense is not None and manifest.dense.num_dense:
             self.dense_name = next(info.name for info in signature.inputs if info.kind == "tensor")
@@ -91,7 +92,26 @@ class NamedInputs:
             found[info.name] = (
                 self._jagged(info, batch, *parts) if info.kind == "jagged" else self._tensor(info, batch, *parts)
             )
+        self._check_free_axes(found)
         return found
+
+    def _check_free_axes(self, found: Mapping[str, GivenInput]) -> None:
+        """Axes of one name have one size, which is at most the largest one."""
+        first: dict[str, tuple[str, int]] = {}
+        for info in self.infos:
+            value = found.get(info.name)
+            for axis, size in zip(info.shape, value.shape if isinstance(value, Tensor) else ()):
+                if not isinstance(axis, str) or axis == "batch":
+                    continue
+                name, other = first.setdefault(axis, (info.name, size))
+                if other != size:
+                    raise InputError(
+                        f"input {info.name!r}: got {size} where {name!r} has {other}; expected the same size"
+                    )
+                if size > self._at_most.get(axis, size):
+                    raise InputError(
+                        f"input {info.name!r}: got an axis of {size}; this model takes at most {self._at_most[axis]}"
+                    )
 
     def check_facts(self, bags: Sequence[Bags], inputs: Mapping[str, GivenInput]) -> None:
         """Check the numbers of values that forward relies on.
