@@ -204,6 +204,11 @@ def archive_tables(manifest: Manifest) -> list[Table]:
     if manifest.signature is not None and manifest.signature.ids is not None:
         ids = manifest.signature.ids
         about.add_row("ids program", f"ids of {', '.join(ids.features)}, runs on {ids.runs_on}")
+    if manifest.signature is not None and manifest.signature.user is not None:
+        names = ", ".join(manifest.signature.user.names)
+        about.add_row(
+            "user", f"{names}: the part of these alone runs once for a request that gives them as its context"
+        )
     about.add_row("raw rows", "yes, the archive has a feature contract" if manifest.contract else "no feature contract")
     if manifest.missing_shards == "default_rows":
         about.add_row("missing shards", "default rows instead, flagged")
