@@ -3,7 +3,8 @@
     python -m benchmarks.planner                                  # the table of sizes
     python -m benchmarks.planner --torchrec-python PATH           # and TorchRec's planner, run by that interpreter
     python -m benchmarks.planner --cases 26x8,200x16 --timeout 60 --out planner.json
-    python -m benchmarks.planner --calibrated                     # planned against measured time of each rank, on CPU
+    python -m benchmarks.planner --modes train,greedy,easyrec     # the default search against proposers
+    python -m benchmarks.planner --calibrated                     # plans with and without a profile, measured on CPU
 
 80 GiB per rank, batch 512, synthetic tables that depend only on their number. Each case runs in a separate process, so
 that its peak memory is measured alone. Both planners' plans are rated with one estimator, recinfer's (which agrees with
@@ -80,6 +81,19 @@ def _setup(num: int, world_size: int, mode: str) -> tuple[Any, Any, Any, Any]:
     return module, [EmbeddingBagCollectionSharder()], Topology(**_topology(world_size)), constraints
 
 
+def _plug_ins(mode: str) -> dict[str, Any]:
+    """Arguments of the planner for the modes that plan for training."""
+    from recinfer.distributed.planner.proposers import DynamicProgrammingProposer, GreedyProposer, UniformProposer
+
+    proposers = {
+        "train": None,
+        "greedy": [GreedyProposer()],
+        "uniform": [UniformProposer()],
+        "easyrec": [DynamicProgrammingProposer(), UniformProposer()],  # TorchEasyRec's
+    }
+    return {"proposer": proposers[mode]}
+
+
 def run_case(num: int, world_size: int, mode: str) -> dict[str, Any]:
     """Plan once in this process."""
     from recinfer.distributed.planner import EmbeddingShardingPlanner, plan_inference
@@ -96,15 +110,20 @@ def run_case(num: int, world_size: int, mode: str) -> dict[str, Any]:
             constraints=constraints,
             batch_size=BATCH,
         )
+        e = plan.estimates
     else:
         planner = EmbeddingShardingPlanner(
-            topology=topology, batch_size=BATCH, constraints=constraints, stats=NoopEmbeddingStats()
+            topology=topology,
+            batch_size=BATCH,
+            constraints=constraints,
+            stats=NoopEmbeddingStats(),
+            **_plug_ins(mode),
         )
         planner.plan(module, sharders)
-        assert planner.last_plan is not None
-        plan = planner.last_plan
+        assert planner.report is not None
+        plan, report = planner.last_plan, planner.report  # no plan as data from a proposer
+        e = {"max_perf_ms": report.max_perf, "lower_bound_ms": report.lower_bound, "gap": report.gap}
     seconds, cpu_seconds = time.monotonic() - begin, time.process_time() - begin_cpu
-    e = plan.estimates
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
@@ -112,7 +131,7 @@ def run_case(num: int, world_size: int, mode: str) -> dict[str, Any]:
         "max_perf_ms": e["max_perf_ms"],
         "lower_bound_ms": e["lower_bound_ms"],
         "gap": e["gap"],
-        "hash": plan.hash,
+        "hash": plan.hash if plan is not None else "",
     }
 
 
@@ -229,9 +248,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(f"{n}x{w}" for n, w in SIZES))
     parser.add_argument("--torchrec-python", help="interpreter that can import torchrec")
-    parser.add_argument("--modes", help="modes of inference,train,forward, separated by commas")
+    parser.add_argument("--modes", help="modes of inference,train,greedy,uniform,easyrec,forward, separated by commas")
     parser.add_argument("--timeout", type=float, default=120, help="time limit of TorchRec per plan, in seconds")
-    parser.add_argument("--calibrated", action="store_true", help="compare planned with measured times instead")
+    parser.add_argument(
+        "--calibrated", action="store_true", help="measure plans with and without recinfer calibrate instead"
+    )
+    parser.add_argument("--hardware", type=Path, help="with --calibrated, a profile instead of a new calibration")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -243,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.calibrated:
         from benchmarks.planner_calibrated import calibrated
 
-        results: Any = calibrated()
+        results: Any = calibrated(args.hardware)
     else:
         results = {}
         print(
@@ -257,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
                 name = f"{num} x {world} {mode}"
                 results[name] = _in_process(num, world, mode)
                 print(_row(name, "recinfer", results[name], BARS.get((num, world, mode))), flush=True)
-                if mode != "inference" and args.torchrec_python:
+                if mode in ("train", "forward") and args.torchrec_python:
                     results[name + " torchrec"] = _torchrec(args.torchrec_python, num, world, mode, args.timeout)
                     print(_row(name, "TorchRec", results[name + " torchrec"], None), flush=True)
     if args.out:

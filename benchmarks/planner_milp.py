@@ -46,7 +46,7 @@ def problem_of(seed: int, num_tables: int, world_size: int, ddr_cap: int) -> Pro
     module = EmbeddingBagCollection(tables, device="meta")
     facts = inference_tables(module, compute_device="cpu", precision=DataType.INT8, constraints=limits)
     topology = Topology(world_size, "cpu", ddr_cap=ddr_cap)
-    estimate = inference_estimate(topology, facts)
+    estimate = inference_estimate(topology)
     return make_problem(build_space(facts, topology, estimate), topology)
 
 

@@ -32,6 +32,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "CaptureError",
@@ -127,6 +128,7 @@ class Captured:
         examples: the tensors of the first example batch, in the order of ``slots``.
         arguments: names of forward's positional arguments.
         called: indices of the modules that forward calls.
+        at_most: free axis of a tensor, as shapes of slots name it -> the largest size for which the trace holds.
     """
 
     program: ExportedProgram
@@ -137,6 +139,7 @@ class Captured:
     arguments: tuple[str, ...]
     called: tuple[int, ...]
     examples: tuple[Tensor, ...] = field(default=(), repr=False)
+    at_most: dict[str, int] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the program, its description and the example's tensors to one file, without tables."""
@@ -157,6 +160,7 @@ class Captured:
             "structure": self.structure,
             "arguments": list(self.arguments),
             "called": list(self.called),
+            "at_most": self.at_most,
         }
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("capture.json", json.dumps(about, indent=1))
@@ -216,6 +220,7 @@ def read_capture(path: str | os.PathLike[str], check: Callable[[bytes], object] 
         tuple(about["arguments"]),
         tuple(about["called"]),
         tuple(examples),
+        about["at_most"],
     )
 
 
@@ -458,7 +463,7 @@ class _TracedKjt:
         if index not in cache:
             parts = [bag[index] for bag in self._bags.values()]
             cache[index] = parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]
-            cache[index]._recinfer_bags = self._bags
+            cache[index]._recinfer_bags = list(self._bags.values())
         return cache[index]  # type: ignore[no-any-return]
 
     def values(self) -> Tensor:
@@ -574,19 +579,113 @@ def _parts_of(kjt: Any) -> dict[str, Bag]:
     keys, values, lengths, weights = list(kjt.keys()), kjt.values(), kjt.lengths(), kjt.weights_or_none()
     if not keys:
         return {}
-    known: Mapping[str, Bag] | None = getattr(lengths, "_recinfer_bags", None)
-    by_key = lengths.reshape(len(keys), -1)
-    if known is not None and len(known) == len(keys):
-        sizes: list[Any] = [bag[0].shape[0] for bag in known.values()]
-    elif len(keys) == 1:
-        sizes = [values.shape[0]]
+    joined = _noted(lengths, "bags", keys)
+    if joined is None:
+        by_key = lengths.reshape(len(keys), -1)
+        counts = [by_key[i].long() for i in range(len(keys))]
     else:
-        sizes = by_key.sum(1).tolist()
+        counts = [bag[1] for bag in joined]
+    sizes = _sizes_of(keys, values, lengths, counts)
+    joined = _noted(values, "bags", keys)
+    each = values.split(sizes) if joined is None else [bag[0] for bag in joined]
+    heavy = [None] * len(keys) if weights is None else weights.split(sizes)
+    return dict(zip(keys, zip(each, counts, heavy)))
+
+
+def _sizes_of(keys: Sequence[str], values: Tensor, lengths: Tensor, counts: Sequence[Tensor]) -> list[Any]:
+    """The number of values of each key."""
+    joined = _noted(lengths, "bags", keys)
+    if joined is not None and len(keys) > 1:
+        return [bag[0].shape[0] for bag in joined]
+    sizes = [values.shape[0]] if len(keys) == 1 else _noted(values, "sizes", keys)
+    if sizes is None:
+        sizes = torch.stack([count.sum() for count in counts]).tolist()
         for size in sizes:
             torch._check(size >= 0)
-    each = values.split(sizes)
-    heavy = [None] * len(keys) if weights is None else weights.split(sizes)
-    return {key: (each[i], by_key[i].long(), heavy[i]) for i, key in enumerate(keys)}
+    fill = getattr(lengths, "_recinfer_fill", None)
+    if fill is not None:
+        for size, count in zip(sizes, counts):
+            torch._check(size == fill * count.shape[0])
+    return sizes
+
+
+def _noted(tensor: Tensor, note: str, keys: Sequence[str]) -> list[Any] | None:
+    """A note of :class:`_Notes` or :meth:`_TracedKjt._joined` that has one entry a key; None without one."""
+    found = getattr(tensor, f"_recinfer_{note}", None)
+    return None if found is None or len(found) != len(keys) else list(found)
+
+
+class _Notes(TorchFunctionMode):
+    """Notes on tensors, while tracing, the sizes of the tensors that ``torch.cat`` joined, and the number that fills one.
+
+    A trace has no numbers; with these notes a KeyedJaggedTensor that forward makes can be taken apart by its keys.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length_at = ""  # the place of the first len(tensor), which is a plain number
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.__len__:
+            self.length_at = self.length_at or _here()
+        if getattr(function, "__name__", "") == "_pack_padded_sequence":
+            raise CaptureError(
+                f"forward packs a padded sequence{_here()}, whose sizes depend on numbers; run the layer on the padded "
+                f"sequence and take the state of each sample's last place (gather)"
+            )
+        result = function(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            return result
+        if function in (torch.cat, torch.concat, torch.hstack):
+            parts = args[0] if args else kwargs.get("tensors", ())
+            if all(part.dim() == 1 for part in parts):
+                result._recinfer_sizes = [part.shape[0] for part in parts]  # type: ignore[attr-defined]
+            fills = {getattr(part, "_recinfer_fill", None) for part in parts}
+            if len(fills) == 1:
+                result._recinfer_fill = fills.pop()  # type: ignore[attr-defined]
+            return result
+        if function in _FILLS:
+            result._recinfer_fill = 1  # type: ignore[attr-defined]
+        elif function is torch.full:
+            fill = args[1] if len(args) > 1 else kwargs.get("fill_value")
+            result._recinfer_fill = fill if isinstance(fill, int) else None  # type: ignore[attr-defined]
+        elif args and isinstance(args[0], Tensor):
+            self._keep(function, args[0], result)
+        return result
+
+    @staticmethod
+    def _keep(function: Any, given: Tensor, result: Tensor) -> None:
+        """Notes that hold for the result of a function of ``given`` too."""
+        name = getattr(function, "__name__", "")
+        sizes: Any = getattr(given, "_recinfer_sizes", None)
+        same = result.dim() == given.dim() == 1 and str(result.shape[0]) == str(given.shape[0])
+        if sizes is not None and same and name not in _REORDERS:
+            result._recinfer_sizes = sizes  # type: ignore[attr-defined]
+        fill: Any = getattr(given, "_recinfer_fill", None)
+        if fill is not None and name in _SAME_NUMBERS:
+            result._recinfer_fill = fill  # type: ignore[attr-defined]
+
+
+_FILLS = (torch.ones, torch.ones_like, Tensor.new_ones)
+_REORDERS = {"flip", "roll", "sort", "argsort", "index_select", "gather", "take", "__getitem__"}
+_SAME_NUMBERS = {
+    *(
+        "to",
+        "int",
+        "long",
+        "view",
+        "reshape",
+        "flatten",
+        "repeat",
+        "expand",
+        "clone",
+        "contiguous",
+        "squeeze",
+        "unsqueeze",
+    ),
+    *("type", "cpu", "detach", "repeat_interleave", "__getitem__"),
+}
 
 
 def _concat(base: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -610,11 +709,10 @@ def _regroup(keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]]) -> l
     return [torch.cat([columns[key] for key in group], dim) for group in groups]
 
 
-def _regroup_as_dict(module: Any, keyed_tensors: Sequence[Any]) -> dict[str, Tensor]:
-    """``KTRegroupAsDict.forward`` as slices and concatenations; TorchRec's prepares its indices in the first call."""
-    groups = _regroup(keyed_tensors, module._groups)
-    cast: Any = getattr(module, "embedding_cast", list)
-    return dict(zip(module._keys, cast(groups)))
+def _regroup_as_dict(
+    keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]], keys: Sequence[str]
+) -> dict[str, Tensor]:
+    return dict(zip(keys, _regroup(keyed_tensors, groups)))
 
 
 def _batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -1036,7 +1134,8 @@ def trace(
     results: list[tuple[tuple[str, ...], Any]] = []
     whole = _Whole(body, read[0][1], sampled.batched, lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in free} for free in sampled.free)
-    with _patched(), torch.no_grad():
+    notes = _Notes()
+    with _patched(), torch.no_grad(), notes:
         try:
             program = _exported(whole, tuple(sampled.tensors), axes)
         except CaptureError:
@@ -1044,8 +1143,12 @@ def trace(
         except Exception as error:
             raise CaptureError(explain(error)) from error
     outputs, structure = results[-1]
-    slots = _slots(program, examples, sampled)
-    _check_guards(program)
+    if not outputs:
+        raise CaptureError("forward returns no tensor; expected at least one output")
+    slots = _slots(program, examples, sampled, notes.length_at)
+    _check_guards(program, slots)
+    at_most = _limits(program, slots)
+    _check_operators(program)
     arguments = tuple(_positional(model))
     return Captured(
         program,
@@ -1056,6 +1159,7 @@ def trace(
         arguments,
         tuple(sorted(called)),
         tuple(example.tensor for example in examples),
+        at_most,
     )
 
 
@@ -1107,8 +1211,10 @@ class _Int(metaclass=_IntType):
     """``int`` for the model's own files while a trace runs."""
 
 
-def _slots(program: ExportedProgram, examples: Sequence[_Example], sampled: _Sampled) -> tuple[Slot, ...]:
-    """Describe the inputs of ``program``; refuses a free axis that forward fixes."""
+def _slots(
+    program: ExportedProgram, examples: Sequence[_Example], sampled: _Sampled, length_at: str
+) -> tuple[Slot, ...]:
+    """Describe the inputs of ``program``; refuses a free axis that forward fixes, maybe by a len() ``length_at``."""
     names = set(program.graph_signature.user_inputs)
     nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     # An axis that forward never compares with others has a symbol of its own.
@@ -1123,7 +1229,8 @@ def _slots(program: ExportedProgram, examples: Sequence[_Example], sampled: _Sam
                 what = {"values": "number of values", "lengths": "number of samples", "weights": "number of weights"}
                 raise CaptureError(
                     f"forward works only where the {what.get(example.part, f'size of axis {axis}')} of {example.path} is "
-                    f"{tensor.shape[axis]}; take sizes from the tensors, not from numbers"
+                    f"{tensor.shape[axis]}{length_at}; take sizes from the tensors, as x.shape[0], not from numbers, len(x) "
+                    f"or int()"
                 )
             shape.append(int(size) if fixed else re.sub(r"\w+", lambda m: "batch" if m[0] in batch else m[0], text))
         slots.append(
@@ -1133,15 +1240,89 @@ def _slots(program: ExportedProgram, examples: Sequence[_Example], sampled: _Sam
 
 
 _EQUAL = re.compile(r"[^=<>!%/]+==[^=<>!%/]+")
+_SIZE = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 
 
-def _check_guards(program: ExportedProgram) -> None:
+def _check_guards(program: ExportedProgram, slots: Sequence[Slot]) -> None:
     """Refuse a trace that holds only for some sizes."""
-    odd = [guard for guard in getattr(program, "_guards_code", None) or () if not _EQUAL.fullmatch(guard)]
-    if odd:
+    guards = list(getattr(program, "_guards_code", None) or ())
+    for guard in guards:
+        # Where an operator broadcasts, torch notes "a == 1 or a == b" beside "a == b".
+        if _EQUAL.fullmatch(guard) or any(part in guards for part in guard.split(" or ")):
+            continue
+        sizes = _SIZE.sub(lambda m: f"size {m[2]} of {_title(slots[int(m[1])])}", guard)
         raise CaptureError(
-            f"forward takes another way for other sizes ({odd[0]}); write it without a branch on a size (torch.where)"
+            f"forward takes another way for other sizes ({sizes[:300]}); write it without a branch on a size (torch.where)"
         )
+
+
+def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
+    """The largest sizes of free axes, which forward has compared with numbers: a matrix of positions has a last row.
+
+    Raises:
+        CaptureError: the trace holds only for some numbers of samples or values, or from some size on.
+    """
+    names = set(program.graph_signature.user_inputs)
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items()}
+    at_most: dict[str, int] = {}
+    for node, slot in zip(nodes, slots, strict=True):
+        for axis, size in enumerate(node.meta["val"].shape):
+            sizes = ranges.get(str(size))
+            if sizes is None or (sizes.lower <= 2 and not str(sizes.upper).isdigit()):
+                continue
+            if sizes.lower <= 2 and axis and slot.part == "tensor" and slot.shape[axis] != "batch":
+                at_most[str(slot.shape[axis])] = int(sizes.upper)
+                continue
+            limits = f"at least {sizes.lower}" if sizes.lower > 2 else f"at most {sizes.upper}"
+            raise CaptureError(
+                f"forward takes another way unless size {axis} of {_title(slot)} is {limits}; write it without a branch on a "
+                f"size (torch.where), or give the axis a fixed size"
+            )
+    return at_most
+
+
+def _check_operators(program: ExportedProgram) -> None:
+    """Refuse random numbers, and operators that no archive may contain."""
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        place = place_of(node)
+        if node.users and _is_random(node):
+            raise CaptureError(
+                f"forward draws random numbers by {node.target}{place}; an archive gives the same answer each time: draw "
+                f"only where self.training holds (nn.Dropout does), or take the numbers as an input"
+            )
+        if node.target.namespace not in ("aten", "prims", "fbgemm", "recinfer"):
+            raise CaptureError(
+                f"forward calls the operator {node.target}{place}, which an archive may not contain; write it with torch's own "
+                f"operators"
+            )
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = target._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= dict(zip(given, node.args)) | node.kwargs
+    # Layers of a model in eval mode call such operators too, with their randomness off.
+    switches = [given[name] for name in ("train", "training", "dropout_p") if name in given]
+    return any(switches) if switches else True
+
+
+def place_of(node: torch.fx.Node) -> str:
+    """The line of forward that a node of a trace comes from, as text; empty if it is not known."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)', node.meta.get("stack_trace") or "")
+    for file, line, name, text in reversed(found):
+        if _is_users(file):
+            return _place_text(file, line, name, text)
+    return ""
+
+
+def _title(slot: Slot) -> str:
+    return slot.path if slot.part == "tensor" else f"the {slot.part} of {slot.path}"
 
 
 @contextlib.contextmanager
@@ -1159,9 +1340,15 @@ def _patched() -> Iterator[None]:
             kjt = module.KeyedJaggedTensor
             put(kjt, "concat", staticmethod(_concat(kjt, kjt.concat)))
             put(module.KeyedTensor, "regroup", staticmethod(_regroup))
+            if hasattr(module.KeyedTensor, "regroup_as_dict"):
+                put(module.KeyedTensor, "regroup_as_dict", staticmethod(_regroup_as_dict))
     regroup = sys.modules.get("torchrec.modules.regroup")
-    if regroup is not None and hasattr(regroup, "KTRegroupAsDict"):
-        put(regroup.KTRegroupAsDict, "forward", _regroup_as_dict)
+    if regroup is not None:
+        put(
+            regroup.KTRegroupAsDict,
+            "forward",
+            lambda self, tensors: _regroup_as_dict(tensors, self._groups, self._keys),
+        )
     put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
@@ -1184,24 +1371,50 @@ def _patched() -> Iterator[None]:
 
 def explain(error: BaseException) -> str:
     """One sentence for an exception of a trace: the line of forward, the cause, and what to write instead."""
-    place = _place(error)
-    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    place = _place(frames)
+    text = brief(error)
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text or "unbacked" in text.lower():
-        cause = (
-            "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, or a fixed size"
-        )
+        cause = "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, a fixed size, or "
+        cause += "x.item() for int(x)"
     elif "Dim" in text and "constant" in text.lower():
         cause = "forward fixes a size that differs between batches; take sizes from the tensors"
+    elif ".numpy()" in text:
+        cause = "forward leaves torch by .numpy(); write it with torch's own functions"
     else:
-        cause = f"{kind}: {text[:400]}"
+        cause = f"{kind}: {text}"
     return f"forward cannot be traced{place}: {cause}"
 
 
-def _place(error: BaseException) -> str:
+_REST = re.compile(
+    r"While executing|Original traceback|Potential framework|To fix the error|Use tlparse|For more information|graph\(\)"
+    r"|class GraphModule|The following call raised|\(Size-like symbols"
+)
+
+
+def brief(error: BaseException, most: int = 300) -> str:
+    """The first sentences of an exception's message, as one line without dumps of graphs."""
+    return " ".join(_REST.split(str(error), maxsplit=1)[0].split())[:most]
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line outside of torch and this file, as text."""
-    here, inside = str(Path(__file__)), str(Path(torch.__file__).parent)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename != here and not frame.filename.startswith(inside) and "/sparse/" not in frame.filename:
-            return f" at {Path(frame.filename).name}:{frame.lineno}, in {frame.name}: `{(frame.line or '').strip()}`"
+    for frame in reversed(frames):
+        if _is_users(frame.filename):
+            return _place_text(frame.filename, frame.lineno, frame.name, frame.line)
     return ""
+
+
+def _here() -> str:
+    """The line of forward that is running, as text."""
+    return _place(traceback.extract_stack())
+
+
+def _is_users(file: str) -> bool:
+    torch_folder = str(Path(torch.__file__).parent)
+    return file != str(Path(__file__)) and not file.startswith(torch_folder) and "/sparse/" not in file
+
+
+def _place_text(file: str, line: object, name: str, text: str | None) -> str:
+    return f" at {Path(file).name}:{line}, in {name}: `{(text or '').strip()}`"

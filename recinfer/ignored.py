@@ -167,6 +167,7 @@ IGNORED = (
         "nothing",
         _KNOWN,
     ),
+    Ignored(("distributed.comm_ops.All2AllDenseInfo",), ("input_shape",), "nothing", _FOR_READERS),
     Ignored(
         ("distributed.comm_ops.All2AllVInfo",),
         ("B_global", "B_local", "input_split_sizes", "output_split_sizes"),

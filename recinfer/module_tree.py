@@ -1,4 +1,4 @@
-"""Walks the tree of a model by the identity of its modules: each module once, with all its names.
+"""Walks the tree of a model by the identity of its modules: each module once, with all its names; names with prefixes.
 
 ``nn.Module.named_children`` and ``named_modules`` leave out the second name of a module, so a module that they find must be
 replaced, planned or listed under names that they do not give.
@@ -6,11 +6,32 @@ replaced, planned or listed under names that they do not give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from torch import nn
 
-__all__ = ["missing_keys", "module_names", "named_children", "outermost_modules"]
+__all__ = [
+    "append_prefix",
+    "filter_state_dict",
+    "missing_keys",
+    "module_names",
+    "named_children",
+    "outermost_modules",
+]
+
+T = TypeVar("T")
+
+
+def append_prefix(prefix: str, name: str) -> str:
+    """``prefix.name``; just ``name`` after an empty prefix, just ``prefix`` before an empty name."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def filter_state_dict(state_dict: Mapping[str, T], name: str) -> OrderedDict[str, T]:
+    """The entries under ``name.``, without that prefix."""
+    return OrderedDict((key[len(name) + 1 :], value) for key, value in state_dict.items() if key.startswith(f"{name}."))
 
 
 def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -75,6 +75,29 @@ def test_imports_have_no_circles() -> None:
     assert not found, f"modules that import each other: {found}"
 
 
+def parts(graph: dict[str, set[str]], package: str) -> dict[str, set[str]]:
+    """The imports between the modules and packages directly in ``package``."""
+    depth = package.count(".") + 2
+
+    def part(module: str) -> str:
+        return ".".join(module.split(".")[:depth]) if module.startswith(package + ".") else ""
+
+    found: dict[str, set[str]] = {}
+    for module, targets in graph.items():
+        found.setdefault(part(module), set()).update(map(part, targets))
+    return {name: targets - {name, ""} for name, targets in found.items() if name}
+
+
+def test_the_parts_of_distributed_have_no_circles() -> None:
+    found = [sorted(circle) for circle in circles(parts(imports(), "recinfer.distributed"))]
+    assert not found, f"packages and modules of distributed that import each other: {found}"
+
+
+def test_parts_are_the_next_level() -> None:
+    graph = {"p.q.a.x": {"p.q.b", "p.c"}, "p.q.b": {"p.q.a.y"}, "p.q.a.y": {"p.q.a.x"}, "p.c": {"p.q.b"}}
+    assert parts(graph, "p.q") == {"p.q.a": {"p.q.b"}, "p.q.b": {"p.q.a"}}
+
+
 def test_circles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
     assert circles(graph) == {frozenset("abc"), frozenset("de")}

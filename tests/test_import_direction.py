@@ -17,6 +17,7 @@ BASE = {
     "arrow",
     "columns",
     "errors",
+    "excerpts",
     "env",
     "fbgemm",
     "files",
@@ -32,9 +33,9 @@ BASE = {
 }
 MODEL_CODE = BASE | {"sparse", "modules"}
 ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
-RECT = {"distributed.layout.rect"}  # plain numbers, for all code that uses positions in tables
-LAYOUT = RECT | ROW_FORMATS | {"distributed.layout", "distributed.types"}
-BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.embedding_types", "distributed.planner.constants"}
+RECT = {"layout.rect"}  # plain numbers, for all code that uses positions in tables
+LAYOUT = RECT | ROW_FORMATS | {"layout"}
+BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.types", "distributed.planner.constants"}
 PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "plan", "solve")}
 PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
@@ -44,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "arrow": {"errors"},
     "columns": {"arrow", "errors"},
     "errors": set(),
+    "excerpts": set(),
     "env": {"errors"},
     "fbgemm": set(),
     "files": set(),
@@ -64,10 +66,9 @@ ALLOWED: dict[str, set[str]] = {
     "datasets": BASE | {"sparse", "data"},
     "models": MODEL_CODE,
     "types": MODEL_CODE,
-    "distributed.types": MODEL_CODE,
-    "distributed.embedding_types": MODEL_CODE | {"distributed.types"},
-    "distributed.layout.rect": {"errors"},
-    "distributed.layout": MODEL_CODE | RECT | ROW_FORMATS | {"distributed.types"},
+    "layout.rect": {"errors"},
+    "layout": MODEL_CODE | RECT | ROW_FORMATS,
+    "distributed.types": MODEL_CODE | RECT,
     "distributed.planner.constants": set(),
     "distributed.planner.model": BELOW_PLANNING,
     "distributed.planner.plan": BELOW_PLANNING | {"distributed.planner.model"},
@@ -96,13 +97,6 @@ ALLOWED: dict[str, set[str]] = {
     "deploy": SERVED | SERVING,
     "api": SERVED | SERVING,
     "cli": SERVED | SERVING | {"serving.config", "serving.app", "training", "sizing", "deploy", "migrate"},
-}
-
-# Exceptions to the direction, each with its reason. All are inside a function, so they import nothing before it is
-# called.
-UPWARD = {
-    # TorchRec's collective_plan takes sharders=None and means all of them; sharders are the runtime's.
-    ("distributed.planner.planner_base", "distributed.sharding_plan.get_default_sharders"),
 }
 
 
@@ -145,7 +139,7 @@ def test_imports_point_one_way() -> None:
         f"{path.relative_to(ROOT)}:{line} ({own}) imports recinfer.{name}"
         for path, own in owned.items()
         for line, name in imports(path)
-        if layer(name) not in ALLOWED[own] | {own, ""} and (dotted(path), name) not in UPWARD
+        if layer(name) not in ALLOWED[own] | {own, ""}
     ]
     assert len(owned) > 400
     assert not wrong, "\n".join(wrong)

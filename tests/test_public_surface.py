@@ -51,6 +51,7 @@ def signature(function: Definition) -> str:
 def describe_class(node: ast.ClassDef, module: ast.Module) -> dict[str, str]:
     """Its members, and those of its private base classes in the same module."""
     bases = list(map(ast.unparse, node.bases))
+    names = [base.partition("[")[0] for base in bases]  # without the arguments of a generic class
     members = {"": f"class({', '.join(bases)})"}
     for item in node.body:
         if isinstance(item, Definition) and (not item.name.startswith("_") or item.name == "__init__"):
@@ -60,9 +61,14 @@ def describe_class(node: ast.ClassDef, module: ast.Module) -> dict[str, str]:
             default = f" = {ast.unparse(item.value)}" if item.value else ""
             members[item.target.id] = f": {ast.unparse(item.annotation)}{default}"
     for base in module.body:
-        if isinstance(base, ast.ClassDef) and base.name in bases and base.name.startswith("_"):
+        if isinstance(base, ast.ClassDef) and base.name in names and base.name.startswith("_"):
             members = describe_class(base, module) | members
     return members
+
+
+def names_of(target: ast.expr) -> list[str]:
+    """The names of ``a, b = ...``; none for a single name."""
+    return [ast.unparse(each) for each in target.elts] if isinstance(target, ast.Tuple) else []
 
 
 def describe(module: str, name: str) -> object:
@@ -75,6 +81,8 @@ def describe(module: str, name: str) -> object:
             found = signature(node)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and name in map(ast.unparse, node.targets):
             return describe(module, node.value.id)  # a second name
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and name in names_of(node.targets[0]):
+            return ast.unparse(node.value)  # classes that a function makes: its arguments name their parameters
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
@@ -179,6 +187,48 @@ def test_all_names_the_public_definitions() -> None:
         elif len(names) != len(set(names)):
             wrong.append(f"__all__ of {name} names something twice")
     assert not wrong, "\n".join(wrong)
+
+
+# Modules of the planner that are still both.
+BOTH = {f"recinfer.distributed.planner.{name}" for name in ("enumerators", "planners", "utils")}
+
+
+def defines(module: ast.Module) -> bool:
+    """Whether a module has more than imports and ``__all__``."""
+    assigned = [
+        node for node in module.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) != "__all__"
+    ]
+    return bool(assigned) or any(isinstance(node, Definition | ast.ClassDef) for node in module.body)
+
+
+def imported_by(module: ast.Module) -> dict[str, str]:
+    """Imported name -> module that it comes from, wherever the import statement is."""
+    return {
+        alias.asname or alias.name: str(node.module)
+        for node in ast.walk(module)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def test_a_documented_module_of_distributed_is_a_facade_or_code() -> None:
+    """A facade defines nothing; code exports only names that it defines."""
+    places = [name for name in surface() if name.startswith("recinfer.distributed") and not is_package(name)]
+    both = {
+        name
+        for name in places
+        if defines(modules()[name]) and imported_by(modules()[name]).keys() & set(exported(modules()[name]) or ())
+    }
+    assert both <= BOTH
+
+
+def test_code_of_distributed_imports_no_facade() -> None:
+    ours = {name: module for name, module in modules().items() if name.startswith("recinfer.distributed.")}
+    code = {name for name, module in ours.items() if is_package(name) or defines(module)}
+    wrong = [
+        f"{name}: {home}" for name in code for home in imported_by(ours[name]).values() if home in ours.keys() - code
+    ]
+    assert not wrong, "import these names from where they are defined:\n" + "\n".join(wrong)
 
 
 def package_of(module: str) -> str:

@@ -35,7 +35,7 @@ if not any((ROOT / "recinfer").rglob("*.so")):  # a bare checkout; Triton needs 
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from recinfer.distributed.layout.rect import Rect  # noqa: E402
+from recinfer.layout.rect import Rect  # noqa: E402
 from recinfer.modules.embedding_configs import DataType, PoolingType  # noqa: E402
 from recinfer.quant import cuda_graphs  # noqa: E402
 from recinfer.quant.buffers import Placed, allocate  # noqa: E402

@@ -141,6 +141,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
         inputs=infos,
         per_sample={name: count for name, count in parts.facts.per_sample.items() if name in known},
         as_long_as={a: b for a, b in parts.facts.as_long_as.items() if a in known and b in known},
+        at_most={axis: n for axis, n in captured.at_most.items() if any(axis in info.shape for info in infos)},
         ids=None,
         returns=captured.structure or {},
         user=None,
@@ -283,6 +284,8 @@ def _with_plain_dense(
     others = [info for info in infos if info.kind != "ids"]
     if len(others) != 1 or others[0].kind != "tensor" or others[0].dtype != "float32":
         return parts.inputs, parts.ids_inputs, 0
+    if all(about.kind != "tensor" for about in parts.inputs):
+        return parts.inputs, parts.ids_inputs, 0  # the ids program alone reads it
     shape = others[0].shape
     if len(shape) != 2 or shape[0] != "batch" or not isinstance(shape[1], int) or not shape[1]:
         return parts.inputs, parts.ids_inputs, 0

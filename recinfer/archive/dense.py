@@ -20,10 +20,12 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from recinfer import env
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo, ProgramInfo
+from recinfer.archive.onnx_bfloat16 import compute_in_float32
 from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
+from recinfer.capture import brief
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
 __all__ = [
@@ -112,9 +114,7 @@ def export_part(part: Part) -> ExportedDense:
     except ArchiveError as error:
         raise ConfigError(f"{part.title} uses operations that an archive may not contain: {error}") from error
     except Exception as error:
-        raise ConfigError(
-            f"torch.export cannot trace {part.title}: {type(error).__name__}: {str(error)[:2000]}"
-        ) from error
+        raise ConfigError(f"torch.export cannot trace {part.title}: {type(error).__name__}: {brief(error)}") from error
     if onnx is None:
         return ExportedDense(data, None, None, _printable(refused))
     names = part.inputs, part.outputs
@@ -160,6 +160,7 @@ def _to_onnx(program: ExportedProgram, part: Part) -> tuple[bytes | None, str | 
         model = exported.model_proto
         fold_gathers(model)
         gather_rows(model)
+        compute_in_float32(model)
         return model.SerializeToString(), None
     except ImportError as error:
         return None, f"the ONNX exporter is not installed: {error}"

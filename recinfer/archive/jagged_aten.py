@@ -1,4 +1,4 @@
-"""Jagged operators of FBGEMM and torch as plain aten operators, which ONNX has too."""
+"""Jagged operators of FBGEMM and torch, and masked attention, as plain aten operators, which ONNX has too."""
 
 from __future__ import annotations
 
@@ -48,14 +48,18 @@ def _jagged_1d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: An
     return _jagged_to_padded_dense(values, [offsets], [max_sequence_length], padding_value)
 
 
-def _dense_to_jagged(dense: Tensor, x_offsets: Sequence[Tensor], total_L: Any = None) -> Tensor:
-    """The values [total_L, ...] of padded rows; for one jagged axis."""
+def _dense_to_jagged(
+    dense: Tensor,
+    x_offsets: Sequence[Tensor],
+    total_L: Any = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """The values [total_L, ...] of padded rows, and their offsets; for one jagged axis."""
     if len(x_offsets) != 1 or total_L is None:
         return NotImplemented
     starts = x_offsets[0].long()
     bag = _segments(starts[1:] - starts[:-1], total_L)
     place = torch.arange(total_L, device=dense.device) - starts.index_select(0, bag)
-    return dense.flatten(0, 1).index_select(0, bag * dense.shape[1] + place)
+    return dense.flatten(0, 1).index_select(0, bag * dense.shape[1] + place), list(x_offsets)
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: Any = None) -> Tensor:
@@ -101,12 +105,38 @@ def _segment_reduce(
     return start.scatter_reduce(0, bag, data, "amax" if reduce == "max" else "amin")
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with a mask, where a query without any key gets zeros, as torch's has it; ONNX's form gives NaN."""
+    if attn_mask is None or is_causal or enable_gqa or dropout_p:
+        return NotImplemented
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * factor) @ key.transpose(-2, -1)
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    else:
+        scores = scores + attn_mask
+    most = scores.amax(-1, keepdim=True)
+    exponents = (scores - torch.where(torch.isinf(most), 0.0, most)).exp()
+    return exponents / exponents.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny) @ value
+
+
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Operator -> its form in aten operators; a form that does not cover a call returns NotImplemented."""
     forms: dict[Any, Callable[..., Any]] = {
         torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
         torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave_of,
         torch.ops.aten.segment_reduce.default: _segment_reduce,
+        torch.ops.aten.scaled_dot_product_attention.default: _attention,
     }
     for name, form in _FBGEMM.items():
         operator = getattr(torch.ops.fbgemm, name, None)  # absent unless FBGEMM is loaded, and then no trace has it

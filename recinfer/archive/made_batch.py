@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 __all__ = ["made_batch"]
 
 _SAMPLES = 16
+_STUB_IDS = 7  # ids of each unpooled feature in 4 samples
 _PROBE_WIDTH = 10007  # a width that no model has, to recognise the dense input where a Linear reads it
 _ADVICE = "give an example batch (recinfer export --inputs FILE, or inputs= in Python)"
 
@@ -42,7 +44,8 @@ def made_batch(
     Raises:
         ConfigError: forward is not of the plain shape.
     """
-    found = _Found(num_dense)
+    left_out = [name for name, p in inspect.signature(model.forward).parameters.items() if p.default is None]
+    found = _Found(num_dense, left_out)
     stubs: dict[int, Any] = {id(leaf.module): _Stub(leaf, found) for leaf in leaves}
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
@@ -56,7 +59,7 @@ def made_batch(
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(_explained(body, found, error)) from error
+            raise ConfigError(_explained(found, error)) from error
     if num_dense and not found.dense:
         raise ConfigError(f"the feature contract has {num_dense} dense columns, but forward uses no dense tensor")
     if found.dense and found.width is None:
@@ -90,11 +93,18 @@ class _Found:
     """The inputs of forward, as far as they are known."""
 
     width: int | None
+    left_out: Sequence[str]  # arguments whose default is None
     dense: Path | None = None
     use: str = ""
     called: set[str] = field(default_factory=set)  # paths of the modules that forward calls
     features: dict[Path, dict[str, Leaf]] = field(default_factory=dict)  # input -> feature -> a module that reads it
     weighted: set[Path] = field(default_factory=set)  # inputs whose ids need weights
+    unpooled: bool = False  # whether forward has read unpooled vectors
+
+    def about_defaults(self) -> str:
+        """A clause about the arguments that a made batch leaves out, for messages."""
+        names = ", ".join(map(repr, self.left_out))
+        return f"; a made batch leaves out the arguments of forward whose default is None: {names}" if names else ""
 
 
 class _Retry(Exception):
@@ -197,11 +207,8 @@ class _Stub(nn.Module):
         leaf, found = self.__dict__["_leaf"], self.__dict__["_found"]
         title = leaf.module_path or type(leaf.module).__name__
         if not isinstance(features, _Unknown):
-            default = " (an argument whose default is None is left out)" if features is None else ""
-            raise ConfigError(
-                f"the input of the embedding module {title!r} is a {type(features).__name__}, computed or used inside "
-                f"forward{default}; {_ADVICE}"
-            )
+            came = f"a {type(features).__name__} that forward computes" + found.about_defaults() * (features is None)
+            raise ConfigError(f"the embedding module {title!r} gets {came}; {_ADVICE}")
         found.called.add(leaf.module_path)
         mine = found.features.setdefault(features._path, {})
         for feature in leaf.features:
@@ -210,8 +217,12 @@ class _Stub(nn.Module):
             found.weighted.add(features._path)
         if leaf.pooled:
             return KeyedTensor(leaf.outputs, leaf.dims, torch.randn(4, sum(leaf.dims)))
-        lengths = torch.tensor([2, 0, 1, 3])
-        return {name: JaggedTensor(torch.randn(6, dim), lengths=lengths) for name, dim in zip(leaf.outputs, leaf.dims)}
+        found.unpooled = True
+        need_indices: Any = getattr(leaf.module, "need_indices", None)
+        ids = torch.arange(_STUB_IDS) if callable(need_indices) and need_indices() else None
+        lengths = torch.tensor([2, 0, 1, _STUB_IDS - 3])
+        values = [torch.randn(_STUB_IDS, dim) for dim in leaf.dims]
+        return {name: JaggedTensor(v, ids, lengths) for name, v in zip(leaf.outputs, values)}
 
 
 class _FindWidth(TorchFunctionMode):
@@ -275,17 +286,20 @@ def _call(body: nn.Module, found: _Found) -> Any:
     return body(*args, **kwargs)
 
 
-def _explained(body: nn.Module, found: _Found, error: Exception) -> str:
-    names = [repr(name) for name, p in inspect.signature(body.forward).parameters.items() if p.default is None]
-    left_out = (
-        f"; a made batch leaves out the arguments of forward whose default is None: {', '.join(names)}" if names else ""
-    )
+def _explained(found: _Found, error: Exception) -> str:
+    reason = f"{type(error).__name__}: {error}"
     taken = (
         f"; {_text(found.dense)!r} was taken for the dense input, because forward uses {found.use}"
         if found.dense
         else ""
     )
-    return f"forward failed on a made batch: {type(error).__name__}: {error}{taken}{left_out}; {_ADVICE}"
+    ids = (
+        f"; an unpooled feature has any number of ids, here {_STUB_IDS} in 4 samples, and where each sample has one id "
+        f".to_padded_dense(1).squeeze(1) of it is [samples, dim]"
+        if found.unpooled and re.search(rf"\b{_STUB_IDS}\b", reason)
+        else ""
+    )
+    return f"forward failed on a made batch: {reason}{taken}{ids}{found.about_defaults()}; {_ADVICE}"
 
 
 class _Object:

@@ -231,6 +231,11 @@ class IdsInfo:
     onnx_refused: str | None
 
     @property
+    def runs_on(self) -> str:
+        """The engine that runs the ids program, as text; see :attr:`DenseInfo.runs_on`."""
+        return engine_text(self.engine, self.onnx_refused)
+
+    @property
     def outputs(self) -> list[str]:
         """Names of the program's outputs, in order."""
         return [
@@ -277,6 +282,7 @@ class Signature:
         inputs: the inputs that forward uses.
         per_sample: input -> the number of values of every sample, which forward relies on.
         as_long_as: input -> the input that has as many values, sample by sample, which forward relies on.
+        at_most: free axis, as shapes of inputs name it -> its largest size.
         ids: the ids program; None where forward passes ids on as they are.
         returns: forward's result as plain data, with ``{"output": name}`` for each tensor.
         user: the dense program in two parts; None unless the export named the user's inputs.
@@ -286,6 +292,7 @@ class Signature:
     inputs: tuple[InputInfo, ...]
     per_sample: dict[str, int]
     as_long_as: dict[str, str]
+    at_most: dict[str, int]
     ids: IdsInfo | None
     returns: dict[str, Any]
     user: UserInfo | None

@@ -27,6 +27,7 @@ from recinfer.archive.paths import check_path
 from recinfer.archive.strict_json import build, loads
 from recinfer.distributed.planner.plan import MAX_RANKS
 from recinfer.errors import ArchiveError, RecinferError
+from recinfer.excerpts import excerpt
 
 __all__ = ["check_before_writing", "check_rules", "read_manifest"]
 
@@ -41,7 +42,7 @@ def read_manifest(data: bytes) -> Manifest:
     raw = loads(data, "manifest.json")
     if raw.get("format") != FORMAT or raw.get("format_version") != FORMAT_VERSION:
         raise ArchiveError(
-            f"format {_short(raw.get('format'))}, version {_short(raw.get('format_version'))}; this recinfer reads "
+            f"format {excerpt(repr(raw.get('format')))}, version {excerpt(repr(raw.get('format_version')))}; this recinfer reads "
             f"{FORMAT!r}, version {FORMAT_VERSION}; export the model again or install the recinfer that wrote it",
             rule="M1",
         )
@@ -155,7 +156,7 @@ def _check_features(m: Manifest) -> None:
         missing = feature.missing
         if missing not in ("empty", "reject") and not (isinstance(missing, int) and 0 <= missing < rows):
             raise ArchiveError(
-                f"feature {feature.name!r}: missing is {_short(missing)}; expected 'empty', 'reject' or an id "
+                f"feature {feature.name!r}: missing is {excerpt(repr(missing))}; expected 'empty', 'reject' or an id "
                 f"below {rows}",
                 rule="M5",
             )
@@ -192,14 +193,15 @@ def _check_dense(m: Manifest) -> None:
     dense = m.dense
     if dense is None:
         return
-    if m.signature is None:
-        if dense.inputs != dense_inputs(m, dense.num_dense):
-            raise ArchiveError("dense.inputs differ from those that modules and num_dense imply, in order", rule="M7")
-    else:
-        _check_signature(m, m.signature, dense)
     names = [output.name for output in dense.outputs]
     if not names or len(set(names)) != len(names):
         raise ArchiveError(f"dense.outputs {names[:5]}; expected at least one, each name once", rule="M7")
+    if [i.dim for i in dense.inputs if i.kind == "dense"] != [dense.num_dense] * (dense.num_dense > 0):
+        raise ArchiveError(f"num_dense is {dense.num_dense}, and dense.inputs disagree", rule="M7")
+    if m.signature is not None:
+        _check_signature(m, m.signature, dense)
+    elif dense.inputs != dense_inputs(m, dense.num_dense):
+        raise ArchiveError("dense.inputs differ from those that modules and num_dense imply, in order", rule="M7")
     _check_engine("dense", dense.engine, dense.onnx, "M7")
 
 
@@ -234,7 +236,11 @@ def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
             raise refuse(f"per_sample gives {name!r} {count} values")
     for name, other in s.as_long_as.items():
         if name not in jagged or other not in jagged or other in s.as_long_as:
-            raise refuse(f"as_long_as says {_short(name)} is as long as {_short(other)}")
+            raise refuse(f"as_long_as says {excerpt(name)} is as long as {excerpt(other)}")
+    axes = {size for i in s.inputs if i.kind == "tensor" for size in i.shape[1:] if size != "batch"}
+    for axis, largest in s.at_most.items():
+        if axis not in axes or not 1 <= largest <= MAX_DENSE:
+            raise refuse(f"at_most gives the axis {excerpt(axis)} the size {largest}")
     computed = set() if s.ids is None else set(s.ids.features)
     looked_up = {feature.name for feature in m.features}
     if s.ids is not None:
@@ -250,8 +256,6 @@ def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
     if tuple(i for i in dense.inputs if i.kind in vectors) != lookup_inputs(m):
         raise ArchiveError("dense.inputs of lookups differ from those that modules imply, in order", rule="M7")
     _check_program_inputs(m, s, tuple(i for i in dense.inputs if i.kind not in vectors), refuse)
-    if (dense.num_dense > 0) != any(i.kind == "dense" for i in dense.inputs):
-        raise ArchiveError(f"num_dense is {dense.num_dense}, and dense.inputs disagree", rule="M7")
     _check_returns(s.returns, {output.name for output in dense.outputs}, refuse)
     if s.user is not None:
         _check_user(m, s, s.user, dense, refuse)
@@ -300,11 +304,11 @@ def _check_program_inputs(
         if i.kind == "table":
             tables = [t for t in m.tables if (t.module, t.name) == (i.module, i.feature)]
             if not tables or tables[0].dim != i.dim or 4 * tables[0].rows * i.dim > MAX_TABLE_BYTES:
-                raise refuse(f"a program takes {_short(i.name)}, which is no table of at most {MAX_TABLE_BYTES} bytes")
+                raise refuse(f"a program takes {excerpt(i.name)}, which is no table of at most {MAX_TABLE_BYTES} bytes")
             continue
         about = by_name.get(i.feature or "")
         if about is None or (i.kind == "tensor") != (about.kind == "tensor") or i.module is not None:
-            raise refuse(f"a program takes {_short(i.name)}, which is no input")
+            raise refuse(f"a program takes {excerpt(i.name)}, which is no input")
         if i.kind == "jagged_weights" and not about.weighted:
             raise refuse(f"a program takes weights of {i.feature!r}, which has none")
         _check_range(f"program input {i.name!r}: dim", i.dim, 0, MAX_DENSE)
@@ -323,7 +327,7 @@ def _check_returns(value: Any, outputs: set[str], refuse: Callable[[str], Archiv
     elif kind in ("tuple", "list") and isinstance(inner, list):
         children = inner
     else:
-        raise refuse(f"returns has {_short(kind)}: {_short(inner)}")
+        raise refuse(f"returns has {excerpt(repr(kind))}: {excerpt(repr(inner))}")
     for child in children:
         _check_returns(child, outputs, refuse, depth + 1)
 
@@ -370,7 +374,9 @@ def _check_files(m: Manifest) -> None:
     for file in m.files:
         check_path(file.path)
         if len(file.sha256) != 64 or set(file.sha256) - set("0123456789abcdef"):
-            raise ArchiveError(f"file {file.path!r}: sha256 {_short(file.sha256)} is not 64 hex digits", rule="F5")
+            raise ArchiveError(
+                f"file {file.path!r}: sha256 {excerpt(repr(file.sha256))} is not 64 hex digits", rule="F5"
+            )
     required = required_files(m)
     if len(set(paths)) != len(paths) or set(paths) != set(required):
         odd = sorted(set(paths) ^ set(required))[:5]
@@ -378,11 +384,6 @@ def _check_files(m: Manifest) -> None:
     total = sum(file.bytes for file in m.files)
     if total != m.bytes_total:
         raise ArchiveError(f"bytes_total is {m.bytes_total}; the files have {total}", rule="M9")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _check_name(name: str, kind: str) -> None:
@@ -393,11 +394,11 @@ def _check_name(name: str, kind: str) -> None:
         or ("/" in name and kind == "module")
     ):
         raise ArchiveError(
-            f"{kind} name {_short(name)}; expected 1 to {MAX_NAME} printable characters, no '/' in a module path",
+            f"{kind} name {excerpt(repr(name))}; expected 1 to {MAX_NAME} printable characters, no '/' in a module path",
             rule="M2",
         )
 
 
 def _check_range(what: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise ArchiveError(f"{what} is {_short(value)}; expected {low} to {high}", rule="M3")
+        raise ArchiveError(f"{what} is {excerpt(repr(value))}; expected {low} to {high}", rule="M3")

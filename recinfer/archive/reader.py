@@ -14,9 +14,9 @@ from recinfer.archive.mapping import MappedShards, map_shards
 from recinfer.archive.paths import file_sha256, open_inside, read_inside
 from recinfer.archive.rank_files import RankFile, read_rank_file, rects_by_rank
 from recinfer.archive.strict_json import MAX_JSON_BYTES, loads
-from recinfer.distributed.layout.rect import TilingError
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import ArchiveError, InputError
+from recinfer.layout.rect import TilingError
 
 __all__ = ["Archive", "open_archive"]
 

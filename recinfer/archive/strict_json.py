@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import numpy as np
 
 from recinfer.errors import ArchiveError
+from recinfer.excerpts import excerpt
 
 __all__ = ["MAX_DEPTH", "MAX_JSON_BYTES", "build", "loads"]
 
@@ -44,7 +45,7 @@ def loads(data: bytes, what: str) -> dict[str, Any]:
         if "\\" in text:  # only an escape can contain a lone surrogate
             _check_surrogates(value)
     except (ValueError, RecursionError) as error:
-        raise ArchiveError(f"{what} is not acceptable JSON: {_short(error)}", rule="J2") from None
+        raise ArchiveError(f"{what} is not acceptable JSON: {excerpt(str(error), 200)}", rule="J2") from None
     if not isinstance(value, dict):
         raise ArchiveError(f"{what} holds a {type(value).__name__}; expected one JSON object", rule="J2")
     return value
@@ -58,11 +59,6 @@ def build(cls: type[T], value: Any, where: str) -> T:
         ArchiveError: rule J3, naming the place (``manifest.tables[3].rows``), what came and what was expected.
     """
     return _build(cls, value, where)
-
-
-def _short(error: object) -> str:
-    text = str(error)
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from recinfer.checkpoint.reader import CheckpointReader
 from recinfer.errors import CheckpointError
+from recinfer.excerpts import some
 
 __all__ = ["KeyFilter", "LoadReport", "load_into"]
 
@@ -89,7 +90,7 @@ def _select(tensors: dict[str, Tensor], only: KeyFilter | Iterable[str] | None) 
 
 def _report(reader: CheckpointReader, missing: list[str], extra: list[str], misshapen: list[str]) -> None:
     parts = [
-        f"{len(found)} {what}: " + "; ".join(found[:_SHOWN]) + (" ..." if len(found) > _SHOWN else "")
+        f"{len(found)} {what}: " + some(found, _SHOWN, "; ")
         for what, found in (
             ("missing in the checkpoint", missing),
             ("not in the module", extra),

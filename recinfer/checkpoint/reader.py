@@ -21,6 +21,7 @@ from recinfer.checkpoint.dcp import Chunk, StoredTensor, read_metadata
 from recinfer.checkpoint.model_json import build_model, read_model_json
 from recinfer.checkpoint.torch_file import TensorBytes, read_torch_file
 from recinfer.errors import CheckpointError, ConfigError
+from recinfer.excerpts import some
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -89,7 +90,7 @@ class CheckpointReader:
     def stored(self, key: str) -> StoredTensor:
         """The stored shards of ``key``, one of :meth:`stored_keys`; raises CheckpointError for an unknown key."""
         if key not in self._tensors:
-            raise CheckpointError(f"{self.path}: has no {key!r}; it has {_some(self.stored_keys())}")
+            raise CheckpointError(f"{self.path}: has no {key!r}; it has {some(self.stored_keys())}")
         return self._tensors[key]
 
     def read(self, key: str) -> Tensor:
@@ -239,7 +240,7 @@ class CheckpointReader:
     def _tensor(self, key: str) -> StoredTensor:
         found = self._tensors.get(self.prefix + key)
         if found is None:
-            raise CheckpointError(f"{self.path}: has no {key!r}; it has {_some(self.keys())}")
+            raise CheckpointError(f"{self.path}: has no {key!r}; it has {some(self.keys())}")
         return found
 
 
@@ -284,7 +285,3 @@ def _model_prefix(tensors: Mapping[str, StoredTensor]) -> str:
         prefix.append(chosen)
         inside = [p for p in inside if len(p) > depth + 1 and str(p[depth]) == chosen]
     return "".join(f"{name}." for name in prefix)
-
-
-def _some(keys: list[str], shown: int = 8) -> str:
-    return ", ".join(keys[:shown]) + (f" and {len(keys) - shown} more" if len(keys) > shown else "")

@@ -24,6 +24,7 @@ from recinfer.checkpoint.shard_state import state_of_all_ranks
 from recinfer.distributed.embedding_types import ShardedEmbeddingModule
 from recinfer.distributed.model_parallel import get_module
 from recinfer.errors import CheckpointError
+from recinfer.excerpts import some
 from recinfer.module_tree import missing_keys
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from recinfer.optim.local_tensors import local_pieces
@@ -140,8 +141,8 @@ def _match(reader: CheckpointReader, state: Mapping[str, Any], strict: bool) -> 
     ]
     if wrong or (strict and (missing or extra)):
         raise CheckpointError(
-            f"{reader.path} does not fit the model: {len(missing)} keys are missing ({_some(missing)}), {len(extra)} "
-            f"are not the model's ({_some(extra)}); {'; '.join(wrong[:5]) or 'shapes fit'}"
+            f"{reader.path} does not fit the model: {len(missing)} keys are missing ({some(missing, 5, none='none')}), {len(extra)} "
+            f"are not the model's ({some(extra, 5, none='none')}); {'; '.join(wrong[:5]) or 'shapes fit'}"
         )
     return LoadReport(tuple(sorted(set(state) - set(missing))), tuple(missing), tuple(extra))
 
@@ -176,7 +177,7 @@ def _optimizer_plan(
             plans.append(_state_plan(reader.stored(key), key, value, model[names[name]], weight))
     if missing and strict:
         raise CheckpointError(
-            f"{reader.path}: {len(missing)} states of the optimizer are missing ({_some(missing)}); strict=False "
+            f"{reader.path}: {len(missing)} states of the optimizer are missing ({some(missing, 5, none='none')}); strict=False "
             f"initializes them"
         )
     return plans
@@ -291,7 +292,3 @@ def _copy_overlap(
             block = block.narrow(dim, starts[dim] - chunk.offsets[dim], stops[dim] - starts[dim])
             place = place.narrow(dim, starts[dim] - offsets[dim], stops[dim] - starts[dim])
         place.copy_(block)
-
-
-def _some(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:5]) + (" ..." if len(keys) > 5 else "") if keys else "none"

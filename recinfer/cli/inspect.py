@@ -75,8 +75,10 @@ def run(
 def describe_archive(manifest: Manifest) -> dict[str, Any]:
     """A summary of the manifest as plain data, the output of ``inspect --json`` for an archive."""
     from recinfer.archive.manifest import ENGINE_PACKAGES
+    from recinfer.inference.results import computed_features, input_specs
 
     dense = manifest.dense
+    ids = None if manifest.signature is None else manifest.signature.ids
     return {
         "kind": "archive",
         "format_version": manifest.format_version,
@@ -107,6 +109,10 @@ def describe_archive(manifest: Manifest) -> dict[str, Any]:
         "outputs": [o.name for o in dense.outputs] if dense else [],
         "engine": ENGINE_PACKAGES[dense.engine] if dense else None,
         "engine_reason": dense.onnx_refused if dense and dense.engine == "torch" else None,
+        "inputs": [{**asdict(spec), "facts": spec.facts} for spec in input_specs(manifest)],
+        "computed_features": sorted(computed_features(manifest)),
+        "ids_engine": ENGINE_PACKAGES[ids.engine] if ids else None,
+        "ids_engine_reason": ids.onnx_refused if ids and ids.engine == "torch" else None,
         "has_contract": manifest.contract is not None,
         "missing_shards": manifest.missing_shards,
         "num_files": len(manifest.files),
@@ -195,6 +201,9 @@ def archive_tables(manifest: Manifest) -> list[Table]:
     if dense:
         outputs = ", ".join(o.name for o in dense.outputs)
         about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {dense.runs_on}")
+    if manifest.signature is not None and manifest.signature.ids is not None:
+        ids = manifest.signature.ids
+        about.add_row("ids program", f"ids of {', '.join(ids.features)}, runs on {ids.runs_on}")
     about.add_row("raw rows", "yes, the archive has a feature contract" if manifest.contract else "no feature contract")
     if manifest.missing_shards == "default_rows":
         about.add_row("missing shards", "default rows instead, flagged")
@@ -209,7 +218,24 @@ def archive_tables(manifest: Manifest) -> list[Table]:
         ranks = ", ".join(map(str, t.ranks))
         features = ", ".join(t.features)
         tables.add_row(name, features, f"{t.rows:,}", str(t.dim), t.precision, t.pooling, t.sharding, ranks, error)
-    return [about, tables, _policies(manifest)]
+    return [about, tables, *_inputs(manifest), _policies(manifest)]
+
+
+def _inputs(manifest: Manifest) -> list[Table]:
+    """The inputs of forward as requests name them; no table for an archive without a signature."""
+    from recinfer.inference.results import input_specs
+
+    specs = input_specs(manifest)
+    if not specs:
+        return []
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for column in ("input", "path", "kind", "dtype", "shape", "facts"):
+        table.add_column(column, overflow="fold")
+    for spec in specs:
+        kind = f"{spec.kind}, weighted" if spec.weighted else spec.kind
+        sizes = ", ".join("any" if size.startswith("values of ") else size for size in map(str, spec.shape))
+        table.add_row(spec.name, spec.path, kind, spec.dtype, f"[{sizes}]", spec.facts)
+    return [table]
 
 
 def _policies(manifest: Manifest) -> Table:

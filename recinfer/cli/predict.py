@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,13 +18,14 @@ from recinfer.cli.client import ClientOptions, TargetOption, missing_text, open_
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
 from recinfer.cli.options import check_other_file
-from recinfer.errors import ConfigError, InputError
+from recinfer.errors import ConfigError, InputError, RecinferError
 from recinfer.files import NOT_GZIP, create_text, naming, packed, read_bytes, without_gz, write_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from recinfer.columns import FeatureArrays
+    from recinfer.input_arrays import InputArrays
     from recinfer.serving.client.client import InferenceClient
 
 __all__ = ["EXAMPLE", "NAME", "InputFormat", "PredictOptions", "run"]
@@ -109,14 +110,15 @@ class PredictOptions:
 
 @dataclass(frozen=True)
 class _Input:
-    """All rows of an input: dense inputs ``[N, d]``, ids, context features, and the model and version that the input
-    names."""
+    """All rows of an input: dense inputs ``[N, d]`` or None, ids, the context's columns, the model and version that the
+    input names, and other inputs."""
 
-    dense: NDArray[Any]
+    dense: NDArray[Any] | None
     features: FeatureArrays
-    context: FeatureArrays | None = None
+    context: Mapping[str, Any] | None = None
     model: str = ""
     version: str = ""
+    inputs: Mapping[str, InputArrays] = field(default_factory=dict)
 
 
 @takes(PredictOptions)
@@ -126,11 +128,12 @@ def run(options: PredictOptions) -> None:
     --input reads raw rows or JSON with ids. The client converts raw rows to ids by the model's feature contract, which
     it reads from the server. A CSV file's header names the contract's columns; a .csv file without a header is read in
     Criteo's format. JSON holds ids: {"dense": [[0.1, ...], ...], "features": {"C1": [[3, 7], [5]], ...}}. It may also
-    have "context" (features of one sample that apply to all rows), "model" and "version".
+    have "inputs" (other inputs by name, one entry per row), "context" (features of one sample that apply to all rows),
+    "model" and "version".
 
     --rows streams a file of any length. JSON lines: one object per line, {"C1": [3, 7], "tags": {"ids": [4], "weights":
     [0.5]}, "dense": [0.1]}. CSV and parquet: one column per feature and a column "dense"; in CSV separate ids by
-    spaces, as in 3 7 or with weights 3:0.5 7:2. --keep id --ignore label takes a file with a key and a label,
+    spaces, as in 3 7 or with weights 3:0.5 7:2. The model's other inputs are columns of their names, with numbers. --keep id --ignore label takes a file with a key and a label,
     and --dense numbers one whose model has a feature called dense. A row that fails does not affect other rows: the last
     column of --out holds its error, and the exit code is 1.
     """
@@ -184,6 +187,15 @@ def _hinted(error: BaseException | None) -> str:
     )
 
 
+def _named_inputs(client: InferenceClient) -> Collection[str]:
+    """Names of the model's inputs beside features and dense numbers; none where the server does not answer, as each row then
+    has the error."""
+    try:
+        return [one.name for one in client.get_model().named_inputs]
+    except RecinferError:
+        return ()
+
+
 def _header(keep: list[str], names: list[str]) -> list[str]:
     """The columns of ``--out``: row number, kept columns, outputs, error. ``_`` after a name makes it unique."""
     from recinfer.columns import free_name
@@ -201,7 +213,8 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
     assert options.rows is not None
     keep, ignore, dense = list(options.keep or ()), list(options.ignore or ()), options.dense or DENSE
     kept: dict[int, list[str]] = {}  # cells of rows that have no scores yet
-    rows = _without(options.rows, read_rows(options.rows, [*keep, *ignore], dense), keep, ignore, kept)
+    inputs: set[str] = set()  # filled before the first row is read
+    rows = _without(options.rows, read_rows(options.rows, [*keep, *ignore], dense, inputs), keep, ignore, kept)
     out = options.out or Path(os.devnull)
     done, failed = 0, 0
     first: list[list[str]] = []
@@ -217,8 +230,9 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
         progress.Progress(*columns, console=output.progress, transient=True) as shown,
     ):
         writer, task = csv.writer(file), shown.add_task("0 rows", total=None)
+        inputs.update(_named_inputs(client))
         for row in client.predict_many(
-            rows, concurrency=options.concurrency, batch_size=options.batch_size, dense=dense
+            rows, concurrency=options.concurrency, batch_size=options.batch_size, dense=dense, inputs=inputs
         ):
             done += 1
             key = kept.pop(row.index, ["" for _ in keep])
@@ -320,20 +334,20 @@ def _from_json(path: Path) -> _Input:
 
     from recinfer.data.tables import cut_off
     from recinfer.serving.wire import json_codec
-    from recinfer.serving.wire.arrays import features_of
-    from recinfer.serving.wire.proto import inference_pb2 as pb
 
     try:
         data = read_bytes(path)
     except NOT_GZIP as error:
         raise cut_off(path, error) from error
-    request = pb.PredictRequest.FromString(json_codec.predict_request(json_codec.parse_json(data)))
-    features = features_of(request.features)
-    if features.batch < 1:
+    rows = json_codec.json_rows(json_codec.parse_json(data))
+    batch = rows.features.batch
+    if batch < 1:
         raise InputError(f"{path}: got no samples, expected at least one")
-    dense = np.frombuffer(request.dense, np.float32).reshape(features.batch, -1)
-    context = features_of(request.context) if request.HasField("context") else None
-    return _Input(dense, features, context, request.model, request.version)
+    empty = None if rows.inputs else np.zeros((batch, 0), np.float32)
+    dense = empty if rows.dense is None else rows.dense
+    if dense is not None and len(dense) != batch:
+        raise InputError(f"dense: got {len(dense)} rows, expected one for each of {batch} samples")
+    return _Input(dense, rows.features, rows.context, rows.model, rows.version, rows.inputs)
 
 
 def _predict(client: InferenceClient, parsed: _Input, batch_size: int) -> tuple[dict[str, NDArray[Any]], list[int]]:
@@ -342,9 +356,13 @@ def _predict(client: InferenceClient, parsed: _Input, batch_size: int) -> tuple[
     import numpy as np
 
     found = []
-    for start in range(0, parsed.features.batch, batch_size):
-        features = parsed.features.rows(start, start + batch_size)
-        found.append(client.predict(parsed.dense[start : start + batch_size], features, context=parsed.context))
+    batch = parsed.features.batch
+    for start in range(0, batch, batch_size):
+        stop = min(start + batch_size, batch)
+        dense = None if parsed.dense is None else parsed.dense[start:stop]
+        features = parsed.features.rows(start, stop) if parsed.features.keys else None
+        inputs = {name: given.rows(start, stop, batch) for name, given in parsed.inputs.items()}
+        found.append(client.predict(dense, features, context=parsed.context, inputs=inputs))
     missing = sorted({rank for outputs in found for rank in outputs.missing})
     return {name: np.concatenate([outputs[name] for outputs in found]) for name in found[0]}, missing
 

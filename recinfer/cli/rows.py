@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -18,13 +18,16 @@ __all__ = ["read_rows"]
 _READ_ROWS = 4096  # rows of a parquet file that are read at a time
 
 
-def read_rows(path: Path, as_text: Sequence[str] = (), dense: str = DENSE) -> Iterator[Any]:
+def read_rows(
+    path: Path, as_text: Sequence[str] = (), dense: str = DENSE, numbers: Collection[str] = ()
+) -> Iterator[Any]:
     """Yields the rows of ``path``, and an InputError in place of each row that cannot be read.
 
     Args:
         path: ``.csv``, ``.jsonl``, ``.ndjson``, each also with ``.gz`` behind it, or ``.parquet``.
         as_text: columns of a CSV file that hold no ids: their cells stay text.
         dense: the column of a CSV file with the dense numbers.
+        numbers: other columns of a CSV file that hold numbers, a single one or several; read with the first row.
 
     Raises:
         ConfigError: a suffix that names no format, or a parquet file where pyarrow is not installed.
@@ -32,7 +35,7 @@ def read_rows(path: Path, as_text: Sequence[str] = (), dense: str = DENSE) -> It
         OSError: the file cannot be opened.
     """
     readers: dict[str, Callable[[Path], Iterator[Any]]] = {
-        ".csv": partial(_csv, as_text=as_text, dense=dense),
+        ".csv": partial(_csv, as_text=as_text, dense=dense, numbers=numbers),
         ".jsonl": _json_lines,
         ".ndjson": _json_lines,
         ".parquet": _parquet,
@@ -58,7 +61,7 @@ def _cut_off(path: Path, line: int, error: Exception) -> InputError:
     return InputError(f"--rows {path}: line {line}: the compressed data ends or is damaged here: {error}")
 
 
-def _csv(path: Path, as_text: Sequence[str], dense: str) -> Iterator[Any]:
+def _csv(path: Path, as_text: Sequence[str], dense: str, numbers: Collection[str]) -> Iterator[Any]:
     """Read one column per feature, with ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and numbers in
     the column ``dense``."""
     file = _opened(path)
@@ -87,11 +90,16 @@ def _csv(path: Path, as_text: Sequence[str], dense: str) -> Iterator[Any]:
         raise InputError(
             f"--rows {path}: no column {absent[0]!r} to keep or ignore; the header has {', '.join(names)[:200]}"
         )
-    return _csv_rows(path, file, reader, frozenset(as_text), dense)
+    return _csv_rows(path, file, reader, frozenset(as_text), dense, numbers)
 
 
 def _csv_rows(
-    path: Path, file: IO[str], reader: csv.DictReader[str], as_text: frozenset[str], dense: str
+    path: Path,
+    file: IO[str],
+    reader: csv.DictReader[str],
+    as_text: frozenset[str],
+    dense: str,
+    numbers: Collection[str],
 ) -> Iterator[Any]:
     with file:
         while True:
@@ -108,7 +116,10 @@ def _csv_rows(
             try:
                 if None in cells or None in cells.values():
                     raise ValueError(f"got another number of cells than the header has, {len(reader.fieldnames or ())}")
-                yield {name: text if name in as_text else _cell(name, text, dense) for name, text in cells.items()}
+                yield {
+                    name: text if name in as_text else _numbers(text) if name in numbers else _cell(name, text, dense)
+                    for name, text in cells.items()
+                }
             except ValueError as error:
                 yield InputError(f"line {reader.line_num}: {error}")
 
@@ -126,6 +137,12 @@ def _cell(name: str, text: str, dense: str) -> Any:
     except ValueError:
         expected = "ids separated by spaces, as in 3 7, or with weights 3:0.5 7:2"
         raise ValueError(f"column {name!r}: got {text[:60]!r}, expected {expected}") from None
+
+
+def _numbers(text: str) -> list[Any] | int | float:
+    """A cell of a named input: one number, or the list of several; whole numbers stay whole."""
+    found = [int(word) if word.lstrip("-").isdecimal() else _number(word) for word in map(_plain, text.split())]
+    return found[0] if len(found) == 1 else found
 
 
 def _number(text: str) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.errors import InputError
+from recinfer.excerpts import some
 
 __all__ = ["Column", "Columns", "column", "num_rows", "require", "to_numbers", "to_text"]
 
@@ -61,14 +62,10 @@ def require(columns: Columns, names: Sequence[str], needed_by: str, advice: str 
     """Raise InputError, ending with ``advice``, if some of the columns ``names`` are missing."""
     missing = [repr(name) for name in names if name not in columns]
     if missing:
-        which = f"column {missing[0]}, which is" if len(missing) == 1 else f"columns {_some(missing)}, which are"
+        which = f"column {missing[0]}, which is" if len(missing) == 1 else f"columns {some(missing, 12)}, which are"
         raise InputError(
-            f"{needed_by} reads {which} missing; the input has {_some([str(k) for k in columns]) or 'no columns'}{advice}"
+            f"{needed_by} reads {which} missing; the input has {some([str(k) for k in columns], 12, none='no columns')}{advice}"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def num_rows(columns: Columns, names: Sequence[str]) -> int:

@@ -30,7 +30,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from recinfer.distributed.comm.ranks import get_local_rank, get_local_size
-    from recinfer.distributed.model_parallel import DistributedModelParallel
+    from recinfer.distributed.sharded.copying import sharded_model_copy
+    from recinfer.distributed.sharded.model_parallel import DistributedModelParallel
+    from recinfer.distributed.sharded.model_tree import get_unsharded_module_names
     from recinfer.distributed.train_pipeline import (
         DataLoadingThread,
         EvalPipelineSparseDist,
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
         ShardingEnv,
         ShardingPlanner,
     )
-    from recinfer.distributed.utils import get_unsharded_module_names, sharded_model_copy
 
 # Imports are lazy, because every module below this package imports it first, also modules that need no kernels.
 __getattr__, __dir__ = lazy_names(
@@ -72,8 +73,8 @@ __getattr__, __dir__ = lazy_names(
         "TrainPipelineSparseDist": "recinfer.distributed.train_pipeline",
         "get_local_rank": "recinfer.distributed.comm.ranks",
         "get_local_size": "recinfer.distributed.comm.ranks",
-        "get_unsharded_module_names": "recinfer.distributed.utils",
-        "sharded_model_copy": "recinfer.distributed.utils",
+        "get_unsharded_module_names": "recinfer.distributed.sharded.model_tree",
+        "sharded_model_copy": "recinfer.distributed.sharded.copying",
     },
     modules=("planner", "train_pipeline", "types"),
 )

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo, ShardedCollectionContext
-from recinfer.distributed.embedding_types import BaseEmbeddingSharder, KJTList
 from recinfer.distributed.exchange.dedup import deduplicated
 from recinfer.distributed.exchange.sequence import SequenceShardingContext
 from recinfer.distributed.sharded.collection import ShardedCollection
@@ -23,8 +21,11 @@ from recinfer.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
-    ShardingType,
 )
+from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder
+from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.sharding_types import types_where
+from recinfer.distributed.types.shardings import EmbeddingSharding, EmbeddingShardingInfo, ShardedCollectionContext
 from recinfer.modules.embedding_configs import EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingCollection, EmbeddingCollectionInterface
 from recinfer.sparse.checks import MissingKeyError, check_distinct_keys
@@ -316,10 +317,4 @@ class EmbeddingCollectionSharder(
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Sharding types for unpooled tables: all types that need no sum inside a host."""
-        types = (
-            ShardingType.DATA_PARALLEL,
-            ShardingType.TABLE_WISE,
-            ShardingType.COLUMN_WISE,
-            ShardingType.ROW_WISE,
-        )
-        return [t.value for t in types]
+        return types_where(lambda rule: rule.unpooled)

@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recinfer.distributed.embedding_types import (
-    BaseEmbeddingSharder,
-    FeatureShardingMixIn,
-    KJTList,
-    ShardedEmbeddingModule,
-    embedding_parameters,
-)
-from recinfer.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from recinfer.distributed.sharded.bags import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
@@ -29,9 +22,12 @@ from recinfer.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
-    ShardingType,
 )
-from recinfer.distributed.utils import append_prefix
+from recinfer.distributed.types.embedding_modules import FeatureShardingMixIn, ShardedEmbeddingModule
+from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder, embedding_parameters
+from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.sharding_types import types_where
+from recinfer.module_tree import append_prefix
 from recinfer.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,
     apply_feature_processors_to_kjt,
@@ -194,8 +190,7 @@ class FeatureProcessedEmbeddingBagCollectionSharder(
         """The sharding types of tables without processors, and cuts by rows on every device, which planners use if
         constraints ask for them."""
         offered = super().sharding_types(compute_device_type)
-        by_rows = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
-        return list(dict.fromkeys([*offered, *(kind.value for kind in by_rows)]))
+        return list(dict.fromkeys([*offered, *types_where(lambda rule: rule.cuts_rows)]))
 
     def shardable_parameters(self, module: FeatureProcessedEmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Tables by name, without the processors."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.types import BoundsCheckMode, CacheAlgorithm
+from recinfer.distributed.types.enums import OptimType
 from recinfer.errors import ConfigError
 from recinfer.ignored import IgnoredArgumentWarning, warn_ignored
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recinfer.distributed.embedding_types import BaseGroupedFeatureProcessor
+from recinfer.distributed.types.embedding_modules import BaseGroupedFeatureProcessor
 from recinfer.modules.feature_processor_ import with_weights
 from recinfer.modules.positions import check_positions, new_position_weights, offsets_to_positions
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

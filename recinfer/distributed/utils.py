@@ -1,21 +1,17 @@
-"""Helpers of the sharded modules: names with prefixes, and kernel settings merged from optimizers, plans and
-sharders."""
+"""Re-exports helpers of the sharded modules under TorchRec's module name."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
-
-import torch
-from torch import nn
-
-from recinfer.distributed.embedding_types import OptimType
-from recinfer.distributed.fused_params import canonical_names
-from recinfer.distributed.types import ParameterSharding, ShardedModule
-from recinfer.errors import ConfigError
-from recinfer.module_tree import named_children
+from recinfer.distributed.sharded.copying import sharded_model_copy
+from recinfer.distributed.sharded.kernel_settings import (
+    add_params_from_parameter_sharding,
+    has_optimizer_in_backward,
+    merge_fused_params,
+    optimizer_fused_params,
+    optimizer_type_to_emb_opt_type,
+)
+from recinfer.distributed.sharded.model_tree import get_unsharded_module_names
+from recinfer.module_tree import append_prefix, filter_state_dict
 
 __all__ = [
     "add_params_from_parameter_sharding",
@@ -28,162 +24,3 @@ __all__ = [
     "optimizer_type_to_emb_opt_type",
     "sharded_model_copy",
 ]
-
-T = TypeVar("T")
-
-# By class name, which is the same in torch.optim, recinfer.optim and TorchRec. A class of this name elsewhere may have
-# another formula.
-_PACKAGES = frozenset({"torch", "recinfer", "torchrec"})
-_OPTIMIZERS = {
-    "SGD": OptimType.SGD,
-    "LarsSGD": OptimType.LARS_SGD,
-    "LAMB": OptimType.LAMB,
-    "PartialRowWiseLAMB": OptimType.PARTIAL_ROWWISE_LAMB,
-    "Adam": OptimType.ADAM,
-    "AdamW": OptimType.ADAM,
-    "PartialRowWiseAdam": OptimType.PARTIAL_ROWWISE_ADAM,
-    "Adagrad": OptimType.ADAGRAD,
-    "RowWiseAdagrad": OptimType.ROWWISE_ADAGRAD,
-}
-# Arguments of the classes that the formulas of fused kernels have.
-_NUMBERS = frozenset({"learning_rate", "eps", "beta1", "beta2", "weight_decay", "momentum", "eta"})
-# Optimizers whose torch classes add weight_decay * w to the gradient; kernels do so in the mode L2 only.
-_L2 = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
-
-
-def append_prefix(prefix: str, name: str) -> str:
-    """``prefix.name``; just ``name`` after an empty prefix, just ``prefix`` before an empty name."""
-    return f"{prefix}.{name}" if prefix and name else prefix or name
-
-
-def filter_state_dict(state_dict: Mapping[str, T], name: str) -> OrderedDict[str, T]:
-    """The entries under ``name.``, without that prefix."""
-    return OrderedDict((key[len(name) + 1 :], value) for key, value in state_dict.items() if key.startswith(f"{name}."))
-
-
-def optimizer_type_to_emb_opt_type(optimizer_class: type) -> OptimType:
-    """The fused optimizer that computes the update of an optimizer class.
-
-    Raises:
-        ConfigError: no fused optimizer computes it.
-    """
-    found = _OPTIMIZERS.get(optimizer_class.__name__)
-    if found is None or optimizer_class.__module__.partition(".")[0] not in _PACKAGES:
-        name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
-        raise ConfigError(
-            f"optimizer {name} has no fused kernel; expected one of torch.optim or recinfer.optim: "
-            f"{', '.join(_OPTIMIZERS)}. Or plan the table with the kernel dense, and step its parameter yourself"
-        )
-    return found
-
-
-def has_optimizer_in_backward(parameter: Any) -> bool:
-    """Whether apply_optimizer_in_backward was called for ``parameter``."""
-    return bool(getattr(parameter, "_optimizer_classes", None))
-
-
-def optimizer_fused_params(parameter: Any, fused_params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """``fused_params``, updated with the optimizer that apply_optimizer_in_backward noted on ``parameter``, if it did.
-
-    Numbers that neither gives are the defaults of the optimizer's class, where those of FBGEMM differ: the learning
-    rate of torch.optim.Adam is 0.001, that of ``{"optimizer": "ADAM"}`` 0.01.
-
-    Raises:
-        ConfigError: several optimizers, one without a fused kernel, or a weight decay with another formula than the
-            kernel's.
-    """
-    classes = getattr(parameter, "_optimizer_classes", None) or []
-    if not classes:
-        return dict(fused_params or {})
-    if len(classes) > 1:
-        names = [c.__name__ for c in classes]
-        raise ConfigError(f"a table has optimizers {names} in its backward; a fused kernel supports only one")
-    kwargs = dict((getattr(parameter, "_optimizer_kwargs", None) or [{}])[0])
-    optimizer = optimizer_type_to_emb_opt_type(classes[0])
-    # TorchRec's classes that only name a kernel keep no defaults.
-    defaults = canonical_names(getattr(classes[0]([nn.Parameter(torch.empty(1, 1))], **kwargs), "defaults", {}))
-    settings = {
-        **{name: value for name, value in defaults.items() if name in _NUMBERS},
-        **canonical_names(fused_params),
-        **canonical_names(kwargs),
-        "optimizer": optimizer,
-    }
-    if settings.pop("decoupled_weight_decay", defaults.get("decoupled_weight_decay")) is False and settings.get(
-        "weight_decay"
-    ):
-        raise ConfigError(
-            f"torch.optim.Adam adds weight_decay={settings['weight_decay']} * w to the gradient, and no fused kernel does: "
-            "use torch.optim.AdamW, which the kernel of ADAM computes (also in TorchRec, for Adam), leave weight_decay "
-            "out, or plan the table with the kernel dense"
-        )
-    if kwargs.get("weight_decay") and optimizer in _L2:
-        settings["weight_decay_mode"] = kwargs.get("weight_decay_mode", "L2")
-    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in settings.items()}
-
-
-def add_params_from_parameter_sharding(
-    fused_params: dict[str, Any] | None, parameter_sharding: ParameterSharding
-) -> dict[str, Any]:
-    """``fused_params`` updated with the kernel settings of a table's plan."""
-    given: dict[str, Any] = {
-        "enforce_hbm": parameter_sharding.enforce_hbm,
-        "stochastic_rounding": parameter_sharding.stochastic_rounding,
-        "bounds_check_mode": parameter_sharding.bounds_check_mode,
-        "output_dtype": parameter_sharding.output_dtype,
-    }
-    cache = parameter_sharding.cache_params
-    if cache is not None:
-        given |= {
-            "cache_algorithm": cache.algorithm,
-            "cache_load_factor": cache.load_factor,
-            "cache_reserved_memory": cache.reserved_memory,
-            "cache_precision": cache.precision,
-            "prefetch_pipeline": cache.prefetch_pipeline,
-            "multipass_prefetch_config": cache.multipass_prefetch_config,
-        }
-    return {**(fused_params or {}), **{name: value for name, value in given.items() if value is not None}}
-
-
-def merge_fused_params(
-    fused_params: dict[str, Any] | None = None, param_fused_params: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The settings of all tables, updated with those of one table."""
-    return {**(fused_params or {}), **(param_fused_params or {})}
-
-
-def get_unsharded_module_names(model: nn.Module) -> list[str]:
-    """Paths of the outermost modules that contain no sharded module and are none; [] if nothing is sharded."""
-
-    def holds_sharded(module: nn.Module) -> bool:
-        return any(isinstance(m, ShardedModule) for m in module.modules())
-
-    def names(module: nn.Module, prefix: str) -> Iterator[str]:
-        for name, child in named_children(module):
-            if not holds_sharded(child):
-                yield prefix + name
-            elif not isinstance(child, ShardedModule):
-                yield from names(child, f"{prefix}{name}.")
-
-    return list(names(model, "")) if holds_sharded(model) and not isinstance(model, ShardedModule) else []
-
-
-@contextmanager
-def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None]:
-    """Context manager in which ``copy.deepcopy`` of a sharded model puts tensors on ``device`` and shares process
-    groups. Other threads are not affected.
-
-    Args:
-        device: None shares the tensors too, and copies only the modules.
-
-    For a DistributedModelParallel its own ``copy(device)`` does the same and leaves DistributedDataParallel out.
-
-    Example::
-
-        with sharded_model_copy("cpu"):
-            on_cpu = copy.deepcopy(dmp.module)
-    """
-    # A late import, because the module imports DTensor, which servers do not need.
-    from recinfer.distributed.sharded.copying import module_copies_go_to
-
-    with module_copies_go_to(None if device is None else torch.device(device)):
-        yield

@@ -58,7 +58,7 @@ class ArchivedModel:
         inputs: Mapping[str, Any] | None = None,
     ) -> Outputs:
         """Compute the outputs, by name; see :meth:`recinfer.inference.predictor.Predictor.predict`."""
-        return self.predictor.predict(dense, features if features is not None else {}, context, inputs)
+        return self.predictor.predict(dense, features, context, inputs)
 
     def predict_many(self, requests: Sequence[PredictInputs]) -> list[Outputs | Exception]:
         """Run :meth:`predict` for several requests together; a failed request has its error as the result."""
@@ -131,7 +131,6 @@ class ArchivedModel:
         for output in self.manifest.dense.outputs if self.manifest.dense is not None else ():
             lines.append(f"  out  {output.name}: float32 [batch{''.join(f', {size}' for size in output.shape)}]")
         return "\n".join(lines)
-
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

@@ -72,7 +72,7 @@ class Call:
         }
         return PredictInputs(
             None,
-            _bags(rest),
+            _bags(rest) if rest else None,
             _bags(own) if own else None,
             {name: value for name, value in inputs.items() if name not in once},
             once,

@@ -32,9 +32,9 @@ from recinfer.archive.manifest import Manifest, TableInfo
 from recinfer.archive.positions import read_position_tensors
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.rows import RowReader
+from recinfer.inference.float_model import FloatModel, FloatRows, rounding_bound, table_columns
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.recorded import RecordedBatch, RecordedReference
-from recinfer.inference.reference import FloatRows, compare_with_float, float_embeddings, rounding_bound
 from recinfer.quant.rows import unpack_rows
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ _DEVIATIONS = 4.0
 _SHOWN = 10
 _GAP = 64  # rows of a table that are read rather than skipped
 _SMALL = 0.01  # share of the largest recorded value; other blocks, other weights or dropout differ by more
-
-PositionWeights = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -170,44 +168,35 @@ def compare_archive(path: str | os.PathLike[str], reference: RecordedReference) 
     batches = reference.batches(manifest)
     predictor = Predictor(archive)
     stored, bounds = _stored_rows(archive, FloatRows(manifest, [batch.request for batch in batches]))
-    draws = _Draws(manifest, stored, bounds, read_position_tensors(archive))
+    draws = _Draws(FloatModel(predictor, stored, read_position_tensors(archive)), bounds)
     tally = _Tally(reference, manifest, batches, "archive")
     for batch in batches:
         found = predictor.replay(batch.request).outputs
-        tally.add(batch, found, found, draws.allowed(predictor, batch.request, found))
+        tally.add(batch, found, found, draws.allowed(batch.request, found))
     return tally.comparison()
 
 
-def compare_export(
-    predictor: Predictor,
-    rows: FloatRows,
-    reference: RecordedReference,
-    batches: Sequence[RecordedBatch],
-    position_weights: PositionWeights,
-) -> Comparison:
+def compare_export(model: FloatModel, reference: RecordedReference, batches: Sequence[RecordedBatch]) -> Comparison:
     """Compare the float model of a checkpoint with recorded outputs, and the archive's embeddings with the float model's.
 
     Args:
-        predictor: the archive that is being written.
-        rows: the float rows of the recorded ids.
+        model: the archive that is being written and its float model, with the float rows of the recorded ids.
         batches: ``reference.batches`` of the archive's manifest.
 
     Raises:
         ArchiveError: an embedding of the archive differs by more than its precision allows.
         ConfigError: the dense part cannot run on recorded rows.
     """
-    manifest = predictor.manifest
+    manifest, rows = model.manifest, model.rows
     exact = {
         (table.module, table.name): torch.zeros_like(rows.rows(table, rows.ids(table))) for table in manifest.tables
     }
-    draws = _Draws(manifest, rows, exact, position_weights)
+    draws = _Draws(model, exact)
     tally = _Tally(reference, manifest, batches, "float")
     for batch in batches:
-        answer = predictor.replay(batch.request)
-        compare_with_float(predictor, rows, [batch.request], [answer], position_weights)
-        vectors, lengths = float_embeddings(manifest, rows, predictor.looked_up(batch.request), position_weights)
-        found = predictor.run_dense_on(batch.request, vectors, lengths)
-        tally.add(batch, found, answer.outputs, draws.allowed(predictor, batch.request, found))
+        answer = model.predictor.replay(batch.request)
+        _, found = model.compare(batch.request, answer)
+        tally.add(batch, found, answer.outputs, draws.allowed(batch.request, found))
     return tally.comparison()
 
 
@@ -302,19 +291,12 @@ class _Draws:
     """The allowed differences of outputs, from random changes of the recorded ids' rows within their bounds.
 
     Args:
-        stored: the rows as they are.
+        model: the model with the rows as they are.
         bounds: (module path, table) -> the largest error of each element, [ids, dim].
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        stored: FloatRows,
-        bounds: Mapping[tuple[str, str], Tensor],
-        position_weights: PositionWeights,
-    ) -> None:
-        self._manifest = manifest
-        self._position_weights = position_weights
+    def __init__(self, model: FloatModel, bounds: Mapping[tuple[str, str], Tensor]) -> None:
+        manifest, stored = model.manifest, model.rows
         half = {(t.module, t.name): _half_precision(stored.rows(t, stored.ids(t))) for t in manifest.tables}
         self._pooling = _pooling_errors(manifest, half)
         bounds = dict(bounds)
@@ -325,42 +307,36 @@ class _Draws:
                     bounds[key] = bounds[key] + half[key] * stored.rows(table, stored.ids(table)).abs()
         exact = not any(half.values()) and not any(bool(bound.any()) for bound in bounds.values())
         self._generator = torch.Generator().manual_seed(0)
-        self._rows = [
+        self._models = [
             []
             if exact
             else [
-                stored.with_rows(_shifted_rows(manifest, stored, bounds, self._generator, scale)) for _ in range(_DRAWS)
+                model.with_rows(_shifted_rows(manifest, stored, bounds, self._generator, scale)) for _ in range(_DRAWS)
             ]
             for scale in (1.0, _DEVIATIONS)
         ]
 
-    def allowed(self, predictor: Predictor, request: Request, outputs: Sequence[Tensor]) -> list[Tensor]:
+    def allowed(self, request: Request, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The largest allowed difference of each output element from the record, apart from the rounding of float32
         sums."""
-        near, far = self._rows
+        near, far = self._models
         if not near:
             return [torch.zeros_like(output) for output in outputs]
-        little = self._root_mean_squares(predictor, request, near, 1.0, outputs)
-        much = self._root_mean_squares(predictor, request, far, _DEVIATIONS, outputs)
+        little = self._root_mean_squares(request, near, 1.0, outputs)
+        much = self._root_mean_squares(request, far, _DEVIATIONS, outputs)
         return [torch.maximum(_DEVIATIONS * a, b) for a, b in zip(little, much)]
 
     def _root_mean_squares(
-        self,
-        predictor: Predictor,
-        request: Request,
-        draws: Sequence[FloatRows],
-        scale: float,
-        outputs: Sequence[Tensor],
+        self, request: Request, draws: Sequence[FloatModel], scale: float, outputs: Sequence[Tensor]
     ) -> list[Tensor]:
         """The root mean square change of each output element over the draws of rows."""
         squares = [torch.zeros_like(output) for output in outputs]
-        for rows in draws:
-            vectors, lengths = float_embeddings(
-                self._manifest, rows, predictor.looked_up(request), self._position_weights
-            )
+        for model in draws:
+            embeddings = model.embeddings(request)
+            vectors = [part.vectors for part in embeddings]
             for place, error in self._pooling:
                 vectors[place] = vectors[place] * (1 + scale * error * _signs(vectors[place], self._generator))
-            moved = predictor.run_dense_on(request, vectors, lengths)
+            moved = model.outputs(request, embeddings, vectors)
             for total, there, here in zip(squares, moved, outputs):
                 total += (there - here).square()
         return [(total / len(draws)).sqrt() for total in squares]
@@ -375,20 +351,15 @@ def _half_precision(rows: Tensor) -> float:
 
 
 def _pooling_errors(manifest: Manifest, half: Mapping[tuple[str, str], float]) -> list[tuple[int, Tensor]]:
-    """(place in ``float_embeddings``, relative error of each column [D]) of pooled vectors that training may have
+    """(place in ``FloatModel.embeddings``, relative error of each column [D]) of pooled vectors that training may have
     rounded: a sum once, a mean twice."""
-    errors = []
-    place = 0
-    for module in manifest.modules:
-        tables = manifest.module_tables(module.path)
-        if module.kind == "sequence":
-            place += sum(len(table.features) for table in tables)
-            continue
-        columns = [(2 * half[t.module, t.name], t.dim * len(t.features)) for t in tables]
-        if any(error for error, _ in columns):
-            errors.append((place, torch.cat([torch.full((width,), error) for error, width in columns])))
-        place += 1
-    return errors
+    pooled = {module.path for module in manifest.modules if module.kind != "sequence"}
+    errors: dict[int, list[Tensor]] = {}
+    for table, place, columns in table_columns(manifest):
+        if table.module in pooled:
+            error = 2 * half[table.module, table.name]
+            errors.setdefault(place, []).append(torch.full((columns.stop - columns.start,), error))
+    return [(place, torch.cat(parts)) for place, parts in errors.items() if any(bool(part.any()) for part in parts)]
 
 
 def _signs(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -38,11 +38,12 @@ from recinfer.data.contract import FeatureContract
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.distributed.planner.plan.plan import misfits
 from recinfer.errors import ConfigError
+from recinfer.excerpts import some
+from recinfer.inference.float_model import FloatModel, FloatRows
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import cut_and_export, first_manifest, read_positions, table_keys
 from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import quantize_tables
-from recinfer.inference.reference import FloatRows, compare_with_float
 
 __all__ = ["DeltaReport", "make_delta"]
 
@@ -146,7 +147,7 @@ def make_delta(
             )
             trial = predictor.with_delta_applied(writer.contents(info, files))
             answers = [trial.replay(request) for request in requests]
-            errors = compare_with_float(trial, rows, requests, answers, weights)
+            errors = FloatModel(trial, rows, weights).largest_errors(requests, answers)
             del trial  # frees its changed pages, which the check below maps again
             dense_changed = tuple(sorted(files))
             files[ANSWERS] = pack_answers(answers)
@@ -176,8 +177,7 @@ def _check_contract(old: FeatureContract | None, new: FeatureContract | None) ->
     changed = [f.name for f in new.sparse if sparse.get(f.name) != replace(f, out_of_range="reject")]
     changed += [f.name for f in new.dense if f not in old.dense]
     if changed or old.feature_names != new.feature_names or old.dense != new.dense:
-        more = f" and {len(changed) - 10} more" if len(changed) > 10 else ""
-        which = f" of {', '.join(changed[:10])}{more}" if changed else ""
+        which = f" of {some(changed, 10)}" if changed else ""
         raise ConfigError(f"{_NEW_VERSION}: the checkpoint's feature contract{which} differs from the archive's")
 
 

@@ -1,14 +1,13 @@
 """Compares a float model and its quantized archive on held-out rows: AUC, log-loss, normalized entropy, and the AUC
 drop per table.
 
-The float model is not loaded: the rows that the data needs are collected while the tables are read (FloatRows), and the
-dense program runs on them. Memory is therefore bounded by these rows, for models of any size.
+The float model is computed as recinfer.inference.float_model has it, for models of any size.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,11 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.archive.check import Request
-from recinfer.archive.manifest import Manifest, TableInfo
+from recinfer.archive.manifest import Manifest
 from recinfer.data.metrics import auc, log_loss, normalized_entropy, sigmoid
 from recinfer.errors import ConfigError, InputError
-from recinfer.inference.predictor import Predictor
-from recinfer.inference.reference import FloatRows, float_embeddings
+from recinfer.inference.float_model import FloatModel, table_columns
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -120,10 +118,8 @@ class EvalData:
 
 
 def evaluate(
-    predictor: Predictor,
-    rows: FloatRows,
+    model: FloatModel,
     data: EvalData,
-    position_weights: Mapping[str, Mapping[str, Tensor]],
     *,
     output: str | None = None,
     blame: bool = False,
@@ -131,28 +127,31 @@ def evaluate(
     """Run both models on the same rows.
 
     Args:
-        predictor: the archive.
-        rows: the float rows of the data's ids.
+        model: the archive and its float model, with the float rows of the data's ids.
         output: the output that holds logits; needed when there are several.
         blame: also quantize one table at a time.
 
     Raises:
         ConfigError: no dense part, or no one output of one number a row.
     """
-    index = _output_index(predictor.manifest, output)
-    manifest = predictor.manifest
+    manifest = model.manifest
+    index = _output_index(manifest, output)
     tables = list(manifest.tables) if blame else []
     floats: list[Tensor] = []
     quantized: list[Tensor] = []
     alone: list[list[Tensor]] = [[] for _ in tables]
     for request in data.requests:
-        answer = predictor.replay(request)
+        answer = model.predictor.replay(request)
         quantized.append(answer.outputs[index].reshape(-1))
-        vectors, lengths = float_embeddings(manifest, rows, predictor.looked_up(request), position_weights)
-        floats.append(predictor.run_dense_on(request, vectors, lengths)[index].reshape(-1))
+        embeddings = model.embeddings(request)
+        floats.append(model.outputs(request, embeddings)[index].reshape(-1))
         for table, found in zip(tables, alone):
-            mixed = _with_table(manifest, table, vectors, answer.embeddings)
-            found.append(predictor.run_dense_on(request, mixed, lengths)[index].reshape(-1))
+            mixed = [part.vectors for part in embeddings]
+            for other, place, columns in table_columns(manifest):
+                if other is table:
+                    mixed[place] = mixed[place].clone()
+                    mixed[place][:, columns] = answer.embeddings[place][:, columns]
+            found.append(model.outputs(request, embeddings, mixed)[index].reshape(-1))
     labels = data.labels
     reference = Quality.of(labels, torch.cat(floats).numpy())
     drops = [
@@ -170,29 +169,3 @@ def _output_index(manifest: Manifest, output: str | None) -> int:
         have = ", ".join(f"{o.name} {list(o.shape)}" for o in outputs) or "none: the archive has no dense part"
         raise ConfigError(f"evaluation: expected one output with one logit per row, got {output!r}; outputs are {have}")
     return chosen[0]
-
-
-def _with_table(
-    manifest: Manifest, table: TableInfo, floats: Sequence[Tensor], quantized: Sequence[Tensor]
-) -> list[Tensor]:
-    """``floats`` with the vectors of ``table`` replaced by those of ``quantized``."""
-    mixed = list(floats)
-    place = 0
-    for module in manifest.modules:
-        tables = manifest.module_tables(module.path)
-        if module.kind == "sequence":
-            for t in tables:
-                for _ in t.features:
-                    if t is table:
-                        mixed[place] = quantized[place]
-                    place += 1
-            continue
-        column = 0
-        for t in tables:
-            width = t.dim * len(t.features)
-            if t is table:
-                mixed[place] = mixed[place].clone()
-                mixed[place][:, column : column + width] = quantized[place][:, column : column + width]
-            column += width
-        place += 1
-    return mixed

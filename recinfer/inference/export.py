@@ -38,6 +38,7 @@ from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
 from recinfer.inference.comparison import compare_export
 from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
+from recinfer.inference.float_model import FloatModel, FloatRows, PositionWeights
 from recinfer.inference.lookups import output_names
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
@@ -52,7 +53,6 @@ from recinfer.inference.prepare import (
 from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
 from recinfer.inference.recorded import RecordedReference
-from recinfer.inference.reference import FloatRows, compare_with_float
 from recinfer.inference.report import ExportReport, make_report
 
 if TYPE_CHECKING:
@@ -163,13 +163,13 @@ def export_archive(
         tables = tuple(replace(t, quantization=stats[t.module, t.name]) for t in manifest.tables)
         manifest = replace(manifest, tables=tables, files=tuple(folder.files))
         weights = positions
-        manifest, predictor = _answer(
+        manifest, floats = _answer(
             folder, manifest, plan, requests, rows, weights, None if parts.cut is None else parts.cut.dense.module
         )
         found = None
         if eval_data is not None:
-            found = _evaluate(predictor, rows, eval_data, weights, eval_output, max_auc_drop)
-        compared = compare_export(predictor, rows, reference, recorded, weights) if reference else None
+            found = _evaluate(floats, eval_data, eval_output, max_auc_drop)
+        compared = compare_export(floats, reference, recorded) if reference else None
         if on_report is not None:
             sizes = {k: checkpoint.dtype(key).itemsize for k, key in keys.items()}
             on_report(make_report(manifest, sizes, found, compared))
@@ -220,16 +220,17 @@ def _answer(
     plan: Plan,
     requests: list[Request],
     rows: FloatRows,
-    position_weights: Mapping[str, Mapping[str, Tensor]],
+    position_weights: PositionWeights,
     program: nn.Module | None,
-) -> tuple[Manifest, Predictor]:
+) -> tuple[Manifest, FloatModel]:
     """Run the golden requests on the archive, compare with the float model, and store the answers; returns the final
-    manifest."""
+    manifest, and both models."""
     rank_files = tuple(rank_file(rects, rank, plan.hash) for rank, rects in enumerate(rects_by_rank(plan)))
     predictor = Predictor(Archive(folder.root, manifest, plan, rank_files))
     answers = [_replayed(predictor, index, request) for index, request in enumerate(requests)]
     _refuse_odd_outputs(manifest, answers, program)
-    errors = compare_with_float(predictor, rows, requests, answers, position_weights)
+    model = FloatModel(predictor, rows, position_weights)
+    errors = model.largest_errors(requests, answers)
     folder.add(ANSWERS, pack_answers(answers))
     files = tuple(sorted(folder.files, key=lambda file: file.path))
     manifest = replace(
@@ -238,7 +239,7 @@ def _answer(
         files=files,
         bytes_total=sum(file.bytes for file in files),
     )
-    return manifest, predictor
+    return manifest, model
 
 
 def _replayed(predictor: Predictor, index: int, request: Request) -> Answer:
@@ -274,23 +275,16 @@ def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: 
             raise ConfigError(f"the model's output {output.name!r} is {odd} of golden request {index}; {cause}")
 
 
-def _evaluate(
-    predictor: Predictor,
-    rows: FloatRows,
-    data: EvalData,
-    position_weights: Mapping[str, Mapping[str, Tensor]],
-    output: str | None,
-    max_auc_drop: float | None,
-) -> Evaluation:
+def _evaluate(model: FloatModel, data: EvalData, output: str | None, max_auc_drop: float | None) -> Evaluation:
     """Evaluate both models on the held-out rows, and table by table if the AUC drop is too large."""
-    found = evaluate(predictor, rows, data, position_weights, output=output)
+    found = evaluate(model, data, output=output)
     if max_auc_drop is None:
         return found
     if math.isnan(found.auc_drop):
         raise InputError("max_auc_drop: the held-out rows have only one class, so the AUC is undefined; give more rows")
     if found.auc_drop <= max_auc_drop:
         return found
-    return evaluate(predictor, rows, data, position_weights, output=output, blame=True)
+    return evaluate(model, data, output=output, blame=True)
 
 
 def _refuse_drop(found: Evaluation, max_auc_drop: float) -> None:

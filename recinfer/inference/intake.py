@@ -15,6 +15,7 @@ import numpy as np
 
 from recinfer.archive.manifest import FeatureInfo, Manifest
 from recinfer.errors import InputError
+from recinfer.excerpts import some
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.id_steps import IdSteps
 from recinfer.inference.results import weighted_features
@@ -86,13 +87,15 @@ class FeatureIntake:
             InputError: unknown, repeated or rejected features, weights that are not finite or of a feature that takes none.
         """
         key = features.keys
+        if not key and self._features and not elsewhere:
+            raise InputError(f"features: got none; this model has {some(list(self._features))}")
         order = self._orders[key]
         if order is None:
             order = self._orders[key] = self._new_order(key)
         if need_all and order.rejected and (missing := [name for name in order.rejected if name not in elsewhere]):
             raise InputError(_missing_message(missing, (*key, *sorted(elsewhere))))
         if features.weighted and (strange := [key for key in features.weighted if key not in self.weighted]):
-            which = _some(sorted(self.weighted)) if self.weighted else "none"
+            which = some(sorted(self.weighted)) if self.weighted else "none"
             raise InputError(f"weights[{strange[0]!r}]: this feature takes no weights; features with weights: {which}")
         if self.needs_weights:
             if features.weights is None:
@@ -112,12 +115,10 @@ class FeatureIntake:
         unknown = [key for key in keys if key not in self._features]
         if unknown:
             raise InputError(
-                f"unknown features {', '.join(map(repr, unknown[:5]))}; this model has {_some(list(self._features))}"
+                f"unknown features {', '.join(map(repr, unknown[:5]))}; this model has {some(list(self._features))}"
             )
         if len(set(keys)) != len(keys):
-            raise InputError(f"features: {_some(keys)} contains a name twice; give each feature once")
-        if not keys:
-            raise InputError(f"features: got none; this model has {_some(list(self._features))}")
+            raise InputError(f"features: {some(keys)} contains a name twice; give each feature once")
         absent = [feature for name, feature in self._features.items() if name not in keys]
         return _Order(
             absent=tuple(f.name for f in absent),
@@ -160,11 +161,7 @@ def _fill(features: Bags, defaults: Mapping[str, int]) -> Bags:
 
 def _missing_message(missing: Sequence[str], given: Sequence[str]) -> str:
     return (
-        f"missing features: {_some(list(map(repr, missing)), 20)}; got {_some(given)}. Predict needs all features: "
+        f"missing features: {some(list(map(repr, missing)), 20)}; got {some(given)}. Predict needs all features: "
         f"send an empty list for a sample without ids, or export with --missing {missing[0]}=empty to make the "
         f"feature optional"
     )
-
-
-def _some(names: Sequence[str], shown: int = 8) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

@@ -186,6 +186,11 @@ class LoadedModel(States):
         return selected(self.parts, on_host(found), present, missing)
 
     @property
+    def programs_read_ids(self) -> bool:
+        """Whether the dense or the ids program reads the ids of requests."""
+        return self.state._ids is not None or self.state._reads_more()
+
+    @property
     def computes_ids(self) -> bool:
         """Whether an ids program computes ids of lookups."""
         return self.state._ids is not None

@@ -14,9 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recinfer.archive.manifest import InputInfo, Manifest
+from recinfer.archive.manifest import Manifest
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags
+from recinfer.inference.results import input_specs
+from recinfer.inference.specs import InputSpec
+from recinfer.input_arrays import as_input
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["GivenInput", "NamedInputs"]
@@ -29,7 +32,8 @@ class NamedInputs:
     """Checks and converts the inputs of requests beside features and ``dense``.
 
     Attributes:
-        infos: the named inputs of the model.
+        specs: all inputs of forward.
+        infos: the named inputs of requests.
         names: their names.
         dense_name: the name of the matrix that ``dense`` carries, or "".
         mergeable: whether requests may be concatenated: every tensor has the batch as its only free axis.
@@ -37,11 +41,13 @@ class NamedInputs:
 
     def __init__(self, manifest: Manifest) -> None:
         signature = manifest.signature
-        self.infos = manifest.named_inputs
-        self.names = frozenset(info.name for info in self.infos)
+        self.specs = input_specs(manifest)
+        self.names = frozenset(info.name for info in manifest.named_inputs)
+        self.infos = tuple(spec for spec in self.specs if spec.name in self.names)
         self._by_name = {info.name: info for info in self.infos}
         self._per_sample = {} if signature is None else signature.per_sample
         self._as_long_as = {} if signature is None else signature.as_long_as
+        self._at_most = {} if signature is None else signature.at_most
         self.dense_name = ""
         if signature is not None and manifest.dense is not None and manifest.dense.num_dense:
             self.dense_name = next(info.name for info in signature.inputs if info.kind == "tensor")
@@ -62,8 +68,8 @@ class NamedInputs:
         """The inputs as tensors of their dtypes.
 
         Args:
-            given: name -> tensor, array or list of numbers; of a jagged input a JaggedTensor, ``(values, lengths)``, or a list of
-                numbers per sample.
+            given: name -> input, see :func:`recinfer.input_arrays.as_input`. A tensor ``[B, n, ...]`` given for a jagged input
+                has ``n`` values per sample.
             batch: number of samples.
             elsewhere: inputs that the request brings in its context, so that they are not missing.
             only: check the given inputs alone: those of a context.
@@ -81,12 +87,31 @@ class NamedInputs:
             if info.name not in given and (only or (elsewhere and info.name in elsewhere)):
                 continue
             if info.name not in given:
-                raise InputError(f"inputs: {info.name!r} is missing; expected {expected(info, batch)}")
-            value = given[info.name]
+                raise InputError(f"inputs: {info.name!r} is missing; expected {info.expected(batch)}")
+            parts = _parts(info, given[info.name], batch)
             found[info.name] = (
-                self._jagged(info, value, batch) if info.kind == "jagged" else self._tensor(info, value, batch)
+                self._jagged(info, batch, *parts) if info.kind == "jagged" else self._tensor(info, batch, *parts)
             )
+        self._check_free_axes(found)
         return found
+
+    def _check_free_axes(self, found: Mapping[str, GivenInput]) -> None:
+        """Axes of one name have one size, which is at most the largest one."""
+        first: dict[str, tuple[str, int]] = {}
+        for info in self.infos:
+            value = found.get(info.name)
+            for axis, size in zip(info.shape, value.shape if isinstance(value, Tensor) else ()):
+                if not isinstance(axis, str) or axis == "batch":
+                    continue
+                name, other = first.setdefault(axis, (info.name, size))
+                if other != size:
+                    raise InputError(
+                        f"input {info.name!r}: got {size} where {name!r} has {other}; expected the same size"
+                    )
+                if size > self._at_most.get(axis, size):
+                    raise InputError(
+                        f"input {info.name!r}: got an axis of {size}; this model takes at most {self._at_most[axis]}"
+                    )
 
     def check_facts(self, bags: Sequence[Bags], inputs: Mapping[str, GivenInput]) -> None:
         """Check the numbers of values that forward relies on.
@@ -111,87 +136,136 @@ class NamedInputs:
             if (mine != count).any():
                 sample = int(np.argmax(mine != count))
                 raise InputError(
-                    f"feature {name!r}: sample {sample} has {int(mine[sample])} values; this model takes exactly {count} of "
-                    f"every sample"
+                    f"{self._kind(name)} {name!r}: sample {sample} has {int(mine[sample])} values; this model takes exactly "
+                    f"{count} of every sample"
                 )
         for name, other in self._as_long_as.items():
             mine, theirs = np.broadcast_arrays(lengths_B.get(name, none), lengths_B.get(other, none))
             if (mine != theirs).any():
                 sample = int(np.argmax(mine != theirs))
                 raise InputError(
-                    f"feature {name!r}: sample {sample} has {int(mine[sample])} values and {other!r} {int(theirs[sample])}; "
-                    f"this model takes as many of both"
+                    f"{self._kind(name)} {name!r}: sample {sample} has {int(mine[sample])} values and {other!r} "
+                    f"{int(theirs[sample])}; this model takes as many of both"
                 )
 
-    def _tensor(self, info: InputInfo, value: Any, batch: int) -> Tensor:
-        tensor = _as_tensor(info, value, batch)
+    def from_ids(self, name: str, values: NDArray[Any]) -> GivenInput:
+        """The input ``name`` of one sample, from whole numbers that a request has among its ids."""
+        info, tensor = self._by_name[name], torch.from_numpy(np.ascontiguousarray(values))
+        if info.kind == "jagged":
+            return JaggedTensor.from_parts_unchecked(tensor, None, torch.tensor([len(tensor)]))
+        return tensor if len(info.shape) == 1 else tensor[None]
+
+    def converted_bytes(self, given: Mapping[str, GivenInput] | None, *, always: bool = False) -> int:
+        """The bytes that :meth:`check` allocates for inputs of another dtype than the model's; ``always``: of any dtype."""
+        if not given:
+            return 0
+        total = 0
+        for name, value in given.items():
+            info = self._by_name.get(name)
+            values = value.values() if isinstance(value, JaggedTensor) else value
+            if info is not None and (always or values.dtype != getattr(torch, info.dtype)):
+                total += values.numel() * getattr(torch, info.dtype).itemsize
+        return total
+
+    def _kind(self, name: str) -> str:
+        return "input" if name in self._by_name else "feature"
+
+    def _tensor(
+        self, info: InputSpec, batch: int, values: Tensor, lengths: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        if lengths is not None:
+            raise InputError(
+                f"input {info.name!r}: got lists that differ in length, or values with lengths; expected {info.expected(batch)}"
+            )
+        tensor = _converted(info, values, batch)
         shape = [batch if size == "batch" else size for size in info.shape]
         if tensor.dim() != len(shape) or any(isinstance(s, int) and s != n for s, n in zip(shape, tensor.shape)):
-            raise InputError(f"input {info.name!r}: got shape {list(tensor.shape)}; expected {expected(info, batch)}")
-        _check_finite(info, tensor)
+            raise InputError(f"input {info.name!r}: got shape {list(tensor.shape)}; expected {info.expected(batch)}")
+        _check_finite(info, tensor, None)
         return tensor
 
-    def _jagged(self, info: InputInfo, value: Any, batch: int) -> JaggedTensor:
-        values: Any
-        lengths: Any
-        weights = None
-        if isinstance(value, JaggedTensor):
-            values, lengths, weights = value.values(), value.lengths(), value.weights_or_none()
-        elif isinstance(value, tuple) and len(value) == 2:
-            values, lengths = value
-        else:
-            rows = [np.asarray(row) for row in value]
-            lengths = np.array([len(row) for row in rows], np.int64)
-            values = np.concatenate(rows) if rows else np.zeros(0)
-        counts = torch.as_tensor(lengths).long()
-        tensor = _as_tensor(info, values, batch)
-        if counts.shape != (batch,) or bool((counts < 0).any()) or int(counts.sum()) != tensor.shape[0]:
+    def _jagged(
+        self, info: InputSpec, batch: int, values: Tensor, lengths: Tensor | None, weights: Tensor | None
+    ) -> JaggedTensor:
+        tensor = _converted(info, values, batch)
+        if lengths is None:
+            tensor, lengths = _rectangular(info, tensor, batch)
+        lengths = lengths.long()
+        if lengths.shape != (batch,) or bool((lengths < 0).any()) or int(lengths.sum()) != tensor.shape[0]:
+            negative = (lengths < 0).nonzero()
+            got = f"the length {int(lengths[negative[0]])} of sample {int(negative[0])}" if len(negative) else ""
+            got = got or f"{len(lengths)} lengths that sum to {int(lengths.sum())}, and {tensor.shape[0]} values"
             raise InputError(
-                f"input {info.name!r}: got {tensor.shape[0]} values and lengths {list(counts.shape)} with the sum "
-                f"{int(counts.sum())}; expected {batch} lengths that sum to the number of values"
+                f"input {info.name!r}: got {got}; expected {batch} lengths that sum to the number of values"
             )
         if list(tensor.shape[1:]) != list(info.shape[1:]):
-            raise InputError(f"input {info.name!r}: got values {list(tensor.shape)}; expected {expected(info, batch)}")
-        _check_finite(info, tensor)
+            raise InputError(
+                f"input {info.name!r}: got values of shape {list(tensor.shape[1:])}; expected {info.expected(batch)}"
+            )
+        _check_finite(info, tensor, lengths)
+        if weights is not None and not info.weighted:
+            raise InputError(f"input {info.name!r}: got weights; expected none, as this input takes none")
+        if weights is not None:
+            if weights.shape != tensor.shape[:1]:
+                raise InputError(
+                    f"input {info.name!r}: got {len(weights)} weights; expected {tensor.shape[0]}, one a value"
+                )
+            weights = weights.float()
+            _check_finite(info, weights, lengths, "the weight ")
         if info.weighted and weights is None:
             weights = torch.ones(tensor.shape[0])
-        return JaggedTensor.from_parts_unchecked(tensor, weights, counts)
+        return JaggedTensor.from_parts_unchecked(tensor, weights, lengths)
 
 
-def expected(info: InputInfo, batch: int | None = None) -> str:
-    """The dtype and shape of an input, as text."""
-    sizes = [
-        "any" if isinstance(s, str) and s != "batch" else str(batch or s if s == "batch" else s) for s in info.shape
-    ]
-    if info.kind == "tensor":
-        return f"{info.dtype} [{', '.join(sizes)}]"
-    rest = f" of {info.dtype} [{', '.join(sizes[1:])}]" if sizes[1:] else f" of {info.dtype}"
-    return f"a list{rest} per sample"
+def _parts(info: InputSpec, value: Any, batch: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Values, lengths and weights of an input in any form."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu(), None, None
+    if isinstance(value, JaggedTensor):
+        return value.values().detach().cpu(), value.lengths().cpu(), value.weights_or_none()
+    arrays = as_input(info.name, value)
+    values = torch.from_numpy(np.ascontiguousarray(arrays.values))
+    return values, _or_none(arrays.lengths), _or_none(arrays.weights)
 
 
-def _as_tensor(info: InputInfo, value: Any, batch: int) -> Tensor:
+def _or_none(array: NDArray[Any] | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _rectangular(info: InputSpec, tensor: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Values and lengths of a jagged input with the same number of values in each sample."""
+    rank = len(info.shape)
+    if tensor.dim() not in (rank, rank + 1) or tensor.shape[0] != batch:
+        raise InputError(f"input {info.name!r}: got shape {list(tensor.shape)}; expected {info.expected(batch)}")
+    each = 1
+    if tensor.dim() == rank + 1:
+        each, tensor = tensor.shape[1], tensor.flatten(0, 1)
+    return tensor, torch.full((batch,), each)
+
+
+def _converted(info: InputSpec, tensor: Tensor, batch: int) -> Tensor:
+    """``tensor`` in the input's dtype; raises InputError where a value would change, except between floats."""
     dtype = getattr(torch, info.dtype)
-    try:
-        tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
-    except (TypeError, ValueError):
-        raise InputError(
-            f"input {info.name!r}: got {type(value).__name__}, not numbers; expected {expected(info, batch)}"
-        ) from None
     if tensor.dtype == dtype:
         return tensor.contiguous()
     loses = tensor.is_floating_point() and tensor.numel() and not dtype.is_floating_point
     if loses or tensor.is_complex() or (dtype == torch.bool and bool(((tensor != 0) & (tensor != 1)).any())):
-        raise InputError(f"input {info.name!r}: got {tensor.dtype}; expected {expected(info, batch)}")
+        raise InputError(
+            f"input {info.name!r}: got {str(tensor.dtype).removeprefix('torch.')}; expected {info.expected(batch)}"
+        )
     converted = tensor.to(dtype)
     if not dtype.is_floating_point and bool((converted.to(tensor.dtype) != tensor).any()):
-        raise InputError(f"input {info.name!r}: got numbers beyond {info.dtype}; expected {expected(info, batch)}")
+        raise InputError(f"input {info.name!r}: got numbers beyond {info.dtype}; expected {info.expected(batch)}")
     return converted.contiguous()
 
 
-def _check_finite(info: InputInfo, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        place = (~torch.isfinite(tensor)).nonzero()[0].tolist()
-        what = "sample" if info.kind == "tensor" else "value"
-        raise InputError(
-            f"input {info.name!r}: {what} {place[0] if place else 0} has {float(tensor[tuple(place)])}; expected finite numbers"
-        )
+def _check_finite(info: InputSpec, tensor: Tensor, lengths: Tensor | None, what: str = "") -> None:
+    """Raise InputError for NaN and infinity; ``lengths`` of a jagged input tell the sample of a value."""
+    if not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
+        return
+    place = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+    value = float(tensor[tuple(place)])
+    sample = place[0] if place else 0
+    if lengths is not None:
+        sample = int(torch.searchsorted(lengths.cumsum(0), place[0], right=True))
+    raise InputError(f"input {info.name!r}: sample {sample} has {what}{value}; expected finite numbers")

@@ -73,8 +73,8 @@ class Predictor(LoadedModel):
 
     def predict(
         self,
-        dense: Any,
-        features: Features,
+        dense: Any = None,
+        features: Features | None = None,
         context: Features | None = None,
         inputs: Mapping[str, Any] | None = None,
     ) -> Outputs:
@@ -83,11 +83,12 @@ class Predictor(LoadedModel):
         Args:
             dense: float32 [B, num_dense], finite, or rows of numbers; None when the model has no dense input.
             features: all features of the model, in any order. A missing feature is an error, unless the archive was
-                exported with a policy for it (``recinfer export --missing``).
+                exported with a policy for it (``recinfer export --missing``). None for a model whose requests have no
+                features.
             context: features of one sample that apply to all B samples (a user's features with B candidates); none of
                 them in ``features``. They are looked up once.
-            inputs: the model's other inputs by name (``recinfer inspect`` lists them): tensors, arrays or lists; of a jagged
-                one a JaggedTensor, ``(values, lengths)`` or a list per sample.
+            inputs: the model's other inputs by name (``recinfer inspect`` lists them), see
+                :func:`recinfer.input_arrays.as_input`.
 
         Returns:
             output name -> float32 [B, ...] (``"output"`` when forward returns one tensor).
@@ -97,18 +98,12 @@ class Predictor(LoadedModel):
         """
         if dense is not None and not isinstance(dense, Tensor):
             dense = torch.from_numpy(as_matrix(dense))
-        return run_now(self.predict_steps(dense, features, context, inputs))
+        return run_now(self.predict_steps(PredictInputs(dense, features, context, inputs)))
 
     @at_one_state
-    def predict_steps(
-        self,
-        dense: Tensor | None,
-        features: Features,
-        context: Features | None = None,
-        inputs: Mapping[str, Any] | None = None,
-    ) -> Steps[Outputs]:
+    def predict_steps(self, request: PredictInputs) -> Steps[Outputs]:
         """:meth:`predict` as a generator for callers that do not block."""
-        return predict_one(self, PredictInputs(dense, features, context, inputs))
+        return predict_one(self, request)
 
     @at_one_state
     def replay(self, request: Request) -> Answer:

@@ -41,6 +41,7 @@ from recinfer.capture import Captured
 from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import CheckpointError, ConfigError
+from recinfer.excerpts import some
 from recinfer.inference.ids_program import IdsProgram
 from recinfer.quant.formats.names import Precision
 from recinfer.quant.rows import PACKED_TYPES
@@ -86,8 +87,7 @@ def table_keys(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[tuple[s
             elif checkpoint.shape(key) != shape:
                 wrong.append(f"{key} is {list(checkpoint.shape(key))}, the model's table {list(shape)}")
     if wrong:
-        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        raise CheckpointError(f"{checkpoint.path} does not fit the model: {'; '.join(wrong[:10])}{more}")
+        raise CheckpointError(f"{checkpoint.path} does not fit the model: {some(wrong, 10, '; ')}")
     return keys
 
 
@@ -344,9 +344,8 @@ def _check_names(what: str, named: Iterable[str], known: Iterable[str]) -> None:
     known = list(known)
     unknown = [name for name in named if name not in known and name != "*"]
     if unknown:
-        some = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
         raise ConfigError(
-            f"{what}: the model has no feature {unknown[0]!r}; its features are {some}, and '*' means all others"
+            f"{what}: the model has no feature {unknown[0]!r}; its features are {some(known, 20)}, and '*' means all others"
         )
 
 

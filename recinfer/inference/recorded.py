@@ -23,6 +23,7 @@ from recinfer.archive.check import Request
 from recinfer.archive.manifest import InputInfo, Manifest
 from recinfer.columns import dense_name
 from recinfer.errors import ConfigError, InputError
+from recinfer.excerpts import some
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = ["RecordedBatch", "RecordedReference"]
@@ -99,7 +100,8 @@ class RecordedReference:
         unknown = sorted(set(self.tensors) - set(expected))
         if missing or unknown:
             raise InputError(
-                f"reference {self.path}: expected {_some(expected)}; missing {_some(missing)}, unknown {_some(unknown)}"
+                f"reference {self.path}: expected {some(expected)}; "
+                f"missing {some(missing, none='nothing')}, unknown {some(unknown, none='nothing')}"
             )
         rows = len(self._integers(f"{names[0]}.lengths"))
         if not rows:
@@ -208,8 +210,3 @@ def _read_npz(file: Path) -> dict[str, Any]:
 
 def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _some(names: list[str], shown: int = 8) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return (", ".join(names[:shown]) + more) or "nothing"

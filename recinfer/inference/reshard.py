@@ -21,6 +21,7 @@ from recinfer.archive.writer import ShardWriter, archive_folder
 from recinfer.distributed.planner.inference import plan_inference
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ConfigError
+from recinfer.excerpts import some
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.progress import byte_bar
 from recinfer.modules.embedding_configs import DataType
@@ -146,9 +147,8 @@ def _check_plan(plan: Plan, archive: Archive) -> None:
             if have != want:
                 problems.append(f"{stored[k].name} has {what} {have}, the plan {want}")
     if problems:
-        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise ConfigError(
-            f"the plan does not fit the archive: {'; '.join(problems[:10])}{more}; resharding copies rows as stored; "
+            f"the plan does not fit the archive: {some(problems, 10, '; ')}; resharding copies rows as stored; "
             f"to change the precision, export from the checkpoint"
         )
 

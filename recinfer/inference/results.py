@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recinfer.errors import NotFoundError
-from recinfer.inference.specs import FeatureSpec, Outputs
+from recinfer.inference.specs import FeatureSpec, InputSpec, Outputs
 from recinfer.quant.transfers import to_host
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
@@ -20,9 +20,12 @@ if TYPE_CHECKING:  # clients import this module for their results, and load no k
 
 __all__ = [
     "FeatureSpec",
+    "InputSpec",
     "LookupResult",
     "Outputs",
+    "computed_features",
     "feature_specs",
+    "input_specs",
     "on_host",
     "selected",
     "tensors_of",
@@ -60,16 +63,41 @@ class LookupResult:
 def feature_specs(manifest: Manifest, names: dict[str, list[str]]) -> list[FeatureSpec]:
     """The outputs of lookup, in the model's order; ``names`` are the output names of each module by its path."""
     missing = {feature.name: feature.missing for feature in manifest.features}
-    weighted = weighted_features(manifest)
+    weighted, computed = weighted_features(manifest), computed_features(manifest)
     specs = []
     for module in manifest.modules:
         looked_up = [(table, name) for table in manifest.module_tables(module.path) for name in table.features]
         for name, (table, feature) in zip(names[module.path], looked_up):
             pooled = module.kind == "pooled"
-            specs.append(
-                FeatureSpec(name, table.name, table.rows, table.dim, pooled, missing[feature], feature in weighted)
-            )
+            flags = missing[feature], feature in weighted, feature in computed
+            specs.append(FeatureSpec(name, table.name, table.rows, table.dim, pooled, *flags))
     return specs
+
+
+def input_specs(manifest: Manifest) -> tuple[InputSpec, ...]:
+    """The inputs of forward; none for an archive without a signature."""
+    signature = manifest.signature
+    if signature is None:
+        return ()
+    return tuple(
+        InputSpec(
+            info.name,
+            info.path,
+            info.kind,
+            info.dtype,
+            info.shape,
+            info.weighted,
+            signature.per_sample.get(info.name, 0),
+            signature.as_long_as.get(info.name, ""),
+        )
+        for info in signature.inputs
+    )
+
+
+def computed_features(manifest: Manifest) -> frozenset[str]:
+    """The features of lookups whose ids the ids program computes."""
+    signature = manifest.signature
+    return frozenset() if signature is None or signature.ids is None else frozenset(signature.ids.features)
 
 
 def weighted_features(manifest: Manifest) -> frozenset[str]:

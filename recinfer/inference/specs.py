@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FeatureSpec", "Outputs"]
+__all__ = ["FeatureSpec", "InputSpec", "Outputs"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class FeatureSpec:
     """One output of lookup: its name, its table, and whether its feature is optional in a prediction.
 
     ``missing``: a prediction without the feature fails (``"reject"``), or uses no ids (``"empty"``) or this id in every
-    sample. A lookup may leave out any feature. ``weighted``: whether requests may bring weights for its ids.
+    sample. A lookup may leave out any feature. ``weighted``: whether requests may bring weights for its ids. ``computed``: the
+    model computes the ids from its inputs, so a lookup cannot have the feature.
     """
 
     name: str
@@ -23,6 +24,57 @@ class FeatureSpec:
     pooled: bool
     missing: str | int = "reject"
     weighted: bool = False
+    computed: bool = False
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a model's forward, as requests name it.
+
+    Attributes:
+        name: the name in requests.
+        path: the place in forward's arguments, as ``batch.sparse_features['base']``.
+        kind: ``"ids"``: a feature; ``"tensor"``; ``"jagged"``: a list of values per sample.
+        dtype: of the tensor or the values, as ``float32``.
+        shape: of the tensor or the values: a number per fixed axis, ``"batch"``, or text for another free axis. Of ids and
+            jagged inputs the first axis holds the values of all samples.
+        weighted: whether each value may have a weight.
+        per_sample: the number of values of every sample; 0: any number.
+        as_long_as: the input that has as many values in each sample; empty: none.
+    """
+
+    name: str
+    path: str
+    kind: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    weighted: bool = False
+    per_sample: int = 0
+    as_long_as: str = ""
+
+    @property
+    def facts(self) -> str:
+        """The numbers of values that forward relies on, as text; empty: any numbers."""
+        told = []
+        if self.per_sample:
+            told.append(f"exactly {self.per_sample} per sample")
+        if self.as_long_as:
+            told.append(f"as many as {self.as_long_as}")
+        return ", ".join(told)
+
+    def expected(self, batch: int | None = None) -> str:
+        """The dtype and shape as text, of ``batch`` samples: ``float32 [5, 2]``, or ``a list of int64 per sample``."""
+        sizes = [_size_text(size, batch) for size in self.shape]
+        if self.kind == "tensor":
+            return f"{self.dtype} [{', '.join(sizes)}]"
+        rest = f" [{', '.join(sizes[1:])}]" if sizes[1:] else ""
+        return f"a list of {self.dtype}{rest} per sample"
+
+
+def _size_text(size: int | str, batch: int | None) -> str:
+    if size == "batch":
+        return "batch" if batch is None else str(batch)
+    return "any" if isinstance(size, str) else str(size)
 
 
 class Outputs(dict[str, Any]):

@@ -18,11 +18,13 @@ from recinfer.archive.manifest import DenseInput
 from recinfer.columns import as_matrix
 from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
+from recinfer.inference.intake import TakenFeatures
 from recinfer.inference.lookups import Steps
 from recinfer.inference.model import LoadedModel
 from recinfer.inference.named_inputs import GivenInput
 from recinfer.inference.results import LookupResult, Outputs, on_host, tensors_of
 from recinfer.inference.user_programs import TensorOf, UserPrograms
+from recinfer.input_arrays import as_input, batch_of_inputs
 from recinfer.quant.transfers import to_host
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
@@ -35,14 +37,14 @@ class PredictInputs:
 
     Attributes:
         dense: ``[B, num_dense]`` or None.
-        features: ids of B samples.
+        features: ids of B samples; None for a model whose requests have no features.
         context: ids of one sample that apply to all, or None; a mapping may hold other inputs of one sample too.
         inputs: other inputs of B samples, by name.
         context_inputs: other inputs of one sample that apply to all, by name.
     """
 
     dense: Tensor | None
-    features: Features
+    features: Features | None
     context: Features | None = None
     inputs: Mapping[str, Any] | None = None
     context_inputs: Mapping[str, Any] | None = None
@@ -76,9 +78,26 @@ class _CheckedRequest:
 
 def lookup_one(model: LoadedModel, features: Features) -> Steps[LookupResult]:
     """See ``Predictor.lookup``."""
-    taken = model.intake.take(bags_of(features), need_all=False)
+    taken = _taken_for_lookup(model, features)
     found = yield from model.find([taken.features], taken.present)
     return model.select(found.parts, taken.present, found.missing)
+
+
+def _taken_for_lookup(model: LoadedModel, features: Features) -> TakenFeatures:
+    """The features of a lookup; raises InputError for a feature whose ids the ids program computes."""
+    bags = bags_of(features)
+    taken = model.intake.take(bags, need_all=False)
+    if not model.computes_ids:
+        return taken
+    own = [spec.name.split("@")[0] for spec in model.features if not spec.computed]
+    for name in bags.keys:
+        if name not in own:
+            have = ", ".join(map(repr, dict.fromkeys(own))) or "none"
+            raise InputError(
+                f"feature {name!r}: this model computes ids from it, so a lookup cannot have it; call predict, or look up "
+                f"features that are passed on as they are: {have}"
+            )
+    return TakenFeatures(model.intake.steps.apply(taken.features), taken.present)
 
 
 def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
@@ -92,7 +111,7 @@ def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[
     taken = []
     for at, request in enumerate(requests):
         try:
-            taken.append((at, model.intake.take(bags_of(request), need_all=False)))
+            taken.append((at, _taken_for_lookup(model, request)))
         except Exception as error:
             answers[at] = error
     if not taken:
@@ -164,7 +183,7 @@ def _result_or_error(steps: Steps[Any]) -> Steps[Any]:
 def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedRequest:
     intake, named = model.intake, model.inputs
     model.check_has_dense()
-    candidates = bags_of(request.features)
+    candidates = bags_of(_no_features(request) if request.features is None else request.features)
     bags, once = _context(model, request)
     dense, inputs = _dense_by_name(named.dense_name, request.dense, request.inputs)
     dense_once, once = _dense_by_name(named.dense_name, None, once)
@@ -204,6 +223,12 @@ def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedReq
     return _CheckedRequest(at, dense, features, shared, of_context, checked, given)
 
 
+def _no_features(request: PredictInputs) -> Bags:
+    """No features, of as many samples as the request's inputs have."""
+    batch = batch_of_inputs({name: as_input(name, given) for name, given in (request.inputs or {}).items()})
+    return Bags((), batch, np.zeros(1, np.int64), np.zeros(0, np.int64))
+
+
 def _context(model: LoadedModel, request: PredictInputs) -> tuple[Bags | None, Mapping[str, Any] | None]:
     """The context's features and its other inputs, which a mapping may hold together."""
     context, once = request.context, dict(request.context_inputs or {})
@@ -211,7 +236,14 @@ def _context(model: LoadedModel, request: PredictInputs) -> tuple[Bags | None, M
         names = model.inputs.names | {model.inputs.dense_name}
         once |= {name: value for name, value in context.items() if name in names}
         context = {name: value for name, value in context.items() if name not in names} or None
-    return None if context is None else bags_of(context), once
+    if context is None:
+        return None, once
+    bags = bags_of(context)
+    if bags.batch == 1 and (own := model.inputs.names.intersection(bags.keys)):
+        once |= {name: model.inputs.from_ids(name, bags.arranged((name,)).values) for name in own}
+        rest = tuple(key for key in bags.keys if key not in own)
+        return bags.arranged(rest) if rest else None, once
+    return bags, once
 
 
 def _dense_by_name(

@@ -47,13 +47,21 @@ INSTEAD = {
     "torchrec.distributed.planner.enumerators.EmbeddingTowerCollection": "two modules: an EmbeddingBagCollection, "
     "then the tower",
     "torchrec.distributed.planner.enumerators.GUARDED_COMPUTE_KERNELS": "ParameterConstraints(compute_kernels=[...]); recinfer has none of the guarded kernels",
-    "torchrec.distributed.planner.enumerators.GUARDED_SHARDING_TYPES_FOR_FP_MODULES": "ParameterConstraints(sharding_types=[...]); row_wise, table_row_wise and grid_shard are never offered behind feature processors",
+    "torchrec.distributed.planner.enumerators.GUARDED_SHARDING_TYPES_FOR_FP_MODULES": "ParameterConstraints(sharding_types=[...]); behind feature processors, types that cut rows are offered only if the constraints name them",
     "torchrec.distributed.planner.enumerators._get_tower_index": "two modules: an EmbeddingBagCollection, then the "
     "tower",
     "torchrec.distributed.planner.enumerators.calculate_shard_sizes_and_offsets": "recinfer.distributed.sharding_plan.calculate_shard_sizes_and_offsets",
     "torchrec.distributed.planner.estimator.*": "recinfer.distributed.planner.shard_estimators (EmbeddingPerfEstimator), or a ShardEstimator of your own",
+    "torchrec.distributed.planner.partitioners.MemoryBalancedPartitioner": "recinfer.distributed.planner.partitioners.GreedyPerfPartitioner, or "
+    "the default search of EmbeddingShardingPlanner",
+    "torchrec.distributed.planner.perf_models.NoopStorageModel": "a PerfModel of your own: rate(plan) reads shard.rank and shard.storage",
+    "torchrec.distributed.planner.proposers.EmbeddingOffloadScaleupProposer": "the default search of EmbeddingShardingPlanner (no "
+    "proposer): it fills device memory with the tables that gain most",
+    "torchrec.distributed.planner.proposers.proposers_to_proposals_list": "load(), propose() and feedback() of each proposer",
     "torchrec.distributed.planner.shard_estimators.calculate_shard_storages": "recinfer.distributed.planner.shard_estimators.EmbeddingStorageEstimator(topology).estimate(options)",
     "torchrec.distributed.planner.shard_estimators.get_num_poolings": "ShardingOption.num_poolings",
+    "torchrec.distributed.planner.utils.BinarySearchPredicate": "bisect of the standard library",
+    "torchrec.distributed.planner.utils.LuusJaakolaSearch": "scipy.optimize.minimize_scalar",
     "torchrec.distributed.quant_embedding_kernel.*": "recinfer.distributed.quant_embeddingbag",
     "torchrec.distributed.shard.*": "recinfer.distributed.model_parallel.DistributedModelParallel with the plan",
     "torchrec.distributed.sharding.cw_sequence_sharding.*": "recinfer.distributed.embedding.create_embedding_sharding",

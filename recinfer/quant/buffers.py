@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from recinfer import fbgemm
-from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import UnavailableError
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from recinfer.quant.rows import row_bytes
 

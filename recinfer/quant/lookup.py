@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from recinfer import fbgemm
-from recinfer.distributed.layout.rect import tile
 from recinfer.errors import ConfigError, InputError, NotFoundError
+from recinfer.layout.rect import tile
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.buffers import Buffers, Placed

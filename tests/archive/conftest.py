@@ -7,7 +7,7 @@ from torch import nn
 
 from recinfer.archive.reader import Archive
 from recinfer.modules.embedding_configs import DataType
-from tests.archive.models import Everything, make_archive
+from tests.archive.models import Everything, Named, make_archive
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +26,10 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Arc
         precision=DataType.FP32,
         kinds=("row_wise", "column_wise"),
     )
+
+
+@pytest.fixture(scope="session")
+def named(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Archive]:
+    """A model with an ids program, named inputs and facts, two ranks. Never change its files."""
+    folder = tmp_path_factory.mktemp("named")
+    return make_archive(folder, model=Named(), ranks=2, kinds=("row_wise",), inputs=[Named.batch()])

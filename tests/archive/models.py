@@ -17,7 +17,7 @@ from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.feature_processor_ import PositionWeightedModule
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 FEATURES = ["f_user", "f_item", "f_hist", "f_cat"]
 NUM_DENSE = 3
@@ -66,6 +66,35 @@ class Everything(nn.Module):
         parts = [batch.dense, self.ebc(sparse.ids).values(), self.recent(sparse.ids).values(), words]
         scores = self.top(torch.cat(parts, dim=1))
         return {"click": scores[:, 0], "both": torch.special.i0e(scores)}  # which ONNX does not have
+
+
+class Named(nn.Module):
+    """Ids computed in forward, an integer tensor, and prices as long as the history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = EmbeddingBagCollection(tables=[EmbeddingBagConfig(40, 4, "item", feature_names=["f_item"])])
+        self.history = EmbeddingCollection(tables=[EmbeddingConfig(50, 4, "hist", feature_names=["f_hist"])])
+        self.hours = nn.Embedding(24, 3)
+        self.top = nn.Linear(4 + 3 + 2 * 5, 2)
+
+    @staticmethod
+    def batch() -> tuple[KeyedJaggedTensor, KeyedJaggedTensor, JaggedTensor, Tensor]:
+        """An example batch of four samples."""
+        lengths = torch.tensor([2, 0, 1, 2])
+        hist = KeyedJaggedTensor(["f_hist"], torch.arange(5), lengths=lengths)
+        item = KeyedJaggedTensor(["f_item"], torch.arange(5) + 100, lengths=torch.tensor([1, 2, 2, 0]))
+        return item, hist, JaggedTensor(torch.rand(5), None, lengths), torch.tensor([3, 0, 23, 7])
+
+    def forward(
+        self, item: KeyedJaggedTensor, hist: KeyedJaggedTensor, prices: JaggedTensor, hour: Tensor
+    ) -> dict[str, list[Tensor]]:
+        hashed = KeyedJaggedTensor(["f_item"], item.values() % 40, lengths=item.lengths())
+        found = self.history(hist)["f_hist"]
+        bought = JaggedTensor(found.values() * prices.values().unsqueeze(1), lengths=found.lengths())
+        parts = [self.items(hashed).values(), self.hours(hour), bought.to_padded_dense(2).flatten(1)]
+        scores = self.top(torch.cat([*parts, parts[0][:, :2]], dim=1))
+        return {"scores": [scores[:, 0], scores[:, 1]]}
 
 
 class Sparse:

@@ -53,8 +53,8 @@ class Model(nn.Module):
         return bound
 
 
-def cut(model: nn.Module, num_dense: int | None = None) -> Cut:
-    found = cut_model(model, find_leaves(model), lambda body: None, (), num_dense)
+def cut(model: nn.Module, num_dense: int | None = None, batches: tuple[Any, ...] = ()) -> Cut:
+    found = cut_model(model, find_leaves(model), lambda body: None, batches, num_dense)
     assert found is not None
     return found
 
@@ -189,7 +189,7 @@ def test_no_dense_input() -> None:
     model = Model(forward, 8)
     del model.other
     found = cut(model)
-    assert (found.num_dense, found.inputs) == (0, ["pooled_0"])
+    assert (found.num_dense, found.dense.inputs) == (0, ["pooled_0"])
     with pytest.raises(ConfigError, match="uses no dense tensor"):
         cut(model, 3)
 
@@ -206,6 +206,7 @@ class Two(NamedTuple):
         (lambda y: (y, y > 0), ["output_0", "output_1"]),
         (lambda y: Two(y, y), ["first", "second"]),
         (lambda y: KeyedTensor(["k", "l"], [1, 1], y), ["k", "l"]),
+        (lambda y: {"a": [y, y], "b": {"c": y, "none": None}}, ["a_0", "a_1", "b.c"]),
     ],
 )
 def test_outputs(wrap: Callable[[Tensor], Any], names: list[str]) -> None:
@@ -217,7 +218,8 @@ def test_outputs(wrap: Callable[[Tensor], Any], names: list[str]) -> None:
 
 
 def changed_ids(self, dense, features):
-    return head(self, dense, self.ebc(KeyedJaggedTensor.concat([features, features])))
+    ids = KeyedJaggedTensor(features.keys(), features.values() % 20, lengths=features.lengths())
+    return head(self, dense, self.ebc(ids))
 
 
 def read_ids(self, dense, features):
@@ -233,24 +235,51 @@ def loop(self, batch):
     return head(self, dense, self.ebc(features))
 
 
+def normed(self, dense, features):
+    return self.ebc(features).values()[:, :3] + self.norm(dense)
+
+
+def two_tensors(self, dense, features, more):
+    return head(self, dense + more, self.ebc(features))
+
+
+@pytest.mark.parametrize(
+    ("forward", "message", "arguments"),
+    [
+        (changed_ids, "forward calls features.keys; if 'features' is a KeyedJaggedTensor", 0),
+        (read_ids, "forward calls features.lengths; if 'features' is a KeyedJaggedTensor", 0),
+        (used_values, "forward uses features.values, of a tensor or a KeyedJaggedTensor", 0),
+        (loop, "forward iterates over its input 'batch'", 1),
+        (normed, "'dense' was taken for the dense input, because forward uses layer_norm with it", 0),
+        (two_tensors, "forward uses two inputs as tensors, 'dense' and 'more'", 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_example_batch_is_asked_for_where_it_is_needed(
+    forward: Callable[..., Any], message: str, arguments: int
+) -> None:
+    model = Model(forward)
+    del model.other
+    with pytest.raises(ConfigError, match=rf"{re.escape(message)}.*give an example batch \(recinfer export --inputs"):
+        cut(model)
+    dense, features = torch.randn(3, 3), kjt("a", "b")
+    batch = [(dense, features), ((dense, features),), (dense, features, torch.randn(3, 3))][arguments]
+    found = cut(model, batches=(batch,))
+    assert found.outputs == {"output": (3 if forward is normed else 2,)}
+    assert (found.ids is not None) == (forward is changed_ids)
+    assert found.num_dense == (0 if forward is two_tensors else 3)
+
+
 def loss(self, dense, features):
     return head(self, dense, self.ebc(features)).mean()
 
 
 def text(self, dense, features):
-    return "hello"
-
-
-def nested(self, dense, features):
-    return {"a": [head(self, dense, self.ebc(features))]}
-
-
-def twice(self, dense, one, two):
-    return head(self, dense, self.ebc(one)) + head(self, dense, self.ebc(two))
+    return {"a": [head(self, dense, self.ebc(features)), "hello"]}
 
 
 def never(self, dense, features):
-    return self.linear(torch.cat([dense, dense.new_zeros(len(dense), 8)], 1))
+    return self.linear(torch.cat([dense, dense.new_zeros(dense.shape[0], 8)], 1))
 
 
 def fails(self, dense, features):
@@ -261,24 +290,28 @@ def fails(self, dense, features):
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (changed_ids, r"forward calls 'features\.\w+'"),
-        (read_ids, r"forward calls 'features\.lengths'"),
-        (used_values, r"uses two inputs as tensors, 'dense' and 'features'"),
-        (loop, "iterates over its input 'batch'"),
         (loss, r"output 'output' of forward has shape \(\) for a batch of 3"),
-        (text, "returns a str"),
-        (nested, "output 'a' of forward is a list"),
-        (twice, r"'ebc' is called with two inputs, 'one' and 'two'; expected one"),
+        (text, "returns a str as 'a_1'"),
         (never, "never calls the embedding module 'ebc'"),
         (fails, "no such luck"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_errors_name_the_place(forward: Callable[..., Any], message: str) -> None:
+@pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
+def test_errors_name_the_place(forward: Callable[..., Any], message: str, given: bool) -> None:
     model = Model(forward)
     del model.other
     with pytest.raises(ConfigError, match=message):
-        cut(model, 3)
+        cut(model, 3, ((torch.randn(3, 3), kjt("a", "b")),) if given else ())
+
+
+def test_one_module_called_with_two_inputs() -> None:
+    def twice(self, dense, one, two):
+        return head(self, dense, self.ebc(one)) + head(self, dense, self.ebc(two))
+
+    model = Model(twice)
+    del model.other
+    assert cut(model).dense.inputs == ["dense", "pooled_0"]
 
 
 class TwoCollections(nn.Module):
@@ -292,14 +325,14 @@ class TwoCollections(nn.Module):
 
 @pytest.mark.parametrize("arguments", ["sparse=None", "dense=None, sparse=None", "sparse, dense=None"])
 def test_an_argument_whose_default_is_none_is_named(arguments: str) -> None:
-    """An export leaves it out; the error spoke of a NoneType computed inside forward."""
+    """A made batch leaves it out; the error spoke of a NoneType computed inside forward."""
     scope: dict[str, Any] = {}
     exec(
         f"def forward(self, {arguments}): return self.linear(dense) + self.ebc(sparse).values() + self.other(sparse)",
         scope,
     )
     names = re.findall(r"(\w+)=None", arguments)
-    told = ", ".join(map(repr, names)) + (" is" if len(names) == 1 else " are") + " None; remove the default"
+    told = f"leaves out the arguments of forward whose default is None: {', '.join(map(repr, names))}; give an example"
     scope["dense"] = torch.zeros(4, 11)
     with pytest.raises(ConfigError, match=told):
         cut(Model(scope["forward"]))
@@ -319,19 +352,16 @@ class Ids(nn.Module):
 
 
 READS_IDS: list[Callable[[JaggedTensor], Any]] = [
-    lambda item: item.weights(),
     lambda item: item.to_padded_dense_weights(2),
     lambda item: item.to_padded_dense(2).sum((1, 2)) + (0 if item.weights_or_none() is None else 1),
-    lambda item: torch.stack([w.sum() for w in item.to_dense_weights() or []]),
+    lambda item: JaggedTensor(item.values() * (item.weights() > 0)[:, None], lengths=item.lengths()).to_padded_dense(2),
 ]
 
 
 @pytest.mark.parametrize("forward", READS_IDS)
-def test_ids_that_an_archive_does_not_have_are_refused_by_name(forward: Callable[[JaggedTensor], Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"forward reads the ids that the embedding module 'ec' puts .*need_indices=True"
-    ):
-        cut(Ids(forward))
+def test_ids_beside_the_vectors_of_a_sequence(forward: Callable[[JaggedTensor], Any]) -> None:
+    """TorchRec gives them as weights with need_indices=True."""
+    assert cut(Ids(forward)).dense.inputs[:2] == ["sequence_0_0_values", "sequence_0_0_lengths"]
 
 
 def test_a_collection_with_ids_that_forward_does_not_read() -> None:
@@ -345,9 +375,26 @@ def test_a_collection_with_ids_that_forward_does_not_read() -> None:
     ids=["inside", "output"],
 )
 def test_values_of_a_sequence_are_not_one_a_sample(forward: Callable[[JaggedTensor], Tensor]) -> None:
-    message = r"'item' has any number of ids a sample, here 6 in \d samples.*\.to_padded_dense\(1\)\.squeeze\(1\)"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"one id.*\.to_padded_dense\(1\)\.squeeze\(1\)"):
         cut(Ids(forward))
+    with pytest.raises(ConfigError, match=r"size of tensor|\.to_padded_dense\(1\)\.squeeze\(1\)"):
+        cut(Ids(forward), batches=((kjt("item"),),))
+
+
+def test_an_example_batch_shows_that_each_sample_has_one_id() -> None:
+    class Target(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ebc, self.ec = (
+                tables("t", ("a",)),
+                EmbeddingCollection(tables=[EmbeddingConfig(9, 4, "i", feature_names=["item"])]),
+            )
+
+        def forward(self, features: KeyedJaggedTensor) -> Tensor:
+            return self.ebc(features).values() * self.ec(features)["item"].values()
+
+    ones = KeyedJaggedTensor(["a", "item"], torch.arange(6), lengths=torch.tensor([3, 0, 0, 1, 1, 1]))
+    assert cut(Target(), batches=((ones,),)).signature.per_sample == {"item": 1}
 
 
 def test_a_split_of_the_sparse_input_goes_to_two_modules() -> None:
@@ -366,20 +413,6 @@ def test_a_split_of_the_sparse_input_goes_to_two_modules() -> None:
         torch.testing.assert_close(made.dense.module(dense, *pooled)["output"], expected)
 
 
-def test_error_names_a_sparse_input_that_is_read_as_a_tensor() -> None:
-    class Reads(TwoCollections):
-        def forward(self, sparse, dense):
-            scale = sparse.values().float().mean()
-            return self.linear(torch.cat([dense, self.one(sparse).values(), self.two(sparse).values()], 1)) * scale
-
-    for num_dense in (None, 3):
-        with pytest.raises(
-            ConfigError, match=r"'sparse' was taken for the dense input, because forward uses \.values of it"
-        ) as e:
-            cut(Reads(), num_dense)
-        assert "if it is a KeyedJaggedTensor, forward must pass it to the embedding modules unchanged" in str(e.value)
-
-
 def test_a_dense_input_may_be_split_too() -> None:
     class Halves(TwoCollections):
         def forward(self, dense, sparse):
@@ -389,7 +422,7 @@ def test_a_dense_input_may_be_split_too() -> None:
     assert cut(Halves(), 3).num_dense == 3
 
 
-def test_one_feature_in_two_inputs_is_refused() -> None:
+def test_one_feature_name_in_two_inputs() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -398,18 +431,13 @@ def test_one_feature_in_two_inputs_is_refused() -> None:
         def forward(self, first, second):
             return self.one(first).values() + self.two(second).values()
 
-    with pytest.raises(ConfigError, match="feature 'a' comes from two inputs of forward, 'first' and 'second'"):
-        cut(Both())
+    names = [info.name for info in cut(Both()).signature.inputs]
+    assert names == ["first.a", "first.b", "second.a", "second.b"]
 
 
 def test_num_dense_without_a_linear_that_shows_it() -> None:
-    def forward(self, dense, features):
-        return self.linear(torch.cat([self.norm(dense), self.ebc(features).values()], 1))
-
-    model = Model(forward)
+    model = Model(normed)
     del model.other
-    with pytest.raises(ConfigError, match="give num_dense"):
-        cut(model)
     assert cut(model, 3).num_dense == 3
 
 
@@ -456,7 +484,7 @@ def test_sequences_may_be_summed_by_the_model() -> None:
 
     found = cut(Summed())
     assert found.dense.inputs == ["sequence_0_0_values", "sequence_0_0_lengths"]
-    assert found.batch_axes == ["values_0_0", "batch"]
+    assert found.dense.free == [(0,), (0,)]
 
 
 @pytest.mark.parametrize("cross", [CrossNet, LowRankCrossNet, VectorCrossNet])

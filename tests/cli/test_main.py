@@ -41,7 +41,7 @@ OPTIONS = {
     "train": "--data --format --out --epochs --batch-size --embedding-dim --limit --seed",
     "plan": "--checkpoint --model --world-size --device --hbm-gb --ddr-gb --precision --table-precision --batch-size "
     "--hardware --plot --timeout-seconds --out",
-    "export": "--checkpoint --model --plan --world-size --precision --table-precision --name --version --num-dense "
+    "export": "--checkpoint --model --plan --world-size --precision --table-precision --name --version --inputs --user --program "
     "--eval-data --format --eval-limit --eval-output --max-auc-drop --overwrite --out",
     "inspect": "",
     "verify": "",

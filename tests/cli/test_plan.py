@@ -87,7 +87,6 @@ def test_measured_hardware_changes_the_estimates(
         out = tmp_path / f"{name}.json"
         plans[name] = run_json("plan", "--checkpoint", checkpoint, "--world-size", 2, *options, "--out", out)
     assert plans["typical"]["estimates"]["max_perf_ms"] != plans["measured"]["estimates"]["max_perf_ms"]
-    assert plans["measured"]["estimates"]["predicted_ms_per_rank"]
 
 
 @pytest.mark.parametrize("verb", ["export", "reshard", "train"])

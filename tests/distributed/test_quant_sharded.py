@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recinfer.distributed.layout.cuts import column_unit
 from recinfer.distributed.quant_embedding import QuantEmbeddingCollectionSharder, ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import (
     QuantEmbeddingBagCollectionSharder,
@@ -15,6 +14,7 @@ from recinfer.distributed.quant_embeddingbag import (
 )
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
 from recinfer.errors import ConfigError, InputError, UnavailableError
+from recinfer.layout.cuts import column_unit
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Placed, allocate
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection

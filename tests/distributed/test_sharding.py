@@ -23,7 +23,6 @@ from recinfer.distributed.embedding_sharding import (
     KJTListSplitsAwaitable,
     ListOfKJTListAwaitable,
     ListOfKJTListSplitsAwaitable,
-    Sent,
     bucketize_kjt_before_all2all,
     group_tables,
 )
@@ -49,6 +48,7 @@ from recinfer.distributed.sharded.collection import _placed_on
 from recinfer.distributed.sharded.sharding import PooledSharding
 from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.distributed.types import BoundsCheckMode, CacheParams, NoWait, ParameterSharding, ShardingEnv
+from recinfer.distributed.types.shardings import Sent
 from recinfer.distributed.utils import (
     add_params_from_parameter_sharding,
     append_prefix,

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import InputError
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import cuda_graphs
 from recinfer.quant.buffers import Memory, Placed, allocate

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.archive.conftest import everything, small
+from tests.archive.conftest import everything, named, small
 
-__all__ = ["everything", "small"]
+__all__ = ["everything", "named", "small"]

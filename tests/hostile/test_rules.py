@@ -223,6 +223,52 @@ manifest_case("M8", "no contract", lambda m: m.update(contract={"a": 1}))
 manifest_case("M9", "other total", lambda m: m.update(bytes_total=m["bytes_total"] + 1))
 
 
+def signature_case(what: str, change: Callable[[dict[str, Any]], object], rule: str = "M10") -> None:
+    """A broken signature of the archive ``named``."""
+    manifest_case(rule, f"signature {what}", lambda m: change(m["signature"]), base="named")
+
+
+def set_input(name: str, **values: Any) -> Callable[[dict[str, Any]], object]:
+    """Change one input of a signature."""
+    return lambda s: next(i for i in s["inputs"] if i["name"] == name).update(values)
+
+
+signature_case("has another key", lambda s: s.update(extra=1), "J3")
+signature_case("input of another type", set_input("hour", kind="image"), "J3")
+signature_case("names an input twice", lambda s: s["inputs"].append(s["inputs"][0]))
+signature_case("input of a dtype that torch lacks", set_input("hour", dtype="text"))
+signature_case("input of negative size", set_input("hour", shape=["batch", -1]))
+signature_case("input with a control character", set_input("hour", path="hour\n"), "M2")
+signature_case("values of a fixed number", set_input("prices", shape=[5]))
+signature_case("ids that are floats", set_input("f_hist", dtype="float32"))
+signature_case("lacks an input of the dense program", lambda s: s["inputs"].pop())
+signature_case("lacks the ids of a table", set_input("f_hist", kind="jagged"))
+signature_case("fact about no input", lambda s: s["per_sample"].update(other=1))
+signature_case("fact of a tensor", lambda s: s["per_sample"].update(hour=1))
+signature_case("fact of no values", lambda s: s["per_sample"].update(f_hist=0))
+signature_case("fact of itself", lambda s: s.update(as_long_as={"f_hist": "f_hist"}))
+signature_case("fact of a circle", lambda s: s.update(as_long_as={"f_hist": "prices", "prices": "f_hist"}))
+signature_case("limit of no axis", lambda s: s["at_most"].update(other=3))
+signature_case("limit of the batch", lambda s: s["at_most"].update(batch=3))
+signature_case("returns no such output", lambda s: s.update(returns={"output": "other"}))
+signature_case("returns no structure", lambda s: s.update(returns={"dict": [1]}))
+signature_case("returns too deep", lambda s: s.update(returns=deep({"output": "scores_0"})))
+signature_case("without the ids program", lambda s: s.update(ids=None), "F7")
+signature_case("ids of no feature", lambda s: s["ids"].update(features=[]))
+signature_case("ids of an unknown feature", lambda s: s["ids"]["features"].append("other"))
+signature_case("ids weighted of another feature", lambda s: s["ids"].update(weighted=["f_hist"]))
+signature_case("ids from an unknown input", lambda s: s["ids"]["inputs"][0].update(feature="other"))
+signature_case("ids from an input twice", lambda s: s["ids"]["inputs"].append(s["ids"]["inputs"][0]))
+signature_case("ids engine without program", lambda s: s["ids"].update(engine="onnx", onnx=None))
+manifest_case("M10", "signature without a dense part", lambda m: m.update(dense=None), base="named")
+
+
+def deep(returns: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(12):
+        returns = {"list": [returns]}
+    return returns
+
+
 @breaks("M8", "contract of other features")
 def _(root: Path) -> None:
     from recinfer.data.contract import DenseFeature, FeatureContract, Identity, SparseFeature
@@ -512,6 +558,40 @@ breaks("D2", "program of other inputs")(lambda root: replace_program(root, 1, "o
 breaks("D2", "program of other outputs")(lambda root: replace_program(root, 2, "other"))
 
 
+Bags = dict[str, torch.Tensor]
+
+
+def replace_ids_program(root: Path, answer: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+    """Put a program of values [ids] and lengths [B] in place of the ids program of the archive ``named``."""
+
+    class Other(nn.Module):
+        def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> Bags:
+            return dict(zip(("computed/f_item/values", "computed/f_item/lengths", "more"), answer(values, lengths)))
+
+    example = torch.arange(9), torch.tensor([2, 3, 1, 3])
+    free = ({0: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})
+    program = torch.export.export(Other(), example, dynamic_shapes=free, strict=False)
+    rewrite(root, "dense/ids.pt2", program_bytes(program))
+    edit_manifest(root, lambda m: m["signature"]["ids"].update(engine="torch"))
+
+
+WRONG_IDS: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]]] = {
+    "returns too many outputs": ("D2", lambda values, lengths: (values % 40, lengths + 0, lengths + 1)),
+    "gives ids of another shape": ("C2", lambda values, lengths: ((values % 40).unsqueeze(1), lengths + 0)),
+    "gives floats": ("C2", lambda values, lengths: ((values % 40).float(), lengths + 0)),
+    "gives lengths of another batch": ("C2", lambda values, lengths: (values % 40, torch.cat([lengths, lengths]))),
+    "gives negative lengths": ("C2", lambda values, lengths: (values % 40, -lengths)),
+    "gives lengths of another sum": ("C2", lambda values, lengths: (values % 40, lengths + 1)),
+    "gives ids beyond the table": ("C2", lambda values, lengths: (values % 40 + 40, lengths + 0)),
+    "gives negative ids": ("C2", lambda values, lengths: (values % 40 - 1000, lengths + 0)),
+    "gives other ids": ("C2", lambda values, lengths: ((values + 1) % 40, lengths + 0)),
+}
+for what, (rule, answer) in WRONG_IDS.items():
+    breaks(rule, f"ids program {what}", base="named")(lambda root, answer=answer: replace_ids_program(root, answer))
+breaks("D1", "ids program is text", base="named")(lambda root: rewrite(root, "dense/ids.pt2", b"hello"))
+breaks("D3", "ids program is no ONNX", base="named")(lambda root: rewrite(root, "dense/ids.onnx", b"hello"))
+
+
 @breaks("D3", "no ONNX file")
 def _(root: Path) -> None:
     rewrite(root, "dense/model.onnx", b"hello")
@@ -568,6 +648,14 @@ for what, change in {
     "dense of another batch": lambda t: t.update({"0/dense": t["0/dense"][:1].clone()}),
 }.items():
     breaks("C1", what)(lambda root, change=change: edit_tensors(root, REQUESTS, change))
+for what, change in {
+    "input missing": lambda t: t.pop("1/input/hour"),
+    "input of another dtype": lambda t: t.update({"0/input/hour": t["0/input/hour"].float()}),
+    "input of another batch": lambda t: t.update({"0/input/hour": t["0/input/hour"][:1].clone()}),
+    "jagged input without lengths": lambda t: t.pop("0/input/prices/lengths"),
+    "lengths of a jagged input beyond its values": lambda t: t["0/input/prices/lengths"].add_(1),
+}.items():
+    breaks("C1", what, base="named")(lambda root, change=change: edit_tensors(root, REQUESTS, change))
 for what, change in {
     "answer missing": lambda t: t.pop("1/output/0"),
     "answer of another shape": lambda t: t.update({"0/output/0": torch.zeros(5)}),
@@ -634,5 +722,5 @@ def test_links_inside_the_folder_are_fine(small: tuple[nn.Module, Archive], tmp_
 def test_every_rule_has_a_case() -> None:
     """FORMAT.md and these tests name the same rules; F6 and the (v) parts are verify's (tests/inference)."""
     text = (Path(recinfer.__file__).parent / "archive/FORMAT.md").read_text()
-    rules = set(re.findall(r"^- \*\*([A-Z]\d)\*\*", text, flags=re.M))
+    rules = set(re.findall(r"^- \*\*([A-Z]\d+)\*\*", text, flags=re.M))
     assert rules - {"F6"} == {case.values[0] for case in CASES}

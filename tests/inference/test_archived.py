@@ -255,3 +255,7 @@ def test_a_plan_of_a_live_module() -> None:
     plan = recinfer.plan(Ranker(), world_size=2, precision="int4")
     assert plan.world_size == 2
     assert {table.precision.value for table in plan.tables} == {"INT4"}
+    head, names, *tables = str(plan).splitlines()
+    assert head.endswith("2 ranks on cpu")
+    assert names.split() == ["table", "rows", "x", "dim", "precision", "sharding", "ranks"]
+    assert [line.split()[0] for line in tables] == ["items.item", "users.user"]

@@ -13,9 +13,9 @@ from recinfer.archive.check import Request
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
 from recinfer.inference.comparison import compare_archive
+from recinfer.inference.float_model import FloatModel, FloatRows
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.recorded import RecordedReference
-from recinfer.inference.reference import FloatRows, compare_with_float
 from recinfer.inference.report import ExportReport
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
@@ -267,10 +267,11 @@ def test_an_export_checks_rows_beside_a_row_of_one_value(tmp_path: Path) -> None
     for table in archive.manifest.tables:
         rows.collect("ebc", table.name, 0, model.ebc.embedding_bags[table.name].weight.detach())
     answer = predictor.replay(request)
-    compare_with_float(predictor, rows, [request], [answer], {})
+    model = FloatModel(predictor, rows, {})
+    model.compare(request, answer)
     answer.embeddings[0][3, 5] += 0.2
     with pytest.raises(ArchiveError, match=r"embeddings differ from the float model's by 0\.2"):
-        compare_with_float(predictor, rows, [request], [answer], {})
+        model.compare(request, answer)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e-4, 1e-5])

@@ -15,13 +15,13 @@ import torch
 from typer.testing import CliRunner
 
 from recinfer.cli.main import app
-from recinfer.distributed.layout.rect import Rect, tile
 from recinfer.distributed.quant.place import on_one_device
 from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.distributed.types import ShardingEnv
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.inference.predictor import load
+from recinfer.layout.rect import Rect, tile
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Placed, allocate
 from recinfer.quant.embedding_modules import EmbeddingBagCollection

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recinfer.distributed.layout.cuts import column_width, even_rows, grid, heights_in_proportion
-from recinfer.distributed.layout.rect import tile
 from recinfer.errors import ConfigError
+from recinfer.layout.cuts import column_width, even_rows, grid, heights_in_proportion
+from recinfer.layout.rect import tile
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 70))

@@ -19,11 +19,11 @@ SAYS_WHERE = [
 ]
 
 RECTANGLES = {
-    "distributed.layout.rect.Rect",
+    "layout.rect.Rect",
     "distributed.planner.model.options.Shard",  # TorchRec's documented name; its rect() is what the planner goes on with
 }
 OTHERS = {
-    "distributed.layout.rect.Strip",  # columns, and the rectangles that hold their rows
+    "layout.rect.Strip",  # columns, and the rectangles that hold their rows
     "serving.shards.rank_modules.Stream",  # the rows of a feature that a rank is asked for
     "checkpoint.dcp.Chunk",  # a box of any tensor in torch's checkpoints, of any number of dimensions
 }

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import recinfer
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
@@ -82,7 +82,9 @@ def files_run(rank: int, world_size: int, run: Callable[[], None]) -> list[str]:
 )
 def test_the_six_listed_files_run(run: Callable[[], None], kernel: list[str]) -> None:
     page = PAGE.read_text()
-    listed = [f"distributed/{file}" for file in re.findall(r"^\| \d \| `([\w/.]+)` \|", page, re.MULTILINE)]
+    steps = re.findall(r"^\| \d \| `([\w/.]+)` \|", page, re.MULTILINE)
+    listed = [f if f.startswith("recinfer/") else f"recinfer/distributed/{f}" for f in steps]
+    listed = [f.removeprefix("recinfer/") for f in listed]
     assert len(listed) == 6
     assert all(f"`{file.removeprefix('distributed/')}`" in page for file in kernel[:1])
     found = run_ranks(2, files_run, run)[0]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recinfer.distributed.layout.rect import Rect, Strip, TilingError, tile
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect, Strip, TilingError, tile
 
 MOST = 6  # rows and columns of the tables that are counted
 

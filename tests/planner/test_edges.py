@@ -160,7 +160,6 @@ def profile(call_ms: float) -> HardwareProfile:
         "row_bytes": [8.0, 64.0],
         "set_bytes": [1e3, 1e6],
         "ids_per_bag": [1.0, 8.0],
-        "bags_per_call": [64.0, 64.0],
         "bag_ns": [[[1.0, 2.0], [3.0, 4.0]]] * 2,
     }
     data = {

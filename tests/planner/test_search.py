@@ -32,7 +32,7 @@ def random_problem(seed: int, num_tables: int, world_size: int, ddr_cap: int = R
     topology = Topology(world_size, "cpu", ddr_cap=ddr_cap)
     module = collection(list(zip(rows, dims)))
     tables = inference_tables(module, compute_device="cpu", precision=DataType.INT8, constraints=limits)
-    estimate = inference_estimate(topology, tables)
+    estimate = inference_estimate(topology)
     return make_problem(build_space(tables, topology, estimate), topology)
 
 

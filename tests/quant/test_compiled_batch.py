@@ -11,8 +11,8 @@ import pytest
 import torch
 from recinfer.quant._tables import sum_bags
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import ConfigError, UnavailableError
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Buffers, Placed, allocate
 from recinfer.quant.compiled_batch import CompiledBatch, MixedBatch

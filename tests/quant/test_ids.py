@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import InputError, UnavailableError
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.buffers import Buffers, Placed, whole_table
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recinfer.distributed.layout.rect import Rect
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Buffers, Memory, Placed, allocate
 from recinfer.quant.rows import PACKED_TYPES

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from recinfer.distributed.layout.rect import Rect
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import _tables as tables
 from recinfer.quant.bags import BagPlaces

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Buffers, Placed, allocate
 from recinfer.quant.reference import reference_lookup, reference_pack
@@ -287,7 +287,7 @@ def test_the_kernels_compile_for_a_gpu_with_wide_loads_and_stores() -> None:
 def test_without_the_interpreter_a_cpu_is_refused() -> None:
     program = """
 import torch
-from recinfer.distributed.layout.rect import Rect
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.buffers import Placed, allocate
 from recinfer.quant.triton_lookup import Read, TritonTables

@@ -56,7 +56,7 @@ def build_tasks(folder: Path) -> Path:
     plan = plan_inference(on_meta, world_size=2, precision=DataType.INT8)
     out = folder / "tasks.rqa"
     reader = CheckpointReader(checkpoint)
-    more = {"name": "tasks", "version": "1", "num_dense": len(COLUMNS), "contract": contract, "progress": False}
+    more = {"name": "tasks", "version": "1", "contract": contract, "progress": False}
     export_archive(on_meta, reader, plan, out, **more)
     return out
 

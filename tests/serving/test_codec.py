@@ -51,14 +51,23 @@ def test_field_numbers_are_the_wire_contract():
             "missing_ranks": 7,
         },
         "SequenceOutput": {"key": 1, "dim": 2, "lengths": 3, "values": 4},
-        "PredictRequest": {"model": 1, "version": 2, "features": 3, "dense": 4, "context": 5, "raw": 6, "label": 15},
+        "PredictRequest": {
+                "model": 1, "version": 2, "features": 3, "dense": 4, "context": 5, "raw": 6, "inputs": 7,
+                "context_inputs": 8, "label": 15,
+            },
+            "NamedInput": {"name": 1, "dtype": 2, "shape": 3, "values": 4, "lengths": 5, "weights": 6},
         "NamedTensor": {"name": 1, "shape": 2, "values": 3},
         "PredictResponse": {"outputs": 1, "model_version": 2, "missing_ranks": 3},
         "GetModelRequest": {"model": 1, "version": 2, "label": 15},
-        "FeatureInfo": {"name": 1, "table": 2, "rows": 3, "dim": 4, "pooled": 5, "missing": 6, "weighted": 7},
+        "FeatureInfo": {
+                "name": 1, "table": 2, "rows": 3, "dim": 4, "pooled": 5, "missing": 6, "weighted": 7, "computed": 8,
+            },
+            "InputInfo": {
+                "name": 1, "path": 2, "kind": 3, "dtype": 4, "shape": 5, "weighted": 6, "per_sample": 7, "as_long_as": 8,
+            },
         "ModelInfo": {
             "name": 1, "version": 2, "features": 3, "num_dense": 4, "precision": 5, "plan_hash": 6,
-            "feature_contract": 7, "needs_weights": 8,
+            "feature_contract": 7, "needs_weights": 8, "inputs": 9,
         },
     }  # fmt: skip
     assert pb.DESCRIPTOR.package == "recinfer.v1"

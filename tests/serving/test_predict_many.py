@@ -31,7 +31,7 @@ def check(found: list[ScoredRow], predictor: Predictor, failed: dict[int, str]) 
             assert one.outputs is None and failed[one.index] in str(one.error), one
             continue
         assert one.error is None and one.outputs is not None
-        dense, features = batch_of([row(one.index)])
+        dense, features, _ = batch_of([row(one.index)])
         expected = predictor.predict(dense, features)["output"][0]
         np.testing.assert_allclose(np.asarray(one.outputs["output"]), expected.numpy(), rtol=1e-5, atol=1e-5)
 
@@ -99,6 +99,6 @@ def test_less_than_one_is_refused(wrong: dict[str, int]) -> None:
 
 
 def test_weights_of_rows() -> None:
-    dense, features = batch_of([{"tags": ([3, 4], [0.5, 2.0])}, {"tags": [5, 6]}, {"tags": 7}, {"tags": (8, 3.0)}])
+    dense, features, _ = batch_of([{"tags": ([3, 4], [0.5, 2.0])}, {"tags": [5, 6]}, {"tags": 7}, {"tags": (8, 3.0)}])
     assert dense is None
     assert features == {"tags": ([[3, 4], [5, 6], [7], [8]], [[0.5, 2.0], [1.0, 1.0], [1.0], [3.0]])}

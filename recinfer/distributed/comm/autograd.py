@@ -1,13 +1,16 @@
-"""The autograd functions of comm_ops: each collective is split into a request and a wait, so that computation runs in
+"""The autograd functions of collectives: each collective is split into a start and a wait, so that computation runs in
 between.
 
-``<Name>_Req`` starts the collective and ``<Name>_Wait`` gives its result; in the backward the wait starts the inverse
-collective and the request returns its result, so communication overlaps with the computation of other gradients.
-:mod:`recinfer.distributed.comm.blocks` packs and unpacks the tensors.
+:class:`Start` starts a collective and :class:`Wait` gives its result; in the backward the wait starts the inverse
+collective and the start returns its result, so communication overlaps with the computation of other gradients.
+:mod:`recinfer.distributed.comm.blocks` packs and unpacks the tensors. TorchRec has a pair of classes for each
+collective; here they are the same two functions under those names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any, TypeVar
 
 import torch
@@ -15,29 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from recinfer.distributed.comm.blocks import (
-    Exchange,
-    GatherExchange,
-    PooledExchange,
-    ReduceExchange,
-    ReduceListExchange,
-    ReduceRowsExchange,
-    SequenceExchange,
-    TablesExchange,
-    VariableBatchExchange,
-)
-from recinfer.distributed.comm.shapes import (
-    All2AllPooledInfo,
-    All2AllSequenceInfo,
-    All2AllVInfo,
-    AllGatherBaseInfo,
-    ReduceScatterBaseInfo,
-    ReduceScatterInfo,
-    ReduceScatterVInfo,
-    VariableBatchAll2AllPooledInfo,
-)
+from recinfer.distributed.comm.blocks import Exchange, exchange_of
 from recinfer.distributed.comm.transport import Pending
-from recinfer.distributed.types import Awaitable
+from recinfer.distributed.types import Awaitable, QuantizedCommCodecs
 
 __all__ = [
     "All2All_Pooled_Req",
@@ -55,11 +38,41 @@ __all__ = [
     "ReduceScatter_Req",
     "ReduceScatter_Wait",
     "Request",
+    "Start",
     "Variable_Batch_All2All_Pooled_Req",
     "Variable_Batch_All2All_Pooled_Wait",
+    "Wait",
+    "get_gradient_division",
+    "set_gradient_division",
 ]
 
 W = TypeVar("W")
+
+_gradient_division = True
+
+
+def get_gradient_division() -> bool:
+    """Whether the backward of a collective divides gradients by the number of ranks (default True)."""
+    return _gradient_division
+
+
+def set_gradient_division(val: bool) -> None:
+    """Choose whether the backward of a collective divides gradients by the number of ranks.
+
+    With division, a table has the gradient of the mean of the ranks' losses, as in DistributedDataParallel; without
+    division, of their sum.
+    """
+    global _gradient_division
+    _gradient_division = val
+
+
+def _divide(flat: Tensor, world_size: int) -> Tensor:
+    """Divide ``flat`` in place by the number of ranks if :func:`get_gradient_division` is set."""
+    if not _gradient_division:
+        return flat
+    if world_size & (world_size - 1):
+        return flat.div_(world_size)
+    return flat.mul_(1.0 / world_size)  # exact for a power of two, in half the time
 
 
 class Request(Awaitable[W]):
@@ -70,8 +83,8 @@ class Request(Awaitable[W]):
         device: device of the tensors.
 
     Attributes:
-        wait_function: the ``_Waiting`` function that gives the result.
-        dummy_tensor: connects request and wait in the autograd graph.
+        wait_function: the :class:`Wait` that gives the result.
+        dummy_tensor: connects start and wait in the autograd graph.
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
@@ -79,6 +92,7 @@ class Request(Awaitable[W]):
         self.pg = pg
         self.wait_function: type[Function] | None = None
         self.dummy_tensor = torch.empty(1, device=device)
+        self.codecs: QuantizedCommCodecs | None = None
         self.exchange: Exchange | None = None
         self.pending: Pending | None = None
         self.pending_grad: Pending | None = None
@@ -90,189 +104,92 @@ class Request(Awaitable[W]):
         return self.wait_function.apply(self.pg, self, self.dummy_tensor)  # type: ignore[attr-defined]
 
 
-def _request(ctx: Any, myreq: Request, exchange: Exchange, inputs: tuple[Tensor, ...]) -> Tensor:
-    ctx.myreq = myreq
-    ctx.num_inputs = len(inputs)
-    myreq.exchange = exchange
-    myreq.pending = exchange.send(inputs)
-    return myreq.dummy_tensor
-
-
-def _request_grad(ctx: Any) -> tuple[Tensor | None, ...]:
-    myreq = ctx.myreq
-    assert myreq.pending_grad is not None, "the backward of the wait did not run before the backward of its request"
-    flat = myreq.pending_grad.wait()
-    myreq.pending_grad = None
-    return (None, None, None, *myreq.exchange.receive_grad(myreq.exchange.divide(flat)))
-
-
-def _wait(ctx: Any, myreq: Request) -> Any:
-    assert myreq.exchange is not None and myreq.pending is not None
-    ctx.myreq = myreq
-    flat = myreq.pending.wait()
-    myreq.pending = None
-    return myreq.exchange.receive(flat)
-
-
-def _wait_grad(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[None, None, Tensor]:
-    myreq = ctx.myreq
-    myreq.pending_grad = myreq.exchange.send_grad(grads)
-    return None, None, torch.empty_like(myreq.dummy_tensor)
-
-
-class _Starting(Function):
+class Start(Function):
     """Starts a collective; its backward returns the gradients whose exchange its wait started."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, info: Any, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        """Start the collective of ``info``, whose class decides it. An argument per input, as autograd ignores lists."""
+        ctx.myreq = myreq
+        myreq.codecs = info.codecs
+        myreq.exchange = exchange_of(pg, info)
+        codec = info.codecs.forward if info.codecs is not None else None
+        myreq.pending = myreq.exchange.transports[0](myreq.exchange.pack(inputs), codec)
+        return myreq.dummy_tensor
 
     @staticmethod
     def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """The gradients from the exchange that the wait started."""
-        return _request_grad(ctx)
+        myreq = ctx.myreq
+        assert myreq.pending_grad is not None, "the backward of the wait did not run before the backward of its start"
+        flat = myreq.pending_grad.wait()
+        myreq.pending_grad = None
+        return (None, None, None, *myreq.exchange.unpack_grads(_divide(flat, myreq.pg.size())))
 
 
-class _Waiting(Function):
+class Wait(Function):
     """Returns the result of a request; its backward starts the inverse collective."""
 
     @staticmethod
     def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Any:  # type: ignore[override]
         """The result."""
-        return _wait(ctx, myreq)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start the exchange of gradients; the backward of the request returns them."""
-        return _wait_grad(ctx, (grad_output,))
-
-
-class All2All_Pooled_Req(_Starting):
-    """Starts the all-to-all of pooled embeddings; its backward returns their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllPooledInfo, input_embeddings: Tensor
-    ) -> Tensor:  # type: ignore[override]
-        """Start it; :class:`All2All_Pooled_Wait` returns the result."""
-        return _request(ctx, myreq, PooledExchange(pg, a2ai), (input_embeddings,))
-
-
-class All2All_Pooled_Wait(_Waiting):
-    """Returns the result of :class:`All2All_Pooled_Req`; its backward starts the inverse collective."""
-
-
-class Variable_Batch_All2All_Pooled_Req(_Starting):
-    """Starts the all-to-all of pooled embeddings of a variable batch; its backward returns their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: VariableBatchAll2AllPooledInfo, input_embeddings: Tensor
-    ) -> Tensor:  # type: ignore[override]
-        """Start it; :class:`Variable_Batch_All2All_Pooled_Wait` returns the result."""
-        return _request(ctx, myreq, VariableBatchExchange(pg, a2ai), (input_embeddings,))
-
-
-class Variable_Batch_All2All_Pooled_Wait(_Waiting):
-    """Returns the result of :class:`Variable_Batch_All2All_Pooled_Req`; its backward starts the inverse collective."""
-
-
-class All2All_Seq_Req(_Starting):
-    """Starts the all-to-all of sequence embeddings; its backward returns their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllSequenceInfo, sharded_input_embeddings: Tensor
-    ) -> Tensor:  # type: ignore[override]
-        """Start it; :class:`All2All_Seq_Req_Wait` returns the result."""
-        return _request(ctx, myreq, SequenceExchange(pg, a2ai), (sharded_input_embeddings,))
-
-
-class All2All_Seq_Req_Wait(_Waiting):
-    """Returns the result of :class:`All2All_Seq_Req`; its backward starts the inverse collective."""
-
-    @staticmethod
-    def backward(ctx: Any, sharded_grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start the exchange of gradients; the backward of :class:`All2All_Seq_Req` returns them."""
-        return _wait_grad(ctx, (sharded_grad_output,))
-
-
-class All2Allv_Req(_Starting):
-    """Starts the all-to-all of a list of tables' embeddings; its backward returns their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllVInfo, *inputs: Tensor) -> Tensor:  # type: ignore[override]
-        """Start the exchange of ``inputs``, an argument per table because autograd ignores lists."""
-        return _request(ctx, myreq, TablesExchange(pg, a2ai), inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients from the exchange that :class:`All2Allv_Wait` started."""
-        return _request_grad(ctx)
-
-
-class All2Allv_Wait(_Waiting):
-    """Returns the result of :class:`All2Allv_Req`; its backward starts the inverse collective."""
+        assert myreq.exchange is not None and myreq.pending is not None
+        ctx.myreq = myreq
+        flat = myreq.pending.wait()
+        myreq.pending = None
+        return myreq.exchange.unpack(flat)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start the exchange of gradients; the backward of :class:`All2Allv_Req` returns them."""
-        return _wait_grad(ctx, grad_outputs)
+        """Start the exchange of gradients; the backward of the start returns them."""
+        myreq = ctx.myreq
+        codec = myreq.codecs.backward if myreq.codecs is not None else None
+        myreq.pending_grad = myreq.exchange.transports[1](myreq.exchange.pack_grads(grad_outputs), codec)
+        return None, None, torch.empty_like(myreq.dummy_tensor)
 
 
-class ReduceScatter_Req(_Starting):
-    """Starts the reduce-scatter of a list of partial sums; its backward returns their gradients."""
+def _named(function: Callable[..., Any], parameters: str) -> Any:
+    """The static method ``function`` with ``parameters`` as the names in its signature."""
 
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, rsi: ReduceScatterInfo, *inputs: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; :class:`ReduceScatter_Wait` returns the result."""
-        return _request(ctx, myreq, ReduceListExchange(pg, rsi), inputs)
+    def named(*args: Any) -> Any:
+        return function(*args)
 
-
-class ReduceScatter_Wait(_Waiting):
-    """Returns the result of :class:`ReduceScatter_Req`; its backward starts the inverse collective."""
-
-
-class ReduceScatterBase_Req(_Starting):
-    """Starts the reduce-scatter of partial sums; its backward returns their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, rsi: ReduceScatterBaseInfo, inputs: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; :class:`ReduceScatterBase_Wait` returns the result."""
-        return _request(ctx, myreq, ReduceExchange(pg, rsi), (inputs,))
+    kinds = {True: Parameter.VAR_POSITIONAL, False: Parameter.POSITIONAL_OR_KEYWORD}
+    given = [Parameter(name.lstrip("*"), kinds[name.startswith("*")]) for name in parameters.split()]
+    named.__doc__, named.__signature__ = function.__doc__, Signature(given)  # type: ignore[attr-defined]
+    return staticmethod(named)
 
 
-class ReduceScatterBase_Wait(_Waiting):
-    """Returns the result of :class:`ReduceScatterBase_Req`; its backward starts the inverse collective."""
-
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_Tensor: Tensor) -> Tensor:  # type: ignore[override]
-        """The result."""
-        return _wait(ctx, myreq)
-
-
-class AllGatherBase_Req(_Starting):
-    """Starts the all-gather of rows; its backward returns their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, agi: AllGatherBaseInfo, input: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; :class:`AllGatherBase_Wait` returns the result."""
-        return _request(ctx, myreq, GatherExchange(pg, agi), (input,))
-
-
-class AllGatherBase_Wait(_Waiting):
-    """Returns the result of :class:`AllGatherBase_Req`; its backward starts the inverse collective."""
-
-    @staticmethod
-    def backward(ctx: Any, grad_outputs: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start the exchange of gradients; the backward of :class:`AllGatherBase_Req` returns them."""
-        return _wait_grad(ctx, (grad_outputs,))
+def _pair(names: str) -> tuple[type[Start], type[Wait]]:
+    """Start and wait of one collective under TorchRec's names: start, its info and inputs; wait, its gradient."""
+    first, info, inputs, last, grad = names.split()
+    starts = {
+        "__doc__": f"Starts a collective; {last} returns its result, and the backward the gradients of its inputs.",
+        "forward": _named(Start.forward, f"ctx pg myreq {info} {inputs}"),
+        "backward": _named(Start.backward, "ctx *unused"),
+    }
+    waits = {
+        "__doc__": f"Returns the result of {first}; its backward starts the inverse collective.",
+        "forward": _named(Wait.forward, "ctx pg myreq *dummy_tensor"),
+        "backward": _named(Wait.backward, f"ctx {grad}"),
+    }
+    make: Any = type(Function)
+    return make(first, (Start,), starts), make(last, (Wait,), waits)
 
 
-class ReduceScatterV_Req(_Starting):
-    """Starts the reduce-scatter of partial sums with rows for each rank; its backward returns their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, rsi: ReduceScatterVInfo, input: Tensor) -> Tensor:  # type: ignore[override]
-        """Start it; :class:`ReduceScatterV_Wait` returns the result."""
-        return _request(ctx, myreq, ReduceRowsExchange(pg, rsi), (input,))
-
-
-class ReduceScatterV_Wait(_Waiting):
-    """Returns the result of :class:`ReduceScatterV_Req`; its backward starts the inverse collective."""
+All2All_Pooled_Req, All2All_Pooled_Wait = _pair(
+    "All2All_Pooled_Req a2ai input_embeddings All2All_Pooled_Wait grad_output"
+)
+All2All_Seq_Req, All2All_Seq_Req_Wait = _pair(
+    "All2All_Seq_Req a2ai sharded_input_embeddings All2All_Seq_Req_Wait sharded_grad_output"
+)
+All2Allv_Req, All2Allv_Wait = _pair("All2Allv_Req a2ai *inputs All2Allv_Wait *grad_outputs")
+AllGatherBase_Req, AllGatherBase_Wait = _pair("AllGatherBase_Req agi input AllGatherBase_Wait grad_outputs")
+ReduceScatter_Req, ReduceScatter_Wait = _pair("ReduceScatter_Req rsi *inputs ReduceScatter_Wait grad_output")
+ReduceScatterBase_Req, ReduceScatterBase_Wait = _pair(
+    "ReduceScatterBase_Req rsi inputs ReduceScatterBase_Wait grad_output"
+)
+ReduceScatterV_Req, ReduceScatterV_Wait = _pair("ReduceScatterV_Req rsi input ReduceScatterV_Wait grad_output")
+Variable_Batch_All2All_Pooled_Req, Variable_Batch_All2All_Pooled_Wait = _pair(
+    "Variable_Batch_All2All_Pooled_Req a2ai input_embeddings Variable_Batch_All2All_Pooled_Wait grad_output"
+)

@@ -1,19 +1,16 @@
-"""Packs tensors of collectives into flat blocks by rank and unpacks them, forward and backward: one class for each
+"""Packs tensors of collectives into flat blocks by rank and unpacks them, forward and backward: one function for each
 collective.
 
 Shapes: ``W`` ranks, ``B`` examples of this rank, ``B_global`` of all ranks, ``D`` columns of this rank's tables,
 ``D_sum`` of all ranks' tables.
-
-Each class has four steps. ``send(inputs)`` starts the forward collective and ``receive(flat)`` shapes its result;
-``send_grad(grads)`` starts the collective of the backward, which is the inverse, and ``receive_grad(flat)`` shapes the
-gradients of the inputs. Gradients are divided by ``W`` where :func:`get_gradient_division` says so.
 """
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,82 +28,69 @@ from recinfer.distributed.comm.shapes import (
     VariableBatchAll2AllPooledInfo,
 )
 from recinfer.distributed.comm.transport import Pending, start_all_gather, start_all_to_all, start_reduce_scatter
-from recinfer.distributed.types import QuantizedCommCodec, QuantizedCommCodecs
+from recinfer.distributed.types import QuantizedCommCodec
 
-__all__ = [
-    "Exchange",
-    "GatherExchange",
-    "PooledExchange",
-    "ReduceExchange",
-    "ReduceListExchange",
-    "ReduceRowsExchange",
-    "SequenceExchange",
-    "TablesExchange",
-    "VariableBatchExchange",
-    "get_gradient_division",
-    "set_gradient_division",
-]
+__all__ = ["Exchange", "exchange_of"]
 
-_gradient_division = True
-
-
-def get_gradient_division() -> bool:
-    """Whether the backward of a collective divides gradients by the number of ranks (default True)."""
-    return _gradient_division
-
-
-def set_gradient_division(val: bool) -> None:
-    """Choose whether the backward of a collective divides gradients by the number of ranks.
-
-    With division, a table has the gradient of the mean of the ranks' losses, as in DistributedDataParallel; without
-    division, of their sum.
-    """
-    global _gradient_division
-    _gradient_division = val
-
-
-class Exchange(abc.ABC):
-    """A collective with its sizes, and the inverse collective of its backward.
-
-    Args:
-        pg: the process group.
-        codecs: compress the data that is sent, in the forward and the backward.
-    """
-
-    def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
-        self.pg = pg
-        self.world_size = pg.size()
-        self.rank = pg.rank()
-        self.forward_codec: QuantizedCommCodec | None = codecs.forward if codecs is not None else None
-        self.backward_codec: QuantizedCommCodec | None = codecs.backward if codecs is not None else None
-
-    @abc.abstractmethod
-    def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """Start the collective."""
-
-    @abc.abstractmethod
-    def receive(self, flat: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The output."""
-
-    @abc.abstractmethod
-    def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """Start the inverse collective with the gradients of the outputs."""
-
-    @abc.abstractmethod
-    def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """The gradients of the inputs, not yet divided. May be views of ``flat``."""
-
-    def divide(self, flat: Tensor) -> Tensor:
-        """Divide ``flat`` in place by the number of ranks if :func:`get_gradient_division` is set."""
-        if not _gradient_division:
-            return flat
-        if self.world_size & (self.world_size - 1):
-            return flat.div_(self.world_size)
-        return flat.mul_(1.0 / self.world_size)  # exact for a power of two, in half the time
+Transport = Callable[[Tensor, QuantizedCommCodec | None], Pending]
+"""Starts a collective with a flat tensor of blocks by rank."""
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1)  # gradients may be expanded or transposed
+
+
+def _only(tensors: Sequence[Tensor]) -> Tensor:
+    return _flat(tensors[0])
+
+
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """A collective, the inverse collective of its backward, and the shapes on both sides.
+
+    Attributes:
+        transports: start the collective, and its inverse.
+        unpack: the received numbers to the output, or a tuple of outputs.
+        unpack_grads: the numbers that the inverse received to the gradients of the inputs. May be views.
+        pack: the inputs to blocks by rank; default: a single input, whose rows are in this order.
+        pack_grads: the gradients of the outputs to blocks by rank.
+    """
+
+    transports: tuple[Transport, Transport]
+    unpack: Callable[[Tensor], Tensor | tuple[Tensor, ...]]
+    unpack_grads: Callable[[Tensor], tuple[Tensor, ...]]
+    pack: Callable[[Sequence[Tensor]], Tensor] = _only
+    pack_grads: Callable[[Sequence[Tensor]], Tensor] = _only
+
+
+def exchange_of(pg: dist.ProcessGroup, info: Any) -> Exchange:
+    """The exchange of a collective.
+
+    Args:
+        pg: the process group.
+        info: the sizes, a class of :mod:`recinfer.distributed.comm.shapes`, which decides the collective.
+    """
+    return _EXCHANGES[type(info)](pg, info)
+
+
+def _all_to_all(pg: dist.ProcessGroup, send: Sequence[int], receive: Sequence[int]) -> tuple[Transport, Transport]:
+    """An all-to-all and its inverse; numbers of elements to and from each rank."""
+    return (
+        lambda flat, codec: start_all_to_all(pg, flat, send, receive, codec),
+        lambda flat, codec: start_all_to_all(pg, flat, receive, send, codec),
+    )
+
+
+def _reduce_scatter(pg: dist.ProcessGroup, blocks: Sequence[int]) -> tuple[Transport, Transport]:
+    """A reduce-scatter and its inverse: every rank's part of a sum has the gradient of the sum."""
+    return (
+        lambda flat, codec: start_reduce_scatter(pg, flat, blocks, codec),
+        lambda flat, codec: start_all_gather(pg, flat, blocks, codec),
+    )
 
 
 def _columns_to_blocks(tensor_BD: Tensor, dims: Sequence[int]) -> Tensor:
@@ -129,130 +113,71 @@ def _blocks_to_columns(flat: Tensor, batch: int, dims: Sequence[int]) -> Tensor:
     return torch.cat([block.view(batch, dim) for block, dim in zip(blocks, dims)], dim=1)
 
 
-class PooledExchange(Exchange):
+def _pooled(pg: dist.ProcessGroup, info: All2AllPooledInfo) -> Exchange:
     """``[B_global, D]`` of one rank's tables to ``[B, D_sum]`` of one rank's examples."""
-
-    def __init__(self, pg: dist.ProcessGroup, info: All2AllPooledInfo) -> None:
-        super().__init__(pg, info.codecs)
-        self.batches = info.batch_size_per_rank
-        self.dims = info.dim_sum_per_rank
-        self.batch = self.batches[self.rank]
-        self.dim = self.dims[self.rank]
-        self.out_blocks = [batch * self.dim for batch in self.batches]
-        self.in_blocks = [self.batch * dim for dim in self.dims]
-
-    def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """Rows of rank ``r``'s examples go to rank ``r``; these rows are one block."""
-        return start_all_to_all(self.pg, _flat(inputs[0]), self.out_blocks, self.in_blocks, self.forward_codec)
-
-    def receive(self, flat: Tensor) -> Tensor:
-        """``[B, D_sum]``."""
-        return _blocks_to_columns(flat, self.batch, self.dims)
-
-    def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """Columns of rank ``r``'s tables go to rank ``r``."""
-        flat = _columns_to_blocks(grads[0], self.dims)
-        return start_all_to_all(self.pg, flat, self.in_blocks, self.out_blocks, self.backward_codec)
-
-    def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """``[B_global, D]``."""
-        return (flat.view(sum(self.batches), self.dim),)
+    batches, dims = info.batch_size_per_rank, info.dim_sum_per_rank
+    batch, dim = batches[pg.rank()], dims[pg.rank()]
+    return Exchange(
+        _all_to_all(pg, [rows * dim for rows in batches], [batch * columns for columns in dims]),
+        unpack=lambda flat: _blocks_to_columns(flat, batch, dims),
+        pack_grads=lambda grads: _columns_to_blocks(grads[0], dims),
+        unpack_grads=lambda flat: (flat.view(sum(batches), dim),),
+    )
 
 
-class TablesExchange(PooledExchange):
-    """A pooled exchange of a list of tables ``[B_global, D_t]``; its result is ``[B, D_r]`` of each rank ``r``."""
-
-    def __init__(self, pg: dist.ProcessGroup, info: All2AllVInfo) -> None:
-        super().__init__(pg, All2AllPooledInfo(info.B_local_list, info.dims_sum_per_rank, codecs=info.codecs))
-        self.table_dims = info.D_local_list
-        info.input_split_sizes, info.output_split_sizes = self.out_blocks, self.in_blocks
-
-    def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """All tables side by side."""
-        return super().send([torch.cat(list(inputs), dim=1)])
-
-    def receive(self, flat: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """A tensor ``[B, D_r]`` for each rank ``r``."""
-        return tuple(block.view(self.batch, dim) for block, dim in zip(flat.split(self.in_blocks), self.dims))
-
-    def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """Each rank's gradients as one block."""
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        return start_all_to_all(self.pg, flat, self.in_blocks, self.out_blocks, self.backward_codec)
-
-    def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """A tensor ``[B_global, D_t]`` for each table ``t``."""
-        return super().receive_grad(flat)[0].split(self.table_dims, dim=1)
+def _tables(pg: dist.ProcessGroup, info: All2AllVInfo) -> Exchange:
+    """A list of tables ``[B_global, D_t]`` of one rank to ``[B, D_r]`` of each rank ``r``."""
+    batches, dims = info.B_local_list, info.dims_sum_per_rank
+    batch, dim = batches[pg.rank()], dims[pg.rank()]
+    send, receive = [rows * dim for rows in batches], [batch * columns for columns in dims]
+    info.input_split_sizes, info.output_split_sizes = send, receive
+    return Exchange(
+        _all_to_all(pg, send, receive),
+        pack=lambda tables: _flat(torch.cat(list(tables), dim=1)),
+        unpack=lambda flat: tuple(block.view(batch, columns) for block, columns in zip(flat.split(receive), dims)),
+        pack_grads=_concatenated,
+        unpack_grads=lambda flat: flat.view(sum(batches), dim).split(info.D_local_list, dim=1),
+    )
 
 
-class VariableBatchExchange(Exchange):
+def _variable_batch(pg: dist.ProcessGroup, info: VariableBatchAll2AllPooledInfo) -> Exchange:
     """1-D ``(rank, feature, row, column)`` of one rank's tables to 1-D ``(feature, row, column)`` of one rank's rows."""
-
-    def __init__(self, pg: dist.ProcessGroup, info: VariableBatchAll2AllPooledInfo) -> None:
-        super().__init__(pg, info.codecs)
-        if info.input_splits is None:
-            dims = info.emb_dim_per_rank_per_feature[self.rank]
-            info.input_splits = [
-                sum(rows * dim for rows, dim in zip(batches, dims)) for batches in info.batch_size_per_rank_per_feature
-            ]
-        if info.output_splits is None:
-            rows = iter(info.batch_size_per_feature_pre_a2a)
-            info.output_splits = [sum(next(rows) * dim for dim in dims) for dims in info.emb_dim_per_rank_per_feature]
-        self.out_blocks = info.input_splits
-        self.in_blocks = info.output_splits
-
-    def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """The input's blocks, which are already by rank."""
-        return start_all_to_all(self.pg, _flat(inputs[0]), self.out_blocks, self.in_blocks, self.forward_codec)
-
-    def receive(self, flat: Tensor) -> Tensor:
-        """1-D: features of rank 0 first."""
-        return flat
-
-    def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """The inverse exchange."""
-        return start_all_to_all(self.pg, _flat(grads[0]), self.in_blocks, self.out_blocks, self.backward_codec)
-
-    def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """A 1-D gradient of the input's shape."""
-        return (flat,)
+    if info.input_splits is None:
+        dims = info.emb_dim_per_rank_per_feature[pg.rank()]
+        info.input_splits = [
+            sum(rows * dim for rows, dim in zip(batches, dims)) for batches in info.batch_size_per_rank_per_feature
+        ]
+    if info.output_splits is None:
+        rows = iter(info.batch_size_per_feature_pre_a2a)
+        info.output_splits = [sum(next(rows) * dim for dim in dims) for dims in info.emb_dim_per_rank_per_feature]
+    return Exchange(
+        _all_to_all(pg, info.input_splits, info.output_splits),
+        unpack=lambda flat: flat,
+        unpack_grads=lambda flat: (flat,),
+    )
 
 
-class SequenceExchange(Exchange):
+def _sequence(pg: dist.ProcessGroup, info: All2AllSequenceInfo) -> Exchange:
     """``[N, D]``, a row per id of (feature, rank, example), to the rows of the ids that this rank sent, by rank."""
+    dim = info.embedding_dim
 
-    def __init__(self, pg: dist.ProcessGroup, info: All2AllSequenceInfo) -> None:
-        super().__init__(pg, info.codecs)
-        self.dim = info.embedding_dim
-        self.info = info
-        # Rows go back to the ranks that sent the ids.
-        self.out_blocks = [rows * self.dim for rows in info.output_splits]
-        self.in_blocks = [rows * self.dim for rows in info.input_splits]
-
-    def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """Rows by rank."""
-        info, rows_ND = self.info, inputs[0]
+    def pack(inputs: Sequence[Tensor]) -> Tensor:
+        rows_ND = inputs[0]
         if info.forward_recat_tensor is not None:
             lengths = info.lengths_after_sparse_data_all2all
             permuted, rows_ND = _permute_rows(rows_ND, lengths, info.forward_recat_tensor, info.variable_batch_size)
             info.permuted_lengths_after_sparse_data_all2all = permuted
-        return start_all_to_all(self.pg, _flat(rows_ND), self.out_blocks, self.in_blocks, self.forward_codec)
+        return _flat(rows_ND)
 
-    def receive(self, flat: Tensor) -> Tensor:
-        """``[ids sent, D]``, in the order of the ids sent."""
-        return flat.view(-1, self.dim)
-
-    def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """The inverse exchange."""
-        return start_all_to_all(self.pg, _flat(grads[0]), self.in_blocks, self.out_blocks, self.backward_codec)
-
-    def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """``[N, D]``, by feature again."""
-        info, rows_ND = self.info, flat.view(-1, self.dim)
-        lengths = info.permuted_lengths_after_sparse_data_all2all
+    def unpack_grads(flat: Tensor) -> tuple[Tensor, ...]:
+        rows_ND, lengths = flat.view(-1, dim), info.permuted_lengths_after_sparse_data_all2all
         if lengths is None or info.backward_recat_tensor is None:
             return (rows_ND,)
         return (_permute_rows(rows_ND, lengths, info.backward_recat_tensor, info.variable_batch_size)[1],)
+
+    # Rows go back to the ranks that sent the ids.
+    sent, received = [rows * dim for rows in info.output_splits], [rows * dim for rows in info.input_splits]
+    return Exchange(_all_to_all(pg, sent, received), lambda flat: flat.view(-1, dim), unpack_grads, pack)
 
 
 def _permute_rows(rows_ND: Tensor, lengths: Tensor, recat: Tensor, single_lengths: bool) -> tuple[Tensor, Tensor]:
@@ -267,82 +192,54 @@ def _permute_rows(rows_ND: Tensor, lengths: Tensor, recat: Tensor, single_length
     return torch.div(permuted, dim, rounding_mode="floor").view(-1), values.view(-1, dim)
 
 
-class ReduceExchange(Exchange):
+def _reduce(pg: dist.ProcessGroup, info: ReduceScatterBaseInfo) -> Exchange:
     """``[W * B, ...]`` of partial sums to the sum over ranks of this rank's ``[B, ...]``."""
-
-    def __init__(self, pg: dist.ProcessGroup, info: ReduceScatterBaseInfo) -> None:
-        super().__init__(pg, info.codecs)
-        rows = info.input_sizes[0] // self.world_size
-        self.shape = (rows, *info.input_sizes[1:])
-        self.input_shape = tuple(info.input_sizes)
-        self.blocks = [prod(self.shape)] * self.world_size
-
-    def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """Reduce and scatter."""
-        return start_reduce_scatter(self.pg, _flat(inputs[0]), self.blocks, self.forward_codec)
-
-    def receive(self, flat: Tensor) -> Tensor:
-        """This rank's rows."""
-        return flat.view(self.shape)
-
-    def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """Gather: every rank's part of the sum has the gradient of the sum."""
-        return start_all_gather(self.pg, _flat(grads[0]), self.blocks, self.backward_codec)
-
-    def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """A gradient of the input's shape."""
-        return (flat.view(self.input_shape),)
+    shape = (info.input_sizes[0] // pg.size(), *info.input_sizes[1:])
+    return Exchange(
+        _reduce_scatter(pg, [prod(shape)] * pg.size()),
+        unpack=lambda flat: flat.view(shape),
+        unpack_grads=lambda flat: (flat.view(info.input_sizes),),
+    )
 
 
-class ReduceRowsExchange(ReduceExchange):
+def _reduce_rows(pg: dist.ProcessGroup, info: ReduceScatterVInfo) -> Exchange:
     """A reduce-scatter with a separate number of rows for each rank."""
+    return Exchange(
+        _reduce_scatter(pg, [prod(size) for size in info.input_sizes]),
+        unpack=lambda flat: flat.view(info.input_sizes[pg.rank()]),
+        unpack_grads=lambda flat: (flat.view(info.total_input_size),),
+    )
 
-    def __init__(self, pg: dist.ProcessGroup, info: ReduceScatterVInfo) -> None:
-        Exchange.__init__(self, pg, info.codecs)
-        self.shape = tuple(info.input_sizes[self.rank])
-        self.input_shape = tuple(info.total_input_size)
-        self.blocks = [prod(size) for size in info.input_sizes]
 
-
-class ReduceListExchange(ReduceExchange):
+def _reduce_list(pg: dist.ProcessGroup, info: ReduceScatterInfo) -> Exchange:
     """A reduce-scatter of a list with one tensor for each rank."""
-
-    def __init__(self, pg: dist.ProcessGroup, info: ReduceScatterInfo) -> None:
-        Exchange.__init__(self, pg, info.codecs)
-        self.shapes = [tuple(size) for size in info.input_sizes]
-        self.shape = self.shapes[self.rank]
-        self.blocks = [prod(size) for size in info.input_sizes]
-
-    def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """The concatenated tensors."""
-        flat = torch.cat([part.reshape(-1) for part in inputs])
-        return start_reduce_scatter(self.pg, flat, self.blocks, self.forward_codec)
-
-    def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """A gradient for each rank's tensor."""
-        return tuple(part.view(shape) for part, shape in zip(flat.split(self.blocks), self.shapes))
+    sizes, blocks = info.input_sizes, [prod(size) for size in info.input_sizes]
+    return Exchange(
+        _reduce_scatter(pg, blocks),
+        pack=_concatenated,
+        unpack=lambda flat: flat.view(sizes[pg.rank()]),
+        unpack_grads=lambda flat: tuple(part.view(size) for part, size in zip(flat.split(blocks), sizes)),
+    )
 
 
-class GatherExchange(Exchange):
-    """``[B, ...]`` of every rank, the same size everywhere, to ``[W * B, ...]``."""
+def _gather(pg: dist.ProcessGroup, info: AllGatherBaseInfo) -> Exchange:
+    """``[B, ...]`` of every rank, the same size everywhere, to ``[W * B, ...]``, rows of rank 0 first."""
+    rows, *rest = info.input_size
+    sum_parts, gather = _reduce_scatter(pg, [prod(info.input_size)] * pg.size())
+    return Exchange(
+        (gather, sum_parts),
+        unpack=lambda flat: flat.view(pg.size() * rows, *rest),
+        unpack_grads=lambda flat: (flat.view(info.input_size),),
+    )
 
-    def __init__(self, pg: dist.ProcessGroup, info: AllGatherBaseInfo) -> None:
-        super().__init__(pg, info.codecs)
-        self.input_shape = tuple(info.input_size)
-        self.blocks = [prod(self.input_shape)] * self.world_size
 
-    def send(self, inputs: Sequence[Tensor]) -> Pending:
-        """Gather."""
-        return start_all_gather(self.pg, _flat(inputs[0]), self.blocks, self.forward_codec)
-
-    def receive(self, flat: Tensor) -> Tensor:
-        """Rows of rank 0 first."""
-        return flat.view(self.world_size * self.input_shape[0], *self.input_shape[1:])
-
-    def send_grad(self, grads: Sequence[Tensor]) -> Pending:
-        """Sum the ranks' gradients of this rank's rows."""
-        return start_reduce_scatter(self.pg, _flat(grads[0]), self.blocks, self.backward_codec)
-
-    def receive_grad(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """A gradient of the input's shape."""
-        return (flat.view(self.input_shape),)
+_EXCHANGES: dict[type, Callable[[dist.ProcessGroup, Any], Exchange]] = {
+    All2AllPooledInfo: _pooled,
+    All2AllSequenceInfo: _sequence,
+    All2AllVInfo: _tables,
+    AllGatherBaseInfo: _gather,
+    ReduceScatterBaseInfo: _reduce,
+    ReduceScatterInfo: _reduce_list,
+    ReduceScatterVInfo: _reduce_rows,
+    VariableBatchAll2AllPooledInfo: _variable_batch,
+}

@@ -1,4 +1,7 @@
-"""Sizes by rank and codecs of each collective of comm_ops."""
+"""Sizes by rank and codecs of each collective of comm_ops.
+
+Fields with the name of a function's argument are that argument.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,7 @@ __all__ = [
 
 @dataclass
 class All2AllPooledInfo:
-    """Sizes of :func:`recinfer.distributed.comm_ops.alltoall_pooled`.
-
-    Args:
-        batch_size_per_rank: examples of each rank.
-        dim_sum_per_rank: columns that each rank's tables have together.
-        dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor: tensors of the same numbers; not used.
-        codecs: compress the data that is sent, in the forward and the backward.
-    """
+    """Sizes of :func:`recinfer.distributed.comm_ops.alltoall_pooled`."""
 
     batch_size_per_rank: list[int]
     dim_sum_per_rank: list[int]
@@ -45,10 +41,6 @@ class VariableBatchAll2AllPooledInfo:
     """Sizes of :func:`recinfer.distributed.comm_ops.variable_batch_alltoall_pooled`.
 
     Args:
-        batch_size_per_rank_per_feature: ``[ranks][features here]``: rows of each rank in this rank's features.
-        batch_size_per_feature_pre_a2a: rows of this rank in every feature, features of rank 0 first.
-        emb_dim_per_rank_per_feature: ``[ranks][features there]``: columns.
-        codecs: compress the data that is sent.
         input_splits, output_splits: elements to and from each rank; computed when None.
     """
 
@@ -66,13 +58,6 @@ class All2AllSequenceInfo:
 
     Args:
         embedding_dim: columns.
-        lengths_after_sparse_data_all2all: ids of each (feature, rank, example) here, in that order.
-        forward_recat_tensor: the permutation from rows by feature to rows by rank; None: no change.
-        backward_recat_tensor: the inverse permutation.
-        input_splits: rows that this rank receives from each rank, which is the number of ids that it sent there.
-        output_splits: rows that this rank sends to each rank, which is the number of ids that it received from there.
-        variable_batch_size: ranks have different numbers of examples; recat counts single lengths then.
-        codecs: compress the data that is sent.
         permuted_lengths_after_sparse_data_all2all: the lengths in the order of ``forward_recat_tensor``; filled in by
             the forward.
     """
@@ -164,10 +149,8 @@ class ReduceScatterVInfo:
 
     Args:
         input_sizes: shape of the part for each rank.
-        input_splits: rows for each rank.
         equal_splits: whether all ranks have equal numbers of rows.
         total_input_size: shape of the whole input.
-        codecs: compress the data that is sent.
     """
 
     input_sizes: list[torch.Size]

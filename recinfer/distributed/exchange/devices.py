@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from recinfer.distributed.embedding_types import KJTList
 from recinfer.distributed.types import rank_device
+from recinfer.distributed.types.kjt_lists import KJTList
 from recinfer.errors import InputError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -12,15 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import (
-    BaseSparseFeaturesDist,
-    EmbeddingShardingContext,
-    Sent,
-    bucketize_kjt_before_all2all,
-)
 from recinfer.distributed.exchange.kjt import KJTAllToAll
+from recinfer.distributed.tables.grouping import bucketize_kjt_before_all2all
 from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.distributed.types import Awaitable, NoWait
+from recinfer.distributed.types.shardings import BaseSparseFeaturesDist, EmbeddingShardingContext, Sent
 from recinfer.errors import InputError
 from recinfer.sparse.checks import MissingKeyError, check_distinct_keys
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recinfer.distributed.comm.ranks import get_local_size, intra_and_cross_node_pg
-from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
 from recinfer.distributed.exchange.combine import ColumnPlan, Sum
 from recinfer.distributed.exchange.outputs import PooledEmbeddingsAllToAll, PooledEmbeddingsReduceScatter
 from recinfer.distributed.exchange.pooled import PooledContext, ShardPooledDist, keep_in_graph
 from recinfer.distributed.tables.slots import ShardLayout, tiling_of
 from recinfer.distributed.types import Awaitable, QuantizedCommCodecs
+from recinfer.distributed.types.shardings import EmbeddingShardingInfo
 
 __all__ = ["HostPooledDist", "summed_inside_hosts"]
 

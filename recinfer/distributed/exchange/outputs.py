@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recinfer.distributed.comm_ops import (
+from recinfer.distributed.comm.collectives import (
     all_gather_base_pooled,
     alltoall_pooled,
     alltoall_sequence,

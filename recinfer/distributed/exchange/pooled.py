@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext, Sent
 from recinfer.distributed.exchange.combine import ColumnPlan, Sum, combine_sums
 from recinfer.distributed.exchange.outputs import PooledEmbeddingsAllToAll, VariableBatchPooledEmbeddingsAllToAll
 from recinfer.distributed.exchange.tensors import KJTAllToAllTensorsAwaitable
 from recinfer.distributed.exchange.weights import WeightRoute, send_weights
 from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.distributed.types import Awaitable, NoWait, QuantizedCommCodecs
+from recinfer.distributed.types.shardings import BaseEmbeddingDist, EmbeddingShardingContext, Sent
 from recinfer.errors import InputError
 from recinfer.modules.embedding_modules import process_pooled_embeddings, reorder_inverse_indices
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

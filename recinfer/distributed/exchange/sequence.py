@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.comm_ops import alltoall_sequence
-from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext, Sent
+from recinfer.distributed.comm.collectives import alltoall_sequence
 from recinfer.distributed.exchange.pooled import keep_in_graph
 from recinfer.distributed.exchange.tensors import KJTAllToAllTensorsAwaitable
 from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.distributed.types import Awaitable, NoWait, QuantizedCommCodecs
+from recinfer.distributed.types.shardings import BaseEmbeddingDist, EmbeddingShardingContext, Sent
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from recinfer.sparse.offsets import segment_sums
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recinfer.distributed.comm.autograd import get_gradient_division
+from recinfer.distributed.comm.collectives import alltoall_sequence
 from recinfer.distributed.comm.transport import start_all_to_all
-from recinfer.distributed.comm_ops import alltoall_sequence, get_gradient_division
 
 __all__ = ["WeightRoute", "send_weights"]
 

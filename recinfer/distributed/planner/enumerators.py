@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.interfaces import Enumerator, ShardEstimator
 from recinfer.distributed.planner.model.constraints import ParameterConstraints
@@ -23,6 +22,7 @@ from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from recinfer.distributed.planner.solve.space import SearchSpace, build_space, option_label
 from recinfer.distributed.types import ModuleSharder
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
 from recinfer.errors import ConfigError
 
 __all__ = ["EmbeddingComputeKernel", "EmbeddingEnumerator", "get_partition_by_type", "option_object"]
@@ -94,7 +94,7 @@ class EmbeddingEnumerator(Enumerator):
     def estimate_of(self, tables: Sequence[TableFacts], topology: Topology) -> Estimate | None:
         """The estimate function over arrays, for a topology; None when the estimators only take objects."""
         if self._given is None and all(k.startswith("quant") for t in tables for _, k in t.offers):
-            return inference_estimate(topology, tables)
+            return inference_estimate(topology)
         perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
         for given in self._given or ():  # compared by exact type, because a subclass may have changed estimate()
             if type(given) is EmbeddingPerfEstimator:

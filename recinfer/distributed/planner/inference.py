@@ -98,15 +98,13 @@ def plan_inference(
         )
 
     tables = tables_at(precision)
-    space = build_space(tables, topology, inference_estimate(topology, tables))
+    space = build_space(tables, topology, inference_estimate(topology))
     pins = list(pinned.tables) if isinstance(pinned, Plan) else pinned or []
     problem = make_problem(space, topology, pin_tables(space, pins, topology))
     placement, report = search(problem, deadline=deadline)
     if placement is None:
         narrower = row_format(precision).narrower
         smaller = None if narrower is None else tables_at(narrower)
-        message = explain(
-            space, problem, topology, lambda t: inference_estimate(t, tables), pinned=pins, smaller_tables=smaller
-        )
+        message = explain(space, problem, topology, inference_estimate, pinned=pins, smaller_tables=smaller)
         raise PlannerError(message, error_type(problem))
     return build_plan(space, problem, placement, report, topology, batch_size=batch_size, keep_empty=False)

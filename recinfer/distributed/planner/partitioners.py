@@ -1,8 +1,7 @@
-"""Partitioners: they assign the shards of a proposal to ranks, greedily by load or with balanced memory."""
+"""The partitioner: it assigns the shards of a proposal to ranks, greedily by load."""
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from enum import Enum
 
@@ -10,13 +9,14 @@ import numpy as np
 
 from recinfer.distributed.planner.interfaces import Partitioner
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
-from recinfer.distributed.planner.model.options import PartitionByType, ShardingOption
-from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.solve.placing import Placement, Placer
 from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, HOST_FREE, MULTI_HOST, Problem, problem_of
+from recinfer.distributed.types.sharding_types import PartitionByType
 from recinfer.sizes import exact_size
 
-__all__ = ["GreedyPerfPartitioner", "MemoryBalancedPartitioner", "SortBy"]
+__all__ = ["GreedyPerfPartitioner", "SortBy"]
 
 
 class SortBy(Enum):
@@ -98,25 +98,19 @@ class GreedyPerfPartitioner(Partitioner):
         self._sort_by = sort_by
         self._balance_modules = balance_modules
 
-    def partition(
-        self, proposal: list[ShardingOption], storage_constraint: Topology, hbm_per_device: int | None = None
-    ) -> list[ShardingOption]:
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
         """``proposal`` with ranks, in place.
 
         Args:
             proposal: estimated options.
             storage_constraint: topology; not changed.
-            hbm_per_device: cap the device memory of every rank at this many bytes.
 
         Raises:
             PlannerError: it does not fit; the message names the table and what is left.
         """
         if not proposal:
             return proposal
-        topology = storage_constraint
-        if hbm_per_device is not None:
-            topology = _capped(storage_constraint, hbm_per_device)
-        problem, units = proposal_problem(proposal, topology)
+        problem, units = proposal_problem(proposal, storage_constraint)
         placed = self._place(problem, units, proposal)
         for unit, members in enumerate(units):
             for m in members:
@@ -156,72 +150,3 @@ class GreedyPerfPartitioner(Partitioner):
         per_unit = [crowd[proposal[m[0]].path] if self._balance_modules else 0 for m in units]
         paths = [proposal[m[0]].path if self._balance_modules else "" for m in units]
         return sorted(range(len(units)), key=lambda u: (rigid[u], per_unit[u], paths[u], -size[u], u))
-
-
-def _capped(topology: Topology, hbm_per_device: int) -> Topology:
-    capped = copy.copy(topology)
-    hbm = [min(d.storage.hbm, hbm_per_device) for d in topology.devices]
-    ddr = [d.storage.ddr for d in topology.devices]
-    data = CustomTopologyData({"hbm_cap": hbm, "ddr_cap": ddr}, topology.world_size)
-    fresh = Topology(
-        topology.world_size,
-        topology.compute_device,
-        local_world_size=topology.local_world_size,
-        custom_topology_data=data,
-    )
-    capped._devices = fresh.devices
-    return capped
-
-
-class MemoryBalancedPartitioner(Partitioner):
-    """Balances device memory, at a load at most ``tolerance`` above that of the greedy placement.
-
-    Args:
-        max_search_count: placements tried (a binary search over the memory that a rank may use).
-        tolerance: allowed relative increase of the load.
-        balance_modules: see :class:`GreedyPerfPartitioner`.
-    """
-
-    def __init__(self, max_search_count: int = 10, tolerance: float = 0.02, balance_modules: bool = False) -> None:
-        self._max_search_count = max_search_count
-        self._tolerance = tolerance
-        self._balance_modules = balance_modules
-
-    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        """``proposal`` with ranks, in place; raises PlannerError when not even the greedy placement fits."""
-        greedy = GreedyPerfPartitioner(SortBy.PERF, self._balance_modules)
-        greedy.partition(proposal, storage_constraint)
-        best = [[s.rank for s in o.shards] for o in proposal]
-        limit = _worst(proposal, storage_constraint)[0] * (1 + self._tolerance)
-        used = _worst(proposal, storage_constraint)[1]
-        total = sum(s.storage.hbm for o in proposal for s in o.shards if s.storage)
-        low, high = total // max(storage_constraint.world_size, 1), used
-        for _ in range(self._max_search_count):
-            if high - low <= max(high // 1000, 1):
-                break
-            middle = (low + high) // 2
-            try:
-                greedy.partition(proposal, storage_constraint, hbm_per_device=middle)
-                perf, hbm = _worst(proposal, storage_constraint)
-            except PlannerError:
-                low = middle
-                continue
-            if perf <= limit:
-                best, high = [[s.rank for s in o.shards] for o in proposal], hbm
-            else:
-                low = middle
-        for option, ranks in zip(proposal, best):
-            for shard, rank in zip(option.shards, ranks):
-                shard.rank = rank
-        return proposal
-
-
-def _worst(proposal: list[ShardingOption], topology: Topology) -> tuple[float, int]:
-    """(ms, bytes of device memory) of the busiest and of the fullest rank."""
-    perf, hbm = np.zeros(topology.world_size), np.zeros(topology.world_size, np.int64)
-    for option in proposal:
-        for s in option.shards:
-            assert s.rank is not None and s.perf is not None and s.storage is not None
-            perf[s.rank] += s.perf.total
-            hbm[s.rank] += s.storage.hbm
-    return float(perf.max()), int(hbm.max())

@@ -1,4 +1,4 @@
-"""Ratings of a placed plan; lower is better."""
+"""The rating of a placed plan; lower is better."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from recinfer.distributed.planner.interfaces import PerfModel
 from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.topology import Topology
 
-__all__ = ["NoopPerfModel", "NoopStorageModel"]
+__all__ = ["NoopPerfModel"]
 
 
 class NoopPerfModel(PerfModel):
@@ -25,19 +25,3 @@ class NoopPerfModel(PerfModel):
                 if shard.rank is not None and shard.perf is not None:
                     load[shard.rank] += shard.perf.total
         return float(load.max())
-
-
-class NoopStorageModel(PerfModel):
-    """Rates a plan by the bytes of its fullest rank: of device memory if there is any, else of host memory."""
-
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-
-    def rate(self, plan: list[ShardingOption]) -> float:
-        """The largest sum over ranks."""
-        used = np.zeros((2, self._topology.world_size))
-        for option in plan:
-            for shard in option.shards:
-                if shard.rank is not None and shard.storage is not None:
-                    used[:, shard.rank] += (shard.storage.hbm, shard.storage.ddr)
-        return float((used[0] if used[0].any() else used[1]).max())

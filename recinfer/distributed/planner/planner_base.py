@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from recinfer import env
-from recinfer.distributed.layout.edges import placement, sharding_spec
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.interfaces import Enumerator, Stats, StorageReservation
@@ -29,6 +28,8 @@ from recinfer.distributed.types import (
     ShardingPlanner,
     ShardingType,
 )
+from recinfer.distributed.types.default_sharders import get_default_sharders
+from recinfer.distributed.types.edges import placement, sharding_spec
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,8 +116,6 @@ class EmbeddingPlannerBase(ShardingPlanner):
 
         group: Any = pg if pg is not None else dist.group.WORLD
         if sharders is None:
-            from recinfer.distributed.sharding_plan import get_default_sharders
-
             sharders = get_default_sharders()
         message: list[Any] = [None]
         if dist.get_rank(group) == 0:

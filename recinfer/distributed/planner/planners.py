@@ -56,9 +56,9 @@ _MAX_PROPOSALS = 10_000
 class EmbeddingShardingPlanner(EmbeddingPlannerBase):
     """Plans embedding tables for a topology.
 
-    With no ``proposer``, ``partitioner``, ``performance_model`` or ``callbacks`` given, the default search runs: all
-    options as arrays, starts near the lower bound, then a local search on the bottleneck rank. With any of them given,
-    they run as documented: proposals are partitioned and rated one by one.
+    With no ``proposer``, ``partitioner`` or ``performance_model`` given, the default search runs: all options as arrays,
+    starts near the lower bound, then a local search on the bottleneck rank. With any of them given, they run as
+    documented: proposals are partitioned and rated one by one.
 
     Args:
         topology: hardware; default: one topology for the process group.
@@ -71,7 +71,8 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         plan_loader: loads an earlier plan, which must be made from the same inputs.
         pinned: (ours) entries of an earlier :class:`Plan` to leave where they are.
 
-    After :meth:`plan`, ``report`` has the lower bound and gap of the plan, and ``last_plan`` is the plan as data.
+    After :meth:`plan`, ``report`` has the lower bound and gap of the plan, and ``last_plan`` is the plan as data; it is
+    None if proposals were partitioned, or with ``callbacks``, which may have changed the plan.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             callbacks,
             timeout_seconds,
         )
-        self._classic = any(x is not None for x in (proposer, partitioner, performance_model)) or bool(callbacks)
+        self._plug_ins = any(part is not None for part in (proposer, partitioner, performance_model))
         if proposer is None:
             self._proposers: list[Proposer] = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
         else:
@@ -111,10 +112,9 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         self._performance_model = performance_model or NoopPerfModel(self._topology)
         self._plan_loader = plan_loader
         self._pinned = list(pinned.tables) if isinstance(pinned, Plan) else list(pinned or [])
-        if self._pinned and self._classic:
+        if self._pinned and self._plug_ins:
             raise ConfigError(
-                "pinned tables need the default search; leave out proposer, partitioner, performance_model and "
-                "callbacks"
+                "pinned tables need the default search; leave out proposer, partitioner and performance_model"
             )
         self.report: SearchReport | None = None
         self.last_plan: Plan | None = None
@@ -142,12 +142,12 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             best, self.report = loaded, None
             self.last_plan = None
             proposals = plans = 1
-        elif space is None or self._classic:
+        elif space is None or self._plug_ins:
             best, proposals, plans = self._run_proposers(module, sharders, reserved, deadline, space)
         else:
             best, proposals, plans = self._run_search(space, reserved, deadline)
         for callback in self._callbacks:
-            best = callback(best)
+            best, self.last_plan = callback(best), None
         sharding_plan = to_sharding_plan(best, self._topology)
         seconds = time.monotonic() - begin
         if self.report is not None:
@@ -214,7 +214,8 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             self.report = self.last_plan = None
             return [], 0, 0
         best: list[ShardingOption] | None = None
-        best_rating, last_error, last_kind = float("inf"), "", PlannerErrorType.INSUFFICIENT_STORAGE
+        best_rating, last_error = float("inf"), "there was none"
+        last_kind = PlannerErrorType.INSUFFICIENT_STORAGE
         proposals = plans = 0
         seen: dict[tuple[Any, ...], tuple[bool, float | None]] = {}
         for proposer in self._proposers:
@@ -250,7 +251,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
 
     def _reason(self, space: SearchSpace | None, reserved: Topology, last_error: str) -> str:
         if space is None or not isinstance(self._enumerator, EmbeddingEnumerator):
-            return f"No proposal could be placed. The last one failed because {last_error}"
+            return f"No proposal could be placed ({last_error})"
         enumerator = self._enumerator
         problem = make_problem(space, reserved)
         if search(problem, max_moves=0)[0] is not None:

@@ -28,6 +28,8 @@ from recinfer.distributed.planner.model.tables import facts_of_option
 from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.solve.space import SearchSpace, shard_arrays
 from recinfer.distributed.types import CacheStatistics, ModuleSharder, PipelineType
+from recinfer.distributed.types.kernels import kernels_where
+from recinfer.distributed.types.sharding_types import rule_of
 from recinfer.errors import ConfigError
 
 __all__ = ["EmbeddingOffloadStats", "EmbeddingPerfEstimator", "EmbeddingStorageEstimator"]
@@ -229,8 +231,8 @@ def _memory_figures(compute_kernel: str, caching_ratio: float | None, misses: fl
     """The fields of ShardArrays about a kernel's memory; times do not depend on the optimizer's state."""
     return {
         "misses": misses,
-        "cached": compute_kernel.endswith("_caching"),
-        "on_host": "_uvm" in compute_kernel,
+        "cached": compute_kernel in kernels_where(lambda rule: rule.cached),
+        "on_host": compute_kernel in kernels_where(lambda rule: rule.on_host),
         "cache_ratio": caching_ratio or 0.0,
         "optimizer_full": 0.0,
         "optimizer_row_bytes": 0.0,
@@ -239,8 +241,8 @@ def _memory_figures(compute_kernel: str, caching_ratio: float | None, misses: fl
 
 def _arrays_of_shards(sizes: npt.NDArray[np.int64], sharding_type: str, **figures: float | bool) -> ShardArrays:
     """Shards [N, 2] of one table that differ in their sizes alone."""
-    whole_rows = sharding_type in ("data_parallel", "column_wise", "table_column_wise")
-    by_columns = sharding_type in ("column_wise", "table_column_wise")
+    rule = rule_of(sharding_type)
+    whole_rows, by_columns = not rule.cuts_rows, rule.cuts_columns and not rule.cuts_rows
     num = sizes.shape[0]
     same = {n: np.full(num, v, bool if isinstance(v, bool) else np.float64) for n, v in figures.items()}
     return ShardArrays(

@@ -18,22 +18,15 @@ from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.plan.plan import Plan
 from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.planner.utils import bytes_to_gb, bytes_to_mb
-from recinfer.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from recinfer.distributed.types import ModuleSharder, ShardingPlan
+from recinfer.distributed.types.sharding_types import SHARDING_RULES, rule_of
 from recinfer.sizes import size_text
 
 __all__ = ["EmbeddingStats", "NoopEmbeddingStats", "format_plan", "round_to_one_sigfig"]
 
 logger = logging.getLogger(__name__)
 
-ABBREVIATIONS = {
-    ShardingType.DATA_PARALLEL.value: "DP",
-    ShardingType.TABLE_WISE.value: "TW",
-    ShardingType.COLUMN_WISE.value: "CW",
-    ShardingType.ROW_WISE.value: "RW",
-    ShardingType.TABLE_ROW_WISE.value: "TWRW",
-    ShardingType.TABLE_COLUMN_WISE.value: "TWCW",
-    ShardingType.GRID_SHARD.value: "GS",
-}
+ABBREVIATIONS = {rule.kind.value: rule.short for rule in SHARDING_RULES}
 _MIN_WIDTH = 90
 
 
@@ -295,10 +288,9 @@ def _traffic(option: ShardingOption, topology: Topology) -> tuple[float, float]:
     poolings = option.num_poolings or [1.0] * len(option.input_lengths)
     ids = sum(n * p for n, p in zip(option.input_lengths, poolings)) * option.batch_size
     vectors = sum(poolings[: len(option.input_lengths)]) * option.batch_size
-    spread = {ShardingType.ROW_WISE.value: topology.world_size}.get(option.sharding_type, 1)
-    if option.sharding_type in (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value):
-        spread = topology.local_world_size
-    one = option.sharding_type == ShardingType.DATA_PARALLEL.value or option.compute_kernel.startswith("quant")
+    rule = rule_of(option.sharding_type)
+    spread = rule.row_pieces(topology.world_size, topology.local_world_size)
+    one = rule.replicated or option.compute_kernel.startswith("quant")
     replicas = 1 if one else topology.world_size
     ids = ids / spread * replicas
     out = vectors * replicas if option.is_pooled else ids

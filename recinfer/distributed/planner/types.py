@@ -14,10 +14,11 @@ from recinfer.distributed.planner.interfaces import (
 )
 from recinfer.distributed.planner.model.constraints import ParameterConstraints, PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.links import BasicCommsBandwidths, CollectiveType, GeneralizedCommsBandwidth
-from recinfer.distributed.planner.model.options import PartitionByType, Shard, ShardingOption
+from recinfer.distributed.planner.model.options import Shard, ShardingOption
 from recinfer.distributed.planner.model.sharders import SharderData, SharderDataMap, StorageUsageType
 from recinfer.distributed.planner.model.topology import CustomTopologyData, DeviceHardware, Perf, Storage, Topology
 from recinfer.distributed.types import ShardingPlan
+from recinfer.distributed.types.sharding_types import PartitionByType
 
 __all__ = [
     "BasicCommsBandwidths",

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from recinfer.distributed.embedding_types import (
-    BaseEmbeddingLookup,
-    BaseGroupedFeatureProcessor,
-    GroupedEmbeddingConfig,
-    KJTList,
-)
 from recinfer.distributed.fused_params import output_dtype_of
 from recinfer.distributed.quant.runtime import PackedLookup, tables_of
 from recinfer.distributed.types import rank_device
+from recinfer.distributed.types.embedding_modules import BaseEmbeddingLookup, BaseGroupedFeatureProcessor
+from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.tables import GroupedEmbeddingConfig
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.buffers import allocate

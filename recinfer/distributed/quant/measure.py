@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from recinfer.distributed.planner.model.estimates import row_alignment
-from recinfer.distributed.planner.model.hardware import FEATURES_PER_CALL, CacheSharers, HardwareProfile, LookupGrid
+from recinfer.distributed.planner.model.hardware import HardwareProfile, LookupGrid
 from recinfer.distributed.quant.measure_machine import copies_per_ms, memory_per_ms, processor
 from recinfer.distributed.quant.timings import Call, Timings
 from recinfer.errors import ConfigError, UnavailableError
@@ -36,11 +34,7 @@ _PRECISIONS = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataT
 # Bags have two random lengths, because a model's lengths are not predictable. Long bags are few, because other work on
 # the machine disturbs fewer short calls.
 _IDS_AND_BAGS = ((0.0, 512), (0.5, 512), (1.0, 512), (1.5, 512), (4.5, 512), (16.5, 128), (64.5, 32))
-_NARROW_DIM, _WIDE_DIM = 16, 256
-_WIDE = (1, 2, 4, 8)  # features that write wide vectors; 16 times the number write narrow vectors
-_WRITTEN = [(_WIDE_DIM, n) for n in _WIDE] + [(_NARROW_DIM, 16 * n) for n in _WIDE]
-_FIRST_DIM, _FIRST_IDS = 120, (2, 8, 32, 128, 512)  # ids of a feature in short calls
-_MIXED = 16  # collections of random tables that check the whole estimate
+_FEATURES = 8  # features per call: enough to make the cost of the call small, and few enough for small outputs
 _ROUNDS = 4
 _AGREEMENT = 1.25  # largest factor between the rounds' figures on an idle machine
 _FILL = 0x3C  # a byte that decodes to a finite number in every precision
@@ -51,27 +45,24 @@ def random_module(
 ) -> EmbeddingBagCollection:
     """A quantized collection of (rows, dim) tables with constant codes and finite scales, tables t0, t1 ..., features
     f0, f1 ..."""
-    return _filled(
+    module = EmbeddingBagCollection(
         [_config(f"t{i}", rows, dim, precision, [f"f{i}"]) for i, (rows, dim) in enumerate(shapes)],
-        device,
+        False,
+        device=device,
     )
+    lead_bytes = row_format(precision).lead_bytes
+    for i in range(len(shapes)):
+        table = module.packed_table(f"t{i}")
+        table.fill_(1)
+        if lead_bytes:  # a scale and a bias
+            table[:, :lead_bytes] = torch.tensor([0.01, -1.0], dtype=torch.float16).view(torch.uint8).to(table.device)
+    return module
 
 
 def _config(name: str, rows: int, dim: int, precision: DataType, features: list[str]) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(
         num_embeddings=rows, embedding_dim=dim, name=name, data_type=precision, feature_names=features
     )
-
-
-def _filled(configs: list[EmbeddingBagConfig], device: torch.device | str) -> EmbeddingBagCollection:
-    module = EmbeddingBagCollection(configs, False, device=device)
-    for config in configs:
-        table = module.packed_table(config.name)
-        table.fill_(1)
-        lead_bytes = row_format(config.data_type).lead_bytes
-        if lead_bytes:  # a scale and a bias
-            table[:, :lead_bytes] = torch.tensor([0.01, -1.0], dtype=torch.float16).view(torch.uint8).to(table.device)
-    return module
 
 
 def random_request(
@@ -103,8 +94,8 @@ def calibrate(
 
     A warning is logged when the rounds disagree, for example because another program was running.
 
-    The figures are those of a bag by precision, row size, ids per bag and the set of memory that rows come from, of written
-    bytes, of a feature and of a call. :meth:`HardwareProfile.lookup_ms` computes a table's lookups from them.
+    The figures are those of a bag by precision, row size, ids per bag and the set of memory that rows come from, of a
+    feature and of a call. :meth:`HardwareProfile.lookup_ms` computes a table's lookups from them.
     Everything is measured in several rounds, so that a short disturbance does not change a figure.
 
     Args:
@@ -159,7 +150,7 @@ def _calibrated(
     on_cpu = device == "cpu"
     copies = copies_per_ms(device, measure.synchronize)
     call_ms, feature_ms = measure.overheads()
-    profile = HardwareProfile(
+    return HardwareProfile(
         device=device,
         name=torch.cuda.get_device_name() if device == "cuda" else processor(),
         threads=torch.get_num_threads(),
@@ -170,11 +161,8 @@ def _calibrated(
         device_memory_bytes_per_ms=0.0 if on_cpu else memory_per_ms(torch.device(device), measure.synchronize),
         host_to_device_bytes_per_ms=copies[0],
         device_to_device_bytes_per_ms=copies[1],
-        write_ns=measure.writes(),
         notes={"torch": torch.__version__, "disagreement": disagreement},
     )
-    profile = replace(profile, first_rows_ns=measure.first_rows(profile))
-    return replace(profile, mixed=measure.mixed(profile))
 
 
 class _Measure:
@@ -187,12 +175,9 @@ class _Measure:
         rows = torch.full((max(sets) + SLACK_BYTES,), _FILL, dtype=torch.uint8, device=device)
         self._buffers = Buffers(rows, row_alignment=row_alignment(device))
         self._timings = Timings(self.synchronize, on_device=device != "cpu")
-        self._mixed: list[tuple[_RandomCollection, Call]] = []
-        self._first = _PRECISIONS[0]
 
     def round(self, precisions: Sequence[DataType], seconds: float) -> None:
         """Time everything again."""
-        self._first = precisions[0]
         # Tables of different widths, as a model has: each width has a separate kernel.
         for num in (1, 33):
             shapes = [(16, _DIMS[i % len(_DIMS)]) for i in range(num)]
@@ -200,16 +185,8 @@ class _Measure:
             pooling = [1.0] * num
             make = lambda seed, n=num, p=pooling: random_request([16] * n, p, 1, self.device, seed)  # noqa: E731
             self._timings.add({("call", num): (module, make)}, 5 * seconds)
-        written = {(dim, num): self._call([64] * num, dim, DataType.INT8, 1, 512) for dim, num in _WRITTEN}
-        self._timings.add(written, 4 * seconds)
-        if not self._mixed:
-            drawn = [_RandomCollection.draw(i, precisions, max(self.sets)) for i in range(_MIXED)]
-            self._mixed = [(mixed, mixed.call(self.device)) for mixed in drawn]
-        self._timings.add({mixed: call for mixed, call in self._mixed}, 4 * seconds, settle=0.05)
         for size in self.sets:  # outermost, so that all lookups of a set keep it in the cache level of steady traffic
             self._timings.add({"settle": self._call_of(64, precisions[0], size, *_IDS_AND_BAGS[-1])}, 0.0, settle=0.15)
-            first = {("first", size, n): self._call_of(_FIRST_DIM, precisions[0], size, 1.0, n) for n in _FIRST_IDS}
-            self._timings.add(first, 2 * seconds)
             for precision in precisions:
                 for dim in _dims(precision):
                     points = {
@@ -229,60 +206,14 @@ class _Measure:
         feature = max((many - one) / 32, 0.0)
         return max(one - feature, 0.0), feature
 
-    def writes(self) -> tuple[tuple[float, float, float], ...]:
-        """(bytes per call, ns per bag, ns per byte) of vectors read from a tiny table, from narrow and from wide
-        ones."""
-        call_ms, feature_ms = self.overheads()
-
-        def bag_ns(dim: int, num: int) -> float:
-            return max(self._timings.ms((dim, num)) - call_ms - num * feature_ms, 0.0) / (num * 512) * 1e6
-
-        found = []
-        for wide in _WIDE:
-            narrow_ns, wide_ns = bag_ns(_NARROW_DIM, 16 * wide), bag_ns(_WIDE_DIM, wide)
-            a_byte = max(wide_ns - narrow_ns, 0.0) / ((_WIDE_DIM - _NARROW_DIM) * 4)
-            found.append((float(wide * 512 * _WIDE_DIM * 4), max(narrow_ns - a_byte * _NARROW_DIM * 4, 0.0), a_byte))
-        return tuple(found)
-
-    def first_rows(self, profile: HardwareProfile) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
-        """Cost of short calls beyond the estimate of ``profile`` from long calls, by set and ids of a feature."""
-        row = float(self._row_size(_FIRST_DIM, self._first))
-
-        def beyond_ns(size: int, ids: int) -> float:
-            each = np.full(FEATURES_PER_CALL, float(ids))
-            planned = profile.lookup_ms(
-                ids=each,
-                bags=each,
-                row_bytes=np.array(row),
-                bits=np.array(float(row_format(self._first).element_bits)),
-                rows=np.array(max(size // row, 8)),
-                features=np.array(1.0),
-                vector_bytes=np.array(_FIRST_DIM * 4.0),
-                sharers=CacheSharers.of_set(size, FEATURES_PER_CALL * ids * _FIRST_DIM * 4.0),
-            ).sum()
-            took = self._timings.ms(("first", size, ids)) - profile.call_ms
-            return max(float(took - planned), 0.0) / FEATURES_PER_CALL * 1e6
-
-        return tuple(
-            (float(size), tuple((float(ids), beyond_ns(size, ids)) for ids in _FIRST_IDS)) for size in self.sets
-        )
-
-    def mixed(self, profile: HardwareProfile) -> float:
-        """Median of measured over planned milliseconds of the random collections, beyond the call itself."""
-        found = []
-        for mixed, _ in self._mixed:
-            took = max(self._timings.ms(mixed) - profile.call_ms, 1e-6)
-            found.append(took / mixed.planned_ms(profile, row_alignment(self.device)))
-        return float(np.clip(statistics.median(found), 0.1, 10.0))
-
     def grid(self, precision: DataType) -> LookupGrid:
         """Bags over row sizes, sets and lengths."""
         call_ms, feature_ms = self.overheads()
-        overhead_ms = call_ms + FEATURES_PER_CALL * feature_ms
+        overhead_ms = call_ms + _FEATURES * feature_ms
 
         def ns(dim: int, size: int, ids: float, bags: int) -> float:
             took = self._timings.ms((precision, dim, size if ids else self.sets[0], ids))
-            return max(took - overhead_ms, 1e-6) / (FEATURES_PER_CALL * bags) * 1e6
+            return max(took - overhead_ms, 1e-6) / (_FEATURES * bags) * 1e6
 
         figures = np.array([[[ns(d, s, *pair) for pair in _IDS_AND_BAGS] for s in self.sets] for d in _dims(precision)])
         for axis in (1, 2):  # costs grow with distance and bag length: lower figures are measurement errors
@@ -291,7 +222,6 @@ class _Measure:
             row_bytes=tuple(float(self._row_size(dim, precision)) for dim in _dims(precision)),
             set_bytes=tuple(float(s) for s in self.sets),
             ids_per_bag=tuple(ids for ids, _ in _IDS_AND_BAGS),
-            bags_per_call=tuple(float(FEATURES_PER_CALL * bags) for _, bags in _IDS_AND_BAGS),
             bag_ns=tuple(tuple(tuple(line) for line in of_row) for of_row in figures.tolist()),
         )
 
@@ -299,75 +229,13 @@ class _Measure:
         return int(row_format(precision).row_bytes(dim, row_alignment(self.device)))
 
     def _call_of(self, dim: int, precision: DataType, size: int, ids: float, bags: int) -> Call:
-        """A measured call on the first ``size`` bytes of the buffer."""
+        """A call with features of ``bags`` bags of ``ids`` uniform ids each, all from the first ``size`` bytes of the buffer."""
         rows = max(size // self._row_size(dim, precision), 8)
-        return self._call([rows] * FEATURES_PER_CALL, dim, precision, ids, bags)
-
-    def _call(self, rows: Sequence[int], dim: int, precision: DataType, ids: float, bags: int) -> Call:
-        """A call with features of ``bags`` bags of ``ids`` uniform ids each, all from the first rows of the buffer."""
-        features = [f"f{i}" for i in range(len(rows))]
-        table = _config("t0", rows[0], dim, precision, features)
+        features = [f"f{i}" for i in range(_FEATURES)]
+        table = _config("t0", rows, dim, precision, features)
         lookup = PooledLookup([table], {"t0": [whole_table(table)]}, self._buffers)
-
-        pooling = [ids] * len(rows)
-        return lookup, lambda seed: random_request(rows, pooling, bags, self.device, seed)
-
-
-@dataclass(frozen=True)
-class _RandomCollection:
-    """A collection of random tables like a rank's, with all widths, sizes and bag lengths."""
-
-    number: int
-    precision: DataType
-    batch: int
-    rows: tuple[int, ...]
-    dims: tuple[int, ...]
-    pooling: tuple[float, ...]
-
-    @classmethod
-    def draw(cls, number: int, precisions: Sequence[DataType], max_bytes: int) -> _RandomCollection:
-        """The collection number ``number``, with at most ``max_bytes`` of rows; equal numbers give equal
-        collections."""
-        random = np.random.default_rng(number)
-        precision = precisions[number % len(precisions)]
-        batch = 16 << (number * 3 % 7)  # 16 to 1024
-        num = int(random.choice([2, 4, 8, 16, 24]))
-        dims = random.choice([16, 32, 48, 64, 96, 128, 192, 256], num)
-        pooling = np.round(np.exp(random.normal(random.uniform(0.0, 2.5), 0.7, num)).clip(1.0, 60.0), 1)
-        least = random.uniform(1.5, 4.0)
-        rows = 10 ** random.uniform(least, least + random.uniform(1.0, 2.5), num)
-        rows *= min(1.0, max_bytes / float((rows * dims * row_format(precision).element_bits / 8).sum()))
-        pooling = np.maximum(pooling * min(1.0, 40_000 / float(pooling.sum() * batch)), 1.0)
-        return cls(
-            number,
-            precision,
-            batch,
-            tuple(np.maximum(rows, 4).astype(int).tolist()),
-            tuple(dims.tolist()),
-            tuple(pooling.tolist()),
-        )
-
-    def call(self, device: str) -> Call:
-        """The module and its requests."""
-        module = random_module(list(zip(self.rows, self.dims)), self.precision, device)
-        return module, lambda seed: random_request(self.rows, self.pooling, self.batch, device, seed)
-
-    def planned_ms(self, profile: HardwareProfile, alignment: int) -> float:
-        """Planned milliseconds of the collection's lookups, without the call."""
-        rows, dims, pooling = (np.array(x, float) for x in (self.rows, self.dims, self.pooling))
-        stored = row_format(self.precision)
-        row = stored.row_bytes(dims.astype(int), alignment).astype(float)
-        ids, bags = pooling * self.batch, np.full(dims.shape, float(self.batch))
-        together = CacheSharers.of(rows, ids, row, bags * dims * 4)
-        each = {
-            "ids": ids,
-            "bags": bags,
-            "row_bytes": row,
-            "bits": np.full(dims.shape, float(stored.element_bits)),
-            "rows": rows,
-        }
-        features, vector = np.ones(dims.shape), dims * 4
-        return float(profile.lookup_ms(**each, features=features, vector_bytes=vector, sharers=together).sum())
+        each = [rows] * _FEATURES, [ids] * _FEATURES, bags, self.device
+        return lookup, lambda seed: random_request(*each, seed)
 
 
 def _dims(precision: DataType) -> tuple[int, ...]:

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_types import (
+from recinfer.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from recinfer.distributed.types.edges import rects_of
+from recinfer.distributed.types.kernels import (
+    KERNEL_RULES,
     EmbeddingComputeKernel,
     EmbeddingLocation,
     compute_kernel_to_embedding_location,
 )
-from recinfer.distributed.layout.cuts import column_unit
-from recinfer.distributed.layout.edges import rects_of
-from recinfer.distributed.layout.rect import Rect, Strip, tile
-from recinfer.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from recinfer.errors import ConfigError, NotFoundError
+from recinfer.layout.cuts import column_unit
+from recinfer.layout.rect import Rect, Strip, tile
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.quant.buffers import Buffers, Memory, Placed, allocate, whole_table
 from recinfer.quant.kernels import choose_kernel
@@ -45,11 +46,7 @@ _MEMORY: dict[EmbeddingLocation, Memory] = {
     EmbeddingLocation.MANAGED: "managed",
     EmbeddingLocation.MANAGED_CACHING: "cached",
 }
-_KERNELS = {
-    "near": EmbeddingComputeKernel.QUANT,
-    "managed": EmbeddingComputeKernel.QUANT_UVM,
-    "cached": EmbeddingComputeKernel.QUANT_UVM_CACHING,
-}
+_KERNELS = {_MEMORY[rule.location]: rule.kernel for rule in KERNEL_RULES if rule.packed}
 _JOIN_BYTES = 8 << 20  # bytes of whole rows per step, to bound temporary memory
 
 

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, BaseSparseFeaturesDist, EmbeddingShardingInfo
-from recinfer.distributed.embedding_types import (
-    BaseGroupedFeatureProcessor,
-    KJTList,
-    ShardedEmbeddingTable,
-)
 from recinfer.distributed.exchange.pooled import PooledContext
 from recinfer.distributed.quant.adapters import InferGroupedPooledEmbeddingsLookup
 from recinfer.distributed.quant.runtime import FeaturesToDevices, PooledFromDevices
 from recinfer.distributed.sharded.sharding import PooledSharding
 from recinfer.distributed.types import ShardingEnv, ShardingType, rank_device
+from recinfer.distributed.types.embedding_modules import BaseGroupedFeatureProcessor
+from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.shardings import BaseEmbeddingDist, BaseSparseFeaturesDist, EmbeddingShardingInfo
+from recinfer.distributed.types.tables import ShardedEmbeddingTable
 from recinfer.errors import ConfigError
 from recinfer.quant.rows import slice_packed_columns
 

@@ -14,20 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import (
-    BaseEmbeddingDist,
-    BaseSparseFeaturesDist,
-    EmbeddingShardingContext,
-)
-from recinfer.distributed.embedding_types import GroupedEmbeddingConfig, KJTList
 from recinfer.distributed.exchange.devices import EmbeddingsAllToOne, sent_to
 from recinfer.distributed.exchange.features import ShardFeaturesDist
 from recinfer.distributed.exchange.pooled import PooledContext, ShardPooledDist
 from recinfer.distributed.exchange.sequence import SequenceShardingContext, ShardSequenceDist
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.quant.place import memory_of
 from recinfer.distributed.tables.rank_lookup import RankLookup, embeddings_cat_empty_rank_handle
 from recinfer.distributed.tables.slots import ShardLayout
+from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.shardings import BaseEmbeddingDist, BaseSparseFeaturesDist, EmbeddingShardingContext
+from recinfer.distributed.types.tables import GroupedEmbeddingConfig
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers, Placed
 from recinfer.quant.kernels import table_batch

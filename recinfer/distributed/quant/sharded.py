@@ -6,23 +6,21 @@ MEAN divides by the full bag, every precision can be sharded, and on one CPU hos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_types import (
-    BaseQuantEmbeddingSharder,
-    ListOfKJTList,
-)
 from recinfer.distributed.exchange.pooled import PooledContext
 from recinfer.distributed.exchange.sequence import SequenceShardingContext
 from recinfer.distributed.fused_params import check_packed_params
 from recinfer.distributed.quant.place import PackedTables, place_buffer, place_module
-from recinfer.distributed.quant.tables import ShardedQuantTables
+from recinfer.distributed.quant.tables import C, Ctx, ShardedQuantTables
 from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
+from recinfer.distributed.types.embedding_sharders import BaseQuantEmbeddingSharder
+from recinfer.distributed.types.kjt_lists import ListOfKJTList
 from recinfer.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
@@ -40,7 +38,99 @@ __all__ = [
 ]
 
 
-class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, PooledContext]):
+L = TypeVar("L", PooledLookup, SequenceLookup)
+Out = TypeVar("Out", KeyedTensor, dict[str, JaggedTensor])
+
+
+class _ShardedQuantCollection(ShardedQuantTables[C, Ctx], Generic[C, Ctx, L, Out]):
+    """A sharded quantized collection of either kind; a subclass names the kind's parts.
+
+    Attributes:
+        _lookup, _context: classes of the fused call and of the steps' context.
+        _option: the collection's boolean: ``is_weighted`` of bags, ``need_indices`` of rows.
+        _place: the documented module of the class.
+    """
+
+    _lookup: Callable[..., L]
+    _context: Callable[[], Ctx]
+    _option: ClassVar[str]
+    _place: ClassVar[str]
+
+    def __init__(
+        self,
+        module: Any,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        *,
+        fused: bool | None = None,
+    ) -> None:
+        check_packed_params(self._place, fused_params, module.output_dtype())
+        packed = place_module(module, table_name_to_parameter_sharding, env, fused=fused)
+        configs = module.embedding_bag_configs() if self.pooled else module.embedding_configs()
+        option = getattr(module, self._option)()
+        self._set(configs, table_name_to_parameter_sharding, packed, module.output_dtype(), device, option)
+
+    def _set(
+        self,
+        configs: Sequence[C],
+        plans: Mapping[str, ParameterSharding],
+        packed: PackedTables,
+        output_dtype: torch.dtype,
+        device: torch.device | None,
+        option: bool,
+    ) -> None:
+        lookup, whole = None, packed.whole
+        if whole is not None:
+            options = {self._option: option, "output_dtype": output_dtype}
+            lookup = type(self)._lookup(configs, whole.pieces, whole.buffers, **options)
+        super().__init__(configs, plans, packed, lookup, output_dtype, device, weighted=self.pooled and option)
+        self._chosen = option
+
+    @classmethod
+    def _of_packed(
+        cls,
+        tables: Sequence[C],
+        shards: Sequence[Placed],
+        buffer: Tensor,
+        option: bool,
+        output_dtype: torch.dtype,
+        **placing: Any,
+    ) -> Self:
+        packed = place_buffer(tables, shards, buffer, **placing)
+        self = cls.__new__(cls)
+        self._set(tables, {}, packed, output_dtype, None, option)
+        return self
+
+    @property
+    def fused_lookup(self) -> L | None:
+        """The call over all ranks' shards, for callers with features in its order; None if the shards need several
+        calls."""
+        found: L | None = self._fused
+        return found
+
+    def create_context(self) -> Ctx:
+        """A context for the steps, with the data of the input that the last step needs."""
+        return type(self)._context()
+
+    def forward(self, features: KeyedJaggedTensor) -> Out:  # type: ignore[override]
+        """Vectors of every feature: pooled, or one per id."""
+        if self._fused is not None:
+            found: Out = self._fused.forward(features)
+            return found
+        ctx = self.create_context()
+        return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
+
+    def compute_and_output_dist(self, ctx: Ctx, input: ListOfKJTList) -> Out:  # type: ignore[override]
+        """Run :meth:`compute` and :meth:`output_dist`."""
+        found: Out = self.output_dist(ctx, self.compute(ctx, input))  # type: ignore[assignment]
+        return found
+
+
+class ShardedQuantEmbeddingBagCollection(
+    _ShardedQuantCollection[EmbeddingBagConfig, PooledContext, PooledLookup, KeyedTensor]
+):
     """A quantized EmbeddingBagCollection whose tables are sharded over the ranks of one process.
 
     Args:
@@ -60,42 +150,8 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
     """
 
     pooled = True
-
-    def __init__(
-        self,
-        module: EmbeddingBagCollection,
-        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        fused_params: dict[str, Any] | None = None,
-        device: torch.device | None = None,
-        *,
-        fused: bool | None = None,
-    ) -> None:
-        of = "distributed.quant_embeddingbag.ShardedQuantEmbeddingBagCollection"
-        check_packed_params(of, fused_params, module.output_dtype())
-        packed = place_module(module, table_name_to_parameter_sharding, env, fused=fused)
-        self._set(
-            module.embedding_bag_configs(),
-            table_name_to_parameter_sharding,
-            packed,
-            module.output_dtype(),
-            device,
-            module.is_weighted(),
-        )
-
-    def _set(
-        self,
-        configs: Sequence[EmbeddingBagConfig],
-        plans: Mapping[str, ParameterSharding],
-        packed: PackedTables,
-        output_dtype: torch.dtype,
-        device: torch.device | None,
-        weighted: bool,
-    ) -> None:
-        lookup, whole = None, packed.whole
-        if whole is not None:
-            lookup = PooledLookup(configs, whole.pieces, whole.buffers, is_weighted=weighted, output_dtype=output_dtype)
-        super().__init__(configs, plans, packed, lookup, output_dtype, device, weighted=weighted)
+    _lookup, _context, _option = PooledLookup, PooledContext, "is_weighted"
+    _place = "distributed.quant_embeddingbag.ShardedQuantEmbeddingBagCollection"
 
     @classmethod
     def from_packed(
@@ -124,38 +180,18 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
             join_columns: on CPU, copy tables that are sharded by columns to whole rows in memory of this process, which
                 makes their lookups as fast as unsharded ones.
         """
-        packed = place_buffer(
+        return cls._of_packed(
             tables,
             shards,
             buffer,
+            is_weighted,
+            output_dtype,
             world_size=world_size,
             device=device,
             fused=fused,
             kernels=kernels,
             join_columns=join_columns,
         )
-        self = cls.__new__(cls)
-        self._set(tables, {}, packed, output_dtype, None, is_weighted)
-        return self
-
-    @property
-    def fused_lookup(self) -> PooledLookup | None:
-        """The call over all ranks' shards, for callers with features in its order; None if the shards need several
-        calls."""
-        found: PooledLookup | None = self._fused
-        return found
-
-    def create_context(self) -> PooledContext:
-        """A context for the steps, with bag lengths for MEANs that are divided after the sum."""
-        return PooledContext()
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
-        """Pooled vectors of every feature."""
-        if self._fused is not None:
-            found: KeyedTensor = self._fused.forward(features)
-            return found
-        ctx = self.create_context()
-        return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
 
     def _note(self, ctx: PooledContext, arranged: KeyedJaggedTensor) -> None:
         ctx.record_input(arranged, self._built().layout)
@@ -170,10 +206,6 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
         values_BD = self._built().home(self._output_device)(output[0], ctx)
         return KeyedTensor(keys=self._names, length_per_key=self._dims, values=values_BD.to(self._output_dtype))
 
-    def compute_and_output_dist(self, ctx: PooledContext, input: ListOfKJTList) -> KeyedTensor:  # type: ignore[override]
-        """Run :meth:`compute` and :meth:`output_dist`."""
-        return self.output_dist(ctx, self.compute(ctx, input))
-
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables, with their packed precision."""
         return self._configs
@@ -183,7 +215,9 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, 
         return self.weighted
 
 
-class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, SequenceShardingContext]):
+class ShardedQuantEmbeddingCollection(
+    _ShardedQuantCollection[EmbeddingConfig, SequenceShardingContext, SequenceLookup, dict[str, JaggedTensor]]
+):
     """A quantized EmbeddingCollection whose tables are sharded over the ranks of one process.
 
     Args as :class:`ShardedQuantEmbeddingBagCollection`.
@@ -191,39 +225,8 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
     """
 
     pooled = False
-
-    def __init__(
-        self,
-        module: EmbeddingCollection,
-        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        fused_params: dict[str, Any] | None = None,
-        device: torch.device | None = None,
-        *,
-        fused: bool | None = None,
-    ) -> None:
-        of = "distributed.quant_embedding.ShardedQuantEmbeddingCollection"
-        check_packed_params(of, fused_params, module.output_dtype())
-        params, dtype = table_name_to_parameter_sharding, module.output_dtype()
-        packed = place_module(module, params, env, fused=fused)
-        self._set(module.embedding_configs(), params, packed, dtype, device, module.need_indices())
-
-    def _set(
-        self,
-        configs: Sequence[EmbeddingConfig],
-        plans: Mapping[str, ParameterSharding],
-        packed: PackedTables,
-        output_dtype: torch.dtype,
-        device: torch.device | None,
-        need_indices: bool,
-    ) -> None:
-        lookup, whole = None, packed.whole
-        if whole is not None:
-            lookup = SequenceLookup(
-                configs, whole.pieces, whole.buffers, need_indices=need_indices, output_dtype=output_dtype
-            )
-        super().__init__(configs, plans, packed, lookup, output_dtype, device)
-        self._need_indices = need_indices
+    _lookup, _context, _option = SequenceLookup, SequenceShardingContext, "need_indices"
+    _place = "distributed.quant_embedding.ShardedQuantEmbeddingCollection"
 
     @classmethod
     def from_packed(
@@ -241,38 +244,18 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
         join_columns: bool = False,
     ) -> ShardedQuantEmbeddingCollection:
         """Build the module from packed shards; see :meth:`ShardedQuantEmbeddingBagCollection.from_packed`."""
-        packed = place_buffer(
+        return cls._of_packed(
             tables,
             shards,
             buffer,
+            need_indices,
+            output_dtype,
             world_size=world_size,
             device=device,
             fused=fused,
             kernels=kernels,
             join_columns=join_columns,
         )
-        self = cls.__new__(cls)
-        self._set(tables, {}, packed, output_dtype, None, need_indices)
-        return self
-
-    @property
-    def fused_lookup(self) -> SequenceLookup | None:
-        """The call over all ranks' shards, for callers with features in its order; None if the shards need several
-        calls."""
-        found: SequenceLookup | None = self._fused
-        return found
-
-    def create_context(self) -> SequenceShardingContext:
-        """A context for the steps, with the ids and the rank of each id."""
-        return SequenceShardingContext()
-
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
-        """One vector per id of every feature."""
-        if self._fused is not None:
-            found: dict[str, JaggedTensor] = self._fused.forward(features)
-            return found
-        ctx = self.create_context()
-        return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
 
     def _note(self, ctx: SequenceShardingContext, arranged: KeyedJaggedTensor) -> None:
         ctx.features_before_input_dist = arranged
@@ -300,15 +283,9 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
             found[name] = JaggedTensor(
                 values=values.to(self._output_dtype),
                 lengths=mine.lengths().to(self._output_device),
-                weights=mine.values().to(self._output_device) if self._need_indices else None,
+                weights=mine.values().to(self._output_device) if self._chosen else None,
             )
         return found
-
-    def compute_and_output_dist(  # type: ignore[override]
-        self, ctx: SequenceShardingContext, input: ListOfKJTList
-    ) -> dict[str, JaggedTensor]:
-        """Run :meth:`compute` and :meth:`output_dist`."""
-        return self.output_dist(ctx, self.compute(ctx, input))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables, with their packed precision."""
@@ -316,7 +293,7 @@ class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, Sequen
 
     def need_indices(self) -> bool:
         """Whether outputs carry their ids."""
-        return self._need_indices
+        return self._chosen
 
 
 class QuantEmbeddingBagCollectionSharder(

@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
-from recinfer.distributed.embedding_types import (
-    GroupedEmbeddingConfig,
-    KJTList,
-    ListOfKJTList,
-)
 from recinfer.distributed.exchange.pooled import PooledContext
 from recinfer.distributed.exchange.sequence import SequenceShardingContext
-from recinfer.distributed.layout.edges import sharding_spec
 from recinfer.distributed.quant.place import PackedTables, check_devices, kernel_of
 from recinfer.distributed.quant.runtime import (
     FeaturesToDevices,
@@ -27,6 +20,10 @@ from recinfer.distributed.quant.runtime import (
 )
 from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.distributed.types import ParameterSharding, ShardedModule, ShardingType
+from recinfer.distributed.types.edges import sharding_spec
+from recinfer.distributed.types.kjt_lists import KJTList, ListOfKJTList
+from recinfer.distributed.types.shardings import EmbeddingShardingInfo
+from recinfer.distributed.types.tables import GroupedEmbeddingConfig
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import (
     BaseEmbeddingConfig,

@@ -10,11 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from recinfer.distributed.embedding_types import (
-    BaseEmbeddingSharder,
-    KJTList,
-    ShardedEmbeddingModule,
-)
 from recinfer.distributed.sharded.bags import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
@@ -25,6 +20,9 @@ from recinfer.distributed.types import (
     QuantizedCommCodecs,
     ShardingEnv,
 )
+from recinfer.distributed.types.embedding_modules import ShardedEmbeddingModule
+from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder
+from recinfer.distributed.types.kjt_lists import KJTList
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, PoolingType, dtype_to_data_type
 from recinfer.modules.embedding_modules import EmbeddingBagCollection

@@ -12,16 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import (
-    EmbeddingSharding,
-    EmbeddingShardingContext,
-    EmbeddingShardingInfo,
-    ShardedCollectionContext,
-)
-from recinfer.distributed.embedding_types import (
-    BaseEmbeddingSharder,
-    KJTList,
-)
 from recinfer.distributed.exchange.combine import JoinShardings
 from recinfer.distributed.sharded.collection import ShardedCollection
 from recinfer.distributed.sharded.infos import by_sharding_type, table_infos
@@ -33,6 +23,14 @@ from recinfer.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
+)
+from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder
+from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.shardings import (
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+    ShardedCollectionContext,
 )
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface

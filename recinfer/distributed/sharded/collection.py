@@ -12,21 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recinfer.distributed.comm.ranks import get_local_size
-from recinfer.distributed.embedding_sharding import (
-    EmbeddingShardingInfo,
-    KJTListSplitsAwaitable,
-    ShardedCollectionContext,
-)
-from recinfer.distributed.embedding_types import (
-    EmbeddingComputeKernel,
-    FeatureShardingMixIn,
-    KJTList,
-    Out,
-    ShardedEmbeddingModule,
-)
 from recinfer.distributed.exchange.combine import JoinShardings
 from recinfer.distributed.exchange.inside_hosts import summed_inside_hosts
-from recinfer.distributed.layout.rect import Rect
+from recinfer.distributed.exchange.kjt_lists import KJTListSplitsAwaitable
 from recinfer.distributed.sharded.id_check import IdCheck
 from recinfer.distributed.sharded.infos import by_sharding_type
 from recinfer.distributed.sharded.sharding import HOST_TYPES, ROW_TYPES, TableSharding
@@ -42,6 +30,11 @@ from recinfer.distributed.types import (
     ShardMetadata,
     rank_device,
 )
+from recinfer.distributed.types.embedding_modules import FeatureShardingMixIn, Out, ShardedEmbeddingModule
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
+from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.shardings import EmbeddingShardingInfo, ShardedCollectionContext
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import data_type_to_dtype
 from recinfer.optim.fused import FusedOptimizerModule, mark_fused
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer

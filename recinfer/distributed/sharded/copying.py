@@ -27,7 +27,7 @@ from recinfer import fbgemm
 from recinfer.distributed.tables.global_tensors import dtensor_of
 from recinfer.optim.local_tensors import local_pieces
 
-__all__ = ["copied_to", "module_copies_go_to"]
+__all__ = ["copied_to", "module_copies_go_to", "sharded_model_copy"]
 
 T = TypeVar("T")
 _SHARED = (dist.ProcessGroup, DeviceMesh)
@@ -163,3 +163,22 @@ def _copied_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if target is None or isinstance(memo, _Memo):
         return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined,no-any-return]
     return copied_to(module, *target)
+
+
+@contextmanager
+def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None]:
+    """Context manager in which ``copy.deepcopy`` of a sharded model puts tensors on ``device`` and shares process
+    groups. Other threads are not affected.
+
+    Args:
+        device: None shares the tensors too, and copies only the modules.
+
+    For a DistributedModelParallel its own ``copy(device)`` does the same and leaves DistributedDataParallel out.
+
+    Example::
+
+        with sharded_model_copy("cpu"):
+            on_cpu = copy.deepcopy(dmp.module)
+    """
+    with module_copies_go_to(None if device is None else torch.device(device)):
+        yield

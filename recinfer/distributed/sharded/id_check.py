@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
 from recinfer.distributed.fused_params import bounds_check_mode
 from recinfer.distributed.types import BoundsCheckMode
+from recinfer.distributed.types.shardings import EmbeddingShardingInfo
 from recinfer.errors import InputError
 from recinfer.sparse.checks import check_id_dtype, ids_are_below, is_plain
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
-from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.fused_params import names_optimizer
-from recinfer.distributed.types import ParameterSharding
-from recinfer.distributed.utils import (
+from recinfer.distributed.sharded.kernel_settings import (
     add_params_from_parameter_sharding,
     has_optimizer_in_backward,
     optimizer_fused_params,
 )
+from recinfer.distributed.types import ParameterSharding
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
+from recinfer.distributed.types.shardings import EmbeddingShardingInfo
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTableConfig, PoolingType
 from recinfer.modules.embedding_modules import get_embedding_names_by_table

@@ -13,7 +13,14 @@ from recinfer.module_tree import named_children
 from recinfer.optim.fused import FusedOptimizerModule
 from recinfer.optim.keyed import KeyedOptimizer
 
-__all__ = ["fused_optimizers", "join", "materialise", "sharded_parameter_names", "some_of"]
+__all__ = [
+    "fused_optimizers",
+    "get_unsharded_module_names",
+    "join",
+    "materialise",
+    "sharded_parameter_names",
+    "some_of",
+]
 
 
 def join(prefix: str, name: str) -> str:
@@ -67,6 +74,22 @@ def fused_optimizers(
     for name, child in named_children(module):
         found += fused_optimizers(child, f"{path}.{name}" if path else name, done)
     return found
+
+
+def get_unsharded_module_names(model: nn.Module) -> list[str]:
+    """Paths of the outermost modules that contain no sharded module and are none; [] if nothing is sharded."""
+
+    def holds_sharded(module: nn.Module) -> bool:
+        return any(isinstance(m, ShardedModule) for m in module.modules())
+
+    def names(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in named_children(module):
+            if not holds_sharded(child):
+                yield prefix + name
+            elif not isinstance(child, ShardedModule):
+                yield from names(child, f"{prefix}{name}.")
+
+    return list(names(model, "")) if holds_sharded(model) and not isinstance(model, ShardedModule) else []
 
 
 def some_of(keys: list[str]) -> str:

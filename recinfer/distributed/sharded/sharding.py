@@ -15,28 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import (
+from recinfer.distributed.exchange.features import ShardFeaturesDist
+from recinfer.distributed.exchange.inside_hosts import HostPooledDist, summed_inside_hosts
+from recinfer.distributed.exchange.pooled import PooledContext, ShardPooledDist
+from recinfer.distributed.exchange.sequence import SequenceShardingContext, ShardSequenceDist
+from recinfer.distributed.sharded.kernel_settings import merge_fused_params
+from recinfer.distributed.tables.slots import ShardLayout, check_kind
+from recinfer.distributed.tables.values import fill, new_seed
+from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
+from recinfer.distributed.types.embedding_modules import BaseEmbeddingLookup, BaseGroupedFeatureProcessor
+from recinfer.distributed.types.sharding_types import types_where
+from recinfer.distributed.types.shardings import (
     BaseEmbeddingDist,
     EmbeddingSharding,
     EmbeddingShardingContext,
     EmbeddingShardingInfo,
 )
-from recinfer.distributed.embedding_types import (
-    BaseEmbeddingLookup,
-    BaseGroupedFeatureProcessor,
-    GroupedEmbeddingConfig,
-    ShardedEmbeddingTable,
-)
-from recinfer.distributed.exchange.features import ShardFeaturesDist
-from recinfer.distributed.exchange.inside_hosts import HostPooledDist, summed_inside_hosts
-from recinfer.distributed.exchange.pooled import PooledContext, ShardPooledDist
-from recinfer.distributed.exchange.sequence import SequenceShardingContext, ShardSequenceDist
-from recinfer.distributed.layout.rect import Rect
-from recinfer.distributed.tables.slots import ShardLayout, check_kind
-from recinfer.distributed.tables.values import fill, new_seed
-from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
-from recinfer.distributed.utils import merge_fused_params
+from recinfer.distributed.types.tables import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -46,8 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["HOST_TYPES", "ROW_TYPES", "PooledSharding", "SequenceSharding", "TableSharding"]
 
 # Types whose vectors are summed over ranks; TorchRec uses a reduce-scatter.
-ROW_TYPES = {t.value for t in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)}
-HOST_TYPES = {t.value for t in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)}
+ROW_TYPES = set(types_where(lambda rule: rule.cuts_rows))
+HOST_TYPES = set(types_where(lambda rule: rule.sums_inside_hosts))
 
 
 class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
@@ -219,7 +216,7 @@ class PooledSharding(TableSharding):
         if feature_processor is not None:
             self._check_processable()
         # Imported late: planning needs no FBGEMM.
-        from recinfer.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+        from recinfer.distributed.tables.lookups import GroupedPooledEmbeddingsLookup
 
         lookup = GroupedPooledEmbeddingsLookup(
             grouped_configs=self._groups(fused_params, feature_processor is not None),
@@ -301,7 +298,7 @@ class SequenceSharding(TableSharding):
                 f"feature_processor={type(feature_processor).__name__}: unpooled rows take no weights; use it with "
                 "tables of bags"
             )
-        from recinfer.distributed.embedding_lookup import GroupedEmbeddingsLookup
+        from recinfer.distributed.tables.lookups import GroupedEmbeddingsLookup
 
         lookup = GroupedEmbeddingsLookup(
             grouped_configs=self._groups(fused_params),

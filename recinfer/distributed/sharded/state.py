@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.tables.global_tensors import global_tensor
 from recinfer.distributed.tables.slots import Tiling
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect
 from recinfer.optim.local_tensors import local_pieces
 
 __all__ = ["TableState"]

@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.sharded.sharding import PooledSharding, SequenceSharding
-from recinfer.distributed.types import ShardingType
+from recinfer.distributed.sharded.by_type import RwPooledEmbeddingSharding, RwSequenceEmbeddingSharding
 
 __all__ = ["RwPooledEmbeddingSharding", "RwSequenceEmbeddingSharding"]
-
-
-class RwPooledEmbeddingSharding(PooledSharding):
-    """row_wise tables of bags: row pieces of a table, one on each rank of the world."""
-
-    kind = ShardingType.ROW_WISE
-
-
-class RwSequenceEmbeddingSharding(SequenceSharding):
-    """row_wise unpooled tables: row pieces of a table, one on each rank of the world."""
-
-    kind = ShardingType.ROW_WISE

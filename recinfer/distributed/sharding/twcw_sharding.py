@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.sharded.sharding import PooledSharding
-from recinfer.distributed.types import ShardingType
+from recinfer.distributed.sharded.by_type import TwCwPooledEmbeddingSharding
 
 __all__ = ["TwCwPooledEmbeddingSharding"]
-
-
-class TwCwPooledEmbeddingSharding(PooledSharding):
-    """table_column_wise tables of bags: column pieces of a table on the ranks of one host."""
-
-    kind = ShardingType.TABLE_COLUMN_WISE

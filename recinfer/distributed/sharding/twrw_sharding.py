@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.sharded.sharding import PooledSharding
-from recinfer.distributed.types import ShardingType
+from recinfer.distributed.sharded.by_type import TwRwPooledEmbeddingSharding
 
 __all__ = ["TwRwPooledEmbeddingSharding"]
-
-
-class TwRwPooledEmbeddingSharding(PooledSharding):
-    """table_row_wise tables of bags: row pieces of a table, one on each rank of one host."""
-
-    kind = ShardingType.TABLE_ROW_WISE

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.tables.replicas import LookupGradient, Replicas
 from recinfer.distributed.tables.rowwise_adagrad import RowwiseAdagrad
 from recinfer.distributed.tables.spans import OUTPUT, POOLING, Span, TableShape, rows_of, spans_of, sums_of
 from recinfer.distributed.tables.variable_batch import padded_offsets, rank_major
 from recinfer.distributed.types import BoundsCheckMode
+from recinfer.distributed.types.enums import OptimType
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim.row_updates import UPDATES

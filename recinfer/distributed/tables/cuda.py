@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from recinfer import fbgemm
-from recinfer.distributed.embedding_types import EmbeddingLocation, OptimType
 from recinfer.distributed.fused_params import FusedSettings, WeightDecayMode
 from recinfer.distributed.tables.cpu import TableGroup, TableShape
 from recinfer.distributed.tables.cpu_dense import DenseTableGroup
 from recinfer.distributed.tables.replicas import LookupGradient
 from recinfer.distributed.tables.variable_batch import padded_offsets
 from recinfer.distributed.types import BoundsCheckMode
+from recinfer.distributed.types.enums import OptimType
+from recinfer.distributed.types.kernels import EmbeddingLocation
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim.row_updates import UPDATES

@@ -8,17 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from recinfer.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
-from recinfer.distributed.embedding_types import (
-    EmbeddingComputeKernel,
-    GroupedEmbeddingConfig,
-    ShardedEmbeddingTable,
-    compute_kernel_to_embedding_location,
-)
 from recinfer.distributed.fused_params import FusedSettings, names_optimizer
 from recinfer.distributed.tables.cpu import TableShape
 from recinfer.distributed.tables.cpu_dense import DenseTableGroup
 from recinfer.distributed.tables.cuda import make_table_group
 from recinfer.distributed.tables.optimizer import TablePiece, UnnamedOptimizer
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel, compute_kernel_to_embedding_location
+from recinfer.distributed.types.tables import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
 from recinfer.optim.fused import mark_fused
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from recinfer import fbgemm
-from recinfer.distributed.embedding_types import (
-    GroupedEmbeddingConfig,
-    ShardedEmbeddingTable,
-)
+from recinfer.distributed.types.tables import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from recinfer.errors import InputError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 

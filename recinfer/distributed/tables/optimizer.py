@@ -21,10 +21,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 
-from recinfer.distributed.embedding_types import ShardedEmbeddingTable
 from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.tables.cpu import TableGroup
 from recinfer.distributed.tables.global_tensors import global_tensor
+from recinfer.distributed.types.tables import ShardedEmbeddingTable
 from recinfer.errors import ConfigError
 from recinfer.optim.fused import FusedOptimizer
 

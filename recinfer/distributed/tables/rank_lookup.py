@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_types import GroupedEmbeddingConfig
+from recinfer.distributed.types.tables import GroupedEmbeddingConfig
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["RankLookup", "embeddings_cat_empty_rank_handle"]

@@ -16,16 +16,14 @@ import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 
-from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo, group_tables
-from recinfer.distributed.embedding_types import (
-    EmbeddingComputeKernel,
-    GroupedEmbeddingConfig,
-    ShardedEmbeddingTable,
-)
-from recinfer.distributed.layout.edges import rects_of
-from recinfer.distributed.layout.rect import Rect, Strip, tile
+from recinfer.distributed.tables.grouping import group_tables
 from recinfer.distributed.types import ShardingType
+from recinfer.distributed.types.edges import rects_of
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
+from recinfer.distributed.types.shardings import EmbeddingShardingInfo
+from recinfer.distributed.types.tables import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect, Strip, tile
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
 
 __all__ = ["ShardLayout", "Slot", "Tiling", "check_kind", "later", "tiling_of"]

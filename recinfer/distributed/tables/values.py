@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
-from recinfer.distributed.layout.rect import Rect
+from recinfer.distributed.types.shardings import EmbeddingShardingInfo
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 
 __all__ = ["fill", "new_seed"]

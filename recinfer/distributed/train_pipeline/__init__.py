@@ -3,8 +3,8 @@ one."""
 
 from __future__ import annotations
 
-from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 from recinfer.distributed.exchange.kjt import KJTSplitsAllToAllMeta, SplitsAllToAllAwaitable
+from recinfer.distributed.exchange.kjt_lists import FusedKJTListSplitsAwaitable
 from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
 from recinfer.distributed.train_pipeline.evaluation import EvalPipelineSparseDist
 from recinfer.distributed.train_pipeline.forwards import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
+from recinfer.distributed.exchange.kjt_lists import FusedKJTListSplitsAwaitable
 from recinfer.distributed.types import Awaitable, Multistreamable
 
 __all__ = ["PrefetchTrainPipelineContext", "TrainPipelineContext", "on_stream"]

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 from recinfer.distributed.exchange.kjt import KJTAllToAll, KJTSplitsAllToAllMeta
-from recinfer.distributed.model_parallel import get_module
+from recinfer.distributed.exchange.kjt_lists import FusedKJTListSplitsAwaitable
+from recinfer.distributed.sharded.model_parallel import get_module
 from recinfer.distributed.train_pipeline.contexts import TrainPipelineContext, on_stream
 from recinfer.distributed.train_pipeline.forwards import BaseForward, KJTAllToAllForward, PipelinedForward
 from recinfer.distributed.train_pipeline.tracing import build_args, find_sharded_calls

@@ -34,7 +34,6 @@ from recinfer.distributed.types.enums import (
     ComputeKernel,
     ParameterStorage,
     PipelineType,
-    ShardingType,
 )
 from recinfer.distributed.types.modules import (
     NullShardedModuleContext,
@@ -54,6 +53,7 @@ from recinfer.distributed.types.sharders import (
     ModuleSharder,
     ShardingPlanner,
 )
+from recinfer.distributed.types.sharding_types import ShardingType
 from recinfer.modules.embedding_configs import DataType
 from recinfer.streamable import Multistreamable
 

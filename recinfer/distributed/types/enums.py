@@ -1,11 +1,8 @@
-"""The enums of sharding: types, kernels, memories, devices, collectives."""
+"""The enums of sharding: memories, devices, collectives, optimizers."""
 
 from __future__ import annotations
 
 from enum import Enum, unique
-from typing import NoReturn
-
-from recinfer.errors import ConfigError
 
 __all__ = [
     "BoundsCheckMode",
@@ -13,27 +10,10 @@ __all__ = [
     "CommOp",
     "ComputeDevice",
     "ComputeKernel",
-    "EmbeddingComputeKernel",
-    "EmbeddingLocation",
     "OptimType",
     "ParameterStorage",
     "PipelineType",
-    "ShardingType",
-    "compute_kernel_to_embedding_location",
 ]
-
-
-@unique
-class ShardingType(Enum):
-    """How a table is divided into shards."""
-
-    DATA_PARALLEL = "data_parallel"  # the whole table on every rank
-    TABLE_WISE = "table_wise"  # the whole table on one rank
-    COLUMN_WISE = "column_wise"  # column pieces, each on any rank
-    ROW_WISE = "row_wise"  # row pieces, one on each rank of the world
-    TABLE_ROW_WISE = "table_row_wise"  # row pieces, one on each rank of one host
-    TABLE_COLUMN_WISE = "table_column_wise"  # column pieces on the ranks of one host
-    GRID_SHARD = "grid_shard"  # column pieces, each cut into rows over the ranks of one host
 
 
 class PipelineType(Enum):
@@ -92,34 +72,6 @@ class BoundsCheckMode(Enum):
 
 
 @unique
-class EmbeddingComputeKernel(Enum):
-    """Kernels of tables, with the memory of their rows."""
-
-    DENSE = "dense"  # nn.EmbeddingBag, gradients as tensors
-    FUSED = "fused"  # batched lookup with the optimizer in the backward; rows on the device
-    FUSED_UVM = "fused_uvm"  # FUSED with rows in host memory
-    FUSED_UVM_CACHING = "fused_uvm_caching"  # FUSED with rows in host memory and a cache on the device
-    QUANT = "quant"  # inference, packed rows on the device
-    QUANT_UVM = "quant_uvm"
-    QUANT_UVM_CACHING = "quant_uvm_caching"
-
-    @classmethod
-    def _missing_(cls, value: object) -> NoReturn:
-        known = ", ".join(kernel.value for kernel in cls)
-        raise ConfigError(f"compute kernel {value!r} is not supported; expected one of: {known}")
-
-
-@unique
-class EmbeddingLocation(Enum):
-    """Memory of a table's rows (FBGEMM's values)."""
-
-    DEVICE = 0
-    MANAGED = 1
-    MANAGED_CACHING = 2
-    HOST = 3
-
-
-@unique
 class OptimType(Enum):
     """Optimizers of fused kernels."""
 
@@ -133,12 +85,3 @@ class OptimType(Enum):
     ROWWISE_ADAGRAD = "ROWWISE_ADAGRAD"
     SHAMPOO = "SHAMPOO"
     LION = "LION"
-
-
-def compute_kernel_to_embedding_location(compute_kernel: EmbeddingComputeKernel) -> EmbeddingLocation:
-    """The memory of a kernel's rows: the device, host memory, or host memory behind a device cache."""
-    if compute_kernel.value.endswith("_uvm_caching"):
-        return EmbeddingLocation.MANAGED_CACHING
-    if compute_kernel.value.endswith("_uvm"):
-        return EmbeddingLocation.MANAGED
-    return EmbeddingLocation.DEVICE

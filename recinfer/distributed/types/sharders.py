@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from recinfer.distributed.types.codecs import QuantizedCommCodecs
-from recinfer.distributed.types.enums import ComputeKernel, ParameterStorage, ShardingType
+from recinfer.distributed.types.enums import ComputeKernel, ParameterStorage
 from recinfer.distributed.types.plans import EmbeddingModuleShardingPlan, ShardingEnv, ShardingPlan
+from recinfer.distributed.types.sharding_types import ShardingType
 
 __all__ = [
     "ModuleSharder",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recinfer.inference.specs import FeatureSpec, Outputs
+from recinfer.inference.specs import FeatureSpec, InputSpec, Outputs
 from recinfer.serving.wire.arrays import decode_lookup, decode_predict, parse
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
@@ -65,7 +66,8 @@ class ModelDescription:
     """The inputs and the structure of a served model.
 
     ``contract`` turns raw rows into the model's inputs; None when the archive was exported without a contract.
-    ``needs_weights``: some features are ``weighted``: their ids may have weights.
+    ``needs_weights``: some features are ``weighted``: their ids may have weights. ``inputs``: the inputs of forward, none
+    for an archive from before recinfer recorded them.
     """
 
     name: str
@@ -76,6 +78,14 @@ class ModelDescription:
     plan_hash: str
     contract: FeatureContract | None = None
     needs_weights: bool = False
+    inputs: tuple[InputSpec, ...] = ()
+
+    @property
+    def named_inputs(self) -> tuple[InputSpec, ...]:
+        """The inputs that ``predict`` takes as ``inputs``: those that are neither features nor ``dense``."""
+        return tuple(
+            one for one in self.inputs if one.kind == "jagged" or (one.kind == "tensor" and not self.num_dense)
+        )
 
 
 def decode_embeddings(answer: bytes, tensors: bool) -> Embeddings:
@@ -102,7 +112,12 @@ def decode_description(answer: bytes) -> ModelDescription:
     """The description in a serialized ModelInfo."""
     info = parse(pb.ModelInfo, answer)
     features = tuple(
-        FeatureSpec(f.name, f.table, f.rows, f.dim, f.pooled, _missing(f.missing), f.weighted) for f in info.features
+        FeatureSpec(f.name, f.table, f.rows, f.dim, f.pooled, _missing(f.missing), f.weighted, f.computed)
+        for f in info.features
+    )
+    inputs = tuple(
+        InputSpec(i.name, i.path, i.kind, i.dtype, _shape(i.shape), i.weighted, i.per_sample, i.as_long_as)
+        for i in info.inputs
     )
     contract = None
     if info.feature_contract:
@@ -110,8 +125,20 @@ def decode_description(answer: bytes) -> ModelDescription:
 
         contract = FeatureContract.from_dict(json.loads(info.feature_contract))
     return ModelDescription(
-        info.name, info.version, features, info.num_dense, info.precision, info.plan_hash, contract, info.needs_weights
+        info.name,
+        info.version,
+        features,
+        info.num_dense,
+        info.precision,
+        info.plan_hash,
+        contract,
+        info.needs_weights,
+        inputs,
     )
+
+
+def _shape(sizes: Iterable[str]) -> tuple[int | str, ...]:
+    return tuple(int(size) if size.isdecimal() else size for size in sizes)
 
 
 def _missing(text: str) -> str | int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -13,11 +13,12 @@ from typing import Any
 from recinfer.columns import DENSE
 from recinfer.errors import InputError, RecinferError
 from recinfer.inference.specs import Outputs
+from recinfer.input_arrays import as_input
 
 __all__ = ["ScoredRow", "batch_of", "score", "score_async"]
 
 Batch = Sequence[tuple[int, Any]]
-Ask = Callable[[Any, Any], Any]
+Ask = Callable[[Any, Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,18 @@ class ScoredRow:
     error: RecinferError | None = None
 
 
-def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int, dense: str = DENSE) -> Iterator[ScoredRow]:
+def score(
+    ask: Ask,
+    rows: Iterable[Any],
+    concurrency: int,
+    batch_size: int,
+    dense: str = DENSE,
+    inputs: Collection[str] = (),
+) -> Iterator[ScoredRow]:
     """Score rows for :meth:`InferenceClient.predict_many`.
 
-    ``ask``: (dense, features) -> outputs; ``dense``: the key of a row's dense numbers.
+    ``ask``: (dense, features, inputs) -> outputs; ``dense``: the key of a row's dense numbers; ``inputs``: the keys of its
+    named inputs.
     """
     _check(concurrency, batch_size)
     pool = ThreadPoolExecutor(concurrency, thread_name_prefix="recinfer-score")
@@ -48,7 +57,7 @@ def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int, dens
         for batch in _batches(rows, batch_size):
             if len(waiting) == concurrency:
                 yield from waiting.popleft().result()
-            waiting.append(pool.submit(_score_batch, ask, batch, dense))
+            waiting.append(pool.submit(_score_batch, ask, batch, dense, inputs))
         while waiting:
             yield from waiting.popleft().result()
     finally:
@@ -58,11 +67,12 @@ def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int, dens
 
 
 async def score_async(
-    ask: Callable[[Any, Any], Awaitable[Any]],
+    ask: Callable[[Any, Any, Any], Awaitable[Any]],
     rows: Iterable[Any],
     concurrency: int,
     batch_size: int,
     dense: str = DENSE,
+    inputs: Collection[str] = (),
 ) -> AsyncIterator[ScoredRow]:
     """Score rows for :meth:`AsyncInferenceClient.predict_many`; see :func:`score`."""
     _check(concurrency, batch_size)
@@ -72,7 +82,7 @@ async def score_async(
             if len(waiting) == concurrency:
                 for row in await waiting.popleft():
                     yield row
-            waiting.append(asyncio.create_task(_score_batch_async(ask, batch, dense)))
+            waiting.append(asyncio.create_task(_score_batch_async(ask, batch, dense, inputs)))
             await asyncio.sleep(0)  # lets the event loop send the call before more rows are read
         while waiting:
             for row in await waiting.popleft():
@@ -82,17 +92,24 @@ async def score_async(
             task.cancel()
 
 
-def batch_of(rows: Sequence[Mapping[str, Any]], key: str = DENSE) -> tuple[Any, dict[str, Any]]:
-    """Convert rows of the same names to dense rows (None without) and columns of features, as ``predict`` takes them.
+def batch_of(
+    rows: Sequence[Mapping[str, Any]], key: str = DENSE, inputs: Collection[str] = ()
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Convert rows of the same names to dense rows (None without), columns of features and named inputs, as ``predict`` takes
+    them.
 
-    ``key``: the key of the dense numbers.
+    ``key``: the key of the dense numbers; ``inputs``: the keys of named inputs.
     """
     columns: dict[str, Any] = {}
-    dense = [row[key] for row in rows] if key in rows[0] else None
+    named: dict[str, Any] = {}
+    dense = [row[key] for row in rows] if key in rows[0] and key not in inputs else None
     for name in rows[0]:
-        if name == key:
+        if name == key and dense is not None:
             continue
         values = [row[name] for row in rows]
+        if name in inputs:
+            named[name] = as_input(name, values)
+            continue
         if not any(type(value) is tuple for value in values):
             columns[name] = values
             continue
@@ -100,7 +117,7 @@ def batch_of(rows: Sequence[Mapping[str, Any]], key: str = DENSE) -> tuple[Any, 
         ids = [_listed(bag) for bag, _ in pairs]
         weights = [[1.0] * len(bag) if given is None else _listed(given) for bag, (_, given) in zip(ids, pairs)]
         columns[name] = (ids, weights)
-    return dense, columns
+    return dense, columns, named
 
 
 def _check(concurrency: int, batch_size: int) -> None:
@@ -129,13 +146,13 @@ def _alike(one: Any, other: Any) -> bool:
     return isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys()
 
 
-def _inputs_of(batch: Batch, dense: str) -> tuple[Any, dict[str, Any]]:
+def _inputs_of(batch: Batch, dense: str, inputs: Collection[str]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     first = batch[0][1]
     if isinstance(first, RecinferError):
         raise first
     if not isinstance(first, Mapping):
         raise InputError(f"row: got a {type(first).__name__}, expected a mapping of feature to ids")
-    return batch_of([row for _, row in batch], dense)
+    return batch_of([row for _, row in batch], dense, inputs)
 
 
 def _rows_of(batch: Batch, outputs: Outputs) -> list[ScoredRow]:
@@ -157,21 +174,23 @@ def _halves(batch: Batch, error: RecinferError) -> list[Batch]:
     return [batch[:middle], batch[middle:]]
 
 
-def _score_batch(ask: Ask, batch: Batch, dense: str) -> list[ScoredRow]:
+def _score_batch(ask: Ask, batch: Batch, dense: str, inputs: Collection[str]) -> list[ScoredRow]:
     try:
-        return _rows_of(batch, ask(*_inputs_of(batch, dense)))
+        return _rows_of(batch, ask(*_inputs_of(batch, dense, inputs)))
     except RecinferError as error:
         halves = _halves(batch, error)
         if not halves:
             return [ScoredRow(at, None, error) for at, _ in batch]
-    return [row for half in halves for row in _score_batch(ask, half, dense)]
+    return [row for half in halves for row in _score_batch(ask, half, dense, inputs)]
 
 
-async def _score_batch_async(ask: Callable[[Any, Any], Awaitable[Any]], batch: Batch, dense: str) -> list[ScoredRow]:
+async def _score_batch_async(
+    ask: Callable[[Any, Any, Any], Awaitable[Any]], batch: Batch, dense: str, inputs: Collection[str]
+) -> list[ScoredRow]:
     try:
-        return _rows_of(batch, await ask(*_inputs_of(batch, dense)))
+        return _rows_of(batch, await ask(*_inputs_of(batch, dense, inputs)))
     except RecinferError as error:
         halves = _halves(batch, error)
         if not halves:
             return [ScoredRow(at, None, error) for at, _ in batch]
-    return [row for half in halves for row in await _score_batch_async(ask, half, dense)]
+    return [row for half in halves for row in await _score_batch_async(ask, half, dense, inputs)]

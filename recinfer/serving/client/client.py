@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -100,8 +100,10 @@ class _Client:
     def _lookup_request(self, features: Any) -> bytes:
         return encode_lookup_request(features, self.model, self.version, self.label)
 
-    def _predict_request(self, dense: Any, features: Any, context: Any) -> bytes:
-        return encode_predict_request(dense, features, self.model, self.version, label=self.label, context=context)
+    def _predict_request(self, dense: Any, features: Any, context: Any, inputs: Mapping[str, Any] | None) -> bytes:
+        return encode_predict_request(
+            dense, features, self.model, self.version, label=self.label, context=context, inputs=inputs
+        )
 
     def _raw_request(self, rows: Any) -> bytes:
         request = pb.PredictRequest(model=self.model, version=self.version, label=self.label, raw=as_raw(rows))
@@ -152,14 +154,25 @@ class InferenceClient(_Client):
         """Embeddings of some or all features of the model, given in any order."""
         return decode_embeddings(self._call("Lookup", self._lookup_request(features), timeout), self.tensors)
 
-    def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
+    def predict(
+        self,
+        dense: Any = None,
+        features: Any = None,
+        *,
+        context: Any = None,
+        inputs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Outputs:
         """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
 
         Every feature of the model is given, in ``features`` or in ``context``; a sample without ids has an empty list.
         ``context``: features of one sample that go with all B, a user's beside its candidates', in any form that
-        features have; none of them among ``features``. Context features are sent and looked up once.
+        features have; none of them among ``features``. Context features are sent and looked up once. A mapping may hold other
+        inputs of one sample too.
+        ``inputs``: the model's other inputs by name (``get_model().inputs`` lists them): tensors, arrays or lists; see
+        :func:`recinfer.input_arrays.as_input`.
         """
-        request = self._predict_request(dense, features, context)
+        request = self._predict_request(dense, features, context, inputs)
         return decode_outputs(self._call("Predict", request, timeout), self.tensors)
 
     def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
@@ -178,22 +191,25 @@ class InferenceClient(_Client):
         batch_size: int = 256,
         timeout: float | None = None,
         dense: str = DENSE,
+        inputs: Collection[str] = (),
     ) -> Iterator[ScoredRow]:
         """Each row's outputs or its error, in the order of ``rows``; at most ``concurrency * batch_size`` rows are in memory.
 
         A row is a mapping of feature to an id, a list of ids, or a pair (a tuple) of ids and weights, with the row's numbers
         under ``"dense"``: ``{"user": 3, "clicks": [1, 2], "tags": ([4], [0.5]), "dense": [0.1, 0.2]}``. The
-        numbers of a model that has a feature of this name stand under another key, which ``dense`` names. A RecinferError among
-        ``rows`` is returned as that row's error. A refused row does not affect the others; ``timeout``: seconds for each call.
+        numbers of a model that has a feature of this name stand under another key, which ``dense`` names. ``inputs``: the keys
+        that are other inputs of the model (``[i.name for i in client.get_model().named_inputs]``), each with a number or a list
+        of numbers. A RecinferError among ``rows`` is returned as that row's error. A refused row does not affect the others;
+        ``timeout``: seconds for each call.
 
         >>> for row in client.predict_many(rows):                                   # doctest: +SKIP
         ...     print(row.index, row.outputs["output"] if row.error is None else row.error)
         """
 
-        def ask(numbers: Any, features: Any) -> Outputs:
-            return self.predict(numbers, features, timeout=timeout)
+        def ask(numbers: Any, features: Any, named: Any) -> Outputs:
+            return self.predict(numbers, features, inputs=named, timeout=timeout)
 
-        return score(ask, rows, concurrency, batch_size, dense)
+        return score(ask, rows, concurrency, batch_size, dense, frozenset(inputs))
 
     def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """The model's inputs and structure."""
@@ -264,9 +280,17 @@ class AsyncInferenceClient(_Client):
         answer = await self._call("Lookup", self._lookup_request(features), timeout)
         return decode_embeddings(answer, self.tensors)
 
-    async def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
+    async def predict(
+        self,
+        dense: Any = None,
+        features: Any = None,
+        *,
+        context: Any = None,
+        inputs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Outputs:
         """See :meth:`InferenceClient.predict`."""
-        request = self._predict_request(dense, features, context)
+        request = self._predict_request(dense, features, context, inputs)
         return decode_outputs(await self._call("Predict", request, timeout), self.tensors)
 
     async def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
@@ -281,13 +305,14 @@ class AsyncInferenceClient(_Client):
         batch_size: int = 256,
         timeout: float | None = None,
         dense: str = DENSE,
+        inputs: Collection[str] = (),
     ) -> AsyncIterator[ScoredRow]:
         """See :meth:`InferenceClient.predict_many`; read the rows with ``async for``."""
 
-        async def ask(numbers: Any, features: Any) -> Outputs:
-            return await self.predict(numbers, features, timeout=timeout)
+        async def ask(numbers: Any, features: Any, named: Any) -> Outputs:
+            return await self.predict(numbers, features, inputs=named, timeout=timeout)
 
-        return score_async(ask, rows, concurrency, batch_size, dense)
+        return score_async(ask, rows, concurrency, batch_size, dense, frozenset(inputs))
 
     async def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """See :meth:`InferenceClient.get_model`."""

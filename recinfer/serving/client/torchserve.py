@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.wrappers_pb2 import BytesValue
@@ -56,13 +57,15 @@ class TorchServeClient:
         answer = self._call("lookup", encode_lookup_request(features))
         return decode_embeddings(answer, torch_is_installed())
 
-    def predict(self, dense: Any, features: Any, *, context: Any = None) -> Outputs:
+    def predict(
+        self, dense: Any = None, features: Any = None, *, context: Any = None, inputs: Mapping[str, Any] | None = None
+    ) -> Outputs:
         """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
 
         ``dense``: None for a model that takes none. ``context``: features of one sample that go with all B, none of them in
-        ``features``.
+        ``features``. ``inputs``: the model's other inputs by name, see :func:`recinfer.input_arrays.as_input`.
         """
-        body = encode_predict_request(dense, features, context=context)
+        body = encode_predict_request(dense, features, context=context, inputs=inputs)
         return decode_outputs(self._call("predict", body), torch_is_installed())
 
     def close(self) -> None:

@@ -51,8 +51,8 @@ def _fields_of(call: str, data: bytes) -> dict[str, Any] | None:
         request: Any = verb.request.FromString(data)
     except DecodeError:
         return None
-    who, reason = (_short(text) for text in (request.change.who, request.change.reason))
-    fields = {"change": call, "model": _short(request.model), "version": _short(verb.subject(request))}
+    who, reason = (_one_line(text) for text in (request.change.who, request.change.reason))
+    fields = {"change": call, "model": _one_line(request.model), "version": _one_line(verb.subject(request))}
     return fields | {"who": who or "unknown", "reason": reason or "none given"}
 
 
@@ -61,7 +61,7 @@ def _line(fields: dict[str, Any]) -> str:
     return f"{fields['change']} {what}, by {fields['who']}, reason: {fields['reason']}"
 
 
-def _short(text: str) -> str:
+def _one_line(text: str) -> str:
     """``text`` as one short line, since line ends in a client's text could look like lines of the log."""
     line = "".join(char if char.isprintable() else " " for char in text)
     return line if len(line) <= _MAX_TEXT else line[: _MAX_TEXT - 3] + "..."

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,11 @@ from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.raw_rows import read_raw
+from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["DecodedRequest", "DecodedRuns", "InferenceService"]
 
-_FLOAT_BYTES = 4
+_FLOAT_BYTES, _ID_BYTES = 4, 8
 _DECODED = 2  # bytes of the parsed message and its arrays per byte of the message
 _FEW_BYTES = 64 << 10
 _SHARED_BYTES = 64 << 10  # a longer request is decoded by a worker of its own
@@ -46,6 +47,7 @@ class DecodedRequest:
         features: ids of B samples.
         dense: float32 ``[B, num_dense]`` of a Predict.
         context: ids of one sample that goes with all B, or None.
+        inputs, context_inputs: other inputs by name, of the B samples and of the context.
         vector_bytes: upper bound on the bytes of the float vectors that the request looks up.
     """
 
@@ -54,6 +56,8 @@ class DecodedRequest:
     features: Bags
     dense: Tensor | None
     context: Bags | None
+    inputs: Mapping[str, Any] | None
+    context_inputs: Mapping[str, Any] | None
     vector_bytes: int
 
     @property
@@ -93,30 +97,44 @@ class InferenceService:
         model = self.registry.get(request.model, request.version, request.label)
         features = codec.decode_bags(request.features, self.limits)
         vector_bytes = self._check_response_size(model, features)
-        return DecodedRequest("Lookup", model, features, None, None, vector_bytes)
+        return DecodedRequest("Lookup", model, features, None, None, None, None, vector_bytes)
 
     def _decode_predict(self, data: bytes) -> DecodedRequest:
         request = self._parse(pb.PredictRequest, data)
         model = self.registry.get(request.model, request.version, request.label)
-        context = None
+        context, inputs, once = None, None, None
         if request.HasField("context"):
             context = codec.decode_bags(request.context, self.limits, field="context")
         if raw := request.raw:
-            if request.HasField("features") or request.dense or context is not None:
-                raise InputError("raw: got features, dense or context as well; raw rows hold all the inputs")
+            others = request.inputs or request.context_inputs
+            if request.HasField("features") or request.dense or context is not None or others:
+                raise InputError("raw: got features, dense, context or inputs as well; raw rows hold all the inputs")
             replaced: dict[str, int] = {}
             dense, rows = read_raw(raw, model.predictor.contract, self.limits, replaced)
             if any(replaced.values()):
                 model.predictor.intake.count_replaced({name: count for name, count in replaced.items() if count})
             features = bags_of(rows)
         else:
-            features = codec.decode_bags(request.features, self.limits)
-            dense = codec.decode_dense(request.dense, features.batch, model.predictor.num_dense)
+            predictor = model.predictor
+            features = codec.decode_bags(
+                request.features, self.limits, may_be_none=not predictor.intake.names or context is not None
+            )
+            if request.inputs:
+                inputs = codec.decode_inputs(request.inputs, features.batch, self.limits)
+            dense = None
+            if request.context_inputs:
+                once = codec.decode_inputs(request.context_inputs, 1, self.limits)
+                self._check_repeated(once, features.batch)
+            name = predictor.inputs.dense_name
+            if request.dense or (name not in (inputs or ()) and name not in (once or ())):
+                dense = codec.decode_dense(request.dense, features.batch, predictor.num_dense)
             if context is not None:
                 self._check_context_size(model, context, features.batch)
         ids = features.values.size + (0 if context is None else features.batch * context.values.size)
         vector_bytes = _FLOAT_BYTES * (features.batch * model.pooled_width + ids * model.sequence_width)
-        return DecodedRequest("Predict", model, features, dense, context, vector_bytes)
+        named = model.predictor.inputs
+        vector_bytes += named.converted_bytes(inputs) + features.batch * named.converted_bytes(once, always=True)
+        return DecodedRequest("Predict", model, features, dense, context, inputs, once, vector_bytes)
 
     def run(self, requests: Sequence[DecodedRequest]) -> Steps[list[bytes | Exception]]:
         """Run requests of one key together; returns the serialized answer or the error of each."""
@@ -125,16 +143,18 @@ class InferenceService:
         if len(requests) == 1:
             try:
                 (one,) = requests
-                steps = predictor.lookup_steps(one.features) if kind == "Lookup" else _predict_steps(one)
+                steps = (
+                    predictor.lookup_steps(one.features)
+                    if kind == "Lookup"
+                    else predictor.predict_steps(_predict_inputs(one))
+                )
                 answers = [(yield from steps)]
             except Exception as error:
                 return [error]
         elif kind == "Lookup":
             answers = yield from predictor.lookup_many_steps([one.features for one in requests])
         else:
-            answers = yield from predictor.predict_many_steps(
-                [PredictInputs(one.dense, one.features, one.context) for one in requests]
-            )
+            answers = yield from predictor.predict_many_steps([_predict_inputs(one) for one in requests])
         encode = _lookup_response if kind == "Lookup" else _predict_response
         start = time.perf_counter()
         encoded: list[bytes | Exception] = []
@@ -161,8 +181,22 @@ class InferenceService:
                 pooled=f.pooled,
                 missing=str(f.missing),
                 weighted=f.weighted,
+                computed=f.computed,
             )
             for f in predictor.features
+        ]
+        inputs = [
+            pb.InputInfo(
+                name=i.name,
+                path=i.path,
+                kind=i.kind,
+                dtype=i.dtype,
+                shape=map(str, i.shape),
+                weighted=i.weighted,
+                per_sample=i.per_sample,
+                as_long_as=i.as_long_as,
+            )
+            for i in predictor.inputs.specs
         ]
         return pb.ModelInfo(
             name=model.name,
@@ -173,6 +207,7 @@ class InferenceService:
             plan_hash=predictor.manifest.plan_hash,
             feature_contract=json.dumps(contract) if contract is not None else "",
             needs_weights=predictor.intake.needs_weights,
+            inputs=inputs,
         ).SerializeToString()
 
     def _parse(self, kind: type[codec.M], data: bytes) -> codec.M:
@@ -182,12 +217,25 @@ class InferenceService:
 
     def _check_context_size(self, model: ServedModel, context: Bags, batch: int) -> None:
         # Unpooled vectors of a context are repeated for every sample: a few bytes of request could fill the memory.
-        taken = batch * context.values.size * model.sequence_width * _FLOAT_BYTES
+        predictor = model.predictor
+        each = model.sequence_width * _FLOAT_BYTES + _ID_BYTES * predictor.programs_read_ids
+        taken = batch * context.values.size * each
         if taken > self.limits.max_response_bytes:
             raise InputError(
                 f"context: its embeddings may take {taken} bytes with {batch} samples, expected at most "
                 f"{self.limits.max_response_bytes}: send fewer samples per request"
             )
+
+    def _check_repeated(self, once: Mapping[str, Tensor | JaggedTensor], batch: int) -> None:
+        """Raise InputError where the context's inputs, repeated for every sample, take more than the limit."""
+        for name, given in once.items():
+            values = given.values() if isinstance(given, JaggedTensor) else given
+            taken = batch * values.numel() * _ID_BYTES
+            if taken > self.limits.max_response_bytes:
+                raise InputError(
+                    f"context: input {name!r} may take {taken} bytes with {batch} samples, expected at most "
+                    f"{self.limits.max_response_bytes}: send fewer samples per request"
+                )
 
     def _check_response_size(self, model: ServedModel, features: Bags) -> int:
         """An upper bound on the bytes of a lookup's vectors; raises InputError where it exceeds the limit."""
@@ -297,8 +345,8 @@ def _answers_now(steps: Steps[list[bytes | Exception]]) -> Sequence[bytes | Exce
         return error
 
 
-def _predict_steps(call: DecodedRequest) -> Steps[Any]:
-    return call.model.predictor.predict_steps(call.dense, call.features, call.context)
+def _predict_inputs(call: DecodedRequest) -> PredictInputs:
+    return PredictInputs(call.dense, call.features, call.context, call.inputs, call.context_inputs)
 
 
 def _lookup_response(call: DecodedRequest, result: Any) -> bytes:

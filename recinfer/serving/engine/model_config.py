@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ConfigError
+from recinfer.excerpts import excerpt
 
 __all__ = ["ModelChoice", "parse_model_config", "read_text"]
 
@@ -82,15 +83,15 @@ def parse_model_config(text: str, name: str) -> dict[str, ModelChoice]:
 
 def _choice(value: Any, at: str) -> ModelChoice:
     if not isinstance(value, dict) or not set(value) <= set(_KEYS):
-        raise ConfigError(f"{at}: got {_short(value)}, expected a table of {', '.join(_KEYS)}")
+        raise ConfigError(f"{at}: got {excerpt(repr(value))}, expected a table of {', '.join(_KEYS)}")
     latest, names = _versions(value.get("versions", "all"), f"{at}.versions")
     labels, weights = value.get("labels", {}), value.get("weights", {})
     if not isinstance(labels, dict) or not all(key and isinstance(v, str) for key, v in labels.items()):
-        raise ConfigError(f'{at}.labels: got {_short(labels)}, expected label = "version"')
+        raise ConfigError(f'{at}.labels: got {excerpt(repr(labels))}, expected label = "version"')
     if not isinstance(weights, dict) or not all(type(v) is int and 0 <= v <= _MAX_WEIGHT for v in weights.values()):
-        raise ConfigError(f'{at}.weights: got {_short(weights)}, expected "version" = a whole number from 0')
+        raise ConfigError(f'{at}.weights: got {excerpt(repr(weights))}, expected "version" = a whole number from 0')
     if weights and not any(weights.values()):
-        raise ConfigError(f"{at}.weights: got {_short(weights)}, expected at least one above 0")
+        raise ConfigError(f"{at}.weights: got {excerpt(repr(weights))}, expected at least one above 0")
     return ModelChoice(latest, names, labels, weights)
 
 
@@ -101,9 +102,6 @@ def _versions(value: Any, at: str) -> tuple[int | None, tuple[str, ...]]:
         return value["latest"], ()
     if isinstance(value, list) and value and all(isinstance(item, str) and item for item in value):
         return None, tuple(value)
-    raise ConfigError(f'{at}: got {_short(value)}, expected "all", {{latest = N}} with N from 1, or a list of versions')
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
+    raise ConfigError(
+        f'{at}: got {excerpt(repr(value))}, expected "all", {{latest = N}} with N from 1, or a list of versions'
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
+from recinfer.excerpts import quoted
 from recinfer.serving.engine.run_cost import RunCost
 from recinfer.serving.engine.state import Spread
 
@@ -153,7 +154,7 @@ class ModelRegistry:
         versions = self._of(name)
         if label:
             if version:
-                raise InputError(f"version: got {_short(version)} and the label {_short(label)}, expected one of them")
+                raise InputError(f"version: got {quoted(version)} and the label {quoted(label)}, expected one of them")
             return versions.by_name[self._labelled(name, versions, label)]
         if not version:
             return versions.choose()
@@ -237,7 +238,7 @@ class ModelRegistry:
             versions = self._of(name)
             for label, version in labels.items():
                 if not label:
-                    raise InputError(f"labels: got an empty one for version {_short(version)}, expected a name")
+                    raise InputError(f"labels: got an empty one for version {quoted(version)}, expected a name")
                 self._check_version(name, versions, version)
             new = replace(versions, labels=dict(labels))
             self._models = {**self._models, name or next(iter(self._models)): new}
@@ -298,7 +299,7 @@ class ModelRegistry:
         models = self._models
         versions = models.get(name) if name else next(iter(models.values()))
         if versions is None:
-            raise NotFoundError(f"model: got {_short(name)}, expected one of {', '.join(map(repr, models))}")
+            raise NotFoundError(f"model: got {quoted(name)}, expected one of {', '.join(map(repr, models))}")
         return versions
 
     def _labelled(self, name: str, versions: _Versions, label: str) -> str:
@@ -306,15 +307,11 @@ class ModelRegistry:
             known = ", ".join(map(repr, versions.labels))
             of = name or next(iter(self._models))
             expected = f"expected one of {known}" if known else "which has no labels"
-            raise NotFoundError(f"label: got {_short(label)} of model {of!r}, {expected}")
+            raise NotFoundError(f"label: got {quoted(label)} of model {of!r}, {expected}")
         return versions.labels[label]
 
     def _check_version(self, name: str, versions: _Versions, version: str) -> None:
         if version not in versions.by_name:
             known = ", ".join(map(repr, versions.by_name))
             of = name or next(iter(self._models))
-            raise NotFoundError(f"version: got {_short(version)} of model {of!r}, expected one of {known}")
-
-
-def _short(text: str) -> str:
-    return repr(text) if len(text) <= 80 else f"{text[:80]!r}... ({len(text)} characters)"
+            raise NotFoundError(f"version: got {quoted(version)} of model {of!r}, expected one of {known}")

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -26,7 +27,9 @@ from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.wire import codec
 from recinfer.serving.wire.address import grpc_address
+from recinfer.serving.wire.admin_verbs import VERBS
 
 __all__ = [
     "Answer",
@@ -38,6 +41,7 @@ __all__ = [
     "dispatched",
     "generic_handler",
     "handler",
+    "signed",
 ]
 
 _log = logging.getLogger("recinfer.serving.server")
@@ -215,3 +219,22 @@ def add_standard_services(
     servicer = EndingHealth(is_ready)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return servicer
+
+
+def signed(calls: Mapping[str, Answer], security: Security) -> dict[str, Answer]:
+    """``calls`` by method; a call that makes a change gets its request with ``change.who`` filled in."""
+    return {name: _signed(name, call, security) for name, call in calls.items()}
+
+
+def _signed(name: str, call: Answer, security: Security) -> Answer:
+    verb = VERBS[name]
+    if not verb.changes:
+        return call
+
+    async def answer(data: bytes) -> bytes:
+        request: Any = codec.parse(verb.request, data)
+        made_by = core_call.get()
+        request.change.who = "unknown" if made_by is None else security.client_identity(made_by)
+        return await call(request.SerializeToString())
+
+    return answer

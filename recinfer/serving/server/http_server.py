@@ -15,6 +15,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from recinfer.errors import InputError, OverloadedError
+from recinfer.excerpts import quoted
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_of_task
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.request import AnswerCall
@@ -29,7 +30,6 @@ __all__ = ["Described", "Get", "HttpProtocol", "HttpServer", "ModelProtocol", "P
 _log = logging.getLogger(__name__)
 _BODY_S = 30.0  # for a body to arrive whole
 _SENT_S = 30.0  # for a client to read its answer
-_SHOWN = 80
 _PARSED = 24  # bytes of Python objects per byte of JSON
 
 _Observe = Callable[..., None]
@@ -208,7 +208,7 @@ class HttpServer:
         """Answer the header Expect: ``100-continue`` with 100 Continue, any other value with an error."""
         expected = request.headers.get("Expect", "")
         if expected.lower() != "100-continue":
-            why = f"Expect: got {_short(expected)}, expected 100-continue, or no such header"
+            why = f"Expect: got {quoted(expected)}, expected 100-continue, or no such header"
             self._unreadable(417, why)
             return web.json_response({"error": why}, status=417)
         if request.version == HttpVersion11:
@@ -294,10 +294,10 @@ class HttpServer:
             return await handler(request)
         except web.HTTPMethodNotAllowed as error:
             allowed = " or ".join(sorted(error.allowed_methods))
-            text = f"method: got {_short(request.method)} for path {_short(request.path)}, expected {allowed}"
+            text = f"method: got {quoted(request.method)} for path {quoted(request.path)}, expected {allowed}"
             return web.json_response({"error": text}, status=error.status, headers={"Allow": error.headers["Allow"]})
         except web.HTTPNotFound as error:
-            text = f"path: got {_short(request.path)}, expected {', '.join(p.paths for p in self._protocols)}"
+            text = f"path: got {quoted(request.path)}, expected {', '.join(p.paths for p in self._protocols)}"
             return web.json_response({"error": text}, status=error.status)
         except web.HTTPError as error:
             return web.json_response({"error": error.text or error.reason}, status=error.status)
@@ -378,7 +378,3 @@ def _as_bearer(header: str | None) -> str | None:
 def _retry_after(error: Exception) -> dict[str, str]:
     """The header Retry-After, in whole seconds, for an OverloadedError; no header for other errors."""
     return {"Retry-After": str(max(1, math.ceil(error.retry_after)))} if isinstance(error, OverloadedError) else {}
-
-
-def _short(text: str) -> str:
-    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"

@@ -8,6 +8,10 @@ Inputs, B samples:
     ``F.weights`` FP32 [ids]                                 one weight per id, of a weighted feature; without them each is 1
     ``F`` INT64 [B] or [B, n]                                feature F with one or n ids per sample
     ``dense`` FP32 [B, num_dense]; its other name where a feature has this one (:func:`recinfer.columns.dense_name`)
+    ``T`` of T's datatype and shape                          tensor T, another input of the model
+    ``J.values``, ``J.lengths`` INT32 [B], ``J.weights``     jagged input J, as a feature, with values of J's datatype [N, ...]
+    ``J`` [B, n, ...]                                        jagged input J with n values per sample
+    ``context.X``                                            any of these, of one sample that applies to all B samples
 Ids may also be INT32 and lengths INT64. Outputs: the model's outputs by name, FP32; or embeddings, ``F.embedding`` FP32
 [B, dim], for an unpooled feature [ids, dim] with ``F.embedding.lengths`` INT32 [B]. A request that names embeddings as
 outputs, or has the parameter ``method`` = ``"lookup"``, is a lookup of the features among its inputs; any other request is a
@@ -25,19 +29,24 @@ import numpy as np
 
 from recinfer.columns import dense_name
 from recinfer.errors import InputError
+from recinfer.input_arrays import InputArrays
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.arrays import decode_lookup, decode_predict
+from recinfer.serving.wire.arrays import decode_lookup, decode_predict, encode_input
 from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field
 from recinfer.serving.wire.json_codec import text_of
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
 if TYPE_CHECKING:
+    from recinfer.inference.named_inputs import NamedInputs
     from recinfer.inference.predictor import Predictor
+    from recinfer.inference.specs import InputSpec
     from recinfer.serving.engine.registry import ModelRegistry
 
 __all__ = [
+    "CONTEXT",
+    "DATATYPES",
     "EMBEDDING",
     "LENGTHS",
     "InferAnswer",
@@ -50,8 +59,36 @@ __all__ = [
     "to_call",
 ]
 
-_DTYPES: dict[str, np.dtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
+_DTYPES: dict[str, np.dtype] = {
+    "INT64": np.dtype("<i8"),
+    "INT32": np.dtype("<i4"),
+    "FP32": np.dtype("<f4"),
+    "BOOL": np.dtype("u1"),
+    "INT8": np.dtype("i1"),
+    "UINT8": np.dtype("u1"),
+    "INT16": np.dtype("<i2"),
+    "FP16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),  # the bits, as numpy lacks the type
+    "FP64": np.dtype("<f8"),
+}
+DATATYPES = {
+    "int64": "INT64",
+    "int32": "INT32",
+    "float32": "FP32",
+    "bool": "BOOL",
+    "int8": "INT8",
+    "uint8": "UINT8",
+    "int16": "INT16",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float64": "FP64",
+}
+"""The protocol's name of each dtype of an input."""
+_NAMES = {datatype: name for name, datatype in DATATYPES.items()}
 _INTEGERS = ("INT64", "INT32")
+_MAX_RANK = 8
+CONTEXT = "context."
+"""Prefix of the names of a context's inputs."""
 EMBEDDING, LENGTHS = ".embedding", ".embedding.lengths"
 """Suffixes of a feature's name in the names of its outputs."""
 _INT32_MAX = 2**31 - 1
@@ -141,11 +178,13 @@ def check_parameters(place: str, given: Mapping[str, Any]) -> None:
             raise InputError(f"{at} {name}: got {text_of(value)}, expected {_TYPE_NAMES[expected]}")
 
 
-def _check_size(name: str, shape: Sequence[int], elements: int) -> None:
-    """Raise InputError unless ``shape`` has one or two sizes and ``elements`` elements."""
+def _check_size(name: str, shape: Sequence[int], elements: int, is_named: bool) -> None:
+    """Raise InputError unless ``shape`` has ``elements`` elements, and one or two sizes if it is no named input's."""
     # With one size 0 another may be anything, and recinfer's messages count samples in 31 bits.
-    if not 1 <= len(shape) <= 2 or any(not 0 <= size <= _INT32_MAX for size in shape):
-        raise InputError(f"input {name!r}: got shape {list(shape)[:8]}, expected one or two sizes from 0 to 2^31 - 1")
+    fits = len(shape) <= _MAX_RANK if is_named else 1 <= len(shape) <= 2
+    if not fits or any(not 0 <= size <= _INT32_MAX for size in shape):
+        how_many = f"at most {_MAX_RANK}" if is_named else "one or two"
+        raise InputError(f"input {name!r}: got shape {list(shape)[:9]}, expected {how_many} sizes from 0 to 2^31 - 1")
     if math.prod(shape) != elements:
         raise InputError(f"input {name!r}: got {elements} elements, expected those of shape {list(shape)}")
 
@@ -169,27 +208,87 @@ def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> t
     by_name = {tensor.name: tensor for tensor in request.inputs}
     if len(by_name) != len(request.inputs):
         raise InputError("inputs: got a name more than once, expected each input once")
+    named, feature_names = model.predictor.inputs, model.predictor.intake.names
+    of_context = _take_context(by_name, feature_names)
+    own = {name for info in named.infos for name in (info.name, f"{info.name}.values")}
     for tensor in request.inputs:
-        _check_size(tensor.name, tensor.shape, tensor.data.size)
-    dense = _dense(by_name, dense_name(model.predictor.intake.names))
+        is_named = tensor.name in own or tensor.name.removeprefix(CONTEXT) in own
+        _check_size(tensor.name, tensor.shape, tensor.data.size, is_named)
+    inputs = [part for info in named.infos for part in _take_named(info, by_name)]
+    once = _encode_context(of_context, named, feature_names, limits)
+    dense = _dense(by_name, dense_name(feature_names), named.dense_name)
     features = _features(by_name)
     if dense is not None and features and dense.shape[0] != features[0].batch:
         raise InputError(
             f"input {dense.name!r}: got {dense.shape[0]} samples, expected {features[0].batch} as the features"
         )
-    parts = _encode(features, limits)
+    if features:
+        batch = features[0].batch
+    elif once or not feature_names:
+        batch = dense.shape[0] if dense is not None else _batch_of(request.inputs, named.infos)
+    else:
+        batch = 0
+    parts = _encode(features, batch, limits)
     # Both requests begin with the same two fields.
     head = pb.GetModelRequest(model=request.model, version=model.version)
     if call == "Lookup":
         return call, b"".join([head.SerializeToString(), *parts])
     tail = [] if dense is None else bytes_field(4, array_bytes(dense.data))
-    return call, b"".join([head.SerializeToString(), *parts, *tail])
+    return call, b"".join([head.SerializeToString(), *parts, *tail, *inputs, *once])
 
 
-def _dense(by_name: dict[str, InputTensor], name: str) -> InputTensor | None:
-    """Take the dense numbers out of ``by_name``: the FP32 tensor ``name``, or an FP32 tensor ``dense`` next to a feature
-    of this name, whose ids are integers; None without such a tensor."""
-    at = next((one for one in (name, "dense") if one in by_name and by_name[one].datatype == "FP32"), None)
+def _take_context(by_name: dict[str, InputTensor], feature_names: Sequence[str]) -> dict[str, InputTensor]:
+    """Take the tensors of the context out of ``by_name``; returns them by the rest of their names. A model with a feature
+    ``context.X`` takes no context."""
+    if any(name.startswith(CONTEXT) for name in feature_names):
+        return {}
+    names = [name for name in by_name if name.startswith(CONTEXT)]
+    return {name.removeprefix(CONTEXT): by_name.pop(name) for name in names}
+
+
+def _encode_context(
+    by_name: dict[str, InputTensor], named: NamedInputs, feature_names: Sequence[str], limits: Limits
+) -> list[Buffer]:
+    """Parts of the fields ``context`` and ``context_inputs`` of a PredictRequest."""
+    if not by_name:
+        return []
+    parts = [part for info in named.infos for part in _take_named(info, by_name, 8)]
+    dense = _dense(by_name, dense_name(feature_names), named.dense_name)
+    if dense is not None:
+        parts += encode_input(named.dense_name or dense.name, InputArrays(dense.data), None, dense.shape, 8)
+    features = _features(by_name)
+    return [*parts, *(_encode(features, features[0].batch, limits, 5) if features else [])]
+
+
+def _take_named(info: InputSpec, by_name: dict[str, InputTensor], number: int = 7) -> list[Buffer]:
+    """Take the tensors of a named input out of ``by_name``; returns its part of a PredictRequest, empty without them."""
+    is_jagged = info.kind == "jagged" and f"{info.name}.values" in by_name
+    found = by_name.pop(f"{info.name}.values" if is_jagged else info.name, None)
+    if found is None:
+        return []
+    lengths = weights = None
+    if is_jagged:
+        lengths = _counts(info.name, "values", by_name)
+    if info.weighted and f"{info.name}.weights" in by_name:
+        weights = by_name.pop(f"{info.name}.weights").data.astype(np.float32, copy=False)
+    given = InputArrays(found.data, lengths, weights)
+    return encode_input(info.name, given, _NAMES[found.datatype], found.shape, number)
+
+
+def _batch_of(tensors: Sequence[InputTensor], infos: Sequence[InputSpec]) -> int:
+    """The number of samples of a request without features: that of the first named input that has samples."""
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    for info in infos:
+        shape = shapes.get(f"{info.name}.lengths", shapes.get(info.name, ()))
+        if shape and (info.kind == "jagged" or info.shape[0] == "batch"):
+            return shape[0]
+    return 0
+
+
+def _dense(by_name: dict[str, InputTensor], name: str, own: str) -> InputTensor | None:
+    """Take the dense numbers out of ``by_name``: the FP32 tensor ``name``, or that with its own name in forward, or an FP32
+    tensor ``dense`` next to a feature of this name, whose ids are integers; None without such a tensor."""
+    at = next((one for one in (name, own, "dense") if one in by_name and by_name[one].datatype == "FP32"), None)
     if at is None:
         return None
     found = by_name.pop(at)
@@ -263,18 +362,24 @@ def _features(by_name: dict[str, InputTensor]) -> list[_Feature]:
 
 def _jagged(name: str, by_name: dict[str, InputTensor]) -> _Feature:
     values = _one_dimensional(_integers(by_name.pop(f"{name}.values")))
+    counts = _counts(name, "ids", by_name)
+    total = int(counts.sum(dtype=np.int64))
+    if total != values.data.size:
+        raise InputError(f"input '{name}.values': got {values.data.size} ids, expected {total}, the sum of the lengths")
+    return _Feature(name, counts.size, values, counts, _weights(name, values, by_name))
+
+
+def _counts(name: str, what: str, by_name: dict[str, InputTensor]) -> np.ndarray:
+    """Take the lengths int32 [B] of ``name`` out of ``by_name``."""
     lengths = by_name.pop(f"{name}.lengths", None)
     if lengths is None:
         raise InputError(f"input '{name}.lengths': got none, expected INT32 [batch] together with '{name}.values'")
     counts = _one_dimensional(_integers(lengths)).data
     if lengths.datatype == "INT64":
         if counts.size and not 0 <= int(counts.min()) <= int(counts.max()) <= _INT32_MAX:
-            raise InputError(f"input {lengths.name!r}: got a length out of range, expected 0 or more ids per sample")
+            raise InputError(f"input {lengths.name!r}: got a length out of range, expected 0 or more {what} per sample")
         counts = counts.astype(np.int32)
-    total = int(counts.sum(dtype=np.int64))
-    if total != values.data.size:
-        raise InputError(f"input '{name}.values': got {values.data.size} ids, expected {total}, the sum of the lengths")
-    return _Feature(name, counts.size, values, counts, _weights(name, values, by_name))
+    return counts
 
 
 def _rectangular(name: str, by_name: dict[str, InputTensor]) -> _Feature:
@@ -307,9 +412,8 @@ def _one_dimensional(tensor: InputTensor) -> InputTensor:
     return tensor
 
 
-def _encode(features: Sequence[_Feature], limits: Limits) -> list[Buffer]:
-    """Parts of the field ``features`` of recinfer's request."""
-    batch = features[0].batch if features else 0
+def _encode(features: Sequence[_Feature], batch: int, limits: Limits, number: int = 3) -> list[Buffer]:
+    """Parts of the field ``number`` of recinfer's request: 3 ``features``, 5 ``context``."""
     if batch > limits.max_batch or len(features) > limits.max_keys:
         # The codec refuses the request here, before lengths are written for that many samples.
         codec.decode_bags(pb.JaggedFeatures(keys=[f.name for f in features], batch_size=batch), limits)
@@ -328,7 +432,7 @@ def _encode(features: Sequence[_Feature], limits: Limits) -> list[Buffer]:
         parts += bytes_field(
             5, *(array_bytes(feature.weights.data) for feature in weighted if feature.weights is not None)
         )
-    return bytes_field(3, *parts)
+    return bytes_field(number, *parts)
 
 
 def _lengths(feature: _Feature) -> np.ndarray:

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["SERVICE_NAME", "OpenInference", "raw_array"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-_CONTENTS = {"INT64": "int64_contents", "INT32": "int_contents", "FP32": "fp32_contents"}
+_CONTENTS = {
+    "INT64": "int64_contents",
+    "INT32": "int_contents",
+    "FP32": "fp32_contents",
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "UINT8": "uint_contents",
+    "FP64": "fp64_contents",
+}
 _PARSED, _TYPED = 8, 24  # bytes per byte of a message: of parsed integers, and of integers as objects
 
 
@@ -168,11 +177,16 @@ def raw_array(name: str, datatype: str, raw: bytes | memoryview) -> np.ndarray:
 
 def _typed(tensor: pb.ModelInferRequest.InferInputTensor) -> np.ndarray:
     dtype = oip.dtype_of(tensor.name, tensor.datatype)
-    field = _CONTENTS[tensor.datatype]
+    field = _CONTENTS.get(tensor.datatype)
+    if field is None:
+        raise InputError(f"input {tensor.name!r}: got {tensor.datatype} contents, expected raw_input_contents")
     for other, _ in tensor.contents.ListFields():
         if other.name != field:
             raise InputError(f"input {tensor.name!r}: got {other.name}, expected {field} as {tensor.datatype} has")
-    return np.array(getattr(tensor.contents, field), dtype)
+    try:
+        return np.array(getattr(tensor.contents, field), dtype)
+    except OverflowError:
+        raise InputError(f"input {tensor.name!r}: got a number beyond {tensor.datatype}") from None
 
 
 def _write(model: str, request_id: str, answer: oip.InferAnswer) -> bytes:

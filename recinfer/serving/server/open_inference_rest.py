@@ -187,9 +187,13 @@ def _array(name: str, datatype: str, data: Any) -> np.ndarray:
                 f"input {name!r}: got rows of different length, expected numbers of {datatype} in rows of one"
             )
         flat = list(chain.from_iterable(flat))
-    found = real_numbers(flat) if datatype == "FP32" else whole_numbers(flat, dtype)
+    if datatype == "BF16":
+        raise InputError(f"input {name!r}: got BF16 as JSON, expected binary data, or FP32")
+    if datatype == "BOOL":
+        flat = [int(value) if type(value) is bool else value for value in flat]
+    alone = partial(real_numbers, dtype=dtype) if dtype.kind == "f" else partial(whole_numbers, dtype=dtype)
+    found = alone(flat)
     if found is None:
-        alone = real_numbers if datatype == "FP32" else partial(whole_numbers, dtype=dtype)
         at = next(at for at, value in enumerate(flat) if alone([value]) is None)
         raise InputError(
             f"input {name!r}: got {text_of(flat[at])} at position {at} of data, expected a number of {datatype}"

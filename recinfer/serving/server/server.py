@@ -35,13 +35,13 @@ from recinfer.serving.server.grpc_methods import (
     deadline,
     dispatched,
     generic_handler,
+    signed,
 )
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security
-from recinfer.serving.server.signed import signed
 from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import most_connections, tell_open_files

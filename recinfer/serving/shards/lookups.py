@@ -125,6 +125,8 @@ class RemoteLookups:
         bags = requests[0]
         if len(requests) > 1:
             bags = merge_bags(requests, self._features, weighted=self._weighted)
+        elif len(known := tuple(key for key in bags.keys if key in self._rows)) < len(bags.keys):
+            bags = bags.arranged(known)  # without features that the dense program alone reads
         self._check(bags)
         modules: list[_ModuleRequest | None] = []
         parts: dict[int, Parts] = {}

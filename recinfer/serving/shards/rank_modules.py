@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recinfer.archive.manifest import Manifest, ModuleInfo
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.plan import Plan, TablePlan
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 
 __all__ = ["ModuleLayout", "Pair", "RankModule", "Stream", "module_layouts"]

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from recinfer.archive.mapping import MappedShards
-from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.direct import DirectPieces
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers
 from recinfer.quant.kernels import table_batch

@@ -20,8 +20,8 @@ from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.fan_out_request import FanOutCallback, ShardQuery, begin_fan_out
 from recinfer.serving.shards.messages import Answers, Parts, part_head
-from recinfer.serving.shards.packed import is_packed, pairs_of, runs_of
-from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer, RankStreams
+from recinfer.serving.shards.packed import RankSpans, spans_of
+from recinfer.serving.shards.rank_structs import RankStreams
 from recinfer.serving.shards.split import ModuleSplit
 
 __all__ = ["RemoteLookup", "RemoteRows", "RemoteTables"]
@@ -33,15 +33,12 @@ class _Rank:
 
     Attributes:
         streams: input of ``split`` for the rank's part.
-        columns: number of columns of its answer.
-        runs, pairs: ``RankAnswer.spans`` of a float32 answer, and of a packed answer.
+        spans: where its columns go.
     """
 
     rank: int
     streams: RankStreams
-    columns: int
-    runs: NDArray[np.int64]
-    pairs: NDArray[np.int64]
+    spans: RankSpans
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,16 +83,7 @@ class RemoteLookup(AwaitedLookup):
 
     def join(self, answers: Answers, data: bytes, bags: BagPlaces, into: bytes | NDArray[np.float32]) -> Any:
         """Float32 ``[batch, columns]``, zero where no rank answered: see ``recinfer.serving.shards._ranks.join``."""
-        found: list[RankAnswer] = []
-        for rank in self.ranks:
-            arrays = answers.get(rank.rank)
-            if arrays is None:
-                continue
-            if is_packed(arrays[0]):
-                found.append(RankAnswer(arrays[0], PACKED_ANSWER, rank.pairs))
-            else:
-                values = arrays[0] if arrays[0].dtype == np.float32 else arrays[0].astype(np.float32)
-                found.append(RankAnswer(values, rank.columns, rank.runs))
+        found = [rank.spans.answer(answers[rank.rank][0]) for rank in self.ranks if rank.rank in answers]
         return join(found, self.means, data, bags, self.columns, into)
 
 
@@ -198,8 +186,7 @@ class RemoteTables(ByteTables):
             np.array(streams, np.int64),
             rank.wide,
         )
-        pairs = pairs_of(mine, self._split.layout.configs, firsts)
-        return _Rank(rank.rank, rank_streams, rank.num_columns, runs_of(mine, firsts), pairs)
+        return _Rank(rank.rank, rank_streams, spans_of(mine, self._split.layout.configs, firsts))
 
     def begin(self, parts: Mapping[int, Parts], batch: int, deadline: float, done: FanOutCallback) -> None:
         """See :func:`recinfer.serving.shards.fan_out_request.begin_fan_out`."""

@@ -328,7 +328,7 @@ class Replica:
                         self.why = "it takes no requests: it starts or stops"
                         self._set_up(False)
             except grpc.aio.AioRpcError as error:
-                self.why = _short(error)
+                self.why = _reason(error)
             except asyncio.CancelledError:
                 raise
             except Exception:
@@ -368,11 +368,11 @@ class Replica:
             try:
                 await self._try_to_follow()
             except grpc.aio.AioRpcError as error:
-                self.why = _short(error)
+                self.why = _reason(error)
                 self._look_again(_MISSING_S)  # a change of its health may come before
 
         self._check = self._loop.create_task(check())
 
 
-def _short(error: grpc.aio.AioRpcError) -> str:
+def _reason(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {(error.details() or '')[:200]}"

@@ -1,5 +1,8 @@
 """Splits a request's ids by rank and joins the ranks' answers: the ranker's side of the layout.
 
+Decoded requests are split here: their weights, unpooled modules and ids that steps have changed are arrays, which the compiled
+split of plain requests (recinfer.serving.shards.remote_tables) does not take. Pooled answers are joined by one compiled loop.
+
 Shapes: F features, S streams of a rank, B samples, N ids, D columns. Loops run over features and ranks, never over ids.
 """
 
@@ -17,9 +20,10 @@ from torch import Tensor
 
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
-from recinfer.serving.shards._ranks import is_packed_answer
+from recinfer.quant.bags import BagPlaces
+from recinfer.serving.shards._ranks import is_packed_answer, join
 from recinfer.serving.shards.messages import encode_part
-from recinfer.serving.shards.packed import is_packed, pairs_of, runs_of, unpacked
+from recinfer.serving.shards.packed import is_packed, spans_of
 from recinfer.serving.shards.rank_modules import ModuleLayout, RankModule
 from recinfer.serving.wire.fields import Buffer
 from recinfer.sparse.jagged_tensor import JaggedTensor
@@ -47,7 +51,9 @@ class Section:
 class _RankSplit:
     """One rank's streams, as arrays."""
 
-    def __init__(self, number: int, mine: RankModule, configs: Sequence[BaseEmbeddingConfig]) -> None:
+    def __init__(
+        self, number: int, mine: RankModule, configs: Sequence[BaseEmbeddingConfig], firsts: Mapping[int, int]
+    ) -> None:
         self.rank = mine.rank
         self._number = number
         self.mine = mine
@@ -57,9 +63,7 @@ class _RankSplit:
         narrow = max(stream.rows for stream in mine.streams) <= _INT32_ROWS
         self.wide = not narrow
         self._type = np.dtype(np.int32 if narrow else np.int64)
-        self.runs = runs_of(mine).tolist()
-        self.pairs = pairs_of(mine, configs)
-        self.num_columns = sum(pair.rect.cols for pair in mine.pairs)
+        self.spans = spans_of(mine, configs, firsts)
 
     def is_answer(self, values: NDArray[Any], batch: int, offsets: NDArray[Any] | None = None) -> bool:
         """Whether ``values`` are of the size of this rank's rows for ``batch`` samples.
@@ -69,8 +73,8 @@ class _RankSplit:
         """
         if offsets is None:
             if is_packed(values):
-                return bool(is_packed_answer(values, self.pairs, batch))
-            return values.size == batch * self.num_columns
+                return bool(is_packed_answer(values, self.spans.pairs, batch))
+            return values.size == batch * self.spans.columns
         edges = offsets[::batch].tolist()
         wanted = sum((edges[pair.stream + 1] - edges[pair.stream]) * pair.rect.cols for pair in self.mine.pairs)
         return not is_packed(values) and values.size == wanted
@@ -119,12 +123,18 @@ class ModuleSplit:
     def __init__(self, number: int, layout: ModuleLayout) -> None:
         self.layout = layout
         self.number = number
-        self.ranks = [_RankSplit(number, mine, layout.configs) for mine in layout.ranks.values()]
-        self._by_rank = {rank.rank: rank for rank in self.ranks}
         self.features = tuple(f for config in layout.configs for f in config.feature_names)
         self._dims = [config.embedding_dim for config in layout.configs for _ in config.feature_names]
-        *self._starts, self._columns = accumulate(self._dims, initial=0)
+        *starts, self._columns = accumulate(self._dims, initial=0)
+        self.ranks = [
+            _RankSplit(number, mine, layout.configs, dict(enumerate(starts))) for mine in layout.ranks.values()
+        ]
+        self._by_rank = {rank.rank: rank for rank in self.ranks}
         self.mean_columns = self._mean_columns()
+        means = [
+            (feature, starts[feature] + first, starts[feature] + last) for feature, first, last in self.mean_columns
+        ]
+        self._means = np.array(means, np.int64).reshape(-1, 3)
 
     def _mean_columns(self) -> list[tuple[int, int, int]]:
         poolings = [getattr(config, "pooling", None) for config in self.layout.configs for _ in config.feature_names]
@@ -158,26 +168,12 @@ class ModuleSplit:
         return self._join_pooled(bags, found) if self.layout.pooled else self._join_rows(bags, sections, found)
 
     def _join_pooled(self, bags: Bags, found: Mapping[int, NDArray[Any]]) -> Tensor:
-        batch = bags.batch
-        out_BD = np.zeros((batch, self._columns), np.float32)
-        for rank in self.ranks:
-            flat = found.get(rank.rank)
-            if flat is None:
-                continue
-            if is_packed(flat):
-                flat = unpacked(flat, rank.pairs, batch)
-            mine = flat.reshape(batch, -1)
-            for at, to, columns, adds in rank.runs:
-                if adds:
-                    out_BD[:, to : to + columns] += mine[:, at : at + columns]
-                else:
-                    out_BD[:, to : to + columns] = mine[:, at : at + columns]
-        if self.mean_columns:
-            lengths_FB = bags.arranged(self.features).lengths_FB
-            scale_FB = np.float32(1) / np.maximum(lengths_FB, 1).astype(np.float32)
-            for feature, first, last in self.mean_columns:
-                start = self._starts[feature]
-                out_BD[:, start + first : start + last] *= scale_FB[feature][:, None]
+        out_BD = np.zeros((bags.batch, self._columns), np.float32)
+        answers = [rank.spans.answer(found[rank.rank]) for rank in self.ranks if rank.rank in found]
+        if answers:
+            lengths = bags.arranged(self.features).lengths_FB.astype(np.int32).tobytes() if len(self._means) else b""
+            keys = len(self.features) if lengths else 0
+            join(answers, self._means, lengths, BagPlaces(0, 0, 0, False, keys, bags.batch), self._columns, out_BD)
         return torch.from_numpy(out_BD)
 
     def _join_rows(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from recinfer.columns import FeatureArrays, as_features, as_matrix
 from recinfer.errors import InputError
+from recinfer.input_arrays import InputArrays, as_input, batch_of_inputs
 from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
@@ -26,9 +28,10 @@ __all__ = [
     "array_of",
     "decode_lookup",
     "decode_predict",
+    "encode_input",
     "encode_lookup_request",
     "encode_predict_request",
-    "features_of",
+    "no_features",
     "parse",
 ]
 
@@ -101,16 +104,29 @@ def encode_lookup_request(features: Any, model: str = "", version: str = "", lab
 
 
 def encode_predict_request(
-    dense: Any, features: Any, model: str = "", version: str = "", *, label: str = "", context: Any = None
+    dense: Any,
+    features: Any,
+    model: str = "",
+    version: str = "",
+    *,
+    label: str = "",
+    context: Any = None,
+    inputs: Mapping[str, Any] | None = None,
+    context_inputs: Mapping[str, Any] | None = None,
 ) -> bytes:
     """A serialized PredictRequest from ``dense [B, num_dense]`` (None: no dense inputs) and the features of the same B samples.
 
-    ``context``: features of one sample that go with all B, none of them in ``features``.
+    Args:
+        features: None for a model whose requests have no features.
+        context: features of one sample that go with all B, none of them in ``features``; a mapping may hold other inputs too.
+        inputs: other inputs by name, see :func:`recinfer.input_arrays.as_input`.
+        context_inputs: other inputs of one sample that go with all B.
 
     Raises:
         InputError: see encode_lookup_request; or ``dense`` is not a matrix of numbers of the batch size.
     """
-    sparse = as_features(features)
+    named, once = _named("inputs", inputs), _named("context_inputs", context_inputs)
+    sparse = no_features(named) if named and _is_none(features) else as_features(features)
     parts = [_request_head(model, version, label), *_encode_features(sparse)]
     if dense is not None:
         matrix = as_matrix(dense)
@@ -120,15 +136,72 @@ def encode_predict_request(
                 f"expected float32 [{sparse.batch} (the batch size), num_dense]"
             )
         parts += bytes_field(4, array_bytes(matrix, _FLOAT32))
-    return b"".join(parts if context is None else [*parts, *_encode_features(as_features(context), 5)])
+    if context is not None:
+        shared, others = _split_context(context)
+        once |= others
+        parts += [] if shared is None else _encode_features(shared, 5)
+    for name, given in named.items():
+        parts += encode_input(name, given)
+    for name, given in once.items():
+        parts += encode_input(name, given, number=8)
+    return b"".join(parts)
 
 
-def features_of(message: pb.JaggedFeatures) -> FeatureArrays:
-    """The arrays, unchecked, of a message that :mod:`recinfer.serving.wire.json_codec` made."""
-    weights = np.frombuffer(message.weights, _FLOAT32) if message.weights else None
-    lengths, values = np.frombuffer(message.lengths, _INT32), np.frombuffer(message.values, _INT64)
-    keys, weighted = tuple(message.keys), tuple(message.weighted_keys)
-    return FeatureArrays(keys, message.batch_size, lengths, values, weights, weighted)
+def _named(field: str, inputs: Any) -> dict[str, InputArrays]:
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise InputError(f"{field}: got a {type(inputs).__name__}, expected a mapping of input name to its values")
+    return {name: as_input(name, data) for name, data in (inputs or {}).items()}
+
+
+def _split_context(context: Any) -> tuple[FeatureArrays | None, dict[str, InputArrays]]:
+    """The features of a context, and its inputs that hold no ids; the server finds inputs of whole numbers by their names."""
+    try:
+        return as_features(context), {}
+    except InputError:
+        if not isinstance(context, Mapping):
+            raise
+        columns = {n: as_input(n, data) for n, data in context.items() if type(data) is not tuple}
+        others = {
+            n: given for n, given in columns.items() if given.values.dtype.kind not in "iu" or given.values.ndim > 2
+        }
+        if not others:
+            raise
+    rest = {name: data for name, data in context.items() if name not in others}
+    return as_features(rest) if rest else None, others
+
+
+def _is_none(features: Any) -> bool:
+    return features is None or (isinstance(features, Mapping) and not features)
+
+
+def no_features(inputs: Mapping[str, InputArrays]) -> FeatureArrays:
+    """No features, of as many samples as ``inputs`` have."""
+    return FeatureArrays((), batch_of_inputs(inputs), np.zeros(0, np.int32), np.zeros(0, np.int64))
+
+
+def encode_input(
+    name: str, given: InputArrays, dtype: str | None = None, shape: Sequence[int] | None = None, number: int = 7
+) -> list[Buffer]:
+    """Parts of the field ``number`` of a PredictRequest, for one input: 7 ``inputs``, 8 ``context_inputs``.
+
+    Args:
+        dtype: the dtype of the values' bytes where numpy lacks it; None: that of the array.
+        shape: of the values; None: that of the array.
+    """
+    values = given.values
+    shape = values.shape if shape is None else shape
+    try:
+        head = pb.NamedInput(name=name, dtype=dtype or values.dtype.name, shape=shape).SerializeToString()
+    except (TypeError, ValueError):  # also an encoding error, for a lone surrogate
+        raise InputError(
+            f"inputs: got name {name!r:.80} and shape {list(shape)[:9]}; expected text and sizes"
+        ) from None
+    parts: list[Buffer] = [head, *bytes_field(4, array_bytes(values, values.dtype.newbyteorder("<")))]
+    if given.lengths is not None:
+        parts += bytes_field(5, array_bytes(given.lengths, _INT32))
+    if given.weights is not None:
+        parts += bytes_field(6, array_bytes(given.weights, _FLOAT32))
+    return bytes_field(number, *parts)
 
 
 # -- answers -------------------------------------------------------------------------------------------------------

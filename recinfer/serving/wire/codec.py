@@ -5,7 +5,8 @@ Shapes: F features, B samples, N ids, D embedding width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +36,7 @@ __all__ = [
     "M",
     "decode_bags",
     "decode_dense",
+    "decode_inputs",
     "decode_lookup_response",
     "decode_predict_response",
     "encode_lookup_request",
@@ -49,8 +51,13 @@ __all__ = [
 _INT32, _INT64, _FLOAT32, _UINT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4"), np.dtype("<u4")
 
 
-def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "features") -> Bags:
+def decode_bags(
+    message: pb.JaggedFeatures, limits: Limits, *, field: str = "features", may_be_none: bool = False
+) -> Bags:
     """The ids of a request, as arrays over the message's own bytes.
+
+    Args:
+        may_be_none: allow a message without keys, for a model whose requests have no features.
 
     Returns:
         F keys and B samples; values ``[N]`` int64 or int32 (as sent), weights ``[N]`` float32 or None. The predictor
@@ -59,7 +66,7 @@ def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "fea
     Raises:
         InputError: a field that does not fit the others or a limit; the message names the field, got and expected.
     """
-    keys = _decode_keys(message.keys, limits, field)
+    keys = () if may_be_none and not message.keys else _decode_keys(message.keys, limits, field)
     batch = message.batch_size
     if not 1 <= batch <= limits.max_batch:
         todo = ": send fewer samples per request" if batch > limits.max_batch else ""
@@ -144,6 +151,81 @@ def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
     """
     values = array_of("dense", raw, _FLOAT32, batch * num_dense, f"batch_size {batch} x num_dense {num_dense}")
     return torch.from_numpy(values).view(batch, num_dense)
+
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),  # the bits, as numpy lacks the type
+    "int64": np.dtype("<i8"),
+    "int32": np.dtype("<i4"),
+    "int16": np.dtype("<i2"),
+    "int8": np.dtype("i1"),
+    "uint8": np.dtype("u1"),
+    "bool": np.dtype("u1"),
+}
+_MAX_RANK, _MAX_SIZE = 8, (1 << 31) - 1
+
+
+def decode_inputs(items: Iterable[pb.NamedInput], batch: int, limits: Limits) -> dict[str, Tensor | JaggedTensor]:
+    """The named inputs of a request of ``batch`` samples, as tensors over the message's own bytes.
+
+    The predictor checks names, dtypes, shapes and values against the model.
+
+    Raises:
+        InputError: too many inputs or values, a name that is there twice, or parts of an input that do not fit each other;
+            the message names the input.
+    """
+    found: dict[str, Tensor | JaggedTensor] = {}
+    values = 0
+    for item in items:
+        if item.name in found:
+            raise InputError(f"inputs: got {item.name!r} more than once, expected each input once")
+        if len(found) == limits.max_keys:
+            raise InputError(f"inputs: got more than {limits.max_keys}, expected at most {limits.max_keys}")
+        tensor = _decode_values_of(item)
+        found[item.name] = _decode_jagged(item, tensor, batch) if item.lengths or item.weights else tensor
+        if item.lengths:
+            values += tensor.shape[0]
+        if values > limits.max_ids:
+            raise InputError(
+                f"input {item.name!r}: got {values} values in all jagged inputs, expected at most {limits.max_ids}: send "
+                "fewer samples per request"
+            )
+    return found
+
+
+def _decode_values_of(item: pb.NamedInput) -> Tensor:
+    where, shape = f"input {item.name!r}", tuple(item.shape)
+    dtype = _DTYPES.get(item.dtype)
+    if dtype is None:
+        raise InputError(f"{where}: got dtype {item.dtype[:40]!r}, expected one of {', '.join(_DTYPES)}")
+    sizes_fit = len(shape) <= _MAX_RANK and all(0 <= size <= _MAX_SIZE for size in shape)
+    # With one size 0 the others may be anything, and torch counts the steps between rows in 63 bits.
+    if not sizes_fit or math.prod(max(size, 1) for size in shape) > _MAX_SIZE:
+        raise InputError(f"{where}: got shape {list(shape)[:9]}, expected at most {_MAX_RANK} sizes and 2^31 elements")
+    array = array_of(f"{where}: values", item.values, dtype, math.prod(shape), f"shape {list(shape)}")
+    if item.dtype == "bool":
+        if array.size and array.max() > 1:
+            at = int(np.argmax(array > 1))
+            raise InputError(f"{where}: got the byte {array[at]} at position {at} of bool values, expected 0 or 1")
+        array = array.view(np.bool_)
+    tensor = torch.from_numpy(array)
+    return (tensor.view(torch.bfloat16) if item.dtype == "bfloat16" else tensor).view(shape)
+
+
+def _decode_jagged(item: pb.NamedInput, values: Tensor, batch: int) -> JaggedTensor:
+    where = f"input {item.name!r}"
+    if not values.dim() or not item.lengths:
+        what = "weights without lengths" if values.dim() else "a shape without sizes and lengths"
+        raise InputError(f"{where}: got {what}, expected values [values of all samples, ...] and their lengths")
+    lengths = array_of(f"{where}: lengths", item.lengths, _INT32, batch, "batch_size")
+    weights = None
+    if item.weights:
+        given = array_of(f"{where}: weights", item.weights, _FLOAT32, values.shape[0], "one a value")
+        weights = torch.from_numpy(given)
+    return JaggedTensor.from_parts_unchecked(values, weights, torch.from_numpy(lengths))
 
 
 # -- answers that the server encodes -----------------------------------------------------------------------------

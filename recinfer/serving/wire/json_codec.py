@@ -1,11 +1,12 @@
-"""Converts JSON bodies to the protobuf messages, so that the same code checks both.
+"""JSON of TorchServe's handler and of ``recinfer predict --format json``: bodies to requests, and answers to JSON.
 
 Predict takes ``{"dense": [[...], ...], "features": {"C1": [[3, 7], [5]], "C2": [4, 9]}}`` and gives
 ``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list with one list of ids, or one id, per
 sample. ``"weights"``, if present, holds weights of some features in the same form (an id without one weighs 1).
-``"context"`` holds features of one sample that go with all samples. Lookup takes the same without ``dense`` and gives
+``"context"`` holds features of one sample that go with all samples; ``"inputs"`` holds other inputs by name, each a list with one
+entry per sample: a number, or lists of numbers, which may differ in length by sample. Lookup takes the same without ``dense`` and gives
 ``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. Both may name ``model`` and
-``version``.
+``version``. Columns are converted as those of Python's clients are, and the servers' code checks the messages.
 """
 
 from __future__ import annotations
@@ -14,18 +15,27 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.columns import FeatureArrays, as_features, as_matrix
 from recinfer.errors import InputError
-from recinfer.serving.wire.arrays import decode_lookup, decode_predict
-from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.input_arrays import InputArrays, as_input
+from recinfer.serving.wire.arrays import (
+    decode_lookup,
+    decode_predict,
+    encode_lookup_request,
+    encode_predict_request,
+    no_features,
+)
 
 __all__ = [
+    "JsonRows",
     "json_pieces",
+    "json_rows",
     "json_text",
     "lookup_request",
     "lookup_response",
@@ -39,7 +49,9 @@ __all__ = [
 ]
 
 _PIECE = 1 << 14
-_COMMON_KEYS = {"features", "weights", "model", "version"}
+_FLOAT32 = np.dtype(np.float32)
+_COMMON_KEYS = frozenset({"features", "weights", "model", "version"})
+_PREDICT_KEYS = _COMMON_KEYS | {"dense", "context", "inputs"}
 
 
 def parse_json(body: bytes | bytearray | str) -> dict[str, Any]:
@@ -81,8 +93,8 @@ def whole_numbers(values: Sequence[Any], dtype: np.dtype) -> NDArray[Any] | None
         return None
 
 
-def real_numbers(values: Sequence[Any]) -> NDArray[np.float32] | None:
-    """``values``, parsed from JSON, as a 1-D array; None if a value is no number, or an integer beyond float64.
+def real_numbers(values: Sequence[Any], dtype: np.dtype = _FLOAT32) -> NDArray[Any] | None:
+    """``values``, parsed from JSON, as a 1-D array of floats; None if a value is no number, or an integer beyond float64.
 
     An integer of any size is a number: JavaScript writes 1e20 as 100000000000000000000. A number beyond float32 becomes
         infinite,
@@ -92,7 +104,7 @@ def real_numbers(values: Sequence[Any]) -> NDArray[np.float32] | None:
         return None
     try:
         with np.errstate(over="ignore"):
-            return np.array(values, np.float32)
+            return np.array(values, dtype)
     except OverflowError:
         return None
 
@@ -115,33 +127,58 @@ def json_pieces(entries: int, numbers: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
+@dataclass(frozen=True)
+class JsonRows:
+    """A parsed request: its samples, and the names of the model and the version (empty: not named).
+
+    Attributes:
+        dense: float32 ``[B, num_dense]``; None without dense numbers.
+        context: columns of one sample that go with all samples.
+        inputs: other inputs by name.
+    """
+
+    dense: NDArray[np.float32] | None
+    features: FeatureArrays
+    context: Mapping[str, Any] | None
+    model: str
+    version: str
+    inputs: Mapping[str, InputArrays]
+
+
+def json_rows(body: Mapping[str, Any], known: frozenset[str] = _PREDICT_KEYS) -> JsonRows:
+    """The samples of a JSON object.
+
+    Raises:
+        InputError: an unknown field, or values of another form than :func:`recinfer.columns.as_features` and ``as_matrix``
+            take.
+    """
+    if unknown := sorted(set(body) - known):
+        raise InputError(f"body: got unknown fields {unknown[:5]}, expected some of {sorted(known)}")
+    named = {} if body.get("inputs") is None else _columns("inputs", body["inputs"])
+    inputs = {name: as_input(name, values) for name, values in named.items()}
+    features = {} if inputs and "features" not in body else _columns("features", body.get("features"))
+    weights = {} if body.get("weights") is None else _columns("weights", body["weights"])
+    if strange := sorted(set(weights) - set(features)):
+        raise InputError(f"weights: got {strange[0]!r}, expected some of the features: {sorted(features)[:10]}")
+    pairs = {name: (ids, weights[name]) if name in weights else ids for name, ids in features.items()}
+    context = None if body.get("context") is None else _columns("context", body["context"])
+    dense = as_matrix(body["dense"]) if body.get("dense") else None
+    found = as_features(pairs) if pairs or not inputs else no_features(inputs)
+    return JsonRows(dense, found, context, _name(body, "model"), _name(body, "version"), inputs)
+
+
 def predict_request(body: Mapping[str, Any]) -> bytes:
     """A serialized PredictRequest of a JSON object."""
-    _check_keys(body, _COMMON_KEYS | {"dense", "context"})
-    features = _features(body)
-    dense = np.zeros(0, np.float32)
-    if body.get("dense"):
-        dense = _rows(body["dense"])
-        if dense.ndim != 2 or dense.shape[0] != features.batch_size:
-            raise InputError(
-                f"dense: got shape {list(dense.shape)}, "
-                f"expected one list of numbers for each of {features.batch_size} samples"
-            )
-    names = _names(body)
-    context = None if body.get("context") is None else _features({"features": body["context"]}, "context")
-    return pb.PredictRequest(
-        model=names.get("model"),
-        version=names.get("version"),
-        features=features,
-        dense=dense.tobytes(),
-        context=context,
-    ).SerializeToString()
+    rows = json_rows(body)
+    return encode_predict_request(
+        rows.dense, rows.features, rows.model, rows.version, context=rows.context, inputs=rows.inputs
+    )
 
 
 def lookup_request(body: Mapping[str, Any]) -> bytes:
     """A serialized LookupRequest of a JSON object."""
-    _check_keys(body, _COMMON_KEYS)
-    return pb.LookupRequest(**_names(body), features=_features(body)).SerializeToString()
+    rows = json_rows(body, _COMMON_KEYS)
+    return encode_lookup_request(rows.features, rows.model, rows.version)
 
 
 def predict_response(data: bytes) -> dict[str, Any]:
@@ -168,19 +205,23 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _check_keys(body: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := sorted(set(body) - known):
-        raise InputError(f"body: got unknown fields {unknown[:5]}, expected some of {sorted(known)}")
+def _name(body: Mapping[str, Any], field: str) -> str:
+    value = body.get(field, "")
+    if not isinstance(value, str):
+        raise InputError(f"{field}: got {type(value).__name__}, expected a string")
+    return valid_text(field, value)
 
 
-def _names(body: Mapping[str, Any]) -> dict[str, str]:
-    names = {}
-    for key in ("model", "version"):
-        value = body.get(key, "")
-        if not isinstance(value, str):
-            raise InputError(f"{key}: got {type(value).__name__}, expected a string")
-        names[key] = valid_text(key, value)
-    return names
+def _columns(field: str, value: Any) -> dict[str, list[Any]]:
+    if not isinstance(value, dict):
+        raise InputError(f"{field}: got {type(value).__name__}, expected a JSON object")
+    for name, column in value.items():
+        if not isinstance(column, list):
+            raise InputError(
+                f"{field}[{valid_text(field, name)!r}]: got {type(column).__name__}, expected a list with one entry a sample"
+            )
+        valid_text(field, name)
+    return value
 
 
 def valid_text(field: str, value: str) -> str:
@@ -190,80 +231,6 @@ def valid_text(field: str, value: str) -> str:
     except UnicodeEncodeError:
         raise InputError(f"{field}: got text with a lone surrogate, expected valid Unicode") from None
     return value
-
-
-def _object(field: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{field}: got {type(value).__name__}, expected a JSON object")
-    return value
-
-
-def _features(body: Mapping[str, Any], field: str = "features") -> pb.JaggedFeatures:
-    columns = _object(field, body.get("features"))
-    if not columns:
-        raise InputError(f"{field}: got none, expected at least one feature with its ids")
-    bags = {valid_text(field, key): _bags(f"{field}[{key!r}]", column) for key, column in columns.items()}
-    batch = len(next(iter(bags.values())))
-    for key, column in bags.items():
-        if len(column) != batch:
-            raise InputError(
-                f"{field}[{key!r}]: got {len(column)} samples, expected {batch} as in {next(iter(bags))!r}"
-            )
-    lengths = np.fromiter((len(bag) for column in bags.values() for bag in column), np.int32)
-    ids = whole_numbers(_flat(bags), np.dtype(np.int64))
-    if ids is None:
-        raise InputError(f"{field}: got an id that is not a 64-bit integer, expected lists of integer ids")
-    weighted, weights = _weights(body, bags)
-    return pb.JaggedFeatures(
-        keys=list(bags),
-        batch_size=batch,
-        lengths=lengths.tobytes(),
-        values=ids.tobytes(),
-        weights=weights.tobytes(),
-        weighted_keys=weighted,
-    )
-
-
-def _weights(body: Mapping[str, Any], bags: dict[str, list[list[Any]]]) -> tuple[list[str], np.ndarray]:
-    """The features that have weights, in the order of ``bags``, and their weights."""
-    if body.get("weights") is None:
-        return [], np.zeros(0, np.float32)
-    columns = _object("weights", body["weights"])
-    if strange := sorted(set(columns) - set(bags)):
-        raise InputError(f"weights: got {strange[0]!r}, expected some of the features: {sorted(bags)[:10]}")
-    weights = {key: _bags(f"weights[{key!r}]", columns[key]) for key in bags if key in columns}
-    for key, column in weights.items():
-        if list(map(len, column)) != list(map(len, bags[key])):
-            raise InputError(f"weights[{key!r}]: got another form than features[{key!r}], expected one weight an id")
-    values = _flat(weights)
-    flat = real_numbers(values)
-    if flat is None:
-        raise InputError("weights: got values that are not numbers, expected one number an id")
-    return list(weights), flat
-
-
-def _bags(field: str, column: Any) -> list[list[Any]]:
-    if not isinstance(column, list):
-        raise InputError(f"{field}: got {type(column).__name__}, expected a list with one entry a sample")
-    return [bag if isinstance(bag, list) else [bag] for bag in column]
-
-
-def _flat(bags: dict[str, list[list[Any]]]) -> list[Any]:
-    return list(chain.from_iterable(chain.from_iterable(bags.values())))
-
-
-def _rows(dense: Any) -> NDArray[np.float32]:
-    """A list of numbers as a vector, or a list of equally long lists of numbers as a matrix; raises InputError for other
-    values."""
-    in_rows = isinstance(dense, list) and set(map(type, dense)) == {list}
-    flat = None
-    if in_rows and len(set(map(len, dense))) == 1:
-        flat = real_numbers(list(chain.from_iterable(dense)))
-    elif isinstance(dense, list) and not in_rows:
-        flat = real_numbers(dense)
-    if flat is None:
-        raise InputError("dense: got values that are not numbers or rows of different length, expected numbers")
-    return flat.reshape(len(dense), len(dense[0])) if in_rows else flat
 
 
 def text_of(value: object) -> str:

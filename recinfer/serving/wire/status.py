@@ -16,6 +16,7 @@ from recinfer.errors import (
     RecinferError,
     UnavailableError,
 )
+from recinfer.excerpts import excerpt
 
 __all__ = ["Status", "error_of", "status_of"]
 
@@ -61,13 +62,8 @@ def status_of(error: BaseException) -> Status:
     """The status that a client gets for ``error``; errors of the server itself become INTERNAL without their message."""
     for kind, code, http in _TABLE:
         if isinstance(error, kind):
-            return _INTERNAL if code == "INTERNAL" else Status(code, http, _short(str(error)))
+            return _INTERNAL if code == "INTERNAL" else Status(code, http, excerpt(str(error), _MAX_MESSAGE))
     return _INTERNAL
-
-
-def _short(message: str) -> str:
-    # The message travels in a header, and a client may refuse headers beyond 8 KB; names in the message come from callers.
-    return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)"
 
 
 def error_of(code: str, message: str) -> RecinferError:

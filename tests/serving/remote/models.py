@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
+from recinfer.serving.shards._ranks import join
 from torch import Tensor, nn
 
 from recinfer.checkpoint import CheckpointReader
@@ -12,6 +14,10 @@ from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan, embedd
 from recinfer.inference.export import export_archive
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recinfer.quant.bags import BagPlaces
+from recinfer.serving.shards.packed import spans_of
+from recinfer.serving.shards.rank_modules import ModuleLayout
+from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import rectangles
 from tests.kept import kept
@@ -119,3 +125,15 @@ def make_request(
     values = torch.cat(ids).to(dtype)
     weights: Tensor | None = torch.rand(len(values), generator=random) + 0.5 if is_weighted else None
     return KeyedJaggedTensor(list(keys), values, weights=weights, lengths=lengths.flatten().int())
+
+
+def unpacked(values: np.ndarray, layout: ModuleLayout, rank: int, batch: int) -> np.ndarray:
+    """The float32 ``[batch, columns of the rank]`` of a rank's packed answer."""
+    mine = layout.ranks[rank]
+    pairs = spans_of(mine, layout.configs, {pair.number: 0 for pair in mine.pairs}).pairs
+    pairs[:, 2] = np.cumsum(pairs[:, 0]) - pairs[:, 0]
+    pairs[:, 3] = 0
+    found = np.empty((batch, pairs[:, 0].sum()), np.float32)
+    answer = RankAnswer(values, PACKED_ANSWER, pairs)
+    join([answer], np.empty(0, np.int64), b"", BagPlaces(0, 0, 0, False, 0, batch), found.shape[1], found)
+    return found

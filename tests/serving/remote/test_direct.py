@@ -35,7 +35,7 @@ from recinfer.serving.server.server import Server
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.messages import decode_response, join_request
-from recinfer.serving.shards.packed import is_packed, pairs_of, unpacked
+from recinfer.serving.shards.packed import is_packed
 from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
 from recinfer.serving.shards.split import ModuleSplit
 from recinfer.serving.shards.tables import ShardTables
@@ -48,7 +48,7 @@ from tests.kept import kept
 from tests.serving.mutations import mutated
 from tests.serving.paths import BytePath
 from tests.serving.remote.fleet import allowing_default_rows, asking, shard, write_shards
-from tests.serving.remote.models import KINDS, rectangles_of
+from tests.serving.remote.models import KINDS, rectangles_of, unpacked
 from tests.waiting import until
 
 NUM_DENSE = 3
@@ -195,8 +195,7 @@ def vectors_of(answer: bytes | None, data: bytes, archive: Path) -> list[list[fl
     request, layouts, found = shards_pb.ShardRequest.FromString(data), layouts_of(archive), []
     for part, array in zip(request.parts, decode_response(answer), strict=True):
         if is_packed(array):
-            layout = layouts[part.module]
-            array = unpacked(array, pairs_of(layout.ranks[part.rank], layout.configs), request.batch_size)
+            array = unpacked(array, layouts[part.module], part.rank, request.batch_size)
         found.append(array.reshape(-1).tolist())
     return found
 

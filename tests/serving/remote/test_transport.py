@@ -245,9 +245,7 @@ def test_bad_ids_are_named_as_ever(tmp_path: Path):
 
 def test_dense_part_and_position_weights(tmp_path: Path):
     torch.manual_seed(3)
-    make_everything(
-        tmp_path, model=Everything(), ranks=2, precision=DataType.INT8, kinds=("row_wise", "column_wise"), num_dense=2
-    )
+    make_everything(tmp_path, model=Everything(), ranks=2, precision=DataType.INT8, kinds=("row_wise", "column_wise"))
     archive = tmp_path / "small.rqa"
     here = load(archive)
     with remote(archive, [(0,), (1,)], tmp_path) as there:

@@ -8,7 +8,7 @@ Legend: N shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,13 @@ from recinfer.distributed.planner.constants import (
     QUARTER_BLOCK_PENALTY,
     WEIGHTED_KERNEL_MULTIPLIER,
 )
-from recinfer.distributed.planner.model.facts import TableFacts
-from recinfer.distributed.planner.model.hardware import CacheSharers
 from recinfer.distributed.planner.model.links import CollectiveType
 from recinfer.distributed.planner.model.topology import Topology
-from recinfer.distributed.types import PipelineType, ShardingType
+from recinfer.distributed.types import PipelineType
+from recinfer.distributed.types.kernels import KERNEL_RULES
+from recinfer.distributed.types.sharding_types import SHARDING_RULES, ShardingRule
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant.formats.registry import find_row_format, row_format, row_format_of_code
+from recinfer.quant.formats.registry import find_row_format, row_format_of_code
 
 __all__ = [
     "NO_ROW_FORMAT",
@@ -51,18 +51,9 @@ FloatN = npt.NDArray[np.float64]
 IntN = npt.NDArray[np.int64]
 
 PERF_PARTS = ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms", "input_dist_comms", "prefetch_compute")
-DP, TW, CW, RW, TWRW, TWCW, GRID = range(7)
-TYPE_CODES = {
-    ShardingType.DATA_PARALLEL.value: DP,
-    ShardingType.TABLE_WISE.value: TW,
-    ShardingType.COLUMN_WISE.value: CW,
-    ShardingType.ROW_WISE.value: RW,
-    ShardingType.TABLE_ROW_WISE.value: TWRW,
-    ShardingType.TABLE_COLUMN_WISE.value: TWCW,
-    ShardingType.GRID_SHARD.value: GRID,
-}
-TYPE_NAMES = tuple(TYPE_CODES)
-KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "quant", "quant_uvm", "quant_uvm_caching")
+TYPE_NAMES = tuple(rule.kind.value for rule in SHARDING_RULES)
+TYPE_CODES = {name: code for code, name in enumerate(TYPE_NAMES)}
+KERNELS = tuple(rule.kernel.value for rule in KERNEL_RULES)
 KERNEL_CODES = {name: code for code, name in enumerate(KERNELS)}
 
 NO_ROW_FORMAT = 0
@@ -141,6 +132,17 @@ def _element_bits(row_formats: IntN) -> FloatN:
     return np.array([row_format_of_code(int(code)).element_bits for code in codes], float)[at]
 
 
+def of_types(kind: IntN, get: Callable[[ShardingRule], Any]) -> npt.NDArray[Any]:
+    """A property of the sharding type of each entry, of which ``kind`` is the code."""
+    return np.array([get(rule) for rule in SHARDING_RULES])[kind]
+
+
+def row_pieces(kind: IntN, topology: Topology) -> IntN:
+    """Number of row pieces of the sharding type of each entry."""
+    world, local = topology.world_size, topology.local_world_size
+    return of_types(kind, lambda rule: rule.row_pieces(world, local))
+
+
 def row_weights(topology: Topology, on_host: bool) -> list[int] | None:
     """Bytes of each rank's memory, in proportion to which row-wise tables are cut; None if all ranks have equal
     memory."""
@@ -151,11 +153,10 @@ def row_weights(topology: Topology, on_host: bool) -> list[int] | None:
 
 def spread_of(a: ShardArrays, topology: Topology) -> FloatN:
     """Number of ranks that share the ids of a table; if ranks are unequal, rows of the table over rows of the piece."""
-    by_host = (a.kind == TWRW) | (a.kind == GRID)
-    spread = np.where(a.kind == RW, topology.world_size, np.where(by_host, topology.local_world_size, 1)).astype(float)
+    spread = row_pieces(a.kind, topology).astype(float)
     for on_host in (False, True):
         if row_weights(topology, on_host) is not None:
-            pieces = (a.kind == RW) & (np.asarray(a.on_host) == on_host)
+            pieces = of_types(a.kind, lambda r: r.one_row_piece_per_rank) & (np.asarray(a.on_host) == on_host)
             spread = np.where(pieces, a.table_rows / np.maximum(a.rows, 1), spread)
     return spread
 
@@ -177,8 +178,8 @@ def training_time(
     num_hosts = world // local
     exchange = topology.collective_bw(CollectiveType.ALL_TO_ALL)
     between = topology.collective_bw(CollectiveType.ALL_TO_ALL, max(num_hosts, 2), 1)  # a rank of each host
-    dp, whole = a.kind == DP, (a.kind == TW) | (a.kind == CW) | (a.kind == TWCW)
-    by_host = (a.kind == TWRW) | (a.kind == GRID)
+    dp, cut = of_types(a.kind, lambda r: r.replicated), of_types(a.kind, lambda r: r.cuts_rows)
+    whole, by_host = ~dp & ~cut, of_types(a.kind, lambda r: r.sums_inside_hosts)
     replicas = np.where(dp, 1, world)
     spread = spread_of(a, topology)
 
@@ -219,18 +220,17 @@ def training_time(
     out[:, 2] = fwd_compute * (bwd + np.where(a.weighted, WEIGHTED_KERNEL_MULTIPLIER, 0.0))
     out[:, 3] = np.where(dp, all_reduce + optimizer, travel(bwd_out, CollectiveType.ALL_GATHER) + batched_copy)
     if topology.uneven_sharding_perf_multiplier != 1.0:
-        uneven = by_host | (a.kind == RW)
-        uneven &= (a.table_rows % np.maximum(spread, 1)) != 0
+        uneven = cut & ((a.table_rows % np.maximum(spread, 1)) != 0)
         out[uneven, :4] *= topology.uneven_sharding_perf_multiplier
     return out
 
 
-def inference_time(a: ShardArrays, topology: Topology, alignment: int, sharers: CacheSharers | None = None) -> FloatN:
+def inference_time(a: ShardArrays, topology: Topology, alignment: int) -> FloatN:
     """Milliseconds [N, 6] of one process that looks up one batch, without a batch per rank and without a backward.
 
     A rank reads its share of the ids and the packed rows (whole memory lines) and writes its vectors; on a GPU ids come
     and vectors go over the host link. On a CPU all ranks share memory and nothing travels. With a measured profile
-    (``topology.hardware``) the compute part is that of the profile, among the tables of ``sharers``.
+    (``topology.hardware``) the compute part is that of the profile.
     """
     ids = a.batch_inputs / spread_of(a, topology)
     vectors = np.where(a.pooled, a.batch_outputs, ids)
@@ -246,8 +246,6 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int, sharers: 
             bits=_element_bits(a.row_format),
             rows=a.rows.astype(float),
             features=a.features,
-            vector_bytes=a.cols * a.output_bytes,
-            sharers=sharers,
         )
         slow = topology.hbm_mem_bw if topology.compute_device != "cpu" else topology.ddr_mem_bw
         out[:, 0] *= np.where(a.on_host & (topology.compute_device != "cpu"), slow / a.device_bw, 1.0)
@@ -274,7 +272,7 @@ def storage_bytes(
 ) -> tuple[IntN, IntN]:
     """Bytes (hbm[N], ddr[N]) of each shard: rows, cache, optimizer state, and what one iteration keeps in flight."""
     world = topology.world_size
-    replicas = 1 if is_inference else np.where(a.kind == DP, 1, world)
+    replicas = 1 if is_inference else np.where(of_types(a.kind, lambda r: r.replicated), 1, world)
     spread = spread_of(a, topology)
     ids = a.batch_inputs / spread
     vectors = np.where(a.pooled, a.batch_outputs if is_inference else a.filled_outputs, ids)
@@ -290,7 +288,7 @@ def storage_bytes(
         # An all-to-all returns partial sums of row pieces, which are added on the receiving rank: the rank receives as
         # many bytes as its lookup wrote. Inside several hosts a reduce-scatter adds them, without this memory.
         one_host = topology.local_world_size == world
-        summed_at_home = (a.kind == RW) | (((a.kind == TWRW) | (a.kind == GRID)) & one_host)
+        summed_at_home = of_types(a.kind, lambda r: r.cuts_rows and (one_host or not r.sums_inside_hosts))
         outputs *= np.where(a.pooled & summed_at_home & (world > 1), 2, 1)
         in_flight = _in_flight(inputs, outputs, a.cached, pipeline_type, run_embedding_at_peak_memory)
     # The cache, 4 bytes per row to find it in the cache, and 16 per cache slot for its state.
@@ -319,33 +317,14 @@ def _in_flight(
     return copies * inputs + (outputs if at_peak else 0.0)
 
 
-def inference_estimate(topology: Topology, tables: Sequence[TableFacts] = ()) -> Estimate:
-    """The estimator of quantized inference on ``topology``.
-
-    With measured figures a lookup costs more the more other tables pass through the caches; where they will be is not
-    known yet, so every shard is taken to share its rank with an equal part of ``tables``.
-    """
+def inference_estimate(topology: Topology) -> Estimate:
+    """The estimator of quantized inference on ``topology``."""
     alignment = row_alignment(topology.compute_device)
-    sharers = _average_sharers(tables, topology) if tables and topology.hardware is not None else None
 
     def estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
-        perf = inference_time(arrays, topology, alignment, sharers)
+        perf = inference_time(arrays, topology, alignment)
         perf[np.asarray(arrays.rows) == 0] = 0.0  # an empty piece gets no lookup
         hbm, ddr = storage_bytes(arrays, topology, is_inference=True, alignment=alignment)
         return perf, hbm, ddr
 
     return estimate
-
-
-def _average_sharers(tables: Sequence[TableFacts], topology: Topology) -> CacheSharers:
-    """The lookups of an average rank."""
-    alignment = row_alignment(topology.compute_device)
-    row_bytes = [row_format(t.precision).row_bytes(t.cols, alignment) for t in tables]
-    written = [(t.batch_outputs if t.pooled else t.batch_inputs) * t.cols * t.output_bytes for t in tables]
-    return CacheSharers.of(
-        rows=np.array([t.rows for t in tables], float),
-        ids=np.array([t.batch_inputs for t in tables], float),
-        row_bytes=np.array(row_bytes, float),
-        output_bytes=np.array(written, float),
-        share=1 / topology.world_size,
-    )

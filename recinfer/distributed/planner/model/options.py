@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.model.topology import Perf, Storage
-from recinfer.distributed.types import BoundsCheckMode, CacheParams, DataType, KeyValueParams, ShardingType
-from recinfer.errors import ConfigError
+from recinfer.distributed.types import BoundsCheckMode, CacheParams, DataType, KeyValueParams
+from recinfer.distributed.types.sharding_types import rule_of
+from recinfer.layout.rect import Rect
 
-__all__ = ["PartitionByType", "Shard", "ShardingOption", "partition_by_of"]
-
-
-class PartitionByType(Enum):
-    """How the shards of an option must be placed."""
-
-    DEVICE = "device"  # each shard on any rank
-    HOST = "host"  # all shards on the ranks of one host
-    UNIFORM = "uniform"  # shard i on rank i
-    MULTI_HOST = "multi_host"  # groups of shards, each group on the ranks of one host
-
-
-_PARTITION_BY = {
-    ShardingType.TABLE_WISE.value: PartitionByType.DEVICE,
-    ShardingType.COLUMN_WISE.value: PartitionByType.DEVICE,
-    ShardingType.ROW_WISE.value: PartitionByType.UNIFORM,
-    ShardingType.DATA_PARALLEL.value: PartitionByType.UNIFORM,
-    ShardingType.TABLE_ROW_WISE.value: PartitionByType.HOST,
-    ShardingType.TABLE_COLUMN_WISE.value: PartitionByType.HOST,
-    ShardingType.GRID_SHARD.value: PartitionByType.MULTI_HOST,
-}
+__all__ = ["Shard", "ShardingOption", "partition_by_of"]
 
 
 def partition_by_of(sharding_type: str) -> str:
     """The :class:`PartitionByType` value of a sharding type; raises ConfigError for an unknown one."""
-    try:
-        return _PARTITION_BY[sharding_type].value
-    except KeyError:
-        raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(_PARTITION_BY)}") from None
+    return rule_of(sharding_type).partition.value
 
 
 @dataclass

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from recinfer.distributed.embedding_types import BaseEmbeddingSharder, BaseQuantEmbeddingSharder
 from recinfer.distributed.types import CommOp, ModuleSharder
+from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder, BaseQuantEmbeddingSharder
 
 __all__ = ["SharderData", "SharderDataMap", "StorageUsageType", "build_sharder_data_map", "codec_bytes", "sharder_name"]
 

@@ -16,16 +16,13 @@ from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.model.walk import embedding_tables, sharded_modules
 from recinfer.distributed.types import ModuleSharder
+from recinfer.distributed.types.kernels import kernels_where
+from recinfer.distributed.types.sharding_types import packed_sharding_types, rule_of
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from recinfer.quant.formats.registry import ROW_FORMATS, find_row_format
 
 __all__ = ["facts_of_option", "inference_tables", "model_tables"]
-
-_ASKED = frozenset({"grid_shard"})
-_ASKED_FOR_PROCESSORS = frozenset({"row_wise", "table_row_wise", "grid_shard"})
-_INFERENCE_TYPES = ("table_wise", "row_wise", "column_wise")
-_INFERENCE_KERNELS = {"cpu": ("quant",), "mtia": ("quant",), "cuda": ("quant", "quant_uvm", "quant_uvm_caching")}
 
 
 def model_tables(
@@ -181,7 +178,8 @@ def _offers(
             continue
         # A grid, which has many shards, and cuts by rows behind feature processors are offered only if the constraints
         # ask for them, as in TorchRec.
-        if asked_types is None and kind in (_ASKED_FOR_PROCESSORS if processed else _ASKED):
+        rule = rule_of(kind)
+        if asked_types is None and (rule.on_request or (processed and rule.cuts_rows)):
             continue
         for kernel in sharder.compute_kernels(kind, device):
             if asked_kernels is not None and kernel not in asked_kernels:
@@ -194,9 +192,9 @@ def _offers(
 def _inference_offers(compute_device: str, c: ParameterConstraints) -> tuple[tuple[str, str], ...]:
     return tuple(
         (kind, kernel)
-        for kind in _INFERENCE_TYPES
+        for kind in packed_sharding_types()
         if not c.sharding_types or kind in c.sharding_types
-        for kernel in _INFERENCE_KERNELS[compute_device]
+        for kernel in kernels_where(lambda rule: rule.packed and (compute_device == "cuda" or not rule.on_host))
         if not c.compute_kernels or kernel in c.compute_kernels
     )
 

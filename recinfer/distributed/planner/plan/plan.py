@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from recinfer.distributed.layout.edges import placement, sharding_spec
-from recinfer.distributed.layout.rect import TilingError
 from recinfer.distributed.planner.model.walk import embedding_tables
 from recinfer.distributed.planner.plan.table_plan import (
     TablePlan,
@@ -29,8 +27,11 @@ from recinfer.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from recinfer.distributed.types.edges import placement, sharding_spec
 from recinfer.errors import ConfigError, NotFoundError
+from recinfer.excerpts import some
 from recinfer.files import write_file
+from recinfer.layout.rect import TilingError
 from recinfer.modules.embedding_configs import DataType
 
 if TYPE_CHECKING:
@@ -95,6 +96,23 @@ class Plan:
             outside = sorted({r for r in t.ranks if r >= self.world_size})
             if outside:
                 raise TilingError(f"table {t.name!r} is placed on ranks {outside}, outside {self.world_size} ranks")
+
+    def __str__(self) -> str:
+        rows = [("table", "rows x dim", "precision", "sharding", "ranks")]
+        rows += [
+            (
+                t.name,
+                f"{t.num_embeddings} x {t.embedding_dim}",
+                t.precision.value.lower(),
+                t.sharding_type,
+                some([str(rank) for rank in sorted(set(t.ranks))], 4),
+            )
+            for t in self.tables
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        head = f"plan {self.hash[:12]}: {self.world_size} ranks on {self.compute_device}"
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join([head, *lines])
 
     # ------------------------------------------------------------------ JSON
 
@@ -282,8 +300,7 @@ def misfits(plan: Plan, model: nn.Module) -> str:
     for key in sorted(have.keys() & planned.keys()):
         if have[key] != planned[key]:
             problems.append(f"{_dotted(key)} is {_by(have[key])} in the model, {_by(planned[key])} in the plan")
-    more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-    return "; ".join(problems[:10]) + more
+    return some(problems, 10, "; ")
 
 
 def _dotted(key: tuple[str, str]) -> str:

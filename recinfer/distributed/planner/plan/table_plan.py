@@ -6,12 +6,12 @@ import dataclasses
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from recinfer.distributed.embedding_types import EmbeddingComputeKernel
-from recinfer.distributed.layout.cuts import column_unit
-from recinfer.distributed.layout.edges import rects_of
-from recinfer.distributed.layout.rect import Rect, tile
 from recinfer.distributed.types import ParameterSharding, ShardingType
+from recinfer.distributed.types.edges import rects_of
+from recinfer.distributed.types.kernels import EmbeddingComputeKernel
 from recinfer.errors import ConfigError
+from recinfer.layout.cuts import column_unit
+from recinfer.layout.rect import Rect, tile
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 __all__ = ["ShardRect", "TablePlan", "check_keys", "table_plan", "value_of"]

@@ -6,19 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.estimates import (
-    DP,
     PERF_PARTS,
     IntN,
-    inference_time,
-    packed_row_bytes,
-    row_alignment,
+    of_types,
     spread_of,
 )
-from recinfer.distributed.planner.model.hardware import CacheSharers
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan.plan import Plan
 from recinfer.distributed.planner.plan.table_plan import TablePlan
@@ -27,6 +22,7 @@ from recinfer.distributed.planner.solve.problem import FREE, Problem
 from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.planner.solve.space import SearchSpace, option_label, shard_arrays
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect
 
 __all__ = ["build_plan", "chosen_options", "pin_tables"]
 
@@ -80,11 +76,6 @@ def build_plan(
         "input_bytes_per_rank": [int(x) for x in inputs],
         "output_bytes_per_rank": [int(x) for x in outputs],
     }
-    hardware = topology.hardware
-    if hardware is not None and hardware.device == topology.compute_device:
-        # A rank with lookups pays for the call once; this does not affect the placement, so the search ignores it.
-        estimates["call_ms"] = hardware.call_ms
-        estimates["predicted_ms_per_rank"] = _predicted(space, problem, placement, topology)
     tables = tuple(e for e in entries if e is not None)
     return Plan(world, topology.compute_device, tables, estimates, topology.local_world_size)
 
@@ -122,37 +113,10 @@ def _traffic(space: SearchSpace, topology: Topology) -> tuple[np.ndarray, np.nda
     """Bytes of ids received and of vectors sent by each shard in one iteration."""
     a = shard_arrays(space, topology)
     quant = np.char.startswith(np.array([option_label(space, o)[1] for o in range(space.num_options)]), "quant")
-    replicas = np.where(quant[space.shard_option] | (a.kind == DP), 1, topology.world_size)
+    replicas = np.where(quant[space.shard_option] | of_types(a.kind, lambda r: r.replicated), 1, topology.world_size)
     ids = a.batch_inputs / spread_of(a, topology) * replicas
     vectors = np.where(a.pooled, a.batch_outputs * replicas, ids)
     return ids * BIGINT_DTYPE, vectors * a.cols * a.output_bytes
-
-
-def _predicted(space: SearchSpace, problem: Problem, placement: Placement, topology: Topology) -> list[float]:
-    """Milliseconds of each rank with measured figures, including the tables that share its caches."""
-    hardware = topology.hardware
-    assert hardware is not None
-    chosen = chosen_options(problem, placement)
-    shards = np.concatenate([np.arange(space.shard_ptr[o], space.shard_ptr[o + 1]) for o, _ in chosen])
-    ranks = np.concatenate([r for _, r in chosen])
-    arrays = shard_arrays(space, topology).take(shards)
-    alignment = row_alignment(topology.compute_device)
-    found = []
-    for rank in range(topology.world_size):
-        mine = arrays.take((ranks == rank) & (arrays.rows > 0))
-        if not mine.rows.size:
-            found.append(0.0)
-            continue
-        ids = mine.batch_inputs / spread_of(mine, topology)
-        sharers = CacheSharers.of(
-            rows=mine.rows.astype(float),
-            ids=ids,
-            row_bytes=packed_row_bytes(mine.cols, mine.row_format, alignment).astype(float),
-            output_bytes=np.where(mine.pooled, mine.batch_outputs, ids) * mine.cols * mine.output_bytes,
-        )
-        ms = inference_time(mine, topology, alignment, sharers)
-        found.append(float(ms[:, [0, 1, 5]].sum()) + hardware.call_ms)
-    return found
 
 
 def pin_tables(space: SearchSpace, pinned: Sequence[TablePlan], topology: Topology) -> dict[int, tuple[int, IntN]]:

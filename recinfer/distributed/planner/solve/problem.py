@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
-from recinfer.distributed.planner.model.estimates import DP, GRID, RW, TWCW, TWRW, TYPE_NAMES, FloatN, IntN
+from recinfer.distributed.planner.model.estimates import FloatN, IntN, of_types
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.solve.space import SearchSpace
+from recinfer.distributed.types.sharding_types import PartitionByType, ShardingRule
 
 __all__ = ["Bound", "Problem", "lower_bound", "make_problem", "problem_of"]
 
@@ -63,7 +64,10 @@ class Problem:
         return (option,) if self.members is None else self.members[option]
 
 
-_MODE = {RW: FIXED, DP: FIXED, TWRW: HOST, TWCW: HOST_FREE, GRID: MULTI_HOST}
+def _mode(rule: ShardingRule) -> int:
+    if rule.partition is PartitionByType.HOST:
+        return HOST if rule.cuts_rows else HOST_FREE
+    return {PartitionByType.UNIFORM: FIXED, PartitionByType.MULTI_HOST: MULTI_HOST}.get(rule.partition, FREE)
 
 
 def make_problem(space: SearchSpace, topology: Topology, pinned: dict[int, tuple[int, IntN]] | None = None) -> Problem:
@@ -75,7 +79,7 @@ def make_problem(space: SearchSpace, topology: Topology, pinned: dict[int, tuple
     Raises:
         PlannerError: co-located tables with no option in common.
     """
-    mode = np.array([_MODE.get(k, FREE) for k in range(len(TYPE_NAMES))], np.int64)[space.option_type]
+    mode = of_types(space.option_type, _mode)
     mates: dict[str, list[int]] = {}
     for t, table in enumerate(space.tables):
         if table.colocate_with is not None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recinfer.distributed.layout.cuts import column_width, even_rows, heights_in_proportion
 from recinfer.distributed.planner.constants import (
     MIN_CW_DIM,
     UVM_CACHING_RATIO,
@@ -21,30 +20,29 @@ from recinfer.distributed.planner.constants import (
 )
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.estimates import (
-    CW,
-    DP,
-    GRID,
     KERNEL_CODES,
     KERNELS,
-    RW,
-    TWCW,
-    TWRW,
     TYPE_CODES,
     TYPE_NAMES,
     Estimate,
     FloatN,
     IntN,
     ShardArrays,
+    of_types,
     row_format_code,
+    row_pieces,
     row_weights,
 )
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.types.kernels import kernels_where
+from recinfer.distributed.types.sharding_types import PartitionByType, types_where
+from recinfer.layout.cuts import column_width, even_rows, heights_in_proportion
 
 __all__ = ["SearchSpace", "build_space"]
 
-_CACHED = [KERNEL_CODES[name] for name in ("fused_uvm_caching", "quant_uvm_caching")]
-_ON_HOST = [*_CACHED, KERNEL_CODES["fused_uvm"], KERNEL_CODES["quant_uvm"]]
+_CACHED = [KERNEL_CODES[name] for name in kernels_where(lambda rule: rule.cached)]
+_ON_HOST = [KERNEL_CODES[name] for name in kernels_where(lambda rule: rule.on_host)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,42 +130,42 @@ def _geometry(
     Pieces are alike, except the rows of a row-wise table over ranks of unequal memory, which are in proportion to the
     memory.
     """
-    world, local = topology.world_size, topology.local_world_size
+    world = topology.world_size
     rows = np.array([t.rows for t in tables], np.int64)[option_table]
     cols = np.array([t.cols for t in tables], np.int64)[option_table]
+    column_types = set(types_where(lambda r: r.cuts_columns and not r.cuts_rows))
     # Widths depend on few distinct (cols, min_partition, alone) tuples.
     memo: dict[tuple[Any, ...], int] = {}
     width_of_table = np.empty(len(tables), np.int64)
     for i, t in enumerate(tables):
-        alone = {s for s, _ in t.offers} <= {"column_wise", "table_column_wise"}
+        alone = {s for s, _ in t.offers} <= column_types
         key = (t.cols, t.min_partition, alone)
         if key not in memo:
             memo[key] = _piece_width(*key, ranks=world)
         width_of_table[i] = memo[key]
-    by_columns = np.isin(option_type, (CW, TWCW, GRID))
+    by_columns = of_types(option_type, lambda r: r.cuts_columns)
     width = np.where(by_columns, width_of_table[option_table], cols)
     across = np.where(by_columns, cols // width, 1)
-    down = np.ones_like(rows)
-    down[option_type == RW] = world
-    down[(option_type == TWRW) | (option_type == GRID)] = local
-    replicas = np.where(option_type == DP, world, 1)
+    down = row_pieces(option_type, topology)
+    replicated = of_types(option_type, lambda r: r.replicated)
+    replicas = np.where(replicated, world, 1)
 
     count = across * down * replicas
     shard_ptr = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
     shard_option = np.repeat(np.arange(option_table.size), count)
     index = np.arange(shard_ptr[-1]) - shard_ptr[shard_option]
     s_down = down[shard_option]
-    i_down = np.where(option_type[shard_option] == DP, 0, index % s_down)
-    i_across = np.where(option_type[shard_option] == DP, 0, index // s_down)
+    i_down = np.where(replicated[shard_option], 0, index % s_down)
+    i_across = np.where(replicated[shard_option], 0, index // s_down)
     start, height = even_rows(rows[shard_option], s_down, i_down)
     for host in (False, True):
         if (weights := row_weights(topology, host)) is not None:
-            for option in np.flatnonzero((option_type == RW) & (on_host == host)):
+            for option in np.flatnonzero(of_types(option_type, lambda r: r.one_row_piece_per_rank) & (on_host == host)):
                 pieces = slice(shard_ptr[option], shard_ptr[option + 1])
                 height[pieces] = heights_in_proportion(int(rows[option]), weights)
                 start[pieces] = np.cumsum(height[pieces]) - height[pieces]
     rect = np.stack([start, height, i_across * width[shard_option], width[shard_option]], axis=1)
-    uniform = (option_type == RW) | (option_type == DP)
+    uniform = of_types(option_type, lambda r: r.partition is PartitionByType.UNIFORM)
     fixed = np.where(uniform[shard_option], index, -1)
     return shard_ptr, shard_option, rect, fixed
 

@@ -13,8 +13,7 @@ from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.request import AnswerCall, CallName
 from recinfer.serving.server.api_docs.schemas import ModelSchemas, array_of, open_object
 from recinfer.serving.server.http_server import Described, Get, Post, Route, count_json
-from recinfer.serving.server.v1.answers import to_json
-from recinfer.serving.server.v1.described import metadata, status
+from recinfer.serving.server.v1.answers import metadata, status, to_json
 from recinfer.serving.server.v1.requests import ConvertedRequest, to_message
 from recinfer.serving.server.v1.schemas import add_schemas
 from recinfer.serving.wire.json_codec import parse_json

@@ -1,13 +1,15 @@
 """Converts a V1 body, rows or columns of JSON, to recinfer's request: flat arrays of ids, lengths, weights, dense numbers.
 
 A sample's cell of a feature is a list of ids, one id, or ``{"ids": [...], "weights": [...]}``. Ids differ from
-other numbers by their JSON type: 3 is an id, 3.0 and true are not.
+other numbers by their JSON type: 3 is an id, 3.0 and true are not. The cell of a named tensor is a number or nested lists; that of
+a jagged input is a list of values or ``{"values": [...], "weights": [...]}``. ``context`` holds the cells of one sample that apply to
+all samples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from recinfer.columns import FeatureArrays
 from recinfer.errors import InputError
+from recinfer.input_arrays import InputArrays, as_input
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.v1.inputs import ModelInputs, inputs_of
@@ -29,7 +32,7 @@ __all__ = ["SIGNATURES", "ConvertedRequest", "to_message"]
 SIGNATURES: dict[CallName, tuple[str, ...]] = {"Predict": ("serving_default", "predict"), "Lookup": ("lookup",)}
 """The allowed values of ``signature_name`` by call; an empty or absent name is allowed too."""
 
-_TOP = {"instances", "inputs", "signature_name"}
+_TOP = {"instances", "inputs", "context", "signature_name"}
 _NUMBERS, _IDS = {int, float}, {int}
 _Cells = Sequence[Any]
 
@@ -50,7 +53,9 @@ def to_message(document: dict[str, Any], call: CallName, model: ServedModel, lim
             names the place in the document.
     """
     if unknown := [key for key in document if key not in _TOP]:
-        raise InputError(f"body: got {text_of(unknown[0])}, expected instances or inputs, and maybe signature_name")
+        raise InputError(
+            f"body: got {text_of(unknown[0])}, expected instances or inputs, and maybe context and signature_name"
+        )
     if ("instances" in document) == ("inputs" in document):
         got = "both instances and inputs" if "inputs" in document else "neither instances nor inputs"
         raise InputError(f"body: got {got}, expected one of them")
@@ -58,11 +63,20 @@ def to_message(document: dict[str, Any], call: CallName, model: ServedModel, lim
     inputs, with_dense = inputs_of(model.predictor), call == "Predict"
     in_rows = "instances" in document
     take = _rows if in_rows else _columns
-    table = take(document["instances" if in_rows else "inputs"], inputs, with_dense, limits.max_batch)
+    context = _context(document.get("context"), inputs, call)
+    once = frozenset() if context is None else context.names(inputs)
+    table = take(document["instances" if in_rows else "inputs"], inputs, with_dense, limits.max_batch, once)
     features = table.features(limits.max_ids)
     if with_dense:
         dense = table.numbers(inputs) if table.has_dense else None
-        return ConvertedRequest(encode_predict_request(dense, features, model.name, model.version), in_rows)
+        others: dict[str, Any] = {}
+        if context is not None:
+            others["context"] = context.features(limits.max_ids) if context.has_features else None
+            others["context_inputs"] = context.inputs()
+            if context.has_dense:
+                others["context_inputs"][model.predictor.inputs.dense_name] = context.numbers(inputs)
+        message = encode_predict_request(dense, features, model.name, model.version, inputs=table.inputs(), **others)
+        return ConvertedRequest(message, in_rows)
     return ConvertedRequest(encode_lookup_request(features, model.name, model.version), in_rows)
 
 
@@ -72,22 +86,62 @@ def _check_signature(name: Any, call: CallName) -> None:
 
 
 class _Table:
-    """The cells of B samples: B cells of each feature, and one row of dense numbers per sample (empty: no dense input)."""
+    """The cells of B samples: B cells of each feature and named input, and one row of dense numbers per sample (empty: no
+    dense input)."""
 
     def __init__(
-        self, in_rows: bool, features: tuple[str, ...], cells: Sequence[_Cells], dense: tuple[str, ...], rows: _Cells
+        self,
+        field: str,
+        batch: int,
+        cells: Mapping[str, _Cells],
+        dense: tuple[str, ...],
+        rows: _Cells,
+        others: Mapping[str, _Cells],
     ) -> None:
-        self._in_rows = in_rows
-        self._features = features
-        self._cells = cells
+        self._field = field
+        self._features = tuple(cells)
+        self._cells = list(cells.values())
         self._dense = dense
         self._rows = rows
-        self._batch = len(cells[0])
+        self._others = others
+        self._batch = batch
+
+    def names(self, inputs: ModelInputs) -> frozenset[str]:
+        """The inputs of the table; ``dense`` under the name of its list."""
+        return frozenset((*self._features, *self._others, *([inputs.dense] if self._dense else ())))
+
+    @property
+    def has_features(self) -> bool:
+        """Whether the table has features."""
+        return bool(self._features)
 
     @property
     def has_dense(self) -> bool:
         """Whether the request has dense numbers."""
         return bool(self._dense)
+
+    def inputs(self) -> dict[str, InputArrays]:
+        """The named inputs of the request; raises InputError."""
+        return {name: self._named(name, list(cells)) for name, cells in self._others.items()}
+
+    def _named(self, name: str, cells: list[Any]) -> InputArrays:
+        if dict not in set(map(type, cells)):
+            return as_input(name, cells)
+        values: list[Any] = []
+        weights: list[Any] = []
+        for at, cell in enumerate(cells):
+            pair = cell if type(cell) is dict else {"values": cell}
+            own = pair.get("values")
+            given = pair.get("weights", [1.0] * len(own)) if type(own) is list else None
+            if type(own) is not list or type(given) is not list or len(own) != len(given) or len(pair) > 2:
+                raise InputError(
+                    f"{self._place(name, at)}: got {text_of(cell)}, expected an object with values and as many weights"
+                )
+            values.append(own)
+            weights.append(given)
+        lengths = np.fromiter(map(len, values), np.int32, len(values))
+        flat, heavy = (list(chain.from_iterable(rows)) for rows in (values, weights))
+        return as_input(name, (flat, lengths, heavy))
 
     def features(self, most_ids: int) -> FeatureArrays:
         """The ids and weights of the request; raises InputError."""
@@ -101,8 +155,7 @@ class _Table:
             for name, cells in zip(self._features, self._cells):
                 self._take(name, cells, lengths, ids, weights)
         if len(ids) > most_ids:
-            field = "instances" if self._in_rows else "inputs"
-            raise InputError(f"{field}: got {len(ids)} ids in all, expected at most {most_ids}")
+            raise InputError(f"{self._field}: got {len(ids)} ids in all, expected at most {most_ids}")
         given = None
         if weights:
             with np.errstate(over="ignore"):  # each was checked against float32's range
@@ -188,7 +241,9 @@ class _Table:
             return np.array(rows, np.float32)
 
     def _place(self, name: str, at: int) -> str:
-        return f"instances[{at}][{name!r}]" if self._in_rows else f"inputs[{name!r}][{at}]"
+        if self._field == "context":
+            return f"context[{name!r}]"
+        return f"instances[{at}][{name!r}]" if self._field == "instances" else f"inputs[{name!r}][{at}]"
 
     def _no_id(self, name: str, at: int, got: Any) -> InputError:
         expected = "an id of 64 bits" if type(got) is int else "ids, which are whole numbers: a list of them, or one"
@@ -203,22 +258,44 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def _rows(rows: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table:
+def _context(given: Any, inputs: ModelInputs, call: CallName) -> _Table | None:
+    """The cells of ``context``, one of each input."""
+    if given is None:
+        return None
+    if call == "Lookup":
+        raise InputError("context: got one with a lookup, expected it with predictions alone")
+    if type(given) is not dict or not given:
+        raise InputError(f"context: got {text_of(given)}, expected an object with inputs by name")
+    by_kind: dict[str, dict[str, list[Any]]] = {"feature": {}, "named": {}, "dense": {}}
+    for name, cell in given.items():
+        by_kind[inputs.kind_in_context(name)][name] = [cell]
+    dense = list(by_kind["dense"].values())
+    if len(dense) > 1:
+        raise InputError(f"context: got {inputs.dense!r} under two names, expected one of them")
+    names = (inputs.dense,) if dense else ()
+    return _Table("context", 1, by_kind["feature"], names, dense[0] if dense else [], by_kind["named"])
+
+
+def _rows(
+    rows: Any, inputs: ModelInputs, with_dense: bool, most: int, in_context: frozenset[str] = frozenset()
+) -> _Table:
     """The cells of ``instances``; every row has the inputs of the first row."""
     if type(rows) is not list:
         raise InputError(f"instances: got {text_of(rows)}, expected a list with one object a sample")
     _check_batch("instances", len(rows), most)
     if set(map(type, rows)) != {dict} or ("ids" in rows[0] and inputs.only() not in (None, "ids")):
         rows = _named(rows, inputs)
-    layout = inputs.layout(tuple(rows[0]), "instances[0]", with_dense=with_dense)
+    layout = inputs.layout(tuple(rows[0]), "instances[0]", with_dense=with_dense, in_context=in_context)
     try:
         if len(set(map(len, rows))) > 1:
             raise KeyError
         cells = list(zip(*map(layout.cells, rows)))
         dense = list(map(layout.numbers, rows)) if layout.dense else []
+        others = list(zip(*map(layout.others, rows))) if layout.named else []
     except KeyError:
         raise _other_inputs(rows) from None
-    return _Table(True, layout.features, cells, layout.dense, dense)
+    by_name = dict(zip(layout.features, cells))
+    return _Table("instances", len(rows), by_name, layout.dense, dense, dict(zip(layout.named, others)))
 
 
 def _named(rows: list[Any], inputs: ModelInputs) -> list[dict[str, Any]]:
@@ -244,7 +321,9 @@ def _other_inputs(rows: list[dict[str, Any]]) -> InputError:
     raise AssertionError("rows that differ, and none that does")
 
 
-def _columns(columns: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table:
+def _columns(
+    columns: Any, inputs: ModelInputs, with_dense: bool, most: int, in_context: frozenset[str] = frozenset()
+) -> _Table:
     """The cells of ``inputs``: by name, a list of one cell per sample, or ``{"ids": [...], "weights": [...]}`` of such
     lists."""
     only = inputs.only()
@@ -252,21 +331,23 @@ def _columns(columns: Any, inputs: ModelInputs, with_dense: bool, most: int) -> 
         columns = {only: columns}
     if type(columns) is not dict:
         raise InputError(f"inputs: got {text_of(columns)}, expected an object with the model's inputs by name")
-    layout = inputs.layout(tuple(columns), "inputs", with_dense=with_dense)
-    lists = {name: _cells(name, columns[name]) for name in (*layout.features, *layout.dense)}
-    batch = len(lists[layout.features[0]])
-    for name, cells in lists.items():
-        if len(cells) != batch:
-            raise InputError(
-                f"inputs[{name!r}]: got {len(cells)} samples, expected {batch} as in {layout.features[0]!r}"
-            )
+    layout = inputs.layout(tuple(columns), "inputs", with_dense=with_dense, in_context=in_context)
+    given = {inputs.dense: inputs.dense_in_forward} if inputs.dense not in columns else {}
+    names = (*layout.features, *layout.dense, *layout.named)
+    lists = {name: _cells(name, columns[given.get(name, name)]) for name in names}
+    first = names[0]
+    batch = len(lists[first])
+    for name in names:
+        if len(lists[name]) != batch and (name not in layout.named or name in inputs.by_sample):
+            raise InputError(f"inputs[{name!r}]: got {len(lists[name])} samples, expected {batch} as in {first!r}")
     _check_batch("inputs", batch, most)
-    cells = [lists[name] for name in layout.features]
+    cells = {name: lists[name] for name in layout.features}
     if layout.dense == (inputs.dense,):
         rows: _Cells = lists[inputs.dense]
     else:
         rows = list(zip(*(_singles(lists[name]) for name in layout.dense)))
-    return _Table(False, layout.features, cells, layout.dense, rows)
+    others = {name: lists[name] for name in layout.named}
+    return _Table("inputs", batch, cells, layout.dense, rows, others)
 
 
 def _cells(name: str, column: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.engine.request import CallName
@@ -10,6 +10,9 @@ from recinfer.serving.server.api_docs.schemas import FLOAT, ModelSchemas, Schema
 from recinfer.serving.server.v1.inputs import inputs_of
 from recinfer.serving.server.v1.requests import SIGNATURES
 from recinfer.serving.wire.limits import Limits
+
+if TYPE_CHECKING:
+    from recinfer.inference.specs import InputSpec
 
 __all__ = ["add_schemas"]
 
@@ -21,13 +24,15 @@ _MISSING_RANKS = {
 
 
 def add_schemas(model: ServedModel, limits: Limits, schemas: ModelSchemas) -> None:
-    """Add the schemas of the calls that ``model`` answers: ``Predict`` (with a dense part) and ``Lookup``."""
+    """Add the schemas of the calls that ``model`` answers: ``Predict`` (with a dense part) and ``Lookup`` (unless the model
+    computes all ids)."""
     made = _Model(model, limits, schemas)
     if model.predictor.manifest.dense is not None:
         made.predict()
         schemas.examples["PredictRequest"] = made.examples(with_dense=True)
-    made.lookup()
-    schemas.examples["LookupRequest"] = made.examples(with_dense=False)
+    if made.has_lookups():
+        made.lookup()
+        schemas.examples["LookupRequest"] = made.examples(with_dense=False)
 
 
 class _Model:
@@ -40,6 +45,8 @@ class _Model:
         self._weighted = predictor.intake.weighted
         self._tables = self._manifest.feature_tables
         self._info = {feature.name: feature for feature in self._manifest.features}
+        self._computed = {spec.name.split("@")[0] for spec in predictor.features if spec.computed}
+        self._specs = {spec.name: spec for spec in predictor.inputs.specs}
         if self._weighted:
             ids, weights = array_of({"type": "integer", "format": "int64"}, None), array_of(FLOAT, None)
             self._bag = self._add("WeightedIds", object_of({"ids": ids, "weights": weights}, ["ids", "weights"]))
@@ -50,7 +57,8 @@ class _Model:
         """The request and the answer of a prediction."""
         dense = self._manifest.dense
         assert dense is not None
-        needed = [name for name in self._inputs.features if self._info[name].missing == "reject"]
+        needed = [name for name in self._inputs.features if self._missing(name) == "reject"]
+        needed += [info.name for info in self._inputs.named]
         shapes = {output.name: output.shape for output in dense.outputs}
         row = {name: array_of(FLOAT, *shape) for name, shape in shapes.items()}
         column = {name: array_of(FLOAT, None, *shape) for name, shape in shapes.items()}
@@ -61,6 +69,10 @@ class _Model:
         else:
             self._named_response("Predict", row, column)
 
+    def has_lookups(self) -> bool:
+        """Whether tables read the ids of any feature as requests have them."""
+        return any(map(self._is_looked_up, self._inputs.features))
+
     def lookup(self) -> None:
         """The request and the answer of a lookup."""
         row, column = {}, {}
@@ -70,13 +82,25 @@ class _Model:
         self._request("Lookup", [], with_dense=False)
         self._named_response("Lookup", row, column)
 
+    def _context(self, row: dict[str, Schema]) -> Schema:
+        """The schema of a context: any inputs of a row."""
+        properties = dict(row)
+        if self._inputs.num_dense:
+            properties[self._inputs.dense] = array_of(FLOAT, self._inputs.num_dense)
+        about = {"description": "Inputs of one sample that apply to all samples.", "minProperties": 1}
+        return self._add("PredictContext", object_of(properties, []) | about)
+
     def _request(self, call: CallName, needed: list[str], *, with_dense: bool) -> None:
-        row = {name: self._cell(name) for name in self._inputs.features}
+        features = [name for name in self._inputs.features if with_dense or self._is_looked_up(name)]
+        row = {name: self._cell(name) for name in features}
+        if with_dense:
+            row |= {info.name: self._named(info) for info in self._inputs.named}
         column: dict[str, Schema] = {name: array_of(cell, None) for name, cell in row.items()}
-        for name in self._weighted:
+        for name in self._weighted.intersection(column):
             column[name] = {"anyOf": [column[name], self._bags]}
         signature = {"type": "string", "enum": [*SIGNATURES[call], ""]}
         forms = []
+        context = self._context(row) if with_dense else None
         for field, properties in (("instances", row), ("inputs", column)):
             whole = object_of(properties, needed) | {"minProperties": 1}
             if with_dense and self._inputs.num_dense:
@@ -89,7 +113,13 @@ class _Model:
             else:
                 given = self._add(f"{call}Inputs", whole)
             form = object_of({field: given, "signature_name": signature}, [field])
-            forms.append(self._add(f"{call}{'Rows' if field == 'instances' else 'Columns'}", form))
+            name = f"{call}{'Rows' if field == 'instances' else 'Columns'}"
+            forms.append(self._add(name, form))
+            if context is not None:
+                rest = self._add(f"{name}Rest", object_of(whole["properties"], []) | {"minProperties": 1})
+                given = array_of(rest, None) if field == "instances" else rest
+                form = object_of({field: given, "context": context, "signature_name": signature}, [field, "context"])
+                forms.append(self._add(f"{name}InContext", form))
         self._add(f"{call}Request", {"oneOf": forms})
 
     def _add_dense(self, whole: Schema, *, is_row: bool) -> None:
@@ -120,22 +150,50 @@ class _Model:
         forms.append(self._add(f"{call}ColumnsAnswer", object_of({"outputs": columns, **found}, ["outputs"])))
         self._add(f"{call}Response", {"oneOf": forms})
 
+    def _is_looked_up(self, name: str) -> bool:
+        """Whether tables read the ids of the feature as requests have them."""
+        return name in self._tables and name not in self._computed
+
+    def _missing(self, name: str) -> str | int:
+        return self._info[name].missing if name in self._info else "reject"
+
+    def _named(self, info: InputSpec) -> Schema:
+        """A sample's cell of a named input."""
+        one = FLOAT if "float" in info.dtype else {"type": "boolean" if info.dtype == "bool" else "integer"}
+        sizes = [None if isinstance(size, str) else size for size in info.shape[1:]]
+        text = f"{info.path}, {info.expected()}"
+        if info.kind == "jagged":
+            sizes = [None, *sizes]
+        return array_of(one, *sizes) | {"description": f"{text}; {info.facts}." if info.facts else f"{text}."}
+
     def _id(self, name: str) -> Schema:
-        if self._info[name].out_of_range == "default_row":
+        if not self._is_looked_up(name) or self._info[name].out_of_range == "default_row":
             return {"type": "integer", "format": "int64"}
         rows = min(table.rows for table in self._tables[name])
         return {"type": "integer", "format": "int64", "minimum": 0, "maximum": rows - 1}
 
     def _cell(self, name: str) -> Schema:
-        info, one = self._info[name], self._id(name)
-        tables = ", ".join(dict.fromkeys(table.name for table in self._tables[name]))
-        text = f"Ids of table {tables}."
-        if info.missing != "reject":
-            text += " May be left out: " + ("no ids." if info.missing == "empty" else f"the id {info.missing}.")
+        one, missing = self._id(name), self._missing(name)
+        text = "Ids, from which the model computes others."
+        if self._is_looked_up(name):
+            tables = ", ".join(dict.fromkeys(table.name for table in self._tables[name]))
+            text = f"Ids of table {tables}."
+        if missing != "reject":
+            text += " May be left out: " + ("no ids." if missing == "empty" else f"the id {missing}.")
+        if name in self._specs and self._specs[name].facts:
+            text += f" Forward relies on {self._specs[name].facts}."
         forms: list[Schema] = [array_of(one, None), one]
         if name in self._weighted:
             forms.append(self._bag)
         return {"description": text, "anyOf": forms}
+
+    def _count(self, name: str) -> int:
+        """The number of values of a sample in an example."""
+        spec = self._specs.get(name)
+        if spec is None:
+            return 1
+        other = self._specs.get(spec.as_long_as, spec)
+        return spec.per_sample or other.per_sample or 1
 
     def examples(self, *, with_dense: bool) -> dict[str, Any]:
         """Requests of two samples, as rows and as columns."""
@@ -143,10 +201,21 @@ class _Model:
         for at in range(2):
             row: dict[str, Any] = {}
             for name in self._inputs.features:
-                ids = [(at + 1) % min(table.rows for table in self._tables[name])]
-                row[name] = {"ids": ids, "weights": [1.0]} if name in self._weighted else ids
+                if not with_dense and not self._is_looked_up(name):
+                    continue
+                rows_of = min((table.rows for table in self._tables.get(name, ())), default=3)
+                ids = [(at + 1) % rows_of] * self._count(name)
+                if name in self._weighted:
+                    row[name] = {"ids": ids, "weights": [1.0] * len(ids)}
+                    continue
+                row[name] = ids
             if with_dense and self._inputs.num_dense:
                 row[self._inputs.dense] = [0.5] * self._inputs.num_dense
+            for info in self._inputs.named if with_dense else ():
+                one: Any = 0.5 if "float" in info.dtype else at == 1 if info.dtype == "bool" else at
+                for size in reversed(info.shape[1:]):
+                    one = [one] * (size if isinstance(size, int) else 1)
+                row[info.name] = [one] * self._count(info.name) if info.kind == "jagged" else one
             rows.append(row)
         found = {
             "rows": {"instances": rows},

@@ -67,13 +67,15 @@ class SequenceOutput(_message.Message):
     def __init__(self, key: _Optional[str] = ..., dim: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
-    __slots__ = ("model", "version", "features", "dense", "context", "raw", "label")
+    __slots__ = ("model", "version", "features", "dense", "context", "raw", "inputs", "context_inputs", "label")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     DENSE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_INPUTS_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
@@ -81,8 +83,26 @@ class PredictRequest(_message.Message):
     dense: bytes
     context: JaggedFeatures
     raw: bytes
+    inputs: _containers.RepeatedCompositeFieldContainer[NamedInput]
+    context_inputs: _containers.RepeatedCompositeFieldContainer[NamedInput]
     label: str
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ..., context: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., raw: _Optional[bytes] = ..., label: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ..., context: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., raw: _Optional[bytes] = ..., inputs: _Optional[_Iterable[_Union[NamedInput, _Mapping]]] = ..., context_inputs: _Optional[_Iterable[_Union[NamedInput, _Mapping]]] = ..., label: _Optional[str] = ...) -> None: ...
+
+class NamedInput(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "values", "lengths", "weights")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    values: bytes
+    lengths: bytes
+    weights: bytes
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., values: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class NamedTensor(_message.Message):
     __slots__ = ("name", "shape", "values")
@@ -115,7 +135,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
 
 class FeatureInfo(_message.Message):
-    __slots__ = ("name", "table", "rows", "dim", "pooled", "missing", "weighted")
+    __slots__ = ("name", "table", "rows", "dim", "pooled", "missing", "weighted", "computed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +143,7 @@ class FeatureInfo(_message.Message):
     POOLED_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     WEIGHTED_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
     name: str
     table: str
     rows: int
@@ -130,10 +151,31 @@ class FeatureInfo(_message.Message):
     pooled: bool
     missing: str
     weighted: bool
-    def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ..., missing: _Optional[str] = ..., weighted: _Optional[bool] = ...) -> None: ...
+    computed: bool
+    def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ..., missing: _Optional[str] = ..., weighted: _Optional[bool] = ..., computed: _Optional[bool] = ...) -> None: ...
+
+class InputInfo(_message.Message):
+    __slots__ = ("name", "path", "kind", "dtype", "shape", "weighted", "per_sample", "as_long_as")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_FIELD_NUMBER: _ClassVar[int]
+    PER_SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    AS_LONG_AS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    kind: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[str]
+    weighted: bool
+    per_sample: int
+    as_long_as: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[str]] = ..., weighted: _Optional[bool] = ..., per_sample: _Optional[int] = ..., as_long_as: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract", "needs_weights")
+    __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract", "needs_weights", "inputs")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +184,7 @@ class ModelInfo(_message.Message):
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
     FEATURE_CONTRACT_FIELD_NUMBER: _ClassVar[int]
     NEEDS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     features: _containers.RepeatedCompositeFieldContainer[FeatureInfo]
@@ -150,4 +193,5 @@ class ModelInfo(_message.Message):
     plan_hash: str
     feature_contract: str
     needs_weights: bool
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[_Union[FeatureInfo, _Mapping]]] = ..., num_dense: _Optional[int] = ..., precision: _Optional[str] = ..., plan_hash: _Optional[str] = ..., feature_contract: _Optional[str] = ..., needs_weights: _Optional[bool] = ...) -> None: ...
+    inputs: _containers.RepeatedCompositeFieldContainer[InputInfo]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[_Union[FeatureInfo, _Mapping]]] = ..., num_dense: _Optional[int] = ..., precision: _Optional[str] = ..., plan_hash: _Optional[str] = ..., feature_contract: _Optional[str] = ..., needs_weights: _Optional[bool] = ..., inputs: _Optional[_Iterable[_Union[InputInfo, _Mapping]]] = ...) -> None: ...

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.formats.registry import find_row_format
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch.distributed._shard.metadata import ShardMetadata
 
-from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
 from recinfer.errors import ConfigError
+from recinfer.layout.rect import Rect
 
 __all__ = ["placement", "rects_of", "sharding_spec"]
 

@@ -1,1 +1,0 @@
-"""Rectangles of tables on ranks. See docs/explanation/request.md."""

@@ -1,0 +1,1 @@
+"""Rectangles of tables on ranks, below all code that plans, stores or reads tables. See docs/explanation/sharding.md."""

@@ -1,0 +1,241 @@
+"""Models as their users write them, exported by example batches: an archive answers as the model does.
+
+One line of the table is one model; its columns say what the export has to find. Each model is exported once, in float32,
+and answers batches of several sizes, and one user with many candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recinfer.archive.manifest import Manifest
+from recinfer.capture import _read_batch
+from recinfer.errors import InputError
+from recinfer.inference.predictor import Predictor, load
+from recinfer.modules.embedding_configs import DataType
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from tests.archive.models import make_archive
+from tests.zoo import rankers as r
+from tests.zoo import sequences as s
+from tests.zoo.drawing import Draw
+
+BATCHES = (1, 5, 64)
+CANDIDATES = 50
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model and the things that its export has to find.
+
+    Attributes:
+        model: has a static method ``draw`` that gives arguments of forward.
+        inputs: the inputs beside ids, by name; empty where they are one matrix, which ``dense`` carries, or none.
+        per_sample, as_long_as: the facts.
+        computed: the features that the ids program computes.
+        engine: of the dense program.
+        batches: number of example batches; 0: the export makes one.
+        int8: also export with INT8 tables.
+    """
+
+    model: type[nn.Module]
+    inputs: tuple[str, ...] = ()
+    per_sample: dict[str, int] = field(default_factory=dict)
+    as_long_as: dict[str, str] = field(default_factory=dict)
+    computed: tuple[str, ...] = ()
+    engine: str = "onnx"
+    batches: int = 1
+    int8: bool = False
+
+
+# fmt: off
+KINDS = [
+    # Pooled vectors, and inputs of all types
+    Kind(r.DeepFM, batches=0, int8=True),
+    Kind(r.WideAndDeep, batches=0),
+    Kind(r.SeveralTensors, ("price", "shown", "image", "flags")),
+    Kind(r.DictOfTensors, ("age", "price")),
+    Kind(r.IntegerTensor, ("hour", "day")),
+    Kind(r.DenseKeyedTensor, ("price", "image")),
+    Kind(r.DataclassBatch, ("price", "stats"), int8=True),
+    Kind(r.WeightedAndPlain),
+    Kind(r.FeatureProcessed),
+    Kind(r.MMoE, batches=0),
+    Kind(r.PLE),
+    Kind(r.TwoTower),
+    Kind(r.Autocast),
+    Kind(r.BFloat16),
+    Kind(r.FieldAttention),
+    # Ids that forward computes, or takes apart
+    Kind(r.HashedIds, per_sample={"user": 1, "item": 1}, computed=("user", "item", "cross")),
+    Kind(r.ModuloIds, computed=("user", "item"), int8=True),
+    Kind(r.BucketizedDense, ("dense",), computed=("age", "price")),
+    Kind(r.SplitPermuteConcat),
+    Kind(r.ReadsTheKjt),
+    Kind(r.CalledTwice),
+    Kind(r.OneNameTwice),
+    # Sequences
+    Kind(s.DIN, per_sample={"item": 1, "cat": 1}, as_long_as={"hist_cat": "hist"}, int8=True),
+    Kind(s.BST),
+    Kind(s.SASRec, per_sample={"item": 1}),
+    Kind(s.GRU4Rec, per_sample={"item": 1}),
+    Kind(s.Caser),
+    Kind(s.NumericSequence, ("prices",), as_long_as={"prices": "hist"}),
+    Kind(s.SharedTable),
+    Kind(s.NeedIndices),
+    Kind(s.PaddedTensors, ("words", "seen"), batches=2),
+    Kind(s.MaskedSoftmax, per_sample={"item": 1}),
+    Kind(s.SegmentReduce),
+    Kind(s.JaggedSoftmax, per_sample={"item": 1}),
+    Kind(s.FbgemmOperators, per_sample={"item": 1}),
+]
+# fmt: on
+
+
+@pytest.fixture(autouse=True)
+def _plain_attention() -> Iterator[None]:
+    """On an empty history the fast path of attention gives NaN."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A request: ``dense``, features and other inputs."""
+
+    dense: Tensor | None
+    features: KeyedJaggedTensor
+    inputs: dict[str, Any]
+
+
+def request_of(manifest: Manifest, model: nn.Module, arguments: tuple[Any, ...], only: set[str] | None = None) -> Given:
+    """The request that brings ``arguments``; of ``only`` these features."""
+    assert manifest.signature is not None
+    reader, _ = _read_batch(model, arguments)
+    parts = {(found.path, found.part): found.tensor for found in reader.found}
+    bags: dict[str, JaggedTensor] = {}
+    inputs: dict[str, Any] = {}
+    dense = None
+    for info in manifest.signature.inputs:
+        if info.kind == "tensor":
+            tensor = parts[info.path, "tensor"]
+            if manifest.dense is not None and manifest.dense.num_dense:
+                dense = tensor
+            else:
+                inputs[info.name] = tensor
+            continue
+        weights = parts.get((info.path, "weights"))
+        bag = JaggedTensor(parts[info.path, "values"], weights, parts[info.path, "lengths"])
+        if info.kind == "jagged":
+            inputs[info.name] = bag
+        elif only is None or info.name in only:
+            bags[info.name] = bag
+    weights = [bag.weights_or_none() for bag in bags.values()]
+    if any(weight is not None for weight in weights):  # then all features of a request have weights
+        weights = [torch.ones(len(b.values())) if w is None else w for b, w in zip(bags.values(), weights)]
+    features = KeyedJaggedTensor(
+        list(bags),
+        torch.cat([bag.values() for bag in bags.values()]),
+        None if weights[0] is None else torch.cat(weights),  # type: ignore[arg-type]
+        lengths=torch.cat([bag.lengths() for bag in bags.values()]).int(),
+    )
+    return Given(dense, features, inputs)
+
+
+def flat(value: Any) -> list[Tensor]:
+    """The tensors of forward's result, in order."""
+    if isinstance(value, Tensor):
+        return [value.float()]
+    values = value.values() if isinstance(value, dict) else value or ()
+    return [tensor for part in values for tensor in flat(part)]
+
+
+def check(given: dict[str, Tensor], expected: Any, tolerance: float) -> None:
+    for (name, mine), theirs in zip(given.items(), flat(expected), strict=True):
+        assert mine.shape == theirs.shape, name
+        error = float((mine - theirs).abs().max()) / max(1.0, float(theirs.abs().max()))
+        assert error <= tolerance, name
+
+
+def export(kind: Kind, folder: Path, precision: DataType) -> tuple[nn.Module, Predictor]:
+    torch.manual_seed(3)
+    model = kind.model().eval()
+    inputs = [kind.model.draw(Draw(6 + i, 10 + i)) for i in range(kind.batches)]
+    make_archive(folder, model=model, ranks=1, precision=precision, kinds=("table_wise",), inputs=inputs)
+    return model, load(folder / "small.rqa")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.model.__name__)
+def test_an_archive_answers_as_its_model(kind: Kind, tmp_path: Path) -> None:
+    model, predictor = export(kind, tmp_path, DataType.FP32)
+    manifest = predictor.manifest
+    assert manifest.dense is not None
+    assert manifest.signature is not None
+    for batch in BATCHES:
+        arguments = kind.model.draw(Draw(batch, batch))
+        given = request_of(manifest, model, arguments)
+        with torch.no_grad():
+            check(predictor.predict(given.dense, given.features, inputs=given.inputs), model(*arguments), TOLERANCE)
+    check_one_user(kind, model, predictor)
+    ids = manifest.signature.ids
+    assert (
+        tuple(info.name for info in manifest.named_inputs),
+        manifest.signature.per_sample,
+        manifest.signature.as_long_as,
+        () if ids is None else ids.features,
+        manifest.dense.engine,
+    ) == (kind.inputs, kind.per_sample, kind.as_long_as, kind.computed, kind.engine), manifest.dense.onnx_refused
+
+
+def test_free_axes_are_checked(tmp_path: Path) -> None:
+    _, predictor = export(next(kind for kind in KINDS if kind.model is s.PaddedTensors), tmp_path, DataType.FP32)
+    ids, words, seen = s.PaddedTensors.draw(Draw(6, 1))
+    with pytest.raises(InputError, match="input 'seen': got 6 where 'words' has 5; expected the same size"):
+        predictor.predict(None, ids, inputs={"words": words, "seen": torch.cat([seen, seen[:, :1]], 1)})
+    long = {name: value.repeat(1, 5) for name, value in (("words", words), ("seen", seen))}
+    with pytest.raises(InputError, match="input 'words': got an axis of 25; this model takes at most 20"):
+        predictor.predict(None, ids, inputs=long)
+
+
+def check_one_user(kind: Kind, model: nn.Module, predictor: Predictor) -> None:
+    """One user's features as context of many candidates."""
+    draw = Draw(CANDIDATES, 7, one_user=True)
+    arguments = kind.model.draw(draw)
+    names = {i.name for i in predictor.manifest.signature.inputs if i.kind == "ids"}  # type: ignore[union-attr]
+    user = draw.user & names
+    if not user or user == names:
+        return
+    candidates = request_of(predictor.manifest, model, arguments, names - user)
+    users = request_of(predictor.manifest, model, arguments, user)
+    with torch.no_grad():
+        expected = model(*arguments)
+    answer = predictor.predict(candidates.dense, candidates.features, first_sample(users.features), candidates.inputs)
+    check(answer, expected, TOLERANCE)
+
+
+def first_sample(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    bags = [features[key] for key in features.keys()]  # noqa: SIM118
+    counts = [int(bag.lengths()[0]) for bag in bags]
+    weights = None
+    if features.weights_or_none() is not None:
+        weights = torch.cat([bag.weights()[:n] for bag, n in zip(bags, counts)])
+    values = torch.cat([bag.values()[:n] for bag, n in zip(bags, counts)])
+    return KeyedJaggedTensor(features.keys(), values, weights, lengths=torch.tensor(counts, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.int8], ids=lambda kind: kind.model.__name__)
+def test_int8_tables_are_near(kind: Kind, tmp_path: Path) -> None:
+    model, predictor = export(kind, tmp_path, DataType.INT8)
+    arguments = kind.model.draw(Draw(64, 3))
+    given = request_of(predictor.manifest, model, arguments)
+    with torch.no_grad():
+        check(predictor.predict(given.dense, given.features, inputs=given.inputs), model(*arguments), 0.03)
