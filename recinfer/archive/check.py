@@ -156,7 +156,10 @@ def _request(manifest: Manifest, index: int, tensors: Mapping[str, Tensor]) -> R
                 continue
             if tensor.dtype != dtypes[name] or tensor.dim() != (2 if name == "dense" else 1):
                 raise InputError(f"{name} is {tensor.dtype} {list(tensor.shape)}")
-        kjt = KeyedJaggedTensor(features, tensors["values"], tensors.get("weights"), lengths=tensors["lengths"])
+        stride = None if features else _batch_of_inputs(manifest, tensors)
+        kjt = KeyedJaggedTensor(
+            features, tensors["values"], tensors.get("weights"), lengths=tensors["lengths"], stride=stride
+        )
         dense = tensors.get("dense")
         if dense is not None and (len(dense) != kjt.stride() or dense.shape[1] != _num_dense(manifest)):
             raise InputError(f"dense is {list(dense.shape)} for a batch of {kjt.stride()}")
@@ -164,6 +167,18 @@ def _request(manifest: Manifest, index: int, tensors: Mapping[str, Tensor]) -> R
     except InputError as error:
         raise ArchiveError(f"{REQUESTS}: request {index}: {error}", rule="C1") from None
     return Request(dense, kjt, inputs)
+
+
+def _batch_of_inputs(manifest: Manifest, tensors: Mapping[str, Tensor]) -> int:
+    """The number of samples of a golden request without features."""
+    if "dense" in tensors:
+        return len(tensors["dense"])
+    for about in manifest.named_inputs:
+        if about.kind == "jagged":
+            return len(tensors[f"input/{about.name}/lengths"])
+        if about.shape[:1] == ("batch",) and tensors[f"input/{about.name}"].dim():
+            return len(tensors[f"input/{about.name}"])
+    raise InputError("no input has the batch as its first axis")
 
 
 def _stored_input(about: InputInfo, tensors: Mapping[str, Tensor], batch: int) -> Tensor | JaggedTensor:

@@ -371,7 +371,7 @@ class _Sizes:
         tensors = []
         for about in inputs:
             if about.kind == "pooled":
-                batch = request.features.stride() if request.features.keys() else len(request.dense or ())
+                batch = request.features.stride()
                 tensors.append(torch.randn(batch, about.dim, generator=generator))
                 continue
             if about.kind == "table":

@@ -65,12 +65,14 @@ class Samples:
                 ids, rows = values[name], self.rows.get(name)
                 if rows is not None and len(ids) > 1:
                     ids[:2] = torch.tensor([0, rows - 1])
-        ids = torch.cat([values[name].long() for name in self.features])
+        none = torch.zeros(0, dtype=torch.int64)
+        ids = torch.cat([none, *(values[name].long() for name in self.features)])
         features = KeyedJaggedTensor(
             list(self.features),
             ids,
-            lengths=torch.cat([lengths[name] for name in self.features]).int(),
+            lengths=torch.cat([none, *(lengths[name] for name in self.features)]).int(),
             weights=torch.rand(len(ids), generator=generator) + 0.5 if self.weighted else None,
+            stride=batch,
         )
         inputs: dict[str, Tensor | JaggedTensor] = {}
         dense = None

@@ -369,6 +369,24 @@ class HashedIds(nn.Module):
         return self.top(self.ebc(kjt).values())
 
 
+class IdsOfTensors(nn.Module):
+    """No KeyedJaggedTensor among the arguments: forward makes one of tensors of ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = bags("user", "item")
+        self.top = mlp(2 * DIM + 1, 8, 1)
+
+    @staticmethod
+    def draw(d: Draw) -> tuple[Any, ...]:
+        return d.integers(40), d.integers(40), d.floats(1)
+
+    def forward(self, user: Tensor, item: Tensor, price: Tensor) -> Tensor:
+        lengths = torch.ones(2 * user.shape[0], dtype=torch.int32)
+        ids = KeyedJaggedTensor(keys=["user", "item"], values=torch.cat([user, item]), lengths=lengths)
+        return self.top(torch.cat([self.ebc(ids).values(), price], 1))
+
+
 class ModuloIds(nn.Module):
     """All ids modulo the rows, with the lengths of the input."""
 

@@ -75,6 +75,7 @@ KINDS = [
     Kind(r.FieldAttention),
     # Ids that forward computes, or takes apart
     Kind(r.HashedIds, per_sample={"user": 1, "item": 1}, computed=("user", "item", "cross")),
+    Kind(r.IdsOfTensors, ("user", "item", "price"), computed=("user", "item")),
     Kind(r.ModuloIds, computed=("user", "item"), int8=True),
     Kind(r.BucketizedDense, ("dense",), computed=("age", "price")),
     Kind(r.SplitPermuteConcat),
@@ -113,7 +114,7 @@ class Given:
     """A request: ``dense``, features and other inputs."""
 
     dense: Tensor | None
-    features: KeyedJaggedTensor
+    features: KeyedJaggedTensor | None
     inputs: dict[str, Any]
 
 
@@ -139,6 +140,8 @@ def request_of(manifest: Manifest, model: nn.Module, arguments: tuple[Any, ...],
             inputs[info.name] = bag
         elif only is None or info.name in only:
             bags[info.name] = bag
+    if not bags:
+        return Given(dense, None, inputs)
     weights = [bag.weights_or_none() for bag in bags.values()]
     if any(weight is not None for weight in weights):  # then all features of a request have weights
         weights = [torch.ones(len(b.values())) if w is None else w for b, w in zip(bags.values(), weights)]

@@ -18,6 +18,19 @@ from recinfer.serving.wire.json_codec import json_pieces, json_text
 
 __all__ = ["metadata", "status", "to_json"]
 
+_DTYPES = {
+    "float32": "DT_FLOAT",
+    "float64": "DT_DOUBLE",
+    "float16": "DT_HALF",
+    "bfloat16": "DT_BFLOAT16",
+    "int64": "DT_INT64",
+    "int32": "DT_INT32",
+    "int16": "DT_INT16",
+    "int8": "DT_INT8",
+    "uint8": "DT_UINT8",
+    "bool": "DT_BOOL",
+}
+
 _Column = NDArray[Any] | Sequence[NDArray[Any]]
 """An array with one entry per sample, or one array per sample."""
 
@@ -94,6 +107,9 @@ def metadata(model: ServedModel) -> dict[str, Any]:
     inputs = inputs_of(predictor)
     features = {name: _tensor(name, "DT_INT64", -1, -1) for name in inputs.features}
     dense = {inputs.dense: _tensor(inputs.dense, "DT_FLOAT", -1, inputs.num_dense)} if inputs.num_dense else {}
+    for info in inputs.named:
+        sizes = [-1 if isinstance(size, str) else size for size in info.shape]
+        dense[info.name] = _tensor(info.name, _DTYPES[info.dtype], *([-1] if info.kind == "jagged" else []), *sizes)
     signatures = {}
     if predictor.manifest.dense is not None:
         outputs = {
