@@ -20,6 +20,7 @@ import io
 import json
 import os
 import re
+import sys
 import traceback
 import warnings
 import zipfile
@@ -714,6 +715,34 @@ def _regroup_as_dict(
     return dict(zip(keys, _regroup(keyed_tensors, groups)))
 
 
+def _batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``batch_norm`` that does not ask whether a tensor is empty, where its size is a number read from a tensor."""
+
+    def batch_norm(
+        input: Tensor,  # torch's own name of the argument
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if training or running_mean is None or running_var is None or not _has_read_size(input):
+            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        factor = torch.rsqrt(running_var + eps)
+        factor = factor if weight is None else factor * weight
+        shift = -running_mean * factor if bias is None else bias - running_mean * factor
+        column = [-1] + [1] * (input.dim() - 2)
+        return input * factor.reshape(column) + shift.reshape(column)
+
+    return batch_norm
+
+
+def _has_read_size(tensor: Tensor) -> bool:
+    return bool(torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(list(tensor.shape)))
+
+
 # ------------------------------------------------------------------------------------------------- example batches
 
 
@@ -1029,14 +1058,20 @@ class _Whole(nn.Module):
         self,
         model: nn.Module,
         build: Callable[[Sequence[Tensor]], tuple[Any, Any]],
+        batched: Sequence[bool],
         keep: Callable[[tuple[str, ...], Any], None],
     ) -> None:
         super().__init__()
         self.model = model
+        self._batched = [index for index, is_batch in enumerate(batched) if is_batch]
         self.__dict__["_build"] = build
         self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # All inputs have one number of samples, also where forward only slices one by the size of another (labels).
+        for one, other in zip(self._batched, self._batched[1:]):
+            if tensors[one].shape[0] != tensors[other].shape[0]:
+                raise CaptureError("the inputs of the trace differ in their numbers of samples")
         args, kwargs = self.__dict__["_build"](tensors)
         outputs: dict[str, Tensor] = {}
         structure = _structure(self.model(*args, **kwargs), "", outputs)
@@ -1097,13 +1132,12 @@ def trace(
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
-    whole = _Whole(body, read[0][1], lambda *result: results.append(result)).eval()
+    whole = _Whole(body, read[0][1], sampled.batched, lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in free} for free in sampled.free)
     notes = _Notes()
     with _patched(), torch.no_grad(), notes:
         try:
-            # prefer_deferred_runtime_asserts: no; an inequality of sizes has to show as a guard.
-            program = torch.export.export(whole, tuple(sampled.tensors), dynamic_shapes=(axes,), strict=False)
+            program = _exported(whole, tuple(sampled.tensors), axes)
         except CaptureError:
             raise
         except Exception as error:
@@ -1127,6 +1161,54 @@ def trace(
         tuple(example.tensor for example in examples),
         at_most,
     )
+
+
+def _exported(whole: _Whole, tensors: tuple[Tensor, ...], axes: Any) -> ExportedProgram:
+    def export() -> ExportedProgram:
+        # prefer_deferred_runtime_asserts: no; an inequality of sizes has to show as a guard.
+        return torch.export.export(whole, tensors, dynamic_shapes=(axes,), strict=False)
+
+    try:
+        return export()
+    except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode as error:
+        lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
+        if not any(re.search(r"\bint\(", line) for line in lines):
+            raise
+    with _traced_int(whole.model):
+        return export()
+
+
+@contextlib.contextmanager
+def _traced_int(model: nn.Module) -> Iterator[None]:
+    """Lets ``int(x)`` in the packages of the model's classes return a traced size, which Python's ``int`` cannot."""
+    packages = {kind.__module__.partition(".")[0] for module in model.modules() for kind in type(module).__mro__}
+    packages -= {"torch", "torchrec", "recinfer", "fbgemm_gpu", "builtins", __name__}
+    files = [
+        file
+        for name, file in list(sys.modules.items())
+        if name.partition(".")[0] in packages and name != __name__ and "int" not in vars(file)
+    ]
+    for file in files:
+        vars(file)["int"] = _Int
+    try:
+        yield
+    finally:
+        for file in files:
+            del vars(file)["int"]
+
+
+class _IntType(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+    def __call__(cls, value: Any = 0, *base: Any) -> Any:
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            value = value.item()
+        return value if isinstance(value, torch.SymInt) else int(value, *base)
+
+
+class _Int(metaclass=_IntType):
+    """``int`` for the model's own files while a trace runs."""
 
 
 def _slots(
@@ -1246,8 +1328,6 @@ def _title(slot: Slot) -> str:
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
     """Replaces functions that a trace cannot follow, of all packages that are loaded."""
-    import sys
-
     saved: list[tuple[Any, str, Any]] = []
 
     def put(owner: Any, name: str, value: Any) -> None:
@@ -1269,6 +1349,7 @@ def _patched() -> Iterator[None]:
             "forward",
             lambda self, tensors: _regroup_as_dict(tensors, self._groups, self._keys),
         )
+    put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
     detect = nn.modules.transformer._detect_is_causal_mask
@@ -1276,7 +1357,7 @@ def _patched() -> Iterator[None]:
         nn.modules.transformer, "_detect_is_causal_mask", lambda *args: False if args[1:2] != (True,) else detect(*args)
     )
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # torch prints graphs there
             warnings.simplefilter("ignore")
             yield
     finally:

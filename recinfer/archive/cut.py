@@ -17,7 +17,7 @@ from recinfer.archive.manifest import DenseInput, InputInfo, Signature
 from recinfer.archive.samples import Samples
 from recinfer.archive.split import ComputedFeature, ModuleLookup, Split, split
 from recinfer.archive.user_axis import split_user
-from recinfer.capture import Captured, CaptureError, Slot, trace
+from recinfer.capture import Captured, CaptureError, Slot, brief, trace
 from recinfer.errors import ConfigError
 
 __all__ = ["Cut", "UserParts", "cut_captured", "cut_model"]
@@ -395,10 +395,16 @@ class _Sizes:
 
 def _check_outputs(dense: Part) -> dict[str, tuple[int, ...]]:
     """Output name -> its shape behind the batch; raises ConfigError for an output that is not a batch."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for batch in (3, 6):
-        with torch.no_grad():
-            outputs = dense.module(*dense.example(batch, 0))
+        try:
+            with torch.no_grad():
+                outputs = dense.module(*dense.example(batch, 0))
+        except (RuntimeError, IndexError) as error:
+            raise ConfigError(
+                f"forward fails on a random request ({type(error).__name__}: {brief(error)}); it relies on more than the "
+                f"numbers of values and samples, as that one input counts the values of another, which no request can state"
+            ) from error
         for name, value in outputs.items():
             if value.dim() < 1 or value.shape[0] != batch:
                 raise ConfigError(
@@ -406,5 +412,11 @@ def _check_outputs(dense: Part) -> dict[str, tuple[int, ...]]:
                     f"first dimension (remove the loss and other summaries from an inference model; where each sample has "
                     f"one id, .to_padded_dense(1).squeeze(1) of an unpooled feature is [samples, dim])"
                 )
-            shapes[name] = tuple(value.shape[1:])
+            shape = tuple(value.shape[1:])
+            if shapes.setdefault(name, shape) != shape:
+                raise ConfigError(
+                    f"each sample of output {name!r} has shape {shapes[name]} in a batch of 3 and {shape} in a batch of "
+                    f"{batch}; it may not depend on the other samples (as each user's score for all items of a batch does): "
+                    f"export the towers, or the score of a sample's own item"
+                )
     return shapes

@@ -506,3 +506,10 @@ def test_the_width_of_dense_inputs_that_a_product_from_the_left_reads_first() ->
     model = Model(forward)
     del model.other
     assert cut(model).num_dense == 3
+
+
+def test_an_output_may_not_depend_on_the_other_samples() -> None:
+    model = Model(lambda self, dense, ids: (lambda x: x @ x.T)(direct(self, dense, ids)))
+    model.other = nn.Identity()
+    with pytest.raises(ConfigError, match=r"shape \(3,\) in a batch of 3 and \(6,\) in a batch of 6"):
+        cut(model, 3)

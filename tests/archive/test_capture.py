@@ -1,0 +1,139 @@
+"""The trace of a model that another environment holds: classes of other packages, sizes read from tensors."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recinfer.capture import Captured, CaptureError, capture
+from recinfer.sparse.jagged_tensor import KeyedTensor
+
+
+@dataclass
+class Batch:
+    """A batch in the manner of TorchEasyRec."""
+
+    dense_features: dict[str, KeyedTensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    labels: dict[str, Tensor] = field(default_factory=dict)
+    batch_size: int = -1
+
+
+def _batch(size: int) -> Batch:
+    generator = torch.Generator().manual_seed(size)
+    return Batch(
+        {"base": KeyedTensor(["a", "b"], [3, 2], torch.randn(size, 5, generator=generator))},
+        {
+            "rows": torch.randn(size, 9, 4, generator=generator),
+            "lengths": torch.randint(2, 9, (size,), generator=generator),
+        },
+        {"clk": torch.randint(0, 2, (size,), generator=generator)},
+        size,
+    )
+
+
+def _check(model: nn.Module, captured: Captured) -> None:
+    """Compare the trace with the model on batches of other sizes."""
+    program = captured.program.module(check_guards=False)
+    for size in (2, 4, 64):
+        batch = _batch(size)
+        tensors = [
+            *batch.dense_features["base"].values().split([3, 2], 1),
+            batch.tensors["rows"],
+            batch.tensors["lengths"],
+            batch.labels["clk"],
+        ]
+        with torch.no_grad():
+            torch.testing.assert_close(program(*tensors)[0], model(batch))
+
+
+class Padded(nn.Module):
+    """Reads the longest history as a number, as padding by it does."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, affine=False) if norm else nn.Identity()
+        for name, buffer in self.norm.named_buffers():
+            if name != "num_batches_tracked":
+                buffer.uniform_(0.5, 1.5)
+
+    def forward(self, batch: Batch) -> Tensor:
+        lengths = batch.tensors["lengths"]
+        longest = int(torch.max(lengths).item())
+        rows = self.norm(batch.tensors["rows"][:, :longest].transpose(1, 2)).transpose(1, 2)
+        mask = torch.arange(longest) < lengths.unsqueeze(1)
+        return torch.where(mask.unsqueeze(2), rows, 0.0).sum(1)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_int_of_a_number_in_a_tensor_may_be_a_size(norm: bool) -> None:
+    model = Padded(norm).eval()
+    _check(model, capture(model, (_batch(6),)))
+    assert "int" not in globals()
+
+
+class Sliced(nn.Module):
+    """Takes the number of samples from the labels."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        size = batch.labels["clk"].size(0)
+        return batch.tensors["rows"][:size].sum(1) + batch.dense_features["base"]["a"][:, :1]
+
+
+def test_labels_may_tell_the_number_of_samples() -> None:
+    model = Sliced().eval()
+    captured = capture(model, (_batch(6),))
+    _check(model, captured)
+    assert [slot.shape[0] for slot in captured.slots] == ["batch"] * 5
+
+
+class KTRegroupAsDict(nn.Module):
+    """As TorchRec's, whose first call computes what the others need."""
+
+    def __init__(self, groups: list[list[str]], keys: list[str]) -> None:
+        super().__init__()
+        self._groups, self._keys = groups, keys
+
+    def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
+        return {
+            key: torch.cat([keyed_tensors[0][name] for name in names], 1)
+            for key, names in zip(self._keys, self._groups)
+        }
+
+
+class Regrouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.regroup = KTRegroupAsDict([["b", "a"], ["b"]], ["deep", "wide"])
+
+    def forward(self, batch: Batch) -> Tensor:
+        groups = self.regroup([batch.dense_features["base"]])
+        return groups["deep"] * groups["wide"].sum(1, keepdim=True)
+
+
+def test_a_module_that_regroups_is_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("torchrec.modules.regroup")
+    module.KTRegroupAsDict = KTRegroupAsDict
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    forward = KTRegroupAsDict.forward
+    model = Regrouped().eval()
+    _check(model, capture(model, (_batch(6),)))
+    assert KTRegroupAsDict.forward is forward
+
+
+class Branching(nn.Module):
+    def forward(self, batch: Batch) -> Tensor:
+        rows = batch.tensors["rows"]
+        return rows.sum(1) if rows.sum() > 0 else rows.mean(1)
+
+
+def test_a_refusal_prints_no_graph(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CaptureError, match="depends on the numbers in a tensor"):
+        capture(Branching(), (_batch(6),))
+    assert capfd.readouterr().err == ""
