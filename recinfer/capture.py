@@ -1275,8 +1275,9 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
                 at_most[str(slot.shape[axis])] = int(sizes.upper)
                 continue
             limits = f"at least {sizes.lower}" if sizes.lower > 2 else f"at most {sizes.upper}"
+            what = "the number of samples" if slot.shape[axis] == "batch" else f"size {axis} of {_title(slot)}"
             raise CaptureError(
-                f"forward takes another way unless size {axis} of {_title(slot)} is {limits}; write it without a branch on a "
+                f"forward takes another way unless {what} is {limits}; write it without a branch on a "
                 f"size (torch.where), or give the axis a fixed size"
             )
     return at_most

@@ -55,10 +55,6 @@ def branch(self, ids, dense, x):
     return x
 
 
-def longest(self, ids, dense, x):
-    return x + self.ec(ids)["hist"].to_padded_dense(int(ids.lengths().max())).sum(1)
-
-
 def size_branch(self, ids, dense, x):
     return x * 2 if dense.shape[0] > 10 else x
 
@@ -110,8 +106,7 @@ def plain(self, ids, dense, x):
 # fmt: off
 FORWARDS = [
     (branch, r"at test_refused\.py:\d+, in branch: `if x\.sum\(\) > 0:`.*depends on the numbers in a tensor; write torch\.where"),
-    (longest, r"in longest.*x\.item\(\) for int\(x\)"),
-    (size_branch, "another way unless size 0 of dense is at most 10; .*torch.where"),
+    (size_branch, "another way unless the number of samples is at most 10; .*torch.where"),
     (random, "draws random numbers by aten.rand.default at .*self.training"),
     (dropout, "draws random numbers by aten.dropout.default at .*self.training"),
     (packed, "packs a padded sequence at test_refused.py.*on the padded sequence"),
