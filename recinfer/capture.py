@@ -1264,7 +1264,8 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
     """
     names = set(program.graph_signature.user_inputs)
     nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
-    ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items()}
+    # Torch also lists products such as 2*s0, whose limits follow from those of the symbol.
+    ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items() if str(symbol).isidentifier()}
     at_most: dict[str, int] = {}
     for node, slot in zip(nodes, slots, strict=True):
         for axis, size in enumerate(node.meta["val"].shape):
