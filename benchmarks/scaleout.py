@@ -82,7 +82,6 @@ def build(folder: Path, dim: int, sharding: str) -> Path:
         out,
         name="bench",
         version="1",
-        num_dense=DENSE,
         progress=False,
     )
     return out

@@ -84,7 +84,6 @@ def build(folder: Path, over: list[int]) -> Path:
         out,
         name="bench",
         version="1",
-        num_dense=DENSE,
         progress=False,
     )
     return out

@@ -123,7 +123,7 @@ def build_store(folder: Path, rows: int = 20_000) -> Path:
         own = model("cpu")
         reader = CheckpointReader(save_checkpoint(folder / version, own, model_name=NAME, model_version=version))
         out = store / NAME / version
-        export_archive(model("meta"), reader, plan, out, name=NAME, version=version, num_dense=DENSE, progress=False)
+        export_archive(model("meta"), reader, plan, out, name=NAME, version=version, progress=False)
         new = copy.deepcopy(own)
         with torch.no_grad():
             for parameter in new.parameters():

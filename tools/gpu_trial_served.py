@@ -103,7 +103,7 @@ def build(folder: Path, rows: int) -> Path:
     checkpoint = save_checkpoint(folder / "checkpoint", model("cpu"), model_name="trial", model_version="1")
     plan, out = plan_inference(model("meta"), world_size=1, precision=DataType.INT8), folder / "trial.rqa"
     reader = CheckpointReader(checkpoint)
-    export_archive(model("meta"), reader, plan, out, name="trial", version="1", num_dense=DENSE, progress=False)
+    export_archive(model("meta"), reader, plan, out, name="trial", version="1", progress=False)
     return out
 
 

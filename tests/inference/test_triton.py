@@ -71,7 +71,7 @@ from recinfer.quant.lookup import PooledLookup
 from recinfer.quant.rows import slice_packed_columns
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_request
 print(choose_kernel("cuda"))
-model = load({str(archive.root)!r})
+model = recinfer.load({str(archive.root)!r})
 print(model.predict(torch.ones(3, NUM_DENSE), make_request(RANKER_ROWS, 3, seed=1))["output"].shape)
 assert sys.modules["fbgemm_gpu"] is None
 """

@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     reader = CheckpointReader(save_checkpoint(folder / "checkpoint", model, model_name="tiny", model_version="1"))
     on_meta = copy.deepcopy(model).to("meta")
     plan = plan_inference(on_meta, world_size=1, precision=DataType.INT8)
-    options = {"name": "tiny", "version": "1", "num_dense": NUM_DENSE, "contract": CONTRACT, "progress": False}
+    options = {"name": "tiny", "version": "1", "contract": CONTRACT, "progress": False}
     options["missing"] = {"history": "empty", "shop": "empty"}
     export_archive(on_meta, reader, plan, folder / "tiny.rqa", **options)
     with Server({"tiny": load(folder / "tiny.rqa")}) as running:

@@ -196,7 +196,7 @@ exporter, provider = InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
 trace.set_tracer_provider(provider)
 parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-with Server({"tiny": load(sys.argv[1])}, http_port=0) as server:
+with Server({"tiny": recinfer.load(sys.argv[1])}, http_port=0) as server:
     with grpc.insecure_channel(server.target) as channel:
         call = channel.unary_unary(f"/{SERVICE_NAME}/GetModel")
         call(b"", metadata=(("traceparent", parent), ("x-request-id", "abc")))

@@ -360,8 +360,8 @@ def test_calls_that_are_over_leave_nothing_to_the_garbage_collector(predictor: P
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_stop_the_serving_process(archive: Path, number: signal.Signals):
     script = (
-        "import sys; from recinfer.inference.predictor import load; from recinfer.serving.server import Server, serve\n"
-        "server = Server({'tiny': load(sys.argv[1])})\n"
+        "import sys, recinfer; from recinfer.serving.server import Server, serve\n"
+        "server = Server({'tiny': recinfer.load(sys.argv[1])})\n"
         "serve(server, on_ready=lambda: print(server.port, flush=True)); print('stopped', flush=True)"
     )
     with (
@@ -388,7 +388,7 @@ def test_a_signal_ends_serving_whatever_lock_this_thread_holds(archive: Path) ->
         "            return bool(sum(range(10**6)))\n"
         "def ready():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "serve(Server({'m': load(sys.argv[1])}), on_ready=ready, stop=Interrupted())\n"
+        "serve(Server({'m': recinfer.load(sys.argv[1])}), on_ready=ready, stop=Interrupted())\n"
         "print('stopped')\n"
     )
     ended, out, err = run_program(code, archive)
