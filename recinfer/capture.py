@@ -18,6 +18,7 @@ import copy
 import inspect
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -310,10 +311,6 @@ def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool
 
 # ------------------------------------------------------------------------------------------------- lookup operators
 
-_LIBRARY = torch.library.Library("recinfer", "DEF")
-_LIBRARY.define("pooled(int module, Tensor[] values, Tensor[] lengths, Tensor[] weights, int dim) -> Tensor")
-_LIBRARY.define("rows(int module, int output, Tensor values, Tensor lengths, int dim) -> Tensor")
-
 
 def _pooled(module: int, values: list[Tensor], lengths: list[Tensor], weights: list[Tensor], dim: int) -> Tensor:
     return lengths[0].new_empty((lengths[0].shape[0], dim), dtype=torch.float32)
@@ -323,10 +320,21 @@ def _rows(module: int, output: int, values: Tensor, lengths: Tensor, dim: int) -
     return values.new_empty((values.shape[0], dim), dtype=torch.float32)
 
 
-_LIBRARY.define("table(int module, int table, int rows, int dim) -> Tensor")
-torch.library.register_fake("recinfer::table", lambda _, __, rows, dim: torch.empty((rows, dim)), lib=_LIBRARY)
-torch.library.register_fake("recinfer::pooled", _pooled, lib=_LIBRARY)
-torch.library.register_fake("recinfer::rows", _rows, lib=_LIBRARY)
+def _table(module: int, table: int, rows: int, dim: int) -> Tensor:
+    return torch.empty((rows, dim))
+
+
+_OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "pooled(int module, Tensor[] values, Tensor[] lengths, Tensor[] weights, int dim) -> Tensor": _pooled,
+    "rows(int module, int output, Tensor values, Tensor lengths, int dim) -> Tensor": _rows,
+    "table(int module, int table, int rows, int dim) -> Tensor": _table,
+}
+_LIBRARY = torch.library.Library("recinfer", "FRAGMENT")
+for _schema, _shape_of in _OPERATORS.items():
+    _name = _schema.partition("(")[0]
+    if not hasattr(torch.ops.recinfer, _name):  # a copy of this file may be imported beside recinfer
+        _LIBRARY.define(_schema)
+        torch.library.register_fake(f"recinfer::{_name}", _shape_of, lib=_LIBRARY)
 
 
 @dataclass(frozen=True)
@@ -1358,11 +1366,15 @@ def _patched() -> Iterator[None]:
     put(
         nn.modules.transformer, "_detect_is_causal_mask", lambda *args: False if args[1:2] != (True,) else detect(*args)
     )
+    sizes_log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = sizes_log.level
+    sizes_log.setLevel(logging.ERROR)  # warnings about lines of code that torch cannot find help no user
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # torch prints graphs there
             warnings.simplefilter("ignore")
             yield
     finally:
+        sizes_log.setLevel(level)
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for owner, name, value in reversed(saved):
             setattr(owner, name, value)

@@ -48,12 +48,15 @@ class _Rows:
         out.copy_(self._tensor[start:stop] if self.shape else self._tensor)
 
     def read_blocks(self, start: int, stop: int, block: Tensor) -> Iterator[tuple[int, int]]:
-        """Never called, since no tensor is :meth:`plain`."""
-        raise NotImplementedError
+        """Fill the first rows of ``block`` with rows ``start`` to ``stop``, block by block; yields (first, last)."""
+        for first in range(start, stop, len(block)):
+            last = min(first + len(block), stop)
+            block[: last - first].copy_(self._tensor[first:last])
+            yield first, last
 
     def plain(self, dtype: torch.dtype) -> bool:
-        """False: rows are copied."""
-        return False
+        """Whether :meth:`read_blocks` gives rows of ``dtype``."""
+        return bool(self.shape)
 
     def read_ahead(self, start: int, stop: int) -> None:
         """No work: the rows are in memory."""
