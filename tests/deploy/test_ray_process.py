@@ -16,7 +16,9 @@ from recinfer.deploy.ray.records import Server
 ROOT = Path(__file__).resolve().parents[2]
 START = (
     "import os, signal, subprocess, sys, threading, time\n"
-    "POLITE = 'import signal,sys,time; signal.signal(15, lambda *_: sys.exit(7)); print(\"up\", flush=True); time.sleep(600)'\n"
+    # A signal that comes just before a sleep begins is handled after it, so the sleeps are short.
+    'POLITE = \'import signal,sys,time; signal.signal(15, lambda *_: sys.exit(7)); print("up", flush=True); '
+    "[time.sleep(0.1) for _ in range(6000)]'\n"
     "found = []\n"
     "def start():\n"
     "    command = [sys.executable, '-m', 'recinfer.deploy.ray.child', str(os.getpid()), sys.executable, '-c', POLITE]\n"
