@@ -196,6 +196,11 @@ def _user_parts(
         raise ConfigError(
             f"user: forward has no input {unknown[0]!r}; its inputs are {', '.join(info.name for info in infos)}"
         )
+    if parts.computed:
+        raise ConfigError(
+            f"user: forward computes the ids of {parts.computed[0].name!r}, and the user's part runs once only where forward passes "
+            f"all ids on; compute them before the request, or leave user out"
+        )
     if all(info.name in names for info in infos if info.kind == "ids"):
         raise ConfigError("user: all features are the user's, so that nothing tells candidates apart; name fewer")
     owned = {about.name for about in inputs if sizes.features_of(about, infos) <= set(names)}
@@ -344,8 +349,6 @@ class _Sizes:
             names = {self._features[about.module or "", about.feature or ""]}
         else:
             names = {about.feature or ""}
-        if names & {feature.name for feature in self._parts.computed}:
-            return {info.name for info in infos}  # ids that a program computes may depend on any input
         return names
 
     def example(self, inputs: Sequence[DenseInput], batch: int, seed: int) -> list[Tensor]:

@@ -113,5 +113,5 @@ class Samples:
     def _tensor(self, info: InputInfo, batch: int, generator: torch.Generator) -> Tensor:
         example = self.examples[info.name, "tensor"]
         if info.shape[:1] != ("batch",):
-            return example
+            return example.clone()
         return example[torch.randint(0, len(example), (batch,), generator=generator)]

@@ -65,10 +65,11 @@ class Call:
         most = max(sizes.values(), default=0)
         own = {name: parts for name, parts in features.items() if sizes[name] == 1 < most}
         rest = {name: parts for name, parts in features.items() if name not in own}
+        batched = {i.name for i in signature.inputs if i.kind == "jagged" or i.shape[:1] == ("batch",)}
         once = {
             name: value
             for name, value in inputs.items()
-            if most > 1 and len(value.lengths() if isinstance(value, JaggedTensor) else value) == 1
+            if most > 1 and name in batched and len(value.lengths() if isinstance(value, JaggedTensor) else value) == 1
         }
         return PredictInputs(
             None,

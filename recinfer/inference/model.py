@@ -31,7 +31,7 @@ from recinfer.inference.named_inputs import NamedInputs
 from recinfer.inference.results import LookupResult, feature_specs, on_host, selected
 from recinfer.inference.stages import Stages
 from recinfer.inference.states import States, at_one_state
-from recinfer.inference.user_programs import UserPrograms
+from recinfer.inference.user_programs import TensorOf, UserPrograms
 from recinfer.inference.whole_tables import read_whole_tables
 from recinfer.quant.transfers import to_device, to_host
 
@@ -262,7 +262,9 @@ class LoadedModel(States):
 
     @at_one_state
     def run_engine(self, tensors: Sequence[Tensor], batch: int) -> list[Tensor]:
-        """Run the dense part on its inputs of ``batch`` samples, in the manifest's order. Only its outputs come back to the host, together.
+        """Run the dense part on its inputs of ``batch`` samples, in the manifest's order.
+
+        Only its outputs come back to the host, together.
 
         Without samples nothing is run: torch and onnxruntime differ in what they make of an empty batch, and
         onnxruntime's recurrent layers end the process.
@@ -272,6 +274,17 @@ class LoadedModel(States):
             return [torch.empty(shape) for shape in self._no_outputs]
         start = time.perf_counter()
         outputs = to_host(self._engine([self.to_device(tensor) for tensor in tensors]))
+        self.stages.add("dense", time.perf_counter() - start)
+        return outputs
+
+    def run_user(self, user_of: TensorOf, tensor_of: TensorOf, batches: Sequence[int]) -> list[Tensor]:
+        """Run the dense part in two: see :meth:`recinfer.inference.user_programs.UserPrograms.run`."""
+        assert self.user is not None
+        start = time.perf_counter()
+        outputs = self.user.run(
+            lambda about: self.to_device(user_of(about)), lambda about: self.to_device(tensor_of(about)), batches
+        )
+        outputs = to_host(outputs)
         self.stages.add("dense", time.perf_counter() - start)
         return outputs
 

@@ -35,6 +35,7 @@ class NamedInputs:
         specs: all inputs of forward.
         infos: the named inputs of requests.
         names: their names.
+        batched: names of those that have a part for each sample.
         dense_name: the name of the matrix that ``dense`` carries, or "".
         mergeable: whether requests may be concatenated: every tensor has the batch as its only free axis.
     """
@@ -44,6 +45,7 @@ class NamedInputs:
         self.specs = input_specs(manifest)
         self.names = frozenset(info.name for info in manifest.named_inputs)
         self.infos = tuple(spec for spec in self.specs if spec.name in self.names)
+        self.batched = frozenset(i.name for i in self.infos if i.kind == "jagged" or i.shape[:1] == ("batch",))
         self._by_name = {info.name: info for info in self.infos}
         self._per_sample = {} if signature is None else signature.per_sample
         self._as_long_as = {} if signature is None else signature.as_long_as

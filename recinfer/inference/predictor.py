@@ -17,14 +17,16 @@ from recinfer.archive.check import Answer, Request, compare_answers, input_tenso
 from recinfer.archive.reader import open_archive
 from recinfer.columns import as_matrix
 from recinfer.errors import ArchiveError, RecinferError, UnavailableError
-from recinfer.inference.bags import Features, bags_of
+from recinfer.inference.bags import Features, bags_of, merge_bags
 from recinfer.inference.lookups import LookupsOf, Steps, run_now
 from recinfer.inference.model import LoadedModel
+from recinfer.inference.named_inputs import GivenInput
 from recinfer.inference.results import FeatureSpec, LookupResult, Outputs, tensors_of
 from recinfer.inference.states import at_one_state
 from recinfer.inference.together import PredictInputs, lookup_many, lookup_one, predict_many, predict_one
 from recinfer.quant.outputs import keep_outputs
 from recinfer.quant.transfers import to_host
+from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["FeatureSpec", "LookupResult", "Predictor", "load"]
 
@@ -148,15 +150,18 @@ class Predictor(LoadedModel):
 
     @at_one_state
     def check_user(self) -> None:
-        """Run the golden requests of one sample with the user's inputs as their context; raises ArchiveError (C2) if the
-        user and candidates programs answer otherwise than the dense program."""
+        """Run the golden requests of one sample with the user's inputs as their context and the sample as two candidates.
+
+        Raises:
+            ArchiveError: the user and candidates programs answer otherwise than the dense program (C2).
+        """
         if self.user is None:
             return
         for index, (request, _) in enumerate(read_requests(self.archive)):
             if request.features.stride() != 1:
                 continue
             expected = self.replay(request).outputs
-            found = self._predict_with_context(request)
+            found = self._two_candidates(request)
             for name, tensor in zip(self.output_names, expected):
                 if not torch.allclose(found[name], tensor, rtol=_MERGE_RELATIVE, atol=_MERGE_ABSOLUTE):
                     raise ArchiveError(
@@ -166,20 +171,23 @@ class Predictor(LoadedModel):
                         rule="C2",
                     )
 
-    def _predict_with_context(self, request: Request) -> Outputs:
-        """The outputs of a request of one sample whose user's inputs are its context."""
+    def _two_candidates(self, request: Request) -> Outputs:
+        """The outputs of a request of one sample, which is given as two equal candidates of one user."""
         assert self.user is not None
-        names = self.user.names
+        names, dense_name = self.user.names, self.inputs.dense_name
         bags = bags_of(request.features)
         own = tuple(key for key in bags.keys if key in names)
-        rest = tuple(key for key in bags.keys if key not in names)
-        once = {name: value for name, value in request.inputs.items() if name in names}
-        dense = request.dense
-        if dense is not None and self.inputs.dense_name in names:
-            once, dense = once | {self.inputs.dense_name: dense}, None
-        inputs = {name: value for name, value in request.inputs.items() if name not in names}
+        rest = bags.arranged(tuple(key for key in bags.keys if key not in names))
+        twice = merge_bags([rest, rest], rest.keys, weighted=rest.weights is not None)
+        given = dict(request.inputs) if request.dense is None else {dense_name: request.dense}
+        once = {name: value for name, value in given.items() if name in names}
+        inputs = {
+            name: _doubled(value) if name in self.inputs.batched | {dense_name} else value
+            for name, value in given.items()
+        }
+        inputs = {name: value for name, value in inputs.items() if name not in names}
         context = bags.arranged(own) if own else None
-        return run_now(predict_one(self, PredictInputs(dense, bags.arranged(rest), context, inputs, once)))
+        return run_now(predict_one(self, PredictInputs(None, twice, context, inputs, once)))
 
     @at_one_state
     def check_merging(self) -> None:
@@ -195,6 +203,18 @@ class Predictor(LoadedModel):
             for tensor, expected in zip(given.values(), answer.outputs):
                 if not torch.allclose(tensor, expected, rtol=_MERGE_RELATIVE, atol=_MERGE_ABSOLUTE):
                     self.mergeable = False
+
+
+def _doubled(value: GivenInput) -> GivenInput:
+    """An input of one sample for two samples."""
+    if isinstance(value, Tensor):
+        return torch.cat([value, value])
+    weights = value.weights_or_none()
+    return JaggedTensor(
+        torch.cat([value.values()] * 2),
+        None if weights is None else torch.cat([weights] * 2),
+        torch.cat([value.lengths()] * 2),
+    )
 
 
 def load(

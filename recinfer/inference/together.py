@@ -25,7 +25,6 @@ from recinfer.inference.named_inputs import GivenInput
 from recinfer.inference.results import LookupResult, Outputs, on_host, tensors_of
 from recinfer.inference.user_programs import TensorOf, UserPrograms
 from recinfer.input_arrays import as_input, batch_of_inputs
-from recinfer.quant.transfers import to_host
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["PredictInputs", "lookup_many", "lookup_one", "predict_many", "predict_one"]
@@ -58,6 +57,7 @@ class _CheckedRequest:
         features: the bags that lookups read.
         shared: names of the context's features among them; only the first sample has bags of these.
         of_context: names of all inputs that the context brings.
+        repeated: those among them that have one sample, which stands for all samples of the request.
         inputs: other inputs by name; those of the context have one sample.
         given: the request's own bags, where the ids program computed ``features``.
     """
@@ -67,6 +67,7 @@ class _CheckedRequest:
     features: Bags
     shared: frozenset[str]
     of_context: frozenset[str]
+    repeated: frozenset[str]
     inputs: Mapping[str, GivenInput]
     given: Bags
 
@@ -206,6 +207,7 @@ def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedReq
     named.check_facts([features] if own is None else [features, own], checked)
     if own is not None:
         features = features.with_context(own, repeat=model.computes_ids)
+    repeated = (of_context & named.batched) | shared
     of_context |= shared
     if dense_once is not None:
         if dense is not None:
@@ -218,9 +220,9 @@ def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedReq
     given = features
     if model.computes_ids:
         shared = frozenset()
-        alone = _CheckedRequest(at, dense, features, shared, of_context, checked, given)
+        alone = _CheckedRequest(at, dense, features, shared, of_context, repeated, checked, given)
         features = model.compute_ids(features, lambda about: _input(about, [alone]))
-    return _CheckedRequest(at, dense, features, shared, of_context, checked, given)
+    return _CheckedRequest(at, dense, features, shared, of_context, repeated, checked, given)
 
 
 def _no_features(request: PredictInputs) -> Bags:
@@ -262,16 +264,18 @@ def _dense_by_name(
 def _input(about: DenseInput, taken: Sequence[_CheckedRequest]) -> Tensor:
     """A program's input that is no vector of a lookup, of all requests."""
     if about.kind == "dense":
-        dense = [mine.dense for mine in taken if mine.dense is not None]
-        return dense[0] if len(dense) == 1 else torch.cat(dense)
+        return _joined([mine.dense for mine in taken if mine.dense is not None])
     assert about.feature is not None
-    parts = [_part_of(about, about.feature, mine) for mine in taken]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _joined([_part_of(about, about.feature, mine) for mine in taken])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _part_of(about: DenseInput, name: str, mine: _CheckedRequest, *, once: bool = False) -> Tensor:
     """A request's own part of a program's input; ``once``: the one sample of its context, else one row per sample."""
-    times = mine.batch if name in mine.of_context and not once else 1
+    times = mine.batch if name in mine.repeated and not once else 1
     given = mine.inputs.get(name)
     if isinstance(given, Tensor):
         return given.repeat(times, *[1] * (given.dim() - 1)) if times > 1 else given
@@ -318,14 +322,14 @@ def _run(model: LoadedModel, taken: Sequence[_CheckedRequest]) -> Steps[list[Out
     if model.num_dense:
         given = [mine.dense for mine in taken if mine.dense is not None]
         # The copy to a GPU starts before the lookup, so that it runs while the ids are prepared.
-        dense = model.to_device(given[0] if len(given) == 1 else torch.cat(given))
+        dense = model.to_device(_joined(given))
     found = yield from model.find([mine.features for mine in taken])
     contexts = any(mine.shared for mine in taken)
     user = model.user
     # With one candidate a request, two runs cost more than one.
-    if user is not None and total > len(taken) and _gives_user(user, model, taken):
-        outputs = user.run(*_by_owner(model, taken, found.parts, batches), batches)
-        return _split_outputs(model, to_host(outputs), taken, batches, found.missing)
+    if user is not None and total > len(taken) and _gives_user(user, taken):
+        outputs = model.run_user(*_by_owner(model, taken, found.parts, batches), batches)
+        return _split_outputs(model, outputs, taken, batches, found.missing)
     vectors_of: list[Tensor] = []
     for part, vectors in zip(model.parts, found.parts):
         if contexts and not isinstance(vectors, Tensor):
@@ -341,9 +345,9 @@ def _run(model: LoadedModel, taken: Sequence[_CheckedRequest]) -> Steps[list[Out
     return _split_outputs(model, outputs, taken, batches, found.missing)
 
 
-def _gives_user(user: UserPrograms, model: LoadedModel, taken: Sequence[_CheckedRequest]) -> bool:
+def _gives_user(user: UserPrograms, taken: Sequence[_CheckedRequest]) -> bool:
     """Whether every request has samples and gives all of the user's inputs as its context."""
-    return not model.computes_ids and all(mine.batch and user.names <= mine.of_context for mine in taken)
+    return all(mine.batch and user.names <= mine.of_context for mine in taken)
 
 
 def _split_outputs(
@@ -366,34 +370,39 @@ def _by_owner(
 ) -> tuple[TensorOf, TensorOf]:
     """Functions from a program's input to its tensor: of the user, one row per request; and of the samples."""
     first = torch.tensor([0, *batches[:-1]]).cumsum(0)  # the sample that has the context's ids
-    vectors: dict[str, Tensor] = {}
+    pooled: dict[str, Tensor] = {}
+    sequences: dict[str, tuple[str, JaggedTensor]] = {}
     for i, (part, given) in enumerate(zip(model.parts, found)):
         if isinstance(given, Tensor):
-            if not taken[0].shared.issuperset(part.info.features):
-                _broadcast(part, given, taken)
-            vectors[f"pooled_{i}"] = given
-            continue
-        for j, sequence in enumerate(given):
-            vectors[f"sequence_{i}_{j}_values"] = sequence.values()
-            vectors[f"sequence_{i}_{j}_lengths"] = sequence.lengths().long()
+            _broadcast(part, given, taken)
+            pooled[f"pooled_{i}"] = given
+        else:
+            named = zip(part.info.features, given)
+            sequences.update({f"sequence_{i}_{j}": pair for j, pair in enumerate(named)})
 
     def user_of(about: DenseInput) -> Tensor:
         if about.kind == "table":
             return model.whole_tables[about.name]
-        if about.kind == "values":
-            return vectors[about.name]
-        if about.kind in ("pooled", "lengths"):
-            return vectors[about.name][first]
+        if about.kind == "pooled":
+            return pooled[about.name][first]
+        if about.kind in ("values", "lengths"):  # no sample but the first ones has ids of the user
+            _, sequence = sequences[about.name.rpartition("_")[0]]
+            return sequence.values() if about.kind == "values" else sequence.lengths().long()[first]
         if about.kind == "dense":
-            return torch.cat([mine.dense[:1] for mine in taken if mine.dense is not None])
+            return _joined([mine.dense[:1] for mine in taken if mine.dense is not None])
         assert about.feature is not None
-        return torch.cat([_part_of(about, about.feature, mine, once=True) for mine in taken])
+        return _joined([_part_of(about, about.feature, mine, once=True) for mine in taken])
 
     def tensor_of(about: DenseInput) -> Tensor:
         if about.kind == "table":
             return model.whole_tables[about.name]
-        known = vectors.get(about.name)
-        return _input(about, taken) if known is None else known
+        if about.kind == "pooled":
+            return pooled[about.name]
+        if about.kind in ("values", "lengths"):
+            name, sequence = sequences[about.name.rpartition("_")[0]]
+            values, lengths = _repeated(name, sequence, taken, batches)
+            return values if about.kind == "values" else lengths
+        return _input(about, taken)
 
     return user_of, tensor_of
 
@@ -415,12 +424,19 @@ def _repeat_sequences(
     part: Any, found: Sequence[JaggedTensor], taken: Sequence[_CheckedRequest], batches: Sequence[int]
 ) -> list[Tensor]:
     """Per output values and lengths of the candidates; a context's list is repeated for every candidate."""
-    tensors = []
-    for name, sequence in zip(part.info.features, found):
-        lengths = list(sequence.lengths().split(batches))
-        values = list(sequence.values().split([int(n.sum()) for n in lengths]))
-        for at, (mine, batch) in enumerate(zip(taken, batches)):
-            if name in mine.shared:
-                values[at], lengths[at] = values[at].repeat(batch, 1), lengths[at][:1].repeat(batch)
-        tensors += [torch.cat(values), torch.cat(lengths).long()]
-    return tensors
+    pairs = (_repeated(name, sequence, taken, batches) for name, sequence in zip(part.info.features, found))
+    return [tensor for pair in pairs for tensor in pair]
+
+
+def _repeated(
+    name: str, sequence: JaggedTensor, taken: Sequence[_CheckedRequest], batches: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Values and lengths of one output; a context's list is repeated for every candidate."""
+    if not any(name in mine.shared for mine in taken):
+        return sequence.values(), sequence.lengths().long()
+    lengths = list(sequence.lengths().split(batches))
+    values = list(sequence.values().split([int(n.sum()) for n in lengths]))
+    for at, (mine, batch) in enumerate(zip(taken, batches)):
+        if name in mine.shared:
+            values[at], lengths[at] = values[at].repeat(batch, 1), lengths[at][:1].repeat(batch)
+    return torch.cat(values), torch.cat(lengths).long()

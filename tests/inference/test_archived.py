@@ -187,6 +187,89 @@ def test_the_user_part_runs_once(both: tuple[Ranker, ArchivedModel], monkeypatch
     assert rows == [1]
 
 
+def test_a_context_may_hold_more_than_the_user(tmp_path: Path) -> None:
+    """Vectors of other features that the context brings reach every candidate."""
+    torch.manual_seed(2)
+    model = Ranker().eval()
+    out = tmp_path / "ranker.rqa"
+    archived = recinfer.export(model, make_batch(6), out, precision="fp32", user=["history", "age"], progress=False)
+    whole, request = candidates(5)
+    with torch.no_grad():
+        torch.testing.assert_close(archived.predict(None, **request)["scores"], model(whole)["scores"])
+    several = [PredictInputs(None, **candidates(count)[1]) for count in (3, 4)]
+    for count, found in zip((3, 4), archived.predict_many(several)):
+        assert not isinstance(found, Exception), found
+        with torch.no_grad():
+            torch.testing.assert_close(found["scores"], model(candidates(count)[0])["scores"])
+
+
+def test_programs_that_disagree_are_found(both: tuple[Ranker, ArchivedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = both[1].predictor
+    predictor.check_user()
+    programs = predictor.state.user
+    assert programs is not None
+    ordinary = programs._candidates
+
+    class Other:
+        name = ordinary.name
+
+        def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+            return [output + 1 for output in ordinary(tensors)]
+
+    monkeypatch.setattr(programs, "_candidates", Other())
+    with pytest.raises(ArchiveError, match=r"C2.*with a context, output 'scores' differs by 1"):
+        predictor.check_user()
+
+
+def test_runs_of_the_user_part_count_as_dense_runs(both: tuple[Ranker, ArchivedModel]) -> None:
+    stages = both[1].predictor.stages
+    before = stages.state()["dense"].count
+    both[1].predict(None, **candidates(8)[1])
+    assert stages.state()["dense"].count == before + 1
+
+
+class Scaled(nn.Module):
+    """A number for all samples beside ids, and ids that forward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = EmbeddingBagCollection(tables=[EmbeddingBagConfig(20, 8, "user", feature_names=["user"])])
+        self.items = EmbeddingBagCollection(tables=[EmbeddingBagConfig(20, 8, "item", feature_names=["item"])])
+
+    def forward(self, ids: KeyedJaggedTensor, scale: Tensor, row: Tensor) -> Tensor:
+        item = ids["item"]
+        hashed = KeyedJaggedTensor(["item"], item.values() % 20, lengths=item.lengths())
+        return (self.users(ids).values() * self.items(hashed).values() * row).sum(1) * scale
+
+
+def scaled(batch: int) -> tuple[KeyedJaggedTensor, Tensor, Tensor]:
+    ids = KeyedJaggedTensor(["user", "item"], torch.arange(2 * batch) % 20, lengths=torch.ones(2 * batch).int())
+    return ids, torch.tensor(0.5), torch.linspace(0, 1, 8).reshape(1, 8)
+
+
+def test_inputs_without_a_batch_axis(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    model = Scaled().eval()
+    archived = recinfer.export(model, scaled(4), tmp_path / "scaled.rqa", precision="fp32", progress=False)
+    for batch in (1, 3):
+        with torch.no_grad():
+            torch.testing.assert_close(archived(*scaled(batch)), model(*scaled(batch)))
+    ids, scale, row = scaled(3)
+    context = KeyedJaggedTensor(["user"], torch.tensor([0]), lengths=torch.tensor([1]))
+    item = KeyedJaggedTensor(["item"], ids["item"].values(), lengths=ids["item"].lengths())
+    same = KeyedJaggedTensor(
+        ["user", "item"], torch.cat([torch.zeros(3).long(), item.values()]), lengths=torch.ones(6).int()
+    )
+    found = archived.predict(None, item, {"user": context["user"].values().tolist(), "row": row}, {"scale": scale})
+    with torch.no_grad():
+        torch.testing.assert_close(found["output"], model(same, scale, row))
+
+
+def test_a_user_part_needs_ids_that_are_passed_on(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="user: forward computes the ids of 'item'"):
+        recinfer.export(Scaled(), scaled(4), tmp_path / "scaled.rqa", user=["user"], progress=False)
+
+
 def test_errors_name_input_and_sample(both: tuple[Ranker, ArchivedModel]) -> None:
     _, request = candidates(3)
 
