@@ -70,7 +70,7 @@ def test_prometheus_reads_the_metrics(protocol: Server, predictor: Predictor):
         return own[0].value
 
     model = {"model": "tiny", "version": "3"}
-    assert value("recinfer_requests", "recinfer_requests_total", method="Predict", code="OK") == 4
+    assert value("recinfer_requests", "recinfer_requests_total", method="Predict", code="OK", **model) == 4
     assert value("recinfer_stage_seconds", "recinfer_stage_seconds_count", stage="decode") >= 6
     assert value("recinfer_stage_seconds", "recinfer_stage_seconds_count", stage="dense") >= 4
     lookups = value("recinfer_stage_seconds", "recinfer_stage_seconds_count", stage="lookup")
@@ -175,6 +175,8 @@ def test_requests_are_logged_as_json_with_their_id():
         "ms": 2.1,
         "bytes": 12,
         "protocol": "grpc",
+        "model": "",
+        "version": "",
     }
     assert len(second["request_id"]) == 32
     assert (third["request_id"], third["code"], third["ms"]) == ("def", "RESOURCE_EXHAUSTED", 0.0)

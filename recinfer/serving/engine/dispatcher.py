@@ -78,6 +78,7 @@ class Dispatcher:
         start = time.perf_counter()
         plain = self._reader.read(request.data)
         if plain is not None:
+            request.served = plain.model
             self._stats.stages.add("decode", time.perf_counter() - start)
             if isinstance(plain.order, AwaitedLookup):
                 _count_vectors(request, plain)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Literal
 
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
 
-__all__ = ["AnswerCall", "CallName", "Reply", "Request"]
+if TYPE_CHECKING:
+    from recinfer.serving.engine.registry import ServedModel
+
+__all__ = ["AnswerCall", "CallName", "Reply", "Request", "served_of_task"]
+
+served_of_task: ContextVar[ServedModel | None] = ContextVar("served_of_task", default=None)
+"""The version that the call of this task got, for counts and the log; None: the call names nothing served. The handler of a
+call clears it, since the calls of one HTTP connection share a task."""
 
 CallName = Literal["Lookup", "Predict"]
 
@@ -29,9 +37,12 @@ class Request:
         waits: called on any thread, at most once, when the request has to wait for a thread, so that its protocol may watch
             for a disconnection of the client.
         ticket: the bytes of the memory budget that the call holds.
+
+    Attributes:
+        served: the version that answers, once it is known; None too for a request that names nothing served.
     """
 
-    __slots__ = ("_reply", "call", "data", "deadline", "ticket", "waits")
+    __slots__ = ("_reply", "call", "data", "deadline", "served", "ticket", "waits")
 
     def __init__(
         self,
@@ -47,7 +58,12 @@ class Request:
         self.deadline = deadline
         self.waits = waits
         self.ticket = ticket
+        self.served: ServedModel | None = None
         self._reply: Reply | None = reply
+
+    def chose(self, model: ServedModel) -> None:
+        """Note the version that answers."""
+        self.served = model
 
     def reply(self, answer: bytes | Exception) -> None:
         """Send the answer; only the first call counts."""

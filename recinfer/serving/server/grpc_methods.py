@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.memory_budget import ticket_of_task
-from recinfer.serving.engine.request import CallName, Request
+from recinfer.serving.engine.request import CallName, Request, served_of_task
 from recinfer.serving.server.ending import Ending, ending_of
 from recinfer.serving.server.grpc_call import CoreCall, Dispatch
 from recinfer.serving.server.grpc_core import CoreServer
@@ -127,8 +127,9 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
 
         def answered(code: str) -> None:
             """Count an answer before it is sent, so that a client with an answer finds it counted."""
-            spent = time.perf_counter() - start
-            observer.answered(call, code, spent, headers=context.invocation_metadata, num_bytes=len(data))
+            spent, served = time.perf_counter() - start, served_of_task.get()
+            metadata = context.invocation_metadata
+            observer.answered(call, code, spent, headers=metadata, num_bytes=len(data), served=served)
 
         left = context.time_remaining()
         if left is not None:
@@ -165,8 +166,8 @@ def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Di
         start = time.perf_counter()
 
         def answered(code: str) -> None:
-            spent = time.perf_counter() - start
-            observer.answered(call, code, spent, headers=core.invocation_metadata, num_bytes=len(data))
+            spent, served = time.perf_counter() - start, request.served
+            observer.answered(call, code, spent, headers=core.invocation_metadata, num_bytes=len(data), served=served)
 
         def reply(answer: bytes | Exception) -> None:
             if not isinstance(answer, Exception):

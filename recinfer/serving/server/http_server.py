@@ -18,7 +18,7 @@ from recinfer.errors import InputError, OverloadedError
 from recinfer.excerpts import quoted
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_of_task
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.engine.request import AnswerCall
+from recinfer.serving.engine.request import AnswerCall, served_of_task
 from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema
 from recinfer.serving.server.http_site import HttpSite
 from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
@@ -145,7 +145,7 @@ class HttpServer:
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
         grace: seconds that ``stop`` gives to running requests.
-        observe: called with (call, gRPC code name, seconds, headers=..., num_bytes=...) of every request.
+        observe: called with (call, gRPC code name, seconds, headers=..., num_bytes=..., served=...) of every request.
     """
 
     def __init__(
@@ -225,6 +225,7 @@ class HttpServer:
         async def handle(request: web.Request) -> web.Response:
             loop = asyncio.get_running_loop()
             start, code = loop.time(), "CANCELLED"
+            served_of_task.set(None)
             try:
                 if not is_open and not self._allows(_as_bearer(request.headers.get("Authorization"))):
                     code = "UNAUTHENTICATED"
@@ -248,8 +249,8 @@ class HttpServer:
                     _log.exception("%s failed over HTTP", call)
                 return web.json_response({"error": status.message}, status=status.http, headers=_retry_after(error))
             finally:
-                seconds = loop.time() - start
-                self._observe(call, code, seconds, headers=request.headers, num_bytes=request.content_length or 0)
+                seconds, served, size = loop.time() - start, served_of_task.get(), request.content_length or 0
+                self._observe(call, code, seconds, headers=request.headers, num_bytes=size, served=served)
 
         return handle
 

@@ -13,9 +13,12 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recinfer.serving.engine.stats import RequestStats
+
+if TYPE_CHECKING:
+    from recinfer.serving.engine.registry import ServedModel
 
 __all__ = ["JsonLines", "Observer", "log_as_json"]
 
@@ -47,6 +50,7 @@ class Observer:
         headers: Any = None,
         num_bytes: int = 0,
         protocol: str = "grpc",
+        served: ServedModel | None = None,
     ) -> None:
         """Count, log and trace one request.
 
@@ -57,16 +61,26 @@ class Observer:
             headers: its metadata, a mapping or pairs, or a function that returns them; read only if needed.
             num_bytes: size of the request.
             protocol: ``"grpc"`` or ``"http"``.
+            served: the version that the request got; None: the request names nothing served.
         """
-        self.stats.add(call, code, seconds)
-        self._log_and_trace(call, code, seconds, headers, num_bytes, protocol)
+        self.stats.add(call, code, seconds, None if served is None else served.answers)
+        self._log_and_trace(call, code, seconds, headers, num_bytes, protocol, served)
 
     def refused(self, call: str, code: str, headers: Any = None) -> None:
         """Count, log and trace a request that was refused on arrival, with a duration of 0."""
-        self.stats.count(call, code)
+        self.stats.add(call, code, None)
         self._log_and_trace(call, code, 0.0, headers, 0, "grpc")
 
-    def _log_and_trace(self, call: str, code: str, seconds: float, headers: Any, num_bytes: int, protocol: str) -> None:
+    def _log_and_trace(
+        self,
+        call: str,
+        code: str,
+        seconds: float,
+        headers: Any,
+        num_bytes: int,
+        protocol: str,
+        served: ServedModel | None = None,
+    ) -> None:
         logged = _log.isEnabledFor(logging.INFO)
         if not logged and self._tracing is None:
             return
@@ -74,6 +88,9 @@ class Observer:
         request_id = found.get("x-request-id", "")[:_MAX_ID] or uuid.uuid4().hex
         if logged:
             extra = {"request_id": request_id, "call": call, "code": code, "ms": round(seconds * 1e3, 3)}
+            extra |= (
+                {"model": "", "version": ""} if served is None else {"model": served.name, "version": served.version}
+            )
             _log.info("%s %s", call, code, extra={**extra, "bytes": num_bytes, "protocol": protocol})
         if self._tracing is not None:
             self._tracing.span(call, code, seconds, found, request_id)
