@@ -13,9 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import FileDescriptor
-from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.dispatcher import Dispatcher
@@ -25,6 +23,7 @@ from recinfer.serving.server.ending import Ending, ending_of
 from recinfer.serving.server.grpc_call import CoreCall, Dispatch
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
+from recinfer.serving.server.reflection import add_reflection
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.wire import codec
@@ -63,9 +62,14 @@ Answer = Callable[[bytes], Awaitable[bytes]]
 _Handler = Callable[[bytes, CoreCall], Awaitable[bytes]]
 
 
-def connection_options() -> list[tuple[str, int]]:
-    """The options for connections of every gRPC server of recinfer."""
+def connection_options(idle_s: float | None = None) -> list[tuple[str, int]]:
+    """The options for connections of every gRPC server of recinfer.
+
+    Args:
+        idle_s: seconds after which a connection without a call is closed; None: never.
+    """
     return [
+        *([] if idle_s is None else [("grpc.max_connection_idle_ms", max(1, int(idle_s * 1e3)))]),
         # Timeouts for clients that are slow in the handshake, or that fail silently.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
@@ -212,11 +216,7 @@ def add_standard_services(
         services: services that reflection lists, besides health and reflection; ``files`` describe them.
         is_ready: see EndingHealth.
     """
-    pool = DescriptorPool()  # a new pool: recinfer's files and the Open Inference Protocol's are in different pools
-    for file in (*files, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
-        pool.AddSerializedFile(file.serialized_pb)
-    shown = reflection.aio.ReflectionServicer((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), pool=pool)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, server)
+    add_reflection(server, (*services, health.SERVICE_NAME), (*files, health_pb2.DESCRIPTOR))
     servicer = EndingHealth(is_ready)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return servicer

@@ -61,6 +61,7 @@ class ShardServer:
         threads: number of threads for long requests; None: one per core, at most 4.
         socket_port: port for rankers' lookups (recinfer.serving.shards.transport); 0: a free port. Rankers learn the port over
             gRPC.
+        idle_s: seconds after which a gRPC connection without a call is closed; None: never. A ranker always has a call.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ShardServer:
         limits: Limits | None = None,
         threads: int | None = None,
         socket_port: int = 0,
+        idle_s: float | None = None,
     ) -> None:
         for name, number in (("port", port), ("socket port", socket_port)):
             if not 0 <= number <= 65535:
@@ -84,6 +86,7 @@ class ShardServer:
         self.host = plain_host(host)
         self.port = port
         self.socket_port = socket_port
+        self._idle_s = idle_s
         self._limits = limits or Limits()
         self.metrics_port = metrics_port
         self._threads = threads or min(4, os.cpu_count() or 1)
@@ -171,7 +174,7 @@ class ShardServer:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_concurrent_streams", self._limits.max_concurrent),
                 ("grpc.max_allowed_incoming_connections", most_connections()),
-                *connection_options(),
+                *connection_options(self._idle_s),
             ],
         )
         calls = {"Prepare": self._prepare, "State": self._state}
