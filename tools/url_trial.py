@@ -106,10 +106,11 @@ def trial(folder: Path, port: int, kills: int, chance: random.Random) -> int:
     while killed < kills:
         server = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         try:
-            while server.poll() is None and not any(cache.glob("parts/*/*")):
+            had = size_of(cache)
+            while server.poll() is None and size_of(cache) <= had and not is_whole(cache):
                 time.sleep(0.01)
-            time.sleep(chance.uniform(0, 0.4))
-            was_ready = bool(list(cache.glob("archives/*/manifest.json")))
+            time.sleep(chance.uniform(0, 0.8))
+            was_ready = is_whole(cache)
             server.send_signal(signal.SIGKILL)
         finally:
             server.kill()
@@ -117,12 +118,9 @@ def trial(folder: Path, port: int, kills: int, chance: random.Random) -> int:
         killed += not was_ready
         wrong = half_archives(cache)
         half += len(wrong)
-        have = sum(p.stat().st_size for p in cache.rglob("*") if p.is_file()) >> 20
-        print(
-            f"kill {killed}: {have} MiB in the cache{' (served before)' if was_ready else ''} {' '.join(wrong)}",
-            flush=True,
-        )
-        if was_ready or chance.random() < 0.3:
+        state = "whole" if was_ready else f"kill {killed}"
+        print(f"{state}: {size_of(cache) >> 20} MiB in the cache {' '.join(wrong)}", flush=True)
+        if was_ready:
             shutil.rmtree(cache, ignore_errors=True)
     server = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
@@ -132,6 +130,14 @@ def trial(folder: Path, port: int, kills: int, chance: random.Random) -> int:
     for root in cache.glob("archives/*"):
         recinfer.verify(root)
     return half
+
+
+def is_whole(cache: Path) -> bool:
+    return any(cache.glob("archives/*/manifest.json"))
+
+
+def size_of(cache: Path) -> int:
+    return sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
 
 
 def half_archives(cache: Path) -> list[str]:

@@ -38,7 +38,7 @@ __all__ = ["ArchiveCache", "CachedArchive", "Progress", "in_cache"]
 
 _CHUNK = 16 << 20  # bytes of one request to the storage
 _FILES_AT_ONCE = 4
-_ATTEMPTS = 4  # of one chunk
+_ATTEMPTS = 4  # attempts of one chunk
 _FIRST_PAUSE_S = 0.2  # before the second attempt; doubles
 _RESERVE = 64 << 20  # bytes that a download leaves free on the disk
 
