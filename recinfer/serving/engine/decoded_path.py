@@ -334,7 +334,8 @@ class DecodedRuns:
             self._finish(group, start, answers)
             self._scheduler.run_ready()
 
-        run_steps(steps, max(request.deadline for request, _ in group), done, self._scheduler.on_worker)
+        trace = group[0][0].trace()  # a shared run has one trace: its first request's
+        run_steps(steps, max(request.deadline for request, _ in group), done, self._scheduler.on_worker, trace)
 
     def _finish(
         self,

@@ -134,7 +134,7 @@ class Server:
         registry = predictors if isinstance(predictors, ModelRegistry) else ModelRegistry(predictors)
         self.service = InferenceService(registry, limits)
         self.stats = self.service.stats
-        self.observer = Observer(self.stats)
+        self.observer = Observer(self.stats, sends_on=shards is not None)
         self.host = plain_host(host)
         self._port = port
         self._threads = threads or min(4, os.cpu_count() or 1)
@@ -337,6 +337,7 @@ class Server:
             idle_s=self._idle_s,
             cors=Cors(self._cors_origins),
             observe=functools.partial(self.observer.answered, protocol="http"),
+            begin=self.observer.begin,
         )
         await http.start()
         self._http, self.http_port = http, http.port
