@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "layout.rect": {"errors"},
     "layout": MODEL_CODE | RECT | ROW_FORMATS,
     "distributed.types": MODEL_CODE | RECT,
-    "distributed.planner.constants": set(),
+    "distributed.planner.constants": {"distributed.types"},
     "distributed.planner.model": BELOW_PLANNING,
     "distributed.planner.plan": BELOW_PLANNING | {"distributed.planner.model"},
     "distributed.planner.solve": BELOW_PLANNING | {"distributed.planner.model", "distributed.planner.plan"},

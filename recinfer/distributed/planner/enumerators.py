@@ -18,11 +18,12 @@ from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.options import Shard, ShardingOption, partition_by_of
 from recinfer.distributed.planner.model.sharders import build_sharder_data_map, sharder_name
 from recinfer.distributed.planner.model.tables import model_tables
-from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
+from recinfer.distributed.planner.model.topology import Perf, Topology, storage_of
 from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from recinfer.distributed.planner.solve.space import SearchSpace, build_space, option_label
 from recinfer.distributed.types import ModuleSharder
 from recinfer.distributed.types.kernels import EmbeddingComputeKernel
+from recinfer.distributed.types.tiers import TIERS
 from recinfer.errors import ConfigError
 
 __all__ = ["EmbeddingComputeKernel", "EmbeddingEnumerator", "get_partition_by_type", "option_object"]
@@ -104,9 +105,9 @@ class EmbeddingEnumerator(Enumerator):
             else:
                 return None
 
-        def both(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
-            hbm, ddr = storage.estimate_arrays(arrays)
-            return perf.estimate_arrays(arrays), hbm, ddr
+        def both(arrays: ShardArrays) -> tuple[FloatN, IntN]:
+            num_bytes = storage.estimate_arrays(arrays)
+            return perf.estimate_arrays(arrays), num_bytes
 
         return both
 
@@ -145,10 +146,10 @@ class EmbeddingEnumerator(Enumerator):
             estimator.estimate(sharding_options, sharders)
 
 
-def _no_estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
+def _no_estimate(arrays: ShardArrays) -> tuple[FloatN, IntN]:
     """An estimate function that gives 0 milliseconds and 0 bytes for every shard."""
-    zeros = np.zeros(arrays.kind.size, np.int64)
-    return np.zeros((arrays.kind.size, 6)), zeros, zeros
+    num = arrays.kind.size
+    return np.zeros((num, 6)), np.zeros((len(TIERS), num), np.int64)
 
 
 def option_object(
@@ -169,7 +170,7 @@ def option_object(
         if estimated:
             at = s.start + i
             shard.perf = Perf(*space.perf[at].tolist())
-            shard.storage = Storage(hbm=int(space.hbm[at]), ddr=int(space.ddr[at]))
+            shard.storage = storage_of(space.bytes[:, at].tolist())
         shards.append(shard)
     c_ = table.constraints or ParameterConstraints()
     tensor = table.tensor if table.tensor is not None else torch.empty(table.rows, table.cols, device="meta")

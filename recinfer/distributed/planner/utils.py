@@ -9,6 +9,7 @@ from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.sharders import build_sharder_data_map, sharder_name
 from recinfer.distributed.planner.model.topology import Storage
 from recinfer.distributed.types.edges import placement
+from recinfer.distributed.types.tiers import TIER_NAMES
 
 __all__ = [
     "build_sharder_data_map",
@@ -60,4 +61,5 @@ def storage_repr_in_gb(storage: Storage | None) -> str:
     """Text of a storage in GB, for messages."""
     if storage is None:
         return ""
-    return f"Storage(hbm = {round(bytes_to_gb(storage.hbm), 3)} GB, ddr = {round(bytes_to_gb(storage.ddr), 3)} GB)"
+    sizes = (f"{name} = {round(bytes_to_gb(getattr(storage, name)), 3)} GB" for name in TIER_NAMES)
+    return f"Storage({', '.join(sizes)})"
