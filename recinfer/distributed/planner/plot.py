@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 from recinfer.distributed.planner.plan.plan import Plan
-from recinfer.distributed.planner.utils import bytes_to_gb
+from recinfer.distributed.planner.units import bytes_to_gb
 from recinfer.distributed.types.tiers import TIER_NAMES
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.files import naming

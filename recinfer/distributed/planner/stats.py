@@ -17,7 +17,7 @@ from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.topology import Perf, Storage, Topology, storage_of, tier_bytes
 from recinfer.distributed.planner.plan.plan import Plan
 from recinfer.distributed.planner.solve.search_report import SearchReport
-from recinfer.distributed.planner.utils import bytes_to_gb, bytes_to_mb
+from recinfer.distributed.planner.units import bytes_to_gb, bytes_to_mb
 from recinfer.distributed.types import ModuleSharder, ShardingPlan
 from recinfer.distributed.types.sharding_types import SHARDING_RULES, rule_of
 from recinfer.distributed.types.tiers import TIER_NAMES

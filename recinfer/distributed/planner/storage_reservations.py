@@ -14,7 +14,7 @@ from recinfer.distributed.planner.model.facts import kjt_bytes
 from recinfer.distributed.planner.model.tables import model_tables
 from recinfer.distributed.planner.model.topology import Storage, Topology, storage_of
 from recinfer.distributed.planner.model.walk import sharded_modules
-from recinfer.distributed.planner.utils import gb_to_bytes
+from recinfer.distributed.planner.units import gb_to_bytes
 from recinfer.distributed.types import ModuleSharder
 from recinfer.distributed.types.tiers import TIER_NAMES, TIERS, near_tier
 from recinfer.errors import ConfigError
