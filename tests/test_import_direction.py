@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "layout.rect": {"errors"},
     "layout": MODEL_CODE | RECT | ROW_FORMATS,
     "distributed.types": MODEL_CODE | RECT,
-    "distributed.planner.constants": set(),
+    "distributed.planner.constants": {"distributed.types"},
     "distributed.planner.model": BELOW_PLANNING,
     "distributed.planner.plan": BELOW_PLANNING | {"distributed.planner.model"},
     "distributed.planner.solve": BELOW_PLANNING | {"distributed.planner.model", "distributed.planner.plan"},
@@ -201,7 +201,7 @@ def test_importing_the_command_line_is_light() -> None:
 
 
 def test_planning_and_clients_need_no_kernels() -> None:
-    planning = "recinfer.distributed.planner.plan, recinfer.distributed.planner.planners"
+    planning = "recinfer.distributed.planner.plan, recinfer.distributed.planner.sharding_planner"
     loaded = loaded_after(f"import {planning}, recinfer.serving.client.client, recinfer.serving.client.admin")
     assert "fbgemm_gpu" not in loaded
     quant = {name for name in loaded if name.startswith("recinfer.quant.")}
@@ -215,6 +215,6 @@ def test_a_server_loads_no_optimizers_and_no_planner_and_starts_no_process_group
         "assert not torch.distributed.is_initialized()\n"
         "assert not torch.cuda.is_initialized()\n"
         "parts = {'recinfer.optim', 'recinfer.checkpoint', 'torch.distributed.optim', 'torch.distributed.tensor'}\n"
-        "assert not {*parts, 'recinfer.distributed.planner.planners'} & set(sys.modules)"
+        "assert not {*parts, 'recinfer.distributed.planner.sharding_planner'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
