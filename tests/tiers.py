@@ -18,7 +18,7 @@ import pytest
 __all__ = ["TIERS", "tier_of"]
 
 TIERS = ("pure", "in_process", "archives", "ranks", "processes")
-"""From the fastest to the slowest: without torch; with torch; an archive is exported or a server runs in this process;
+"""From the fastest to the slowest: without torch; with torch; a model is exported or a server runs in this process;
 process groups; programs as processes."""
 
 _RANKS = frozenset({"tests.distributed.spawn"})
@@ -35,6 +35,8 @@ _PROCESSES = frozenset(
 _ARCHIVES = frozenset(
     {
         "benchmarks",
+        "recinfer.archive.cut",
+        "recinfer.archive.dense",
         "recinfer.inference.export",
         "recinfer.serving.app",
         "recinfer.serving.server",
