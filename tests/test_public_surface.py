@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import tree_of
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
 TESTS = Path(__file__).parent
@@ -32,7 +34,7 @@ def modules() -> dict[str, ast.Module]:
         if path.stem.endswith("_pb2"):
             continue
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = tree_of(path)
     return found
 
 
