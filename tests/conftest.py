@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-matrix",
         action="store_true",
-        help="all of the parity matrix, and 10,000 mutated messages in place of 1,000",
+        help="all of the parity matrix, 10,000 mutated messages in place of 1,000, and every export from its trace on",
     )
     parser.addoption("--torchrec-python", help="an interpreter that has torchrec, for trials beside it")
     parser.addoption("--update-surface", action="store_true", help="write the snapshot of the public surface anew")
