@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.sources import tree_of
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
 
@@ -107,7 +109,7 @@ ALLOWED: dict[str, set[str]] = {
 def modules() -> dict[Path, ast.Module]:
     """Every module of the package that is written by hand, parsed once."""
     paths = sorted(p for p in PACKAGE.rglob("*.py") if not p.name.endswith("_pb2.py"))
-    return {path: ast.parse(path.read_text()) for path in paths}
+    return {path: tree_of(path) for path in paths}
 
 
 def dotted(path: Path) -> str:
