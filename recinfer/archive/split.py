@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 
 from recinfer.archive.jagged_aten import decompositions
 from recinfer.archive.leaves import Leaf
@@ -119,9 +120,7 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     Raises:
         ConfigError: ids that depend on another lookup, or a module that forward never calls.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
-        graph_module = captured.program.run_decompositions(decompositions()).module(check_guards=False)
+    graph_module = _decomposed(captured.program).module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     graph = graph_module.graph
     for node in list(graph.nodes):
@@ -139,6 +138,22 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     ids = _ids_program(graph_module, slots, names, batch)
     dense = _dense_program(graph_module, slots, calls, names, outputs, batch)
     return Split(dense, ids, names.computed(), names.lookups, facts_of(captured.slots))
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    """``program`` without the operators that have a form in others, wrappers (autocast) and changes in place."""
+    forms = decompositions()
+
+    def stays(node: fx.Node) -> bool:
+        if isinstance(node.target, torch._ops.OpOverload):
+            return node.target not in forms and not node.target._schema.is_mutable
+        return not isinstance(node.target, torch._ops.HigherOrderOperator)
+
+    if all(stays(node) for node in program.graph.nodes):
+        return program  # a run over all operators takes longer than the trace
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
+        return program.run_decompositions(forms)
 
 
 def facts_of(slots: Sequence[Slot]) -> Facts:
