@@ -40,7 +40,9 @@ PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "pla
 PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
 SERVED = RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "inference"}
-SERVING = {"serving"} | {f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")}
+SERVING = {"serving", "remote"} | {
+    f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")
+}
 ALLOWED: dict[str, set[str]] = {
     "arrow": {"errors"},
     "columns": {"arrow", "errors"},
@@ -82,15 +84,16 @@ ALLOWED: dict[str, set[str]] = {
     "fx": RUNTIME,
     "checkpoint": RUNTIME | {"models", "data"},
     "archive": RUNTIME | {"models", "data", "capture", "checkpoint"},
-    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive"},
+    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "remote"},
+    "remote": SERVED - {"inference"},
     "training": RUNTIME | {"models", "data", "checkpoint"},
     "serving.wire": SERVED,
-    "serving.engine": SERVED | {"serving.wire"},
+    "serving.engine": SERVED | {"remote", "serving.wire"},
     "serving.client": SERVED | {"serving.wire"},
     "serving.shards": SERVED | {"serving.wire", "serving.engine"},
     "serving.server": SERVED | {"serving.wire", "serving.engine", "serving.shards"},
     "serving.workers": SERVED | {"serving.wire", "serving.engine", "serving.server"},
-    "serving.config": {"env", "errors", "archive", "serving.wire", "serving.engine", "serving.server"},
+    "serving.config": {"env", "errors", "archive", "remote", "serving.wire", "serving.engine", "serving.server"},
     "serving.app": SERVED | SERVING | {"serving.config"},
     "serving": SERVED | SERVING,
     "sizing": SERVED | SERVING,
