@@ -11,19 +11,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recinfer.checkpoint import CheckpointReader
+from recinfer.archive.captured import collections_of, read_program
+from recinfer.archive.cut import cut_model
+from recinfer.archive.leaves import find_leaves
+from recinfer.capture import capture
+from recinfer.checkpoint import CheckpointReader, load_into
+from recinfer.checkpoint.live import LiveWeights
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.inference.managed_collisions import vocabularies_of, without_collisions
-from recinfer.modules.embedding_configs import EmbeddingBagConfig
-from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from recinfer.inference.managed_collisions import vocabularies_of
+from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.hash_mc_modules import HashZchManagedCollisionModule
-from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from recinfer.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from recinfer.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     ManagedCollisionCollection,
     ManagedCollisionModule,
     MCHManagedCollisionModule,
 )
+from recinfer.modules.mc_settings import managed_collision_module
 from recinfer.modules.zero_collision import murmur_hash3, unsigned_remainder
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from recinfer.vocabulary.table import TableVocabulary, segments_of
@@ -39,7 +48,7 @@ from tests.golden.managed import (
     queries,
 )
 
-META = torch.device("meta")
+CPU, META = torch.device("cpu"), torch.device("meta")
 PREFIX = "sparse._managed_collision_collection._managed_collision_modules.t."
 TABLE = ("sparse._embedding_module", "t")
 EMPTY = 2**63 - 1
@@ -173,21 +182,112 @@ def test_settings_that_no_server_supports_are_refused(tmp_path: Path) -> None:
 
     Other.__mro__[1].__name__ = "Renamed"
     try:
-        with pytest.raises(ConfigError, match="is a Other; expected MCH"):
+        with pytest.raises(ConfigError, match="of a Other; expected MCH"):
             vocabularies_of(model_of(Other(4, META, DistanceLFU_EvictionPolicy(), 1)), checkpoint)
     finally:
         Other.__mro__[1].__name__ = "MCHManagedCollisionModule"
-    returning = model_of(MCHManagedCollisionModule(4, META, DistanceLFU_EvictionPolicy(), 1), returns_rows=True)
-    with pytest.raises(ConfigError, match="'sparse' is a ManagedCollisionEmbeddingBagCollection that returns the rows"):
-        without_collisions(returning)
 
 
-def test_a_model_without_its_collisions_takes_raw_ids() -> None:
-    model = model_of(MCHManagedCollisionModule(4, torch.device("cpu"), DistanceLFU_EvictionPolicy(), 1))
-    bare = without_collisions(model)
-    bare["sparse"]._embedding_module = nn.Identity()  # type: ignore[index]
-    ids = KeyedJaggedTensor(["f"], torch.tensor([-5, 10**15]), lengths=torch.tensor([1, 1]))
-    assert torch.equal(bare["sparse"](ids)[0].values(), ids.values())  # type: ignore[index]
-    assert isinstance(model["sparse"]._embedding_module, EmbeddingBagCollection)  # type: ignore[index]
-    plain = nn.Linear(1, 1)
-    assert without_collisions(plain) is plain
+class Ranker(nn.Module):
+    """Pooled and unpooled tables with managed collisions, and a layer over both."""
+
+    def __init__(self, device: torch.device = CPU, returns_rows: bool = False) -> None:
+        super().__init__()
+
+        def collisions(tables: Any, **hashed: Any) -> ManagedCollisionCollection:
+            modules: dict[str, ManagedCollisionModule] = {
+                t.name: MCHManagedCollisionModule(t.num_embeddings, device, DistanceLFU_EvictionPolicy(), 2)
+                for t in tables
+            }
+            return ManagedCollisionCollection(modules | hashed, tables)
+
+        bags = [
+            EmbeddingBagConfig(24, 4, "goods", feature_names=["clicked", "shown"], pooling=PoolingType.MEAN),
+            EmbeddingBagConfig(16, 8, "users", feature_names=["user"]),
+        ]
+        rows = [EmbeddingConfig(12, 4, "recent", feature_names=["history"])]
+        hashed = HashZchManagedCollisionModule(16, device, 2, 5, is_inference=True)
+        self.bags = ManagedCollisionEmbeddingBagCollection(
+            EmbeddingBagCollection(tables=bags, device=device), collisions(bags, users=hashed), returns_rows
+        )
+        self.rows = ManagedCollisionEmbeddingCollection(
+            EmbeddingCollection(tables=rows, device=device), collisions(rows)
+        )
+        self.layer = nn.Linear(3 + 16 + 4, 1)
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        pooled, _ = self.bags(sparse)
+        history, _ = self.rows(sparse)
+        recent = history["history"].to_padded_dense(3).sum(1)
+        return self.layer(torch.cat([dense, pooled.values(), recent], 1)).squeeze(1)
+
+
+FEATURES = ["clicked", "shown", "user", "history"]
+
+
+def ids_of(samples: int, seed: int) -> KeyedJaggedTensor:
+    """Raw ids of the model's features: popular ones, rare ones and the ends of the range."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (4 * samples,), generator=generator)
+    numbers = torch.randint(0, 40, (int(lengths.sum()),), generator=generator)
+    ids = torch.where(numbers < 2, EMPTY - numbers, numbers * 0x1234567890ABCDF - 2**61)
+    return KeyedJaggedTensor(FEATURES, ids, lengths=lengths)
+
+
+def trained_ranker() -> Ranker:
+    torch.manual_seed(0)
+    model = Ranker()
+    for step in range(6):
+        model.bags._managed_collision_collection._managed_collision_modules["goods"].train()
+        model(torch.randn(8, 3), ids_of(8, step))
+    users = model.bags._managed_collision_collection._managed_collision_modules["users"]
+    assert isinstance(users, HashZchManagedCollisionModule)
+    known = torch.unique(ids_of(64, 1)["user"].values())[::3]
+    users._hash_zch_identities.data[users.slots_of(known), 0] = known
+    return model.eval()
+
+
+def test_a_model_is_cut_at_its_lookups_of_raw_ids() -> None:
+    model = trained_ranker()
+    weights, leaves = LiveWeights(model), find_leaves(model)
+    assert [leaf.path for leaf in leaves] == ["bags._embedding_module", "rows._embedding_module"]
+    given = (torch.randn(4, 3), ids_of(4, 9))
+
+    def load(body: nn.Module) -> None:
+        load_into(weights, body, only=list(body.state_dict()))
+
+    for batches in ([], [given]):
+        cut = cut_model(model, leaves, load, batches)
+        assert cut is not None and cut.ids is None
+        assert [info.name for info in cut.signature.inputs if info.kind == "ids"] == FEATURES
+    returning = Ranker(returns_rows=True)
+    for batches in ([], [given]):
+        with pytest.raises(
+            ConfigError, match="'bags' is a ManagedCollisionEmbeddingBagCollection that returns the rows"
+        ):
+            cut_model(returning, find_leaves(returning), load, batches)
+
+
+def test_a_captured_program_brings_the_settings_of_its_collisions(tmp_path: Path) -> None:
+    model = trained_ranker()
+    capture(model, (torch.randn(4, 3), ids_of(4, 9))).save(tmp_path / "model.capture")
+    captured = collections_of(read_program(tmp_path / "model.capture"))
+    expected = vocabularies_of(model, LiveWeights(model))
+    found = vocabularies_of(captured, LiveWeights(model))
+    assert (
+        list(found) == list(expected) == [(leaf.path, c.name) for leaf in find_leaves(captured) for c in leaf.configs]
+    )
+    for key, vocabulary in found.items():
+        assert np.array_equal(vocabulary.ids, expected[key].ids) and np.array_equal(vocabulary.rows, expected[key].rows)
+        assert vocabulary.segments == expected[key].segments
+
+
+def test_settings_of_another_file_are_checked() -> None:
+    for settings in (
+        {},
+        {"class": "Other"},
+        {"class": "MCHManagedCollisionModule", "size": 3},
+        {"class": "MCHManagedCollisionModule"},
+    ):
+        with pytest.raises(ConfigError, match="settings of managed collisions"):
+            managed_collision_module(settings, META)
