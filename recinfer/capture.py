@@ -251,7 +251,7 @@ def capture(model: nn.Module, *batches: Any) -> Captured:
 def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
     """The embedding collections of ``model``, and feature-processed ones as a whole, in module order."""
     found: dict[nn.Module, EmbeddingModule] = {}
-    collisions: dict[int, dict[str, dict[str, Any]]] = {}  # of the collection behind them
+    collisions: dict[int, dict[str, dict[str, Any]]] = {}  # by the id of the collection behind them
     stack: list[tuple[str, nn.Module]] = [("", model)]
     seen: set[int] = set()
     while stack:
