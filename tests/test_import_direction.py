@@ -30,6 +30,7 @@ BASE = {
     "streamable",
     "threads",
     "version",
+    "vocabulary",
 }
 MODEL_CODE = BASE | {"sparse", "modules"}
 ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
@@ -60,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "streamable": {"errors"},
     "threads": set(),
     "version": set(),
+    "vocabulary": {"errors", "excerpts", "files"},
     "capture": set(),  # usable as a single file
     "migrate": {"errors", "files"},
     "sparse": BASE,
