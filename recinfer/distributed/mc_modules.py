@@ -27,7 +27,7 @@ from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 __all__ = ["ManagedCollisionCollectionSharder", "ShardedManagedCollisionCollection"]
 
 _MODULES = "_managed_collision_modules"
-_LOCAL = frozenset({"_output_segments_tensor", "_current_iter_tensor", "_hash_zch_bucket"})  # the same on all ranks
+_LOCAL = frozenset({"_output_segments_tensor", "_current_iter_tensor", "_hash_zch_bucket"})  # buffers that all ranks have alike
 _WORDS = 1 << 64
 
 

@@ -124,13 +124,19 @@ def train(library: str, pooled: bool = True) -> tuple[list[torch.Tensor], dict[s
 def _write(rank: int, world: int, port: int, folder: str) -> None:
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
-    def reset(tables: Any, pruned_indices: Any, pruned_indices_offsets: Any, logical_table_ids: Any, buffer_ids: Any) -> None:
+    def reset(
+        tables: Any, pruned_indices: Any, pruned_indices_offsets: Any, logical_table_ids: Any, buffer_ids: Any
+    ) -> None:
         for state in tables.split_optimizer_states()[int(logical_table_ids[0])]:
             state[pruned_indices] = 0
 
     SplitTableBatchedEmbeddingBagsCodegen.reset_embedding_weight_momentum = reset
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
