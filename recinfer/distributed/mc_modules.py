@@ -27,7 +27,9 @@ from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 __all__ = ["ManagedCollisionCollectionSharder", "ShardedManagedCollisionCollection"]
 
 _MODULES = "_managed_collision_modules"
-_LOCAL = frozenset({"_output_segments_tensor", "_current_iter_tensor", "_hash_zch_bucket"})  # buffers that all ranks have alike
+_LOCAL = frozenset(
+    {"_output_segments_tensor", "_current_iter_tensor", "_hash_zch_bucket"}
+)  # buffers that all ranks have alike
 _WORDS = 1 << 64
 
 
@@ -80,8 +82,6 @@ class ShardedManagedCollisionCollection(nn.Module):
         self._managed_collision_modules = nn.ModuleDict(modules)
         self.register_load_state_dict_pre_hook(_take_local)
         self.register_state_dict_post_hook(_give_sharded)
-        self.admitted: dict[str, int] = dict.fromkeys(modules, 0)
-        self.evicted: dict[str, int] = dict.fromkeys(modules, 0)
 
     def rows_of(self, features: KeyedJaggedTensor) -> Tensor:
         """A row of the rank that each id belongs to, int64 ``[N]``: the first row of the id's segment."""
@@ -130,10 +130,7 @@ class ShardedManagedCollisionCollection(nn.Module):
                 torch.tensor([sizes[i] for i in own]),
                 torch.cat([lengths[i] for i in own]),
             )
-            open_before = module.open_slots() if self.training else None
             found = module.remap(module.profile({table: ids}))[table].values() - self._first_row(table)
-            if open_before is not None:
-                self.admitted[table] += int(open_before - module.open_slots())
             for i, part in zip(own, found.split([sizes[i] for i in own])):
                 rows[i] = part
         return with_values(features, torch.cat(rows) if rows else features.values())
@@ -144,7 +141,6 @@ class ShardedManagedCollisionCollection(nn.Module):
         for table in self._managed_collision_modules:
             rows = self._module(table).evict()
             evictions[table] = None if rows is None else rows - self._first_row(table)
-            self.evicted[table] += 0 if rows is None else rows.numel()
         return evictions
 
     def open_slots(self) -> dict[str, Tensor]:
