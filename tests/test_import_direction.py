@@ -84,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": MODEL_CODE,
     "distributed": RUNTIME,
     "fx": RUNTIME,
-    "checkpoint": RUNTIME | {"models", "data"},
+    "checkpoint": RUNTIME | {"models", "data", "capture"},
     "archive": RUNTIME | {"models", "data", "capture", "checkpoint"},
     "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "remote"},
     "remote": SERVED - {"inference"},
