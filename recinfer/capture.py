@@ -334,7 +334,7 @@ _HASHED = _SORTED | {
 
 
 def collision_settings(module: nn.Module) -> dict[str, Any]:
-    """The class of a managed collision module and the arguments that lookups depend on, as JSON values.
+    """The class of a managed collision module and the arguments that lookups and the state depend on, as JSON values.
 
     Raises:
         CaptureError: a module whose lookups depend on more.
@@ -346,7 +346,9 @@ def collision_settings(module: nn.Module) -> dict[str, Any]:
                 "a managed collision module hashes ids by input_hash_func, a Python function that no server runs; hash the ids "
                 "before they reach the model, in training and in requests"
             )
-        return {"class": "MCHManagedCollisionModule", **{k: getattr(module, v) for k, v in _SORTED.items()}}
+        policy = type(getattr(module, "_eviction_policy", None)).__name__
+        settings = {k: getattr(module, v) for k, v in _SORTED.items()}
+        return {"class": "MCHManagedCollisionModule", **settings, "eviction_policy": policy}
     if "HashZchManagedCollisionModule" in kinds:
         mapper: Any = getattr(module, "input_mapper", module)  # TorchRec has the argument there
         divided = getattr(mapper, "_inference_dispatch_div_train_world_size", getattr(mapper, "_divided", False))

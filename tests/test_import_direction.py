@@ -92,7 +92,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": MODEL_CODE,
     "distributed": RUNTIME,
     "fx": RUNTIME,
-    "checkpoint": RUNTIME | {"models", "data"},
+    "checkpoint": RUNTIME | {"models", "data", "capture"},
     "archive": RUNTIME | {"models", "data", "capture", "checkpoint", "vocabulary.info"},
     "vocabulary": RUNTIME | VOCABULARY | {"archive"},
     "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "vocabulary", "remote"},

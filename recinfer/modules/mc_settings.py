@@ -9,9 +9,17 @@ import torch
 
 from recinfer.errors import ConfigError
 from recinfer.modules.hash_mc_modules import HashZchManagedCollisionModule
-from recinfer.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionModule, MCHManagedCollisionModule
+from recinfer.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionModule,
+    MCHManagedCollisionModule,
+)
 
 __all__ = ["managed_collision_module"]
+
+_POLICIES = {kind.__name__: kind for kind in (DistanceLFU_EvictionPolicy, LFU_EvictionPolicy, LRU_EvictionPolicy)}
 
 
 def managed_collision_module(settings: Mapping[str, Any], device: torch.device) -> ManagedCollisionModule:
@@ -24,12 +32,13 @@ def managed_collision_module(settings: Mapping[str, Any], device: torch.device) 
     Raises:
         ConfigError: an unknown class, or arguments that the class refuses.
     """
-    arguments = {name: value for name, value in settings.items() if name != "class"}
+    arguments = {name: value for name, value in settings.items() if name not in ("class", "eviction_policy")}
+    # Lookups ask no policy; the state has the numbers of the policy.
+    policy = _POLICIES.get(settings.get("eviction_policy", ""), DistanceLFU_EvictionPolicy)
     try:
         if settings.get("class") == MCHManagedCollisionModule.__name__:
-            policy = DistanceLFU_EvictionPolicy()  # lookups ask no policy
             return MCHManagedCollisionModule(
-                device=device, eviction_policy=policy, eviction_interval=1, **arguments
+                device=device, eviction_policy=policy(), eviction_interval=1, **arguments
             ).eval()
         if settings.get("class") == HashZchManagedCollisionModule.__name__:
             return HashZchManagedCollisionModule(device=device, is_inference=True, **arguments)

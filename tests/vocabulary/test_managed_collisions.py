@@ -15,10 +15,11 @@ from recinfer.archive.captured import collections_of, read_program
 from recinfer.archive.cut import cut_model
 from recinfer.archive.leaves import find_leaves
 from recinfer.capture import capture
-from recinfer.checkpoint import CheckpointReader, load_into
+from recinfer.checkpoint import CheckpointReader, load_into, save_checkpoint
 from recinfer.checkpoint.live import LiveWeights
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.inference.managed_collisions import vocabularies_of
+from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.hash_mc_modules import HashZchManagedCollisionModule
@@ -28,13 +29,14 @@ from recinfer.modules.mc_embedding_modules import (
 )
 from recinfer.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
     ManagedCollisionCollection,
     ManagedCollisionModule,
     MCHManagedCollisionModule,
 )
 from recinfer.modules.mc_settings import managed_collision_module
 from recinfer.modules.zero_collision import murmur_hash3, unsigned_remainder
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from recinfer.vocabulary.table import TableVocabulary, segments_of
 from tests.golden.managed import (
     FILE,
@@ -291,3 +293,37 @@ def test_settings_of_another_file_are_checked() -> None:
     ):
         with pytest.raises(ConfigError, match="settings of managed collisions"):
             managed_collision_module(settings, META)
+
+
+def dlrm(**arguments: Any) -> DLRM:
+    tables = [EmbeddingBagConfig(12, 4, "t", feature_names=["f"]), EmbeddingBagConfig(8, 4, "u", feature_names=["g"])]
+    modules: dict[str, ManagedCollisionModule] = {
+        "t": MCHManagedCollisionModule(12, CPU, LFU_EvictionPolicy(), 1, input_hash_size=2**40, **arguments),
+        "u": HashZchManagedCollisionModule(8, CPU, 2, 3, input_hash_size=1000, is_inference=True),
+    }
+    collection: Any = ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(tables=tables), ManagedCollisionCollection(modules, tables)
+    )
+    return DLRM(collection, 3, [4], [4, 1])
+
+
+def test_model_json_holds_the_settings_of_managed_collisions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = dlrm()
+    ids = KeyedJaggedTensor(["f", "g"], torch.tensor([2**41, -7, 5, 6]), lengths=torch.ones(4, dtype=torch.int64))
+    collisions = model.sparse_arch.embedding_bag_collection._managed_collision_collection
+    collisions._managed_collision_modules["t"](  # type: ignore[operator]
+        {"t": JaggedTensor(torch.tensor([2**41, -7]), lengths=torch.tensor([1, 1]))}
+    )
+    expected = model.eval()(torch.ones(2, 3), ids)
+    save_checkpoint(tmp_path / "checkpoint", model)
+    checkpoint = CheckpointReader(tmp_path / "checkpoint")
+    built = checkpoint.build_model()
+    load_into(checkpoint, built)
+    assert torch.equal(built(torch.ones(2, 3), ids), expected)
+    found = vocabularies_of(checkpoint.build_model(), checkpoint)[
+        "sparse_arch.embedding_bag_collection._embedding_module", "t"
+    ]
+    assert {2**41, -7} <= set(found.ids.tolist()) and found.input_hash_size == 2**40
+    save_checkpoint(tmp_path / "hashed", dlrm(input_hash_func=lambda ids, size: ids))
+    assert (CheckpointReader(tmp_path / "hashed").model_json or {})["model"] is None
