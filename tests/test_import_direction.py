@@ -30,7 +30,7 @@ BASE = {
     "streamable",
     "threads",
     "version",
-    "vocabulary",
+    "vocabulary.table",
 }
 MODEL_CODE = BASE | {"sparse", "modules"}
 ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
@@ -40,7 +40,8 @@ BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.types", "distributed.planne
 PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "plan", "solve")}
 PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
-SERVED = RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "inference"}
+VOCABULARY = {f"vocabulary.{part}" for part in ("_index", "index", "info", "table")}  # data and files of vocabularies
+SERVED = RUNTIME | VOCABULARY | {"models", "data", "capture", "checkpoint", "archive", "inference", "vocabulary"}
 SERVING = {"serving", "remote"} | {
     f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")
 }
@@ -61,7 +62,10 @@ ALLOWED: dict[str, set[str]] = {
     "streamable": {"errors"},
     "threads": set(),
     "version": set(),
-    "vocabulary": {"errors", "excerpts", "files"},
+    "vocabulary._index": set(),  # compiled
+    "vocabulary.index": {"errors", "vocabulary._index", "vocabulary.table"},
+    "vocabulary.info": {"errors", "vocabulary.table"},
+    "vocabulary.table": {"errors", "excerpts"},
     "capture": set(),  # usable as a single file
     "migrate": {"errors", "files"},
     "sparse": BASE,
@@ -85,8 +89,9 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": RUNTIME,
     "fx": RUNTIME,
     "checkpoint": RUNTIME | {"models", "data", "capture"},
-    "archive": RUNTIME | {"models", "data", "capture", "checkpoint"},
-    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "remote"},
+    "archive": RUNTIME | {"models", "data", "capture", "checkpoint", "vocabulary.info"},
+    "vocabulary": RUNTIME | VOCABULARY | {"archive"},
+    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "remote", "vocabulary"},
     "remote": SERVED - {"inference"},
     "training": RUNTIME | {"models", "data", "checkpoint"},
     "serving.wire": SERVED,
