@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
-
 from recinfer.distributed.sharded.bag import EmbeddingAwaitable, EmbeddingBagSharder, ShardedEmbeddingBag
 from recinfer.distributed.sharded.bags import (
     EmbeddingBagCollectionAwaitable,
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
+    _create_mean_pooling_divisor,  # noqa: F401 - a private name that programs written for TorchRec import
     construct_output_kt,
     create_embedding_bag_sharding,
     create_sharding_infos_by_sharding,
@@ -38,9 +33,3 @@ __all__ = [
     "create_sharding_infos_by_sharding",
     "replace_placement_with_meta_device",
 ]
-
-
-def _create_mean_pooling_divisor(lengths: Tensor, stride: int, embedding_dims: Sequence[int], **_: Any) -> Tensor:
-    """The number by which the caller divides each element of ``[B, sum(D)]`` pooled vectors: 1, since lookups divide MEAN
-    bags themselves. A name that programs written for TorchRec import."""
-    return torch.ones((stride, sum(embedding_dims)), device=lengths.device)

@@ -285,6 +285,9 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         output_segments: see :class:`ManagedCollisionModule`; by default the rows of this module.
         buckets: number of segments of a sharded table.
 
+    Attributes:
+        num_admitted, num_evicted: ids that got a row and that lost theirs, since this object was made.
+
     Raises:
         ConfigError: a size or an interval below 1.
     """
@@ -326,6 +329,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         self._eviction_policy = eviction_policy
         self._buckets = buckets
         self._register(device)
+        self.num_admitted = self.num_evicted = 0
         self._mch_metadata: dict[str, Tensor] = {}
         self._refresh_metadata()
         self._history_metadata: dict[str, Tensor] = {}
@@ -460,7 +464,10 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
             self._mch_metadata,
             uniq_ids_metadata,
         )
-        self._mch_sorted_raw_ids[out] = ids[~matching][entering]
+        new = ids[~matching][entering]
+        self.num_evicted += int((self._mch_sorted_raw_ids[out] != _EMPTY).sum())
+        self.num_admitted += new.numel()
+        self._mch_sorted_raw_ids[out] = new
         rows = self._mch_remapped_ids_mapping[out]
         # Rows of an earlier eviction that no caller has reset yet are kept.
         self._evicted_emb_indices = (
