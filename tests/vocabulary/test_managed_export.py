@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import recinfer
+from recinfer.archive.captured import collections_of, read_program
+from recinfer.archive.reader import open_archive
+from recinfer.capture import capture
 from recinfer.checkpoint import CheckpointReader, save_checkpoint
+from recinfer.distributed.model_parallel import DistributedModelParallel
 from recinfer.distributed.planner.inference import plan_inference
 from recinfer.errors import CheckpointError
 from recinfer.inference.delta import make_delta
@@ -33,7 +38,8 @@ from recinfer.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.golden.managed import FILE, INPUT_HASH_SIZE, SEGMENTS, SIZE, queries
+from tests.cli.test_main import invoke
+from tests.golden.managed import FILE, INPUT_HASH_SIZE, SEGMENTS, SIZE, ids_of_step, queries
 
 FEATURES = ["clicked", "shown", "user", "history"]
 CPU = torch.device("cpu")
@@ -179,7 +185,7 @@ def test_checkpoints_of_ranks_keep_their_segments(count: int, tmp_path: Path) ->
         }
         rows = torch.from_numpy(golden[f"segments-{count}/rows"]).long()
     torch.save(state, tmp_path / "model.pt")
-    ids = KeyedJaggedTensor(["f"], queries(100_000)[: len(rows)], lengths=torch.ones_like(rows))
+    ids = one_feature(queries(100_000)[: len(rows)])
     for ranks in (1, 2):
         plan = plan_inference(model, world_size=ranks, precision=DataType.FP32)
         out = tmp_path / f"{ranks}.rqa"
@@ -216,3 +222,56 @@ def test_a_checkpoint_without_ids_exports_nothing(tmp_path: Path) -> None:
             progress=False,
         )
     assert not (tmp_path / "m.rqa").exists()
+
+
+def test_a_captured_program_is_exported_with_its_vocabularies(tmp_path: Path) -> None:
+    model = trained()
+    capture(model, (ids_of(4, 9),)).save(tmp_path / "model.rqp")
+    captured = read_program(tmp_path / "model.rqp")
+    plan = plan_inference(collections_of(captured), world_size=1, precision=DataType.INT8)
+    save_checkpoint(tmp_path / "model", model)
+    checkpoint = CheckpointReader(tmp_path / "model")
+    export_archive(captured, checkpoint, plan, tmp_path / "m.rqa", name="m", version="1", progress=False)
+    check_equal(tmp_path / "m.rqa", model)
+
+
+def build() -> nn.Module:
+    """The model without its weights, for the command line."""
+    return Lookups()
+
+
+def example() -> list[Any]:
+    """An example batch, for the command line."""
+    return [(ids_of(4, 9),)]
+
+
+def test_the_command_line_exports_and_inspects_vocabularies(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", trained())
+    given = ["--model", f"{__name__}:build", "--checkpoint", tmp_path / "model"]
+    code, _, err = invoke("plan", *given, "--world-size", 2, "--out", tmp_path / "plan.json")
+    assert code == 0, err
+    out = tmp_path / "m.rqa"
+    code, _, err = invoke(
+        "export", *given, "--plan", tmp_path / "plan.json", "--inputs", f"{__name__}:example", "--out", out
+    )
+    assert code == 0, err
+    check_equal(out, trained())
+    assert {info.table for info in open_archive(out).manifest.vocabularies} == {"goods", "users", "recent"}
+
+
+def test_a_module_sharded_by_one_rank_is_exported_live(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
+    try:
+        sharded = DistributedModelParallel(OneTable(), device=CPU)
+        for step in range(12):
+            sharded(one_feature(ids_of_step(step)))
+        sharded.eval()
+        recinfer.export(sharded, (ids_for_trace(),), tmp_path / "m.rqa", precision="fp32", progress=False)
+        ids = one_feature(torch.cat([ids_of_step(11), queries(200)]))
+        assert torch.equal(recinfer.load(tmp_path / "m.rqa")(ids), sharded(ids))
+    finally:
+        dist.destroy_process_group()
+
+
+def one_feature(ids: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f"], ids, lengths=torch.ones_like(ids))
