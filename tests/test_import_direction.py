@@ -33,6 +33,7 @@ BASE = {
     "streamable",
     "threads",
     "version",
+    "vocabulary.table",
 }
 MODEL_CODE = BASE | {"sparse", "modules"}
 ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
@@ -42,7 +43,8 @@ BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.types", "distributed.planne
 PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "plan", "solve")}
 PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
-SERVED = RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "inference"}
+VOCABULARY = {f"vocabulary.{part}" for part in ("_index", "index", "info", "table")}  # data and files of vocabularies
+SERVED = RUNTIME | VOCABULARY | {"models", "data", "capture", "checkpoint", "archive", "inference", "vocabulary"}
 SERVING = {"serving", "remote"} | {
     f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")
 }
@@ -64,6 +66,10 @@ ALLOWED: dict[str, set[str]] = {
     "streamable": {"errors"},
     "threads": set(),
     "version": set(),
+    "vocabulary._index": set(),  # compiled
+    "vocabulary.index": {"errors", "vocabulary._index", "vocabulary.table"},
+    "vocabulary.info": {"errors", "vocabulary.table"},
+    "vocabulary.table": {"errors", "excerpts"},
     "capture": set(),  # usable as a single file
     "migrate": {"errors", "files"},
     "sparse": BASE,
@@ -86,9 +92,10 @@ ALLOWED: dict[str, set[str]] = {
     "optim": MODEL_CODE,
     "distributed": RUNTIME,
     "fx": RUNTIME,
-    "checkpoint": RUNTIME | {"models", "data"},
-    "archive": RUNTIME | {"models", "data", "capture", "checkpoint"},
-    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "remote"},
+    "checkpoint": RUNTIME | {"models", "data", "capture"},
+    "archive": RUNTIME | {"models", "data", "capture", "checkpoint", "vocabulary.info"},
+    "vocabulary": RUNTIME | VOCABULARY | {"archive"},
+    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "vocabulary", "remote"},
     "remote": SERVED - {"inference"},
     "training": RUNTIME | {"models", "data", "checkpoint"},
     "serving.wire": SERVED,
