@@ -226,11 +226,17 @@ def test_spans_have_the_caller_as_their_parent(archive: Path):
     model, refused, http = sorted(spans, key=lambda span: (span[0] != "recinfer/GetModel", span[2] == "ERROR"))
     assert model[:3] == ["recinfer/GetModel", "SERVER", "UNSET"]
     assert 0 < model[3] < 60e9
-    assert model[4] == {"rpc.method": "GetModel", "rpc.grpc.status": "OK", "recinfer.request_id": "abc"}
+    assert model[4] == {
+        "rpc.method": "GetModel",
+        "rpc.grpc.status": "OK",
+        "recinfer.request_id": "abc",
+        "recinfer.model": "tiny",
+        "recinfer.version": "3",
+    }
     assert model[5:] == ["0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"]
     assert (refused[2], refused[4]["rpc.grpc.status"], refused[6]) == ("ERROR", "NOT_FOUND", None)
     assert (http[0], http[5:]) == ("recinfer/ModelMetadata", model[5:])
 
 
 def test_without_a_provider_no_span_is_made():
-    assert Observer(RequestStats())._tracing is None
+    assert Observer(RequestStats())._tracer is None

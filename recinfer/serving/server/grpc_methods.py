@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.memory_budget import ticket_of_task
-from recinfer.serving.engine.request import CallName, Request, served_of_task
+from recinfer.serving.engine.request import CallName, Request, served_of_task, trace_of_task
 from recinfer.serving.server.ending import Ending, ending_of
 from recinfer.serving.server.grpc_call import CoreCall, Dispatch
 from recinfer.serving.server.grpc_core import CoreServer
@@ -29,6 +29,7 @@ from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.address import grpc_address
 from recinfer.serving.wire.admin_verbs import VERBS
+from recinfer.serving.wire.tracing import no_trace
 
 __all__ = [
     "Answer",
@@ -128,12 +129,14 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
 
     async def handle(data: bytes, context: CoreCall) -> bytes:
         start = time.perf_counter()
+        trace = observer.begin(call, context.invocation_metadata)
+        trace_of_task.set(trace or no_trace)
 
         def answered(code: str) -> None:
             """Count an answer before it is sent, so that a client with an answer finds it counted."""
             spent, served = time.perf_counter() - start, served_of_task.get()
-            metadata = context.invocation_metadata
-            observer.answered(call, code, spent, headers=metadata, num_bytes=len(data), served=served)
+            metadata, size = context.invocation_metadata, len(data)
+            observer.answered(call, code, spent, headers=metadata, num_bytes=size, served=served, trace=trace)
 
         left = context.time_remaining()
         if left is not None:
@@ -168,10 +171,12 @@ def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Di
 
     def dispatch(data: bytes, until: float, core: CoreCall) -> None:
         start = time.perf_counter()
+        trace = observer.begin(call, core.invocation_metadata)
 
         def answered(code: str) -> None:
             spent, served = time.perf_counter() - start, request.served
-            observer.answered(call, code, spent, headers=core.invocation_metadata, num_bytes=len(data), served=served)
+            metadata, size = core.invocation_metadata, len(data)
+            observer.answered(call, code, spent, headers=metadata, num_bytes=size, served=served, trace=trace)
 
         def reply(answer: bytes | Exception) -> None:
             if not isinstance(answer, Exception):
@@ -191,7 +196,7 @@ def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Di
             dispatcher.scheduler.forget(request)
             answered("CANCELLED")
 
-        request = Request(call, data, until, reply, lambda: core.listen(gone), core.ticket)
+        request = Request(call, data, until, reply, lambda: core.listen(gone), core.ticket, trace or no_trace)
         dispatcher.dispatch(request)
 
     return dispatch

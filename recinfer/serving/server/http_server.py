@@ -19,7 +19,7 @@ from recinfer.errors import InputError, OverloadedError
 from recinfer.excerpts import quoted
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_of_task
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.engine.request import AnswerCall, served_of_task
+from recinfer.serving.engine.request import AnswerCall, served_of_task, trace_of_task
 from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema
 from recinfer.serving.server.cors import Cors
 from recinfer.serving.server.http_site import HttpSite
@@ -28,6 +28,7 @@ from recinfer.serving.server.request_id import REQUEST_ID, RequestIds
 from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.status import status_of
+from recinfer.serving.wire.tracing import no_trace
 
 __all__ = ["Described", "Get", "HttpProtocol", "HttpServer", "ModelProtocol", "Post", "Route", "count_json"]
 
@@ -155,7 +156,8 @@ class HttpServer:
         grace: seconds that ``stop`` gives to running requests.
         idle_s: seconds after which a connection without a request is closed; None: 75.
         cors: which pages of other origins may send requests.
-        observe: called with (call, gRPC code name, seconds, headers=..., num_bytes=..., served=...) of every request.
+        observe: called with (call, gRPC code name, seconds, headers=..., num_bytes=..., served=..., trace=...) of every request.
+        begin: called with (call, headers) of every request; returns its trace or None.
     """
 
     def __init__(
@@ -174,10 +176,11 @@ class HttpServer:
         idle_s: float | None = None,
         cors: Cors | None = None,
         observe: _Observe = lambda call, code, seconds, **more: None,
+        begin: Callable[[str, Any], Any] = lambda call, headers: None,
     ) -> None:
         self._protocols = protocols
         self._allows = allows
-        self._observe = observe
+        self._observe, self._begin = observe, begin
         self.host = host
         self.port = port
         self._tls = tls
@@ -258,6 +261,9 @@ class HttpServer:
             loop = asyncio.get_running_loop()
             start, code = loop.time(), "CANCELLED"
             served_of_task.set(None)
+            headers = partial(self._identified, request)
+            trace = self._begin(call, headers)
+            trace_of_task.set(trace or no_trace)
             try:
                 if not is_open and self._needs_certificate and not request.get_extra_info("peercert"):
                     code = "UNAUTHENTICATED"
@@ -286,8 +292,7 @@ class HttpServer:
                 return web.json_response({"error": status.message}, status=status.http, headers=_retry_after(error))
             finally:
                 seconds, served, size = loop.time() - start, served_of_task.get(), request.content_length or 0
-                headers = partial(self._identified, request)
-                self._observe(call, code, seconds, headers=headers, num_bytes=size, served=served)
+                self._observe(call, code, seconds, headers=headers, num_bytes=size, served=served, trace=trace)
 
         return handle
 

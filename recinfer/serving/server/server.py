@@ -134,7 +134,7 @@ class Server:
         registry = predictors if isinstance(predictors, ModelRegistry) else ModelRegistry(predictors)
         self.service = InferenceService(registry, limits)
         self.stats = self.service.stats
-        self.observer = Observer(self.stats)
+        self.observer = Observer(self.stats, sends_on=shards is not None)
         self.host = plain_host(host)
         self._port = port
         self._threads = threads or min(4, os.cpu_count() or 1)
@@ -153,7 +153,7 @@ class Server:
             from recinfer.serving.engine.admin import AdminService
 
             manager = admin if isinstance(admin, StoreManager) else StoreManager(registry, admin)
-            service = AdminService(manager, logs=admin_through is None)
+            service = AdminService(manager, None if shards is None else shards.status, logs=admin_through is None)
             self.admin_calls = {k: self._with_health_update(call) for k, call in service.calls().items()}
         self._http: HttpServer | None = None
         self.http_port = http_port
@@ -345,6 +345,7 @@ class Server:
             idle_s=self._idle_s,
             cors=Cors(self._cors_origins),
             observe=functools.partial(self.observer.answered, protocol="http"),
+            begin=self.observer.begin,
         )
         await http.start()
         self._http, self.http_port = http, http.port

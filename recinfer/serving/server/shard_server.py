@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -28,7 +29,7 @@ from recinfer.serving.server.telemetry.metrics import Status, request_figures
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import most_connections, tell_open_files
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
-from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure
+from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure, trace_headers
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.shards.transport import ShardListener
 from recinfer.serving.wire import codec
@@ -287,7 +288,8 @@ class ShardServer:
             if status.code == "INTERNAL":
                 _log.exception("a lookup of %d bytes failed", len(data))
             found, code = encode_failure(status.code, status.message), status.code
-        self._observer.answered("Find", code, time.perf_counter() - start, num_bytes=len(data))
+        headers = functools.partial(trace_headers, data)
+        self._observer.answered("Find", code, time.perf_counter() - start, headers=headers, num_bytes=len(data))
         return found
 
     # -- gRPC's calls ------------------------------------------------------------------------------------------------
