@@ -153,6 +153,7 @@ def plain(counts: list[int], **more: Any) -> dict[str, Any]:
         "ready": True,
         **answers,
         "unnamed": answers,
+        "security": {"certificate_expiry": float(counts[0]), "rereads": {"tls": {"ok": 1, "failed": 2}}},
         "stages": {"decode": histogram},
         "samples": histogram,
         "queue": {"waiting": 2, "running": 1, "runs": 5, "requests": 9, "samples": 9, "expired": 0, "refused": 1},
@@ -173,6 +174,7 @@ def test_statuses_are_summed():
         {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 3}, "missing": {"a": 6}, **summed}
     ]
     assert merged["unnamed"] == summed
+    assert merged["security"] == {"certificate_expiry": 1.0, "rereads": {"tls": {"ok": 3, "failed": 6}}}
     nobody = merge_statuses([], [only_counts(plain([1, 0]))])
     assert (nobody["workers"], nobody["models"], nobody["requests"][0]["count"]) == (0, [], 1)
     assert merge_statuses([])["samples"]["counts"] == [0]
