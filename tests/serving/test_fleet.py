@@ -148,6 +148,7 @@ def plain(counts: list[int], **more: Any) -> dict[str, Any]:
         "uptime": 3.0,
         "workers": 1,
         "ready": True,
+        "load": 0.5,
         "requests": [{"method": "Lookup", "code": "OK", "count": counts[0]}],
         "latency": {"Lookup": histogram},
         "stages": {"decode": histogram},
@@ -161,6 +162,7 @@ def plain(counts: list[int], **more: Any) -> dict[str, Any]:
 def test_statuses_are_summed():
     merged = merge_statuses([plain([1, 2]), plain([3, 4], uptime=5.0)], [only_counts(plain([10, 0]))])
     assert (merged["uptime"], merged["workers"]) == (5.0, 2)
+    assert merge_statuses([plain([1], load=0.2), plain([1], load=0.6)])["load"] == 0.4  # they share one port
     assert merged["requests"] == [{"method": "Lookup", "code": "OK", "count": 14}]
     assert merged["latency"]["Lookup"] == {"bounds": [1.0], "counts": [14, 6], "total": 20.0}
     assert (merged["queue"]["waiting"], merged["queue"]["runs"]) == (4, 15)
@@ -170,6 +172,7 @@ def test_statuses_are_summed():
     ]
     nobody = merge_statuses([], [only_counts(plain([1, 0]))])
     assert (nobody["workers"], nobody["models"], nobody["requests"][0]["count"]) == (0, [], 1)
+    assert nobody["load"] == 0.0
     assert merge_statuses([])["samples"]["counts"] == [0]
 
 

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import pkgutil
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import wait
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ from recinfer.serving.server.grpc_methods import (
 )
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
+from recinfer.serving.server.load import Load
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security
@@ -151,8 +153,15 @@ class Server:
         self._serving = serving
         shown = None if shards is None else shards.status
         self.budget = MemoryBudget(self.service.limits.memory_budget_bytes)
+        self._load: Load | None = None
         metrics = ServerMetrics(
-            self.stats, self.service.registry, self.budget, self._queue_state, shards=shown, is_ready=self.is_ready
+            self.stats,
+            self.service.registry,
+            self.budget,
+            self._queue_state,
+            shards=shown,
+            is_ready=self.is_ready,
+            load=lambda: 0.0 if self._load is None else self._load.now(),
         )
         self.status = metrics.status
         self._metrics: HttpServer | None = None
@@ -236,6 +245,14 @@ class Server:
         self._port = bind(server, self._security, self.host, self._port)
         await server.start()
         self._server = server
+        threads = [
+            server.thread_id,
+            threading.get_native_id(),
+            None if self._shards is None else self._shards.thread_id,
+        ]
+        self._load = Load(
+            dispatcher.scheduler, most_runs=self._threads, most_fan_outs=MOST_FAN_OUTS, thread_ids=threads
+        )
         self._tells_files = asyncio.create_task(tell_open_files())
         if self.http_port is not None:
             await self._start_http(self.http_port)

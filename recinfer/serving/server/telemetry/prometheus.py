@@ -29,6 +29,7 @@ class _Families(Collector):
         """The metric families, as prometheus_client collects them."""
         status = self._status
         yield GaugeMetricFamily("recinfer_workers", "Processes that serve.", value=status["workers"])
+        yield GaugeMetricFamily("recinfer_load", "Share of ten seconds' capacity that was used.", value=status["load"])
         requests = CounterMetricFamily(
             "recinfer_requests", "Requests answered, by method and gRPC code.", labels=["method", "code"]
         )
