@@ -93,8 +93,8 @@ def test_images_are_pinned_as_the_project_is_and_run_as_nobody(image: str):
 
 def test_every_path_in_the_compose_file_exists(compose: dict[str, Any]):
     services = compose["services"]
-    assert services.keys() == {"shard-0", "shard-1", "ranker", "prometheus", "grafana"}
-    for name in ("shard-0", "shard-1", "ranker"):
+    assert services.keys() == {"shard-0", "shard-1", "ranker-0", "ranker-1", "prometheus", "grafana"}
+    for name in ("shard-0", "shard-1"):
         assert services[name]["deploy"]["replicas"] == 2
     for service in services.values():
         for volume in service["volumes"]:
@@ -113,7 +113,7 @@ def test_every_path_in_the_compose_file_exists(compose: dict[str, Any]):
 
 
 def test_servers_of_the_compose_file_may_do_no_more_than_they_need(compose: dict[str, Any]):
-    for name in ("shard-0", "shard-1", "ranker"):
+    for name in ("shard-0", "shard-1", "ranker-0", "ranker-1"):
         service = compose["services"][name]
         assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"] and service["user"] == "10001:10001"
@@ -127,7 +127,7 @@ def test_names_in_the_files_are_services(compose: dict[str, Any]):
         assert compose["services"][f"shard-{rank}"]["environment"]["RECINFER_RANKS"] == str(rank)
     prometheus = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
     names = [name for job in prometheus["scrape_configs"] for dns in job["dns_sd_configs"] for name in dns["names"]]
-    assert sorted(names) == ["ranker", "shard-0", "shard-1"]
+    assert sorted(names) == ["ranker-0", "ranker-1", "shard-0", "shard-1"]
     for file in prometheus["rule_files"]:
         assert (DOCKER / "prometheus" / file).is_file()
     for job in prometheus["scrape_configs"]:
