@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import inspect
 import io
 import json
@@ -26,7 +27,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ __all__ = [
     "EmbeddingModule",
     "Slot",
     "capture",
+    "collision_settings",
+    "collision_stubs",
     "described",
     "embedding_modules",
     "read_arguments",
@@ -103,6 +106,7 @@ class EmbeddingModule:
         tables: the collection's tables; empty where the caller knows them.
         processed: whether a feature-processed module is around the collection.
         positions: (feature, parameter of its processor, positions) of position weights.
+        collisions: table -> the settings of its managed collisions; empty where ids are rows.
     """
 
     path: str
@@ -114,6 +118,7 @@ class EmbeddingModule:
     tables: tuple[Table, ...] = ()
     processed: bool = False
     positions: tuple[tuple[str, str, int], ...] = ()
+    collisions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -199,23 +204,11 @@ def read_capture(path: str | os.PathLike[str], check: Callable[[bytes], object] 
             f"{path}: torch {torch.__version__} cannot read the program, which torch {about.get('torch')} wrote: "
             f"{type(error).__name__}: {str(error)[:300]}"
         ) from None
+    modules = [module | {"tables": tuple(_loaded(Table, t) for t in module["tables"])} for module in about["modules"]]
     return Captured(
         program,
-        tuple(Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in about["slots"]),
-        tuple(
-            EmbeddingModule(
-                m["path"],
-                m["pooled"],
-                m["weighted"],
-                tuple(m["features"]),
-                tuple(m["outputs"]),
-                tuple(m["dims"]),
-                tuple(Table(**{**t, "features": tuple(t["features"])}) for t in m["tables"]),
-                m["processed"],
-                tuple((feature, name, count) for feature, name, count in m["positions"]),
-            )
-            for m in about["modules"]
-        ),
+        tuple(_loaded(Slot, slot) for slot in about["slots"]),
+        tuple(_loaded(EmbeddingModule, module) for module in modules),
         tuple(about["outputs"]),
         about["structure"],
         tuple(about["arguments"]),
@@ -223,6 +216,15 @@ def read_capture(path: str | os.PathLike[str], check: Callable[[bytes], object] 
         tuple(examples),
         about["at_most"],
     )
+
+
+def _loaded(kind: type, fields: Mapping[str, Any]) -> Any:
+    """A dataclass out of JSON, whose lists were tuples."""
+
+    def frozen(value: Any) -> Any:
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    return kind(**{name: frozen(value) for name, value in fields.items()})
 
 
 def capture(model: nn.Module, *batches: Any) -> Captured:
@@ -246,6 +248,7 @@ def capture(model: nn.Module, *batches: Any) -> Captured:
 def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
     """The embedding collections of ``model``, and feature-processed ones as a whole, in module order."""
     found: dict[nn.Module, EmbeddingModule] = {}
+    collisions: dict[int, dict[str, dict[str, Any]]] = {}  # by the id of the collection behind them
     stack: list[tuple[str, nn.Module]] = [("", model)]
     seen: set[int] = set()
     while stack:
@@ -255,12 +258,19 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
         seen.add(id(module))
         inner = module
         names = {kind.__name__ for kind in type(module).__mro__}
+        if "ManagedCollisionCollection" in names:
+            continue
+        managed = getattr(module, "_managed_collision_collection", None)
+        if managed is not None:
+            parts = managed._managed_collision_modules
+            collisions[id(module._embedding_module)] = {name: collision_settings(part) for name, part in parts.items()}
         if "FeatureProcessedEmbeddingBagCollection" in names:
             inner = getattr(module, "_embedding_bag_collection")  # noqa: B009 - not a declared attribute
         for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
             configs = getattr(inner, method, None)
             if callable(configs):
-                found[module] = described(path, module, list(configs()), pooled)
+                about = described(path, module, list(configs()), pooled)
+                found[module] = replace(about, collisions=collisions.get(id(module), {}))
                 break
         else:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
@@ -307,6 +317,79 @@ def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool
         processors is not None,
         tuple(positions),
     )
+
+
+# ------------------------------------------------------------------------------------------------- managed collisions
+
+_SORTED = {"zch_size": "_zch_size", "input_hash_size": "_input_hash_size"}
+_HASHED = _SORTED | {
+    "total_num_buckets": "_buckets",
+    "max_probe": "_max_probe",
+    "output_segments": "_output_segments",
+    "opt_in_prob": "_opt_in_prob",
+    "percent_reserved_slots": "_percent_reserved_slots",
+    "disable_fallback": "_disable_fallback",
+    "no_bag": "_no_bag",
+}
+
+
+def collision_settings(module: nn.Module) -> dict[str, Any]:
+    """The class of a managed collision module and the arguments that lookups and the state depend on, as JSON values.
+
+    Raises:
+        CaptureError: a module whose lookups depend on more.
+    """
+    kinds = _mro(module)
+    if "MCHManagedCollisionModule" in kinds:
+        if getattr(module, "_input_hash_func", None) is not None:
+            raise CaptureError(
+                "a managed collision module hashes ids by input_hash_func, a Python function that no server runs; hash the ids "
+                "before they reach the model, in training and in requests"
+            )
+        policy = type(getattr(module, "_eviction_policy", None)).__name__
+        settings = {k: getattr(module, v) for k, v in _SORTED.items()}
+        return {"class": "MCHManagedCollisionModule", **settings, "eviction_policy": policy}
+    if "HashZchManagedCollisionModule" in kinds:
+        mapper: Any = getattr(module, "input_mapper", module)  # TorchRec has the argument there
+        divided = getattr(mapper, "_inference_dispatch_div_train_world_size", getattr(mapper, "_divided", False))
+        return {
+            "class": "HashZchManagedCollisionModule",
+            **{k: getattr(module, v) for k, v in _HASHED.items()},
+            "inference_dispatch_div_train_world_size": divided,
+        }
+    raise CaptureError(
+        f"managed collisions of a {type(module).__name__}; expected MCHManagedCollisionModule or HashZchManagedCollisionModule"
+    )
+
+
+class _PassOn(nn.Module):
+    """Managed collisions that leave ids as they are: a server maps them by the archive's vocabularies."""
+
+    def forward(self, features: Any, *_: Any, **__: Any) -> Any:
+        return features
+
+    def evict(self) -> dict[str, None]:
+        return {}
+
+
+def collision_stubs(model: nn.Module) -> dict[int, nn.Module]:
+    """``id`` of each managed collision collection -> the module for its place in a copy whose tables take raw ids.
+
+    Raises:
+        CaptureError: a module that also returns the rows of its ids.
+    """
+    stubs: dict[int, nn.Module] = {}
+    for path, module in model.named_modules():
+        managed = getattr(module, "_managed_collision_collection", None)
+        if managed is None:
+            continue
+        if getattr(module, "_return_remapped_features", False):
+            raise CaptureError(
+                f"module {path!r} is a {type(module).__name__} that returns the rows of its ids too, which no server returns; "
+                f"build it with return_remapped_features=False"
+            )
+        stubs[id(managed)] = _PassOn()
+    return stubs
 
 
 # ------------------------------------------------------------------------------------------------- lookup operators
@@ -389,7 +472,7 @@ class _Lookup(nn.Module):
                 f"{title} reads feature {missing[0]!r}; the KeyedJaggedTensor that forward passes to it has "
                 f"{', '.join(map(repr, list(parts)[:8])) or 'no feature'}"
             )
-        types = _types_of(_kjt_base(features))
+        base = _kjt_base(features)
         bags = [parts[name] for name in about.features]
         if about.pooled:
             weights = [w if w is not None else v.new_ones(v.shape[0], dtype=torch.float32) for v, _, w in bags]
@@ -400,13 +483,13 @@ class _Lookup(nn.Module):
                 weights if about.weighted else [],
                 sum(about.dims),
             )
-            return types.keyed_tensor(list(about.outputs), list(about.dims), values)
+            return _sparse_type(base, "KeyedTensor")(list(about.outputs), list(about.dims), values)
         need_indices: Any = getattr(self.__dict__["_module"], "need_indices", None)
         with_ids = callable(need_indices) and bool(need_indices())
         found = {}
         for output, (name, (ids, lengths, _), dim) in enumerate(zip(about.outputs, bags, about.dims)):
             rows = torch.ops.recinfer.rows(self._index, output, ids, lengths, dim)
-            found[name] = types.jagged_tensor(rows, ids if with_ids else None, lengths)
+            found[name] = _jagged(_sparse_type(base, "JaggedTensor"), rows, lengths, ids if with_ids else None)
         return found
 
 
@@ -429,29 +512,15 @@ def _kjt_base(value: Any) -> type:
     return next(kind for kind in type(value).__mro__ if kind.__name__ == "KeyedJaggedTensor" and kind is not _TracedKjt)
 
 
-@dataclass(frozen=True)
-class _Types:
-    """The sparse types of one package."""
-
-    jagged: type
-    keyed: type
-
-    def jagged_tensor(self, values: Tensor, weights: Tensor | None, lengths: Tensor) -> Any:
-        """A JaggedTensor, made without checks that read numbers."""
-        make = getattr(self.jagged, "from_parts_unchecked", self.jagged)
-        return make(values, weights, lengths)
-
-    def keyed_tensor(self, keys: list[str], dims: list[int], values: Tensor) -> Any:
-        """A KeyedTensor of columns."""
-        return self.keyed(keys, dims, values)
-
-
-def _types_of(base: type) -> _Types:
-    """The other sparse types of the package that ``base`` is of."""
-    import importlib
-
+def _sparse_type(base: type, name: str) -> Any:
+    """Another sparse type of the package that the KeyedJaggedTensor ``base`` is of."""
     module = importlib.import_module(f"{base.__module__.partition('.')[0]}.sparse.jagged_tensor")
-    return _Types(module.JaggedTensor, module.KeyedTensor)
+    return getattr(module, name)
+
+
+def _jagged(kind: Any, values: Tensor, lengths: Tensor, weights: Tensor | None) -> Any:
+    """A JaggedTensor of the class ``kind``, made without checks that read numbers."""
+    return getattr(kind, "from_parts_unchecked", kind)(values, weights, lengths)
 
 
 class _TracedKjt:
@@ -480,9 +549,6 @@ class _TracedKjt:
     def lengths(self) -> Tensor:
         return self._joined(1)
 
-    def lengths_or_none(self) -> Tensor:
-        return self.lengths()
-
     def weights_or_none(self) -> Tensor | None:
         return None if any(bag[2] is None for bag in self._bags.values()) else self._joined(2)
 
@@ -495,9 +561,6 @@ class _TracedKjt:
     def offsets(self) -> Tensor:
         lengths = self.lengths()
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-    def offsets_or_none(self) -> Tensor:
-        return self.offsets()
 
     def stride(self) -> int:
         return next(iter(self._bags.values()))[1].shape[0]
@@ -517,17 +580,11 @@ class _TracedKjt:
     def length_per_key(self) -> list[int]:
         return [bag[0].shape[0] for bag in self._bags.values()]
 
-    def length_per_key_or_none(self) -> list[int]:
-        return self.length_per_key()
-
     def offset_per_key(self) -> list[int]:
         offsets = [0]
         for size in self.length_per_key():
             offsets.append(offsets[-1] + size)
         return offsets
-
-    def offset_per_key_or_none(self) -> list[int]:
-        return self.offset_per_key()
 
     def index_per_key(self) -> dict[str, int]:
         return {key: i for i, key in enumerate(self._bags)}
@@ -540,8 +597,7 @@ class _TracedKjt:
     def __getitem__(self, key: str) -> Any:
         if key not in self._bags:
             raise CaptureError(f"forward reads feature {key!r}; the example batch has {self.keys()}")
-        values, lengths, weights = self._bags[key]
-        return _types_of(self._base).jagged_tensor(values, weights, lengths)
+        return _jagged(_sparse_type(self._base, "JaggedTensor"), *self._bags[key])
 
     def to_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {key: self[key] for key in self._bags}
@@ -563,6 +619,8 @@ class _TracedKjt:
     def _same(self, *_: Any, **__: Any) -> Any:
         return self
 
+    lengths_or_none, offsets_or_none = lengths, offsets
+    length_per_key_or_none, offset_per_key_or_none = length_per_key, offset_per_key
     to = pin_memory = sync = unsync = flatten_lengths = record_stream = _same
 
 
@@ -677,23 +735,18 @@ class _Notes(TorchFunctionMode):
 
 _FILLS = (torch.ones, torch.ones_like, Tensor.new_ones)
 _REORDERS = {"flip", "roll", "sort", "argsort", "index_select", "gather", "take", "__getitem__"}
-_SAME_NUMBERS = {
-    *(
-        "to",
-        "int",
-        "long",
-        "view",
-        "reshape",
-        "flatten",
-        "repeat",
-        "expand",
-        "clone",
-        "contiguous",
-        "squeeze",
-        "unsqueeze",
-    ),
-    *("type", "cpu", "detach", "repeat_interleave", "__getitem__"),
+_RESHAPES = {
+    "view",
+    "reshape",
+    "flatten",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "repeat",
+    "repeat_interleave",
+    "__getitem__",
 }
+_SAME_NUMBERS = {"to", "int", "long", "type", "cpu", "clone", "contiguous", "detach", *_RESHAPES}
 
 
 def _concat(base: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -785,9 +838,7 @@ class _Reader:
             return self._keyed_jagged(value, path, name)
         if "JaggedTensor" in kinds:
             bag = self._bag(value.values(), value.lengths(), value.weights_or_none(), path, name)
-            kind = type(value)
-            types = _Types(kind, kind)
-            return lambda tensors: types.jagged_tensor(*_swapped(bag(tensors)))
+            return lambda tensors: _jagged(type(value), *bag(tensors))
         if "KeyedTensor" in kinds:
             return self._keyed(value, path, name)
         if isinstance(value, nn.Module) or not _holds_tensors(value):
@@ -846,11 +897,6 @@ class _Reader:
         ]
         kind = type(value)
         return lambda tensors: kind(keys, dims, torch.cat([column(tensors) for column in columns], 1))
-
-
-def _swapped(bag: Bag) -> tuple[Tensor, Tensor | None, Tensor]:
-    values, lengths, weights = bag
-    return values, weights, lengths
 
 
 def _joined_name(name: str, key: object) -> str:
@@ -986,6 +1032,8 @@ def _sample(batches: Sequence[Sequence[_Example]]) -> _Sampled:
         if example.part == "tensor":
             given = [batch[index].tensor for batch in batches]
             axes = _free_axes(given, sizes)
+            if len(set(sizes)) == 1 and 0 not in axes:
+                _check_fixed(example, sizes[0], first)
             batched.append(0 in axes and all(len(t) == size for t, size in zip(given, sizes)))
             tensors.append(tensor.index_select(0, picked).clone() if batched[-1] else tensor.clone())
         else:
@@ -1037,13 +1085,37 @@ def _batch_size(batch: Sequence[_Example]) -> int:
             f"the example batch has {sizes[one]} samples in {one} and {sizes[two]} in {two}; give one batch size (the "
             f"features of one user for many candidates go into requests as context)"
         )
-    size = max(sizes.values(), key=list(sizes.values()).count)
+    count = [list(sizes.values()).count(size) for size in distinct]
+    size = distinct[count.index(max(count))]
+    if count.count(max(count)) > 1:
+        each = ", ".join(f"{n} rows in {path}" for path, n in sizes.items())
+        raise CaptureError(
+            f"the example batch has {each}, and no ids to tell which is the number of samples; {_TWO_BATCHES}"
+        )
     if size < 2:
         raise CaptureError(
             f"the example batch has {size} sample{'' if size == 1 else 's'}; give at least 2, so that the batch axis differs "
             f"from an axis of size 1"
         )
     return size
+
+
+_TWO_BATCHES = "give two example batches of different sizes, a list [batch, batch]"
+
+
+def _check_fixed(example: _Example, samples: int, batch: Sequence[_Example]) -> None:
+    """Refuse a tensor whose first axis may depend on the batch in a way that one batch size does not show."""
+    rows = len(example.tensor) if example.tensor.dim() else 1
+    if rows == 1:
+        return
+    reason = f"{rows // samples} for each of {samples} samples" if rows % samples == 0 else ""
+    for other in batch:
+        if other.part == "values" and len(other.tensor) == rows:
+            reason = f"as many as {other.path} has values"
+    if reason:
+        raise CaptureError(
+            f"{example.path} has {rows} rows, {reason}, or always {rows}: one batch size cannot tell; {_TWO_BATCHES}"
+        )
 
 
 def _free_axes(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -1137,6 +1209,7 @@ def trace(
     examples = read[0][0].found
     called: set[int] = set()
     stubs: dict[int, Any] = {id(m): _Lookup(i, a, m, called) for i, (m, a) in enumerate(zip(modules, abouts))}
+    stubs |= collision_stubs(model)
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
@@ -1155,19 +1228,17 @@ def trace(
         raise CaptureError("forward returns no tensor; expected at least one output")
     slots = _slots(program, examples, sampled, notes.length_at)
     _check_guards(program, slots)
-    at_most = _limits(program, slots)
     _check_operators(program)
-    arguments = tuple(_positional(model))
     return Captured(
-        program,
-        slots,
-        tuple(abouts),
-        outputs,
-        structure,
-        arguments,
-        tuple(sorted(called)),
-        tuple(example.tensor for example in examples),
-        at_most,
+        program=program,
+        slots=slots,
+        modules=tuple(abouts),
+        outputs=outputs,
+        structure=structure,
+        arguments=tuple(_positional(model)),
+        called=tuple(sorted(called)),
+        examples=tuple(example.tensor for example in examples),
+        at_most=_limits(program, slots),
     )
 
 
@@ -1223,8 +1294,7 @@ def _slots(
     program: ExportedProgram, examples: Sequence[_Example], sampled: _Sampled, length_at: str
 ) -> tuple[Slot, ...]:
     """Describe the inputs of ``program``; refuses a free axis that forward fixes, maybe by a len() ``length_at``."""
-    names = set(program.graph_signature.user_inputs)
-    nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    nodes = _input_nodes(program)
     # An axis that forward never compares with others has a symbol of its own.
     batch = {str(node.meta["val"].shape[0]) for node, is_batch in zip(nodes, sampled.batched) if is_batch}
     slots = []
@@ -1245,6 +1315,11 @@ def _slots(
             Slot(example.name, example.path, example.part, str(tensor.dtype).removeprefix("torch."), tuple(shape))
         )
     return tuple(slots)
+
+
+def _input_nodes(program: ExportedProgram) -> list[torch.fx.Node]:
+    names = set(program.graph_signature.user_inputs)
+    return [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
 
 
 _EQUAL = re.compile(r"[^=<>!%/]+==[^=<>!%/]+")
@@ -1270,8 +1345,7 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
     Raises:
         CaptureError: the trace holds only for some numbers of samples or values, or from some size on.
     """
-    names = set(program.graph_signature.user_inputs)
-    nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    nodes = _input_nodes(program)
     # Torch also lists products such as 2*s0, whose limits follow from those of the symbol.
     ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items() if str(symbol).isidentifier()}
     at_most: dict[str, int] = {}
@@ -1392,8 +1466,6 @@ def explain(error: BaseException) -> str:
     if "DataDependent" in kind or "data-dependent" in text or "unbacked" in text.lower():
         cause = "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, a fixed size, or "
         cause += "x.item() for int(x)"
-    elif "Dim" in text and "constant" in text.lower():
-        cause = "forward fixes a size that differs between batches; take sizes from the tensors"
     elif ".numpy()" in text:
         cause = "forward leaves torch by .numpy(); write it with torch's own functions"
     else:

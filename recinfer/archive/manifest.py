@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.formats.names import Precision
+from recinfer.vocabulary.info import VocabularyInfo, index_path
 
 __all__ = [
     "ENGINE_PACKAGES",
@@ -326,7 +327,8 @@ class Manifest:
     """The content of ``manifest.json``; ``FORMAT.md`` defines each part and its rules.
 
     ``missing_shards`` says whether default rows may replace rows of unavailable ranks; its default is ``"reject"``.
-    ``signature`` is absent in archives of earlier versions and where there is no dense part. No other key is optional.
+    ``signature`` is absent in archives of earlier versions and where there is no dense part, ``vocabularies`` where no table
+    has one. No other key is optional.
     """
 
     format: str
@@ -348,6 +350,7 @@ class Manifest:
     bytes_total: int
     missing_shards: MissingShards = "reject"
     signature: Signature | None = None
+    vocabularies: tuple[VocabularyInfo, ...] = ()
 
     def to_json(self) -> str:
         """Readable, deterministic JSON."""
@@ -356,6 +359,8 @@ class Manifest:
             del values["missing_shards"]
         if self.signature is None:
             del values["signature"]
+        if not self.vocabularies:
+            del values["vocabularies"]
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
     @property
@@ -451,6 +456,7 @@ def required_files(manifest: Manifest) -> list[str]:
             paths += [f"dense/{name}.pt2", *([f"dense/{name}.onnx"] if part.onnx is not None else [])]
     if any(module.position_weights is not None for module in manifest.modules):
         paths.append("dense/position_weights.safetensors")
+    paths += [index_path(number) for number in range(len(manifest.vocabularies))]
     return [*paths, "check/requests.safetensors", "check/answers.safetensors"]
 
 

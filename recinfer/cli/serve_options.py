@@ -44,7 +44,7 @@ _MIB = 20  # bits
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Addresses that the server listens on, and its log format."""
+    """Addresses that the server listens on, its connections, and its log format."""
 
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port for gRPC; 0 picks a free port and prints it.")
@@ -75,9 +75,52 @@ class AddressOptions:
         bool, typer.Option("--log-json", help="Write the log to stderr as JSON, with one line per request.")
     ] = AddressConfig.log_json
 
+    unix_socket: Annotated[
+        Path | None,
+        typer.Option(
+            "--unix-socket",
+            metavar="PATH",
+            help="Also serve gRPC on this Unix socket, without TLS; clients call unix:PATH. The file has the rights 0660.",
+            show_default=False,
+        ),
+    ] = AddressConfig.unix_socket
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Let pages of this origin, such as https://shop.example, send requests to the HTTP port; * is all origins; "
+            "repeatable.",
+            show_default=False,
+        ),
+    ] = None
+    drain_seconds: Annotated[
+        float,
+        typer.Option("--drain-seconds", min=0, help="Let running requests end for this long after the signal to stop."),
+    ] = AddressConfig.drain_seconds
+    idle_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--idle-seconds",
+            min=0.1,
+            help="Close a connection that has no request for this long.",
+            show_default="75 for HTTP, never for gRPC",
+        ),
+    ] = AddressConfig.idle_seconds
+
     def config(self) -> AddressConfig:
         """The settings that the options give; raises ConfigError."""
-        return AddressConfig(self.host, self.port, self.http_port, self.metrics_port, self.log_json)
+        return AddressConfig(
+            self.host,
+            self.port,
+            self.http_port,
+            self.metrics_port,
+            self.log_json,
+            self.unix_socket,
+            tuple(self.cors_origin or ()),
+            self.drain_seconds,
+            self.idle_seconds,
+        )
 
 
 @dataclass(frozen=True)
@@ -125,9 +168,12 @@ class ModelOptions:
         typer.Option("--delta", help="Delta to apply to the archive before serving; repeatable, in order."),
     ] = None
     model_store: Annotated[
-        Path | None,
-        typer.Option(help="Folder with archives at <model>/<version>; the newest version of each model is served."),
-    ] = ModelsConfig.model_store
+        str | None,
+        typer.Option(
+            metavar="DIR|URL",
+            help="Folder or URL with archives at <model>/<version>; the newest version of each model is served.",
+        ),
+    ] = None
     poll: Annotated[
         float | None,
         typer.Option(
@@ -161,6 +207,21 @@ class ModelOptions:
         float,
         typer.Option(min=1, help="Kill and replace a worker that gives no response for this many seconds."),
     ] = ModelsConfig.worker_timeout
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for archives that are downloaded from a URL.",
+            show_default="RECINFER_CACHE, or ~/.cache/recinfer",
+        ),
+    ] = ModelsConfig.cache_dir
+    cache_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most bytes of archives in that folder; archives that no process uses make room.",
+            show_default="no bound",
+        ),
+    ] = ModelsConfig.cache_bytes
 
     def config(self) -> ModelsConfig:
         """The settings that the options give; raises ConfigError."""
@@ -172,6 +233,8 @@ class ModelOptions:
             admin=self.admin,
             workers=self.workers,
             worker_timeout=self.worker_timeout,
+            cache_dir=self.cache_dir,
+            cache_bytes=self.cache_bytes,
         )
 
 
@@ -309,7 +372,12 @@ class ServeOptions:
     security: SecurityOptions
     roles: RoleOptions
     archives: Annotated[
-        list[Path] | None, typer.Argument(help="Archive folders; the first is the default model.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARCHIVE|URL]...",
+            help="Archive folders or URLs; the first is the default model.",
+            show_default=False,
+        ),
     ] = None
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False
     worker_config: Annotated[str | None, typer.Option("--worker-config", hidden=True)] = None

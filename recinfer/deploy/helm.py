@@ -358,7 +358,7 @@ def _pod_monitor(objects: Objects) -> dict[str, Any]:
 
 
 def _network_policies(objects: Objects) -> list[dict[str, Any]]:
-    """What may connect to shard servers, and to rankers. Probes come from the node, which policies let through."""
+    """The rules of connections to shard servers and to rankers. Probes come from the node, which policies let through."""
     ranker = objects.labels("ranker")
     metrics = {
         "ports": [{"protocol": "TCP", "port": METRICS_PORT}],

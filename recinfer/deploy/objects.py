@@ -76,7 +76,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Values:
-    """What the objects say.
+    """Values of all objects.
 
     Attributes:
         name: prefix of all names.
@@ -130,7 +130,7 @@ def shards_of(found: Footprint, name: str, namespace: str) -> Shards:
             for rank in group.ranks
         }
     )
-    # Of the content, not of its spaces, so that a template computes the same mark.
+    # The hash is of the content, not of its spaces, so that a template computes the same mark.
     content = json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
     return Shards(text, hashlib.sha256(content.encode()).hexdigest()[:16])
 
@@ -274,7 +274,7 @@ class Objects:
     def _stateful_set(self, name: str, labels: dict[str, str], group: Group) -> dict[str, Any]:
         values = self.values
         args = [values.archive, "--ranks", group.ranks, "--model-store", values.store, "--preload"]
-        args += ["--socket-port", str(SOCKET_PORT)]  # one that a firewall can name
+        args += ["--socket-port", str(SOCKET_PORT)]  # a port that a firewall can name
         spec = {
             **values.shard.replicas,  # none with an autoscaler, whose number must survive the next apply
             "serviceName": name,

@@ -41,6 +41,7 @@ class InputSpec:
         weighted: whether each value may have a weight.
         per_sample: the number of values of every sample; 0: any number.
         as_long_as: the input that has as many values in each sample; empty: none.
+        user: whether the export named it as the user's: forward's part of these alone runs once for a context.
     """
 
     name: str
@@ -51,11 +52,17 @@ class InputSpec:
     weighted: bool = False
     per_sample: int = 0
     as_long_as: str = ""
+    user: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a request has one tensor for all its samples."""
+        return self.kind == "tensor" and self.shape[:1] != ("batch",)
 
     @property
     def facts(self) -> str:
-        """The numbers of values that forward relies on, as text; empty: any numbers."""
-        told = []
+        """Properties of the input that forward relies on, next to dtype and shape, as text; empty: none."""
+        told = ["one tensor for all samples"] if self.is_shared else []
         if self.per_sample:
             told.append(f"exactly {self.per_sample} per sample")
         if self.as_long_as:

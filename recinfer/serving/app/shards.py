@@ -42,13 +42,14 @@ class ShardService:
             security=security,
             limits=config.limits,
             socket_port=config.role.socket_port,
+            idle_s=config.address.idle_seconds,
         )
 
     def run(self, on_ready: Callable[[Ready], None]) -> None:
         """See Service."""
         from recinfer.serving.server.run import serve
 
-        serve(self.server, on_ready=lambda: on_ready(self._ready()))
+        serve(self.server, grace=self._config.address.drain_seconds, on_ready=lambda: on_ready(self._ready()))
 
     def start(self) -> ReadyRanks:
         """See Service."""
@@ -74,7 +75,7 @@ class ShardService:
 def _load(config: ServeConfig) -> ShardTables:
     """The ranks in the archives of the configuration; without archives, in the newest version of each model of the store."""
     assert config.role.ranks is not None
-    archives, store, deltas = config.archives, config.models.model_store, config.models.deltas
+    archives, store, deltas = config.folders, config.models.store, config.models.deltas
     if not archives and store is None:
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
     tables = ShardTables(config.role.ranks, store, preload=config.tables.preload, lock=config.tables.lock)

@@ -28,11 +28,13 @@ from recinfer.distributed.types import (
     ShardingType,
 )
 from recinfer.distributed.types.edges import placement, sharding_spec
+from recinfer.distributed.types.tiers import TIER_NAMES
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.excerpts import some
 from recinfer.files import write_file
 from recinfer.layout.rect import TilingError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.printed import Printed
 
 if TYPE_CHECKING:
     from recinfer.distributed.planner.model.topology import Topology
@@ -59,7 +61,7 @@ class PlanChange:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """A plan of all tables of a model.
 
     Args:
@@ -96,6 +98,10 @@ class Plan:
             outside = sorted({r for r in t.ranks if r >= self.world_size})
             if outside:
                 raise TilingError(f"table {t.name!r} is placed on ranks {outside}, outside {self.world_size} ranks")
+
+    def __repr__(self) -> str:
+        precisions = some(sorted({t.precision.value.lower() for t in self.tables}), 4)
+        return f"<plan {self.hash[:12]}: {len(self.tables)} tables, {precisions}, on {self.world_size} {self.compute_device} ranks>"
 
     def __str__(self) -> str:
         rows = [("table", "rows x dim", "precision", "sharding", "ranks")]
@@ -218,12 +224,12 @@ class Plan:
             mine, theirs = getattr(self, what), getattr(topology, what)
             if mine != theirs:
                 problems.append(f"{what} is {mine} in the plan, {theirs} in the topology")
-        for memory in ("hbm", "ddr"):
-            used = self.estimates.get(f"{memory}_bytes_per_rank", [])
+        for tier in TIER_NAMES:
+            used = self.estimates.get(f"{tier}_bytes_per_rank", [])
             for rank, (num_bytes, device) in enumerate(zip(used, topology.devices)):
-                cap = getattr(device.storage, memory)
+                cap = getattr(device.storage, tier)
                 if num_bytes > cap:
-                    problems.append(f"rank {rank} needs {num_bytes} bytes of {memory}, the topology has {cap}")
+                    problems.append(f"rank {rank} needs {num_bytes} bytes of {tier}, the topology has {cap}")
         if problems:
             raise ConfigError(f"the plan does not fit the topology: {'; '.join(problems[:10])}")
 
