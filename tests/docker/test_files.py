@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from recinfer.serving.shards.config import read_shards
+from tests.warm import RECINFER, run_program
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the compose file")
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,3 +139,39 @@ def test_names_in_the_files_are_services(compose: dict[str, Any]):
     assert source["url"] == "http://prometheus:9090"
     provider = yaml.safe_load((DOCKER / "grafana/provisioning/dashboards/recinfer.yaml").read_text())["providers"][0]
     assert any(provider["options"]["path"] in volume for volume in compose["services"]["grafana"]["volumes"])
+
+
+def test_kserve_runs_a_command_that_serve_takes():
+    """KServe puts the archive at /mnt/models, which is not there: the command line takes all options before it says so."""
+    runtime = yaml.safe_load((DOCKER / "kserve/serving-runtime.yaml").read_text())
+    service = yaml.safe_load((DOCKER / "kserve/inference-service.yaml").read_text())
+    model = service["spec"]["predictor"]["model"]
+    assert model["runtime"] == runtime["metadata"]["name"]
+    (known,) = runtime["spec"]["supportedModelFormats"]
+    assert model["modelFormat"] == {key: known[key] for key in ("name", "version")}
+    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+    (container,) = runtime["spec"]["containers"]
+    command = [*container["command"], *container["args"]]
+    code, _, err = run_program(RECINFER, *command[1:], "--insecure")
+    assert code == 2 and "/mnt/models" in err, err
+    served = {int(option.partition("=")[2]) for option in command if "port=" in option}
+    probed = {container[f"{name}Probe"]["httpGet"]["port"] for name in ("startup", "readiness", "liveness")}
+    assert probed | {port["containerPort"] for port in container["ports"]} == {8080} <= served
+
+
+def test_the_check_of_the_images_says_why_it_is_skipped(tmp_path: Path):
+    done = subprocess.run(
+        ["bash", DOCKER / "build_check.sh"],
+        env={"PATH": str(_tools(tmp_path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("skipped: buildah is not installed"), done
+
+
+def _tools(folder: Path) -> Path:
+    for name in ("bash", "dirname", "mktemp"):
+        (folder / name).symlink_to(shutil.which(name) or name)
+    return folder
