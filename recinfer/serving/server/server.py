@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import pkgutil
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
@@ -40,6 +41,7 @@ from recinfer.serving.server.grpc_methods import (
 )
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
+from recinfer.serving.server.load import Load
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security, follow_files
@@ -165,6 +167,7 @@ class Server:
         self._idle_s = idle_s
         shown = None if shards is None else shards.status
         self.budget = MemoryBudget(self.service.limits.memory_budget_bytes)
+        self._load: Load | None = None
         metrics = ServerMetrics(
             self.stats,
             self.service.registry,
@@ -173,6 +176,7 @@ class Server:
             shards=shown,
             is_ready=self.is_ready,
             security=self._security.figures,
+            load=lambda: 0.0 if self._load is None else self._load.now(),
         )
         self.status = metrics.status
         self._metrics: HttpServer | None = None
@@ -260,6 +264,14 @@ class Server:
         await server.start()
         self._server = server
         self._tasks = [asyncio.create_task(work) for work in (tell_open_files(), follow_files(self._security))]
+        threads = [
+            server.thread_id,
+            threading.get_native_id(),
+            None if self._shards is None else self._shards.thread_id,
+        ]
+        self._load = Load(
+            dispatcher.scheduler, most_runs=self._threads, most_fan_outs=MOST_FAN_OUTS, thread_ids=threads
+        )
         if self.http_port is not None:
             await self._start_http(self.http_port)
         if self.metrics_port is not None:

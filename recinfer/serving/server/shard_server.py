@@ -134,9 +134,11 @@ class ShardServer:
     def status(self) -> Status:
         """The status of this process in the form of recinfer.serving.server.telemetry.metrics; ``held``: the mapped
         versions."""
+        busy = max((share.now() for share in self._busy), default=0.0)
         return {
             "uptime": time.monotonic() - self._started,
             "workers": 1,
+            "load": busy,
             "ready": self._server is not None and self._health.is_ready(),
             **request_figures(self.stats, self._stages.state(), self.budget),
             "security": self._security.figures(),
@@ -145,7 +147,7 @@ class ShardServer:
             "shards": None,
             "held": {
                 "ranks": list(self.tables.ranks),
-                "busy": max((share.now() for share in self._busy), default=0.0),
+                "busy": busy,
                 "running": self._running,
                 "refused": self._refused,
                 "versions": [

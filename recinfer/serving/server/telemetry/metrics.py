@@ -4,6 +4,7 @@ A status is a JSON object. Its counts only grow, so that two statuses give a rat
 
     uptime      seconds
     workers     processes behind these figures
+    load        share of the capacity in use, 0 to 1: the mean of the processes (see recinfer.serving.server.load)
     ready       whether a request would be answered now: by every process, since all share the port
     requests    [{method, code, count}], of all versions, unloaded ones too
     latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for values beyond the bounds
@@ -59,6 +60,7 @@ class ServerMetrics:
         shards: returns the figures of the shard servers (see recinfer.serving.shards.fan_out); None: all tables are local.
         is_ready: whether the server can answer now.
         security: returns the figures of the certificates and tokens (see recinfer.serving.server.security).
+        load: returns the share of the server's capacity in use.
         budget: the memory budget of the process's requests and answers.
     """
 
@@ -72,6 +74,7 @@ class ServerMetrics:
         shards: Callable[[], dict[str, Any]] | None = None,
         is_ready: Callable[[], bool] = lambda: True,
         security: Callable[[], dict[str, Any]] = lambda: {"certificate_expiry": None, "rereads": {}},
+        load: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._stats = stats
         self._registry = registry
@@ -79,6 +82,7 @@ class ServerMetrics:
         self._shards = shards
         self._is_ready = is_ready
         self._security = security
+        self._load = load
         self._budget = budget
         self._started = time.monotonic()
         self._stages_of: dict[int, Stages] = {}  # stages of the models at the last status
@@ -91,6 +95,7 @@ class ServerMetrics:
             "uptime": time.monotonic() - self._started,
             "workers": 1,
             "ready": self._is_ready(),
+            "load": self._load(),
             **request_figures(self._stats, self._stages(), self._budget),
             "security": self._security(),
             "queue": None if queue is None else asdict(queue),
@@ -158,6 +163,7 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
         "uptime": max((status["uptime"] for status in running), default=0.0),
         "workers": sum(status["workers"] for status in running),
         "ready": bool(running) and all(status["ready"] for status in running),  # the processes share the port
+        "load": sum(status["load"] for status in running) / max(1, len(running)),
         **_merge_answers(everything),
         "unnamed": _merge_answers([status["unnamed"] for status in everything]),
         "stages": _merge_histograms([status["stages"] for status in everything]),

@@ -29,6 +29,7 @@ class _Families(Collector):
         """The metric families, as prometheus_client collects them."""
         status = self._status
         yield GaugeMetricFamily("recinfer_workers", "Processes that serve.", value=status["workers"])
+        yield GaugeMetricFamily("recinfer_load", "Share of ten seconds' capacity that was used.", value=status["load"])
         yield from _request_metrics(status)
         yield _histograms(
             "recinfer_stage_seconds",
