@@ -147,6 +147,7 @@ def plain(counts: list[int], **more: Any) -> dict[str, Any]:
     requests = [{"method": "Lookup", "code": "OK", "count": counts[0]}]
     answers = {"requests": requests, "latency": {"Lookup": histogram}}
     model = {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 1}, "missing": {"a": 2}, **answers}
+    model |= {"known": {"b": 4}, "unknown": {}}
     return {
         "uptime": 3.0,
         "workers": 1,
@@ -174,6 +175,7 @@ def test_statuses_are_summed():
     summed = {name: merged[name] for name in ("requests", "latency")}
     assert merged["models"] == [
         {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 3}, "missing": {"a": 6}, **summed}
+        | {"known": {"b": 12}, "unknown": {}}
     ]
     assert merged["unnamed"] == summed
     assert merged["security"] == {"certificate_expiry": 1.0, "rereads": {"tls": {"ok": 3, "failed": 6}}}

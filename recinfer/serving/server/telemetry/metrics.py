@@ -14,7 +14,7 @@ A status is a JSON object. Its counts only grow, so that two statuses give a rat
     queue       {waiting, running, runs, requests, samples, expired, refused}, or None
     security    {certificate_expiry: seconds until it expires or None, rereads: {files: {outcome: count}}}
     memory      {budget, held, refused}: bytes of requests and answers, and the number of refusals
-    models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count},
+    models      [{name, version, weight, deltas, age, mapped, ..., replaced, missing, known, unknown: {feature: count},
                 requests, latency}]: the last two in the form above, of the version's own requests
     shards      of a ranker: {calls: {outcome: count}, default_rows: {rank: count}, replicas: [{rank, address, up, ...}]}
     held        of a shard server alone: {ranks, busy, running, refused, versions: [{key, model, version, deltas, mapped}]}
@@ -46,7 +46,7 @@ Status = dict[str, Any]
 _NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
 _NOW = ("waiting", "running")  # fields of the queue that are no counts since the start
 _MEMORY_NOW = ("budget", "held")
-_BY_FEATURE = ("replaced", "missing")  # counts of a model by feature
+_BY_FEATURE = ("replaced", "missing", "known", "unknown")  # counts of a model by feature
 
 
 class ServerMetrics:
@@ -319,6 +319,8 @@ def _described(model: ServedModel, weight: int) -> dict[str, Any]:
         "ranks": _ranks(predictor.plan),
         "replaced": {name: intake.replaced[name] for name in intake.names},
         "missing": {name: intake.missing[name] for name in intake.names},
+        "known": intake.known,
+        "unknown": intake.unknown,
         **_answers(model.answers),
     }
 

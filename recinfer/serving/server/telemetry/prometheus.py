@@ -123,6 +123,11 @@ def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:
         "Predictions that lacked a feature and had it filled in.",
         labels=[*labels, "feature"],
     )
+    vocabulary = CounterMetricFamily(
+        "recinfer_vocabulary_ids",
+        "Ids of features with a vocabulary: known or unknown.",
+        labels=[*labels, "feature", "outcome"],
+    )
     for model in models:
         own = [model["name"], model["version"]]
         info.add_metric([*own, model["precision"], model["plan"]], 1)
@@ -133,7 +138,10 @@ def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:
         for family, counts in ((replaced, model["replaced"]), (missing, model["missing"])):
             for feature, count in counts.items():
                 family.add_metric([*own, feature], count)
-    yield from (info, mapped, age, weight, deltas, replaced, missing)
+        for outcome in ("known", "unknown"):
+            for feature, count in model[outcome].items():
+                vocabulary.add_metric([*own, feature, outcome], count)
+    yield from (info, mapped, age, weight, deltas, replaced, missing, vocabulary)
 
 
 def _ranker_metrics(shards: dict[str, Any]) -> Iterator[Metric]:
