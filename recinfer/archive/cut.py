@@ -145,6 +145,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
         ids=None,
         returns=captured.structure or {},
         user=None,
+        counts={a: b for a, b in parts.facts.counts.items() if a in known and b in known},
     )
     sizes = _Sizes(parts, ids_inputs, samples)
     free = {_program_name(slot): slot for slot in used}
@@ -260,6 +261,7 @@ def _used_slots(captured: Captured, parts: Split) -> list[Slot]:
     looked_up = [name for lookup in parts.lookups for names in lookup.features for name in names]
     used = {*programs, *looked_up}
     used |= {parts.facts.as_long_as[name] for name in used if name in parts.facts.as_long_as}
+    used |= {parts.facts.counts[name] for name in used if name in parts.facts.counts}
     return [slot for slot in captured.slots if slot.name in used]
 
 

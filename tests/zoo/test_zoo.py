@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recinfer
 from recinfer.archive.manifest import Manifest
 from recinfer.capture import _read_batch
 from recinfer.errors import InputError
@@ -22,6 +23,7 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.modules.embedding_configs import DataType
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from tests.archive.models import make_archive
+from tests.zoo import easyrec as e
 from tests.zoo import rankers as r
 from tests.zoo import sequences as s
 from tests.zoo.drawing import Draw
@@ -38,7 +40,7 @@ class Kind:
     Attributes:
         model: has a static method ``draw`` that gives arguments of forward.
         inputs: the inputs beside ids, by name; empty where they are one matrix, which ``dense`` carries, or none.
-        per_sample, as_long_as: the facts.
+        per_sample, as_long_as, counts: the facts.
         computed: the features that the ids program computes.
         engine: of the dense program.
         batches: number of example batches; 0: the export makes one.
@@ -49,6 +51,7 @@ class Kind:
     inputs: tuple[str, ...] = ()
     per_sample: dict[str, int] = field(default_factory=dict)
     as_long_as: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, str] = field(default_factory=dict)
     computed: tuple[str, ...] = ()
     engine: str = "onnx"
     batches: int = 1
@@ -96,6 +99,14 @@ KINDS = [
     Kind(s.SegmentReduce),
     Kind(s.JaggedSoftmax, per_sample={"item": 1}),
     Kind(s.FbgemmOperators, per_sample={"item": 1}),
+    # TorchEasyRec
+    Kind(
+        e.StepsOfSeveralIds,
+        counts={
+            f"batch.sequence_mulval_lengths.base.{name}": f"batch.sparse_features.base.{name}"
+            for name in ("hist_tags", "hist_words")
+        },
+    ),
 ]
 # fmt: on
 
@@ -194,9 +205,12 @@ def test_an_archive_answers_as_its_model(kind: Kind, tmp_path: Path) -> None:
         tuple(info.name for info in manifest.named_inputs),
         manifest.signature.per_sample,
         manifest.signature.as_long_as,
+        manifest.signature.counts,
         () if ids is None else ids.features,
         manifest.dense.engine,
-    ) == (kind.inputs, kind.per_sample, kind.as_long_as, kind.computed, kind.engine), manifest.dense.onnx_refused
+    ) == (kind.inputs, kind.per_sample, kind.as_long_as, kind.counts, kind.computed, kind.engine), (
+        manifest.dense.onnx_refused
+    )
 
 
 def test_free_axes_are_checked(tmp_path: Path) -> None:
@@ -207,6 +221,24 @@ def test_free_axes_are_checked(tmp_path: Path) -> None:
     long = {name: value.repeat(1, 5) for name, value in (("words", words), ("seen", seen))}
     with pytest.raises(InputError, match="input 'words': got an axis of 25; this model takes at most 20"):
         predictor.predict(None, ids, inputs=long)
+
+
+def test_counts_are_checked(tmp_path: Path) -> None:
+    model, predictor = export(
+        next(kind for kind in KINDS if kind.model is e.StepsOfSeveralIds), tmp_path, DataType.FP32
+    )
+    features = request_of(predictor.manifest, model, e.StepsOfSeveralIds.draw(Draw(6, 1))).features
+    assert features is not None
+    columns = {key: features[key].to_dense() for key in features.keys()}  # noqa: SIM118
+    counts, tags = "batch.sequence_mulval_lengths.base.hist_tags", "batch.sparse_features.base.hist_tags"
+    more = {**columns, tags: [*columns[tags][:3], torch.cat([columns[tags][3], torch.tensor([1])]), *columns[tags][4:]]}
+    had = len(columns[tags][3])
+    with pytest.raises(InputError, match=f"'{counts}': sample 3 counts {had} values and '{tags}' has {had + 1}"):
+        predictor.predict(None, more)
+    negative = {**columns, counts: [*columns[counts][:5], columns[counts][5] - 10]}
+    with pytest.raises(InputError, match=f"'{counts}': got -.*; expected counts of the values of '{tags}', 0 or more"):
+        predictor.predict(None, negative)
+    assert f"counts of the values of {tags}" in str(recinfer.load(tmp_path / "small.rqa"))
 
 
 def check_one_user(kind: Kind, model: nn.Module, predictor: Predictor) -> None:

@@ -1,0 +1,69 @@
+"""Models in the manner of TorchEasyRec: a batch of groups, features grouped by KeyedTensor, sequences padded to the longest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from tests.zoo.drawing import Bag, Draw
+from tests.zoo.rankers import DIM, EasyBatch, mlp
+from tests.zoo.sequences import rows
+
+
+@dataclass
+class SequenceBatch(EasyBatch):
+    """A batch whose steps of a sequence may have several ids: their numbers are jagged too."""
+
+    sequence_mulval_lengths: dict[str, KeyedJaggedTensor] = field(default_factory=dict)
+
+
+def longest(lengths: Tensor) -> int:
+    return int(torch.max(lengths).item())
+
+
+class StepsOfSeveralIds(nn.Module):
+    """DIN over a history whose steps have one item and any number of tags each, which are pooled step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec = rows(("item", "hist"), ("tags", "hist_tags"), ("words", "hist_words"))
+        self.attention, self.top = mlp(6 * DIM, 8, 1), mlp(5 * DIM, 8, 1)
+
+    @staticmethod
+    def draw(d: Draw) -> tuple[Any, ...]:
+        hist, each = d.bag("hist", 40, user=True, least=1), {}
+        several: list[Bag] = []
+        for name in ("hist_tags", "hist_words"):
+            counts = d.bag(name, 3, like=hist, user=True)
+            each[name] = Bag(name, counts.values, hist.lengths)
+            total = torch.cat([counts.values.new_zeros(1), counts.values.cumsum(0)])
+            ends = hist.lengths.cumsum(0)
+            several.append(d.bag(name, 40, like=Bag(name, counts.values, total[ends] - total[ends - hist.lengths])))
+        item, tags, words = d.bag("item", 40, each=1), d.bag("tags", 40), d.bag("words", 40)
+        sparse = {"base": d.kjt(hist, *several, item, tags, words)}
+        return (SequenceBatch(sparse_features=sparse, sequence_mulval_lengths={"base": d.kjt(*each.values())}),)
+
+    def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
+        found = self.ec(batch.sparse_features["base"])
+        counts = batch.sequence_mulval_lengths["base"].to_dict()
+        query = [found["item"].to_padded_dense(1).squeeze(1)]
+        for name, pooling in (("tags", "sum"), ("words", "mean")):
+            pooled = torch.segment_reduce(found[name].values(), pooling, lengths=found[name].lengths())
+            query.append(torch.nan_to_num(pooled, nan=0.0))
+        steps = {"hist": found["hist"]}
+        for name, pooling in (("hist_tags", "sum"), ("hist_words", "mean")):
+            pooled = torch.segment_reduce(found[name].values(), pooling, lengths=counts[name].values())
+            steps[name] = JaggedTensor(values=torch.nan_to_num(pooled, nan=0.0), lengths=counts[name].lengths())
+        lengths = steps["hist"].lengths()
+        size = longest(lengths)
+        keys = torch.cat([jagged.to_padded_dense(size) for jagged in steps.values()], 2)
+        target = torch.cat(query, 1)
+        scores = self.attention(torch.cat([target.unsqueeze(1).expand(-1, size, -1), keys], 2)).transpose(1, 2)
+        mask = torch.arange(size).unsqueeze(0) < lengths.unsqueeze(1)
+        scores = torch.where(mask.unsqueeze(1), scores, torch.full_like(scores, -1e9)).softmax(-1)
+        logits = self.top(torch.cat([(scores @ keys).squeeze(1), target[:, : 2 * DIM]], 1)).squeeze(1)
+        return {"logits": logits, "probs": torch.sigmoid(logits)}
