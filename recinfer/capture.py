@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import inspect
 import io
 import json
@@ -199,23 +200,11 @@ def read_capture(path: str | os.PathLike[str], check: Callable[[bytes], object] 
             f"{path}: torch {torch.__version__} cannot read the program, which torch {about.get('torch')} wrote: "
             f"{type(error).__name__}: {str(error)[:300]}"
         ) from None
+    modules = [module | {"tables": tuple(_loaded(Table, t) for t in module["tables"])} for module in about["modules"]]
     return Captured(
         program,
-        tuple(Slot(**{**slot, "shape": tuple(slot["shape"])}) for slot in about["slots"]),
-        tuple(
-            EmbeddingModule(
-                m["path"],
-                m["pooled"],
-                m["weighted"],
-                tuple(m["features"]),
-                tuple(m["outputs"]),
-                tuple(m["dims"]),
-                tuple(Table(**{**t, "features": tuple(t["features"])}) for t in m["tables"]),
-                m["processed"],
-                tuple((feature, name, count) for feature, name, count in m["positions"]),
-            )
-            for m in about["modules"]
-        ),
+        tuple(_loaded(Slot, slot) for slot in about["slots"]),
+        tuple(_loaded(EmbeddingModule, module) for module in modules),
         tuple(about["outputs"]),
         about["structure"],
         tuple(about["arguments"]),
@@ -223,6 +212,15 @@ def read_capture(path: str | os.PathLike[str], check: Callable[[bytes], object] 
         tuple(examples),
         about["at_most"],
     )
+
+
+def _loaded(kind: type, fields: Mapping[str, Any]) -> Any:
+    """A dataclass out of JSON, whose lists were tuples."""
+
+    def frozen(value: Any) -> Any:
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    return kind(**{name: frozen(value) for name, value in fields.items()})
 
 
 def capture(model: nn.Module, *batches: Any) -> Captured:
@@ -389,7 +387,7 @@ class _Lookup(nn.Module):
                 f"{title} reads feature {missing[0]!r}; the KeyedJaggedTensor that forward passes to it has "
                 f"{', '.join(map(repr, list(parts)[:8])) or 'no feature'}"
             )
-        types = _types_of(_kjt_base(features))
+        base = _kjt_base(features)
         bags = [parts[name] for name in about.features]
         if about.pooled:
             weights = [w if w is not None else v.new_ones(v.shape[0], dtype=torch.float32) for v, _, w in bags]
@@ -400,13 +398,13 @@ class _Lookup(nn.Module):
                 weights if about.weighted else [],
                 sum(about.dims),
             )
-            return types.keyed_tensor(list(about.outputs), list(about.dims), values)
+            return _sparse_type(base, "KeyedTensor")(list(about.outputs), list(about.dims), values)
         need_indices: Any = getattr(self.__dict__["_module"], "need_indices", None)
         with_ids = callable(need_indices) and bool(need_indices())
         found = {}
         for output, (name, (ids, lengths, _), dim) in enumerate(zip(about.outputs, bags, about.dims)):
             rows = torch.ops.recinfer.rows(self._index, output, ids, lengths, dim)
-            found[name] = types.jagged_tensor(rows, ids if with_ids else None, lengths)
+            found[name] = _jagged(_sparse_type(base, "JaggedTensor"), rows, lengths, ids if with_ids else None)
         return found
 
 
@@ -429,29 +427,15 @@ def _kjt_base(value: Any) -> type:
     return next(kind for kind in type(value).__mro__ if kind.__name__ == "KeyedJaggedTensor" and kind is not _TracedKjt)
 
 
-@dataclass(frozen=True)
-class _Types:
-    """The sparse types of one package."""
-
-    jagged: type
-    keyed: type
-
-    def jagged_tensor(self, values: Tensor, weights: Tensor | None, lengths: Tensor) -> Any:
-        """A JaggedTensor, made without checks that read numbers."""
-        make = getattr(self.jagged, "from_parts_unchecked", self.jagged)
-        return make(values, weights, lengths)
-
-    def keyed_tensor(self, keys: list[str], dims: list[int], values: Tensor) -> Any:
-        """A KeyedTensor of columns."""
-        return self.keyed(keys, dims, values)
-
-
-def _types_of(base: type) -> _Types:
-    """The other sparse types of the package that ``base`` is of."""
-    import importlib
-
+def _sparse_type(base: type, name: str) -> Any:
+    """Another sparse type of the package that the KeyedJaggedTensor ``base`` is of."""
     module = importlib.import_module(f"{base.__module__.partition('.')[0]}.sparse.jagged_tensor")
-    return _Types(module.JaggedTensor, module.KeyedTensor)
+    return getattr(module, name)
+
+
+def _jagged(kind: Any, values: Tensor, lengths: Tensor, weights: Tensor | None) -> Any:
+    """A JaggedTensor of the class ``kind``, made without checks that read numbers."""
+    return getattr(kind, "from_parts_unchecked", kind)(values, weights, lengths)
 
 
 class _TracedKjt:
@@ -480,9 +464,6 @@ class _TracedKjt:
     def lengths(self) -> Tensor:
         return self._joined(1)
 
-    def lengths_or_none(self) -> Tensor:
-        return self.lengths()
-
     def weights_or_none(self) -> Tensor | None:
         return None if any(bag[2] is None for bag in self._bags.values()) else self._joined(2)
 
@@ -495,9 +476,6 @@ class _TracedKjt:
     def offsets(self) -> Tensor:
         lengths = self.lengths()
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-    def offsets_or_none(self) -> Tensor:
-        return self.offsets()
 
     def stride(self) -> int:
         return next(iter(self._bags.values()))[1].shape[0]
@@ -517,17 +495,11 @@ class _TracedKjt:
     def length_per_key(self) -> list[int]:
         return [bag[0].shape[0] for bag in self._bags.values()]
 
-    def length_per_key_or_none(self) -> list[int]:
-        return self.length_per_key()
-
     def offset_per_key(self) -> list[int]:
         offsets = [0]
         for size in self.length_per_key():
             offsets.append(offsets[-1] + size)
         return offsets
-
-    def offset_per_key_or_none(self) -> list[int]:
-        return self.offset_per_key()
 
     def index_per_key(self) -> dict[str, int]:
         return {key: i for i, key in enumerate(self._bags)}
@@ -540,8 +512,7 @@ class _TracedKjt:
     def __getitem__(self, key: str) -> Any:
         if key not in self._bags:
             raise CaptureError(f"forward reads feature {key!r}; the example batch has {self.keys()}")
-        values, lengths, weights = self._bags[key]
-        return _types_of(self._base).jagged_tensor(values, weights, lengths)
+        return _jagged(_sparse_type(self._base, "JaggedTensor"), *self._bags[key])
 
     def to_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {key: self[key] for key in self._bags}
@@ -563,6 +534,8 @@ class _TracedKjt:
     def _same(self, *_: Any, **__: Any) -> Any:
         return self
 
+    lengths_or_none, offsets_or_none = lengths, offsets
+    length_per_key_or_none, offset_per_key_or_none = length_per_key, offset_per_key
     to = pin_memory = sync = unsync = flatten_lengths = record_stream = _same
 
 
@@ -677,23 +650,18 @@ class _Notes(TorchFunctionMode):
 
 _FILLS = (torch.ones, torch.ones_like, Tensor.new_ones)
 _REORDERS = {"flip", "roll", "sort", "argsort", "index_select", "gather", "take", "__getitem__"}
-_SAME_NUMBERS = {
-    *(
-        "to",
-        "int",
-        "long",
-        "view",
-        "reshape",
-        "flatten",
-        "repeat",
-        "expand",
-        "clone",
-        "contiguous",
-        "squeeze",
-        "unsqueeze",
-    ),
-    *("type", "cpu", "detach", "repeat_interleave", "__getitem__"),
+_RESHAPES = {
+    "view",
+    "reshape",
+    "flatten",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "repeat",
+    "repeat_interleave",
+    "__getitem__",
 }
+_SAME_NUMBERS = {"to", "int", "long", "type", "cpu", "clone", "contiguous", "detach", *_RESHAPES}
 
 
 def _concat(base: type, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -785,9 +753,7 @@ class _Reader:
             return self._keyed_jagged(value, path, name)
         if "JaggedTensor" in kinds:
             bag = self._bag(value.values(), value.lengths(), value.weights_or_none(), path, name)
-            kind = type(value)
-            types = _Types(kind, kind)
-            return lambda tensors: types.jagged_tensor(*_swapped(bag(tensors)))
+            return lambda tensors: _jagged(type(value), *bag(tensors))
         if "KeyedTensor" in kinds:
             return self._keyed(value, path, name)
         if isinstance(value, nn.Module) or not _holds_tensors(value):
@@ -846,11 +812,6 @@ class _Reader:
         ]
         kind = type(value)
         return lambda tensors: kind(keys, dims, torch.cat([column(tensors) for column in columns], 1))
-
-
-def _swapped(bag: Bag) -> tuple[Tensor, Tensor | None, Tensor]:
-    values, lengths, weights = bag
-    return values, weights, lengths
 
 
 def _joined_name(name: str, key: object) -> str:
@@ -1155,19 +1116,17 @@ def trace(
         raise CaptureError("forward returns no tensor; expected at least one output")
     slots = _slots(program, examples, sampled, notes.length_at)
     _check_guards(program, slots)
-    at_most = _limits(program, slots)
     _check_operators(program)
-    arguments = tuple(_positional(model))
     return Captured(
-        program,
-        slots,
-        tuple(abouts),
-        outputs,
-        structure,
-        arguments,
-        tuple(sorted(called)),
-        tuple(example.tensor for example in examples),
-        at_most,
+        program=program,
+        slots=slots,
+        modules=tuple(abouts),
+        outputs=outputs,
+        structure=structure,
+        arguments=tuple(_positional(model)),
+        called=tuple(sorted(called)),
+        examples=tuple(example.tensor for example in examples),
+        at_most=_limits(program, slots),
     )
 
 
@@ -1223,8 +1182,7 @@ def _slots(
     program: ExportedProgram, examples: Sequence[_Example], sampled: _Sampled, length_at: str
 ) -> tuple[Slot, ...]:
     """Describe the inputs of ``program``; refuses a free axis that forward fixes, maybe by a len() ``length_at``."""
-    names = set(program.graph_signature.user_inputs)
-    nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    nodes = _input_nodes(program)
     # An axis that forward never compares with others has a symbol of its own.
     batch = {str(node.meta["val"].shape[0]) for node, is_batch in zip(nodes, sampled.batched) if is_batch}
     slots = []
@@ -1245,6 +1203,11 @@ def _slots(
             Slot(example.name, example.path, example.part, str(tensor.dtype).removeprefix("torch."), tuple(shape))
         )
     return tuple(slots)
+
+
+def _input_nodes(program: ExportedProgram) -> list[torch.fx.Node]:
+    names = set(program.graph_signature.user_inputs)
+    return [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
 
 
 _EQUAL = re.compile(r"[^=<>!%/]+==[^=<>!%/]+")
@@ -1270,8 +1233,7 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
     Raises:
         CaptureError: the trace holds only for some numbers of samples or values, or from some size on.
     """
-    names = set(program.graph_signature.user_inputs)
-    nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    nodes = _input_nodes(program)
     # Torch also lists products such as 2*s0, whose limits follow from those of the symbol.
     ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items() if str(symbol).isidentifier()}
     at_most: dict[str, int] = {}
@@ -1392,8 +1354,6 @@ def explain(error: BaseException) -> str:
     if "DataDependent" in kind or "data-dependent" in text or "unbacked" in text.lower():
         cause = "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, a fixed size, or "
         cause += "x.item() for int(x)"
-    elif "Dim" in text and "constant" in text.lower():
-        cause = "forward fixes a size that differs between batches; take sizes from the tensors"
     elif ".numpy()" in text:
         cause = "forward leaves torch by .numpy(); write it with torch's own functions"
     else:

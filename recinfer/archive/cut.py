@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from recinfer.archive.check import Request, input_tensor
 from recinfer.archive.dense import Part
@@ -15,12 +15,13 @@ from recinfer.archive.leaves import Leaf
 from recinfer.archive.made_batch import made_batch
 from recinfer.archive.manifest import DenseInput, InputInfo, Signature
 from recinfer.archive.samples import Samples
-from recinfer.archive.split import ComputedFeature, ModuleLookup, Split, split
+from recinfer.archive.split import ComputedFeature, ModuleLookup, Split, input_name, split
+from recinfer.archive.subgraph import Program
 from recinfer.archive.user_axis import split_user
 from recinfer.capture import Captured, CaptureError, Slot, brief, trace
 from recinfer.errors import ConfigError
 
-__all__ = ["Cut", "UserParts", "cut_captured", "cut_model"]
+__all__ = ["Cut", "cut_captured", "cut_model"]
 
 _TRIALS = 50
 
@@ -30,39 +31,34 @@ class Cut:
     """A model cut at its lookups.
 
     Attributes:
-        dense, inputs: the program behind the lookups, and its inputs.
-        ids, ids_inputs, computed: the program before them, its inputs and the features that it computes; None, if forward
-            passes its ids on.
-        signature: what forward takes and returns, without the ids program.
+        dense: the program behind the lookups.
+        ids: the program before them, which computes the features ``computed``; None where forward passes its ids on.
+        user: names of the user's inputs, as the caller gave them.
+        user_part, candidates: the dense program in two parts; None without ``user``.
+        signature: what forward takes and returns, without programs.
         lookups: the lookups of each module.
         num_dense: columns of the dense input; 0 where requests name their tensors.
         outputs: output names and shapes behind the batch.
         samples: makes requests.
-        user: the dense program in two parts, if the caller named the user's inputs.
     """
 
     dense: Part
-    inputs: tuple[DenseInput, ...]
     ids: Part | None
-    ids_inputs: tuple[DenseInput, ...]
     computed: tuple[ComputedFeature, ...]
+    user: tuple[str, ...]
+    user_part: Part | None
+    candidates: Part | None
     signature: Signature
     lookups: tuple[ModuleLookup, ...]
     num_dense: int
     outputs: dict[str, tuple[int, ...]]
     samples: Samples
-    user: UserParts | None
 
-
-@dataclass(frozen=True)
-class UserParts:
-    """The user program and the candidates program, with their inputs."""
-
-    names: tuple[str, ...]
-    user: Part
-    user_inputs: tuple[DenseInput, ...]
-    candidates: Part
-    candidate_inputs: tuple[DenseInput, ...]
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The programs by the names of their files."""
+        parts = {"model": self.dense, "ids": self.ids, "user": self.user_part, "candidates": self.candidates}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 def cut_model(
@@ -113,15 +109,15 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
     parts = split(captured, leaves)
     used = _used_slots(captured, parts)
     infos = tuple(_infos(used))
-    inputs, ids_inputs, num_dense = _with_plain_dense(parts, infos)
-    rows: dict[str, int] = {}
+    parts, num_dense = _with_plain_dense(parts, infos)
     computed = {feature.name for feature in parts.computed}
+    rows: dict[str, int] = {}
     longest: dict[str, int] = {}
     for lookup in parts.lookups:
-        for config, names in zip(lookup.leaf.configs, lookup.features):
-            for name in names:
-                if name not in computed:
-                    rows[name] = min(config.num_embeddings, rows.get(name, config.num_embeddings))
+        for table, name in lookup.columns:
+            if name not in computed:
+                size = lookup.leaf.configs[table].num_embeddings
+                rows[name] = min(size, rows.get(name, size))
         for name, (_, positions) in (lookup.leaf.position_weights or {}).items():
             longest[name] = min(positions, longest.get(name, positions))
     given = [info.name for info in infos if info.kind == "ids"]
@@ -147,51 +143,26 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
         user=None,
         counts={a: b for a, b in parts.facts.counts.items() if a in known and b in known},
     )
-    sizes = _Sizes(parts, ids_inputs, samples)
-    free = {_program_name(slot): slot for slot in used}
-    dense = Part(
-        parts.dense,
-        [i.name for i in inputs],
-        [_free_axes(i, free) for i in inputs],
-        lambda batch, seed: sizes.example(inputs, batch, seed),
-        lambda: sizes.without_ids(inputs),
-        list(captured.outputs),
-    )
-    ids = None
-    if parts.ids is not None:
-        outputs = _output_names(parts.ids)
-        ids = Part(
-            parts.ids,
-            [i.name for i in ids_inputs],
-            [_free_axes(i, free) for i in ids_inputs],
-            lambda batch, seed: sizes.example(ids_inputs, batch, seed),
-            lambda: sizes.without_ids(ids_inputs),
-            outputs,
-            "the program that computes ids",
-        )
+    trials = _Trials(parts, samples, used)
+    dense = trials.part("the dense part", parts.dense)
+    user_part, candidates = _user_parts(parts, infos, user, trials) if user else (None, None)
     return Cut(
-        dense,
-        inputs,
-        ids,
-        ids_inputs,
-        parts.computed,
-        signature,
-        parts.lookups,
-        num_dense,
-        _check_outputs(dense),
-        samples,
-        _user_parts(parts, inputs, infos, tuple(user), sizes, captured) if user else None,
+        dense=dense,
+        ids=None if parts.ids is None else trials.part("the program that computes ids", parts.ids),
+        computed=parts.computed,
+        user=tuple(user),
+        user_part=user_part,
+        candidates=candidates,
+        signature=signature,
+        lookups=parts.lookups,
+        num_dense=num_dense,
+        outputs=_check_outputs(dense),
+        samples=samples,
     )
 
 
-def _user_parts(
-    parts: Split,
-    inputs: tuple[DenseInput, ...],
-    infos: Sequence[InputInfo],
-    names: tuple[str, ...],
-    sizes: _Sizes,
-    captured: Captured,
-) -> UserParts:
+def _user_parts(parts: Split, infos: Sequence[InputInfo], names: Sequence[str], trials: _Trials) -> tuple[Part, Part]:
+    """The parts of the dense program that read the user's inputs ``names``, and the others."""
     unknown = [name for name in names if name not in {info.name for info in infos}]
     if unknown:
         raise ConfigError(
@@ -204,36 +175,24 @@ def _user_parts(
         )
     if all(info.name in names for info in infos if info.kind == "ids"):
         raise ConfigError("user: all features are the user's, so that nothing tells candidates apart; name fewer")
-    owned = {about.name for about in inputs if sizes.features_of(about, infos) <= set(names)}
-    found = split_user(parts.dense, inputs, owned)
-    between = _output_names(found.user)
+    owned = {about.name for about in parts.dense.inputs if trials.read_by(about, infos) <= set(names)}
+    user, candidates = split_user(parts.dense, owned)
+    part = trials.part("the user program", user)
 
-    def example(batch: int, seed: int, none: bool = False) -> list[Tensor]:
-        tensors = sizes.without_ids(inputs) if none else sizes.example(inputs, batch, seed)
-        by_name = dict(zip((about.name for about in inputs), tensors))
+    def with_user(tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Inputs of the candidates program, out of the dense program's."""
+        by_name = dict(zip((about.name for about in parts.dense.inputs), tensors))
         with torch.no_grad():
-            by_name.update(found.user(*(by_name[about.name] for about in found.user_inputs)))
-        return [by_name[about.name] for about in found.candidate_inputs]
+            by_name |= user.module(*(by_name[about.name] for about in user.inputs))
+        return [by_name[about.name] for about in candidates.inputs]
 
-    user = Part(
-        found.user,
-        [i.name for i in found.user_inputs],
-        [_free_axes(i, {}) for i in found.user_inputs],
-        lambda batch, seed: sizes.example(found.user_inputs, batch, seed),
-        lambda: sizes.without_ids(found.user_inputs),
-        between,
-        "the user program",
-    )
-    candidates = Part(
-        found.candidates,
-        [i.name for i in found.candidate_inputs],
-        [_free_axes(i, {}) for i in found.candidate_inputs],
-        example,
-        lambda: example(2, 0, True),
-        list(captured.outputs),
+    return part, Part(
         "the candidates program",
+        candidates,
+        [trials.free_axes(about) for about in candidates.inputs],
+        lambda batch, seed: with_user(trials.example(parts.dense.inputs, batch, seed)),
+        lambda: with_user(trials.without_ids(parts.dense.inputs)),
     )
-    return UserParts(names, user, found.user_inputs, candidates, found.candidate_inputs)
 
 
 def _refuse_meta(body: nn.Module) -> None:
@@ -251,15 +210,11 @@ def _refuse_meta(body: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------- what requests bring
 
 
-def _program_name(slot: Slot) -> str:
-    return slot.name if slot.part == "tensor" else f"{slot.name}/{slot.part}"
-
-
 def _used_slots(captured: Captured, parts: Split) -> list[Slot]:
     """The tensors that a program or a lookup reads, and the other parts of the same jagged inputs."""
-    programs = [i.feature for i in (*parts.inputs, *parts.ids_inputs) if i.kind == "tensor" or "jagged" in i.kind]
-    looked_up = [name for lookup in parts.lookups for names in lookup.features for name in names]
-    used = {*programs, *looked_up}
+    programs = [program for program in (parts.dense, parts.ids) if program is not None]
+    used = {i.feature for program in programs for i in program.inputs if i.kind == "tensor" or "jagged" in i.kind}
+    used |= {name for lookup in parts.lookups for _, name in lookup.columns}
     used |= {parts.facts.as_long_as[name] for name in used if name in parts.facts.as_long_as}
     used |= {parts.facts.counts[name] for name in used if name in parts.facts.counts}
     return [slot for slot in captured.slots if slot.name in used]
@@ -284,48 +239,35 @@ def _infos(slots: Sequence[Slot]) -> list[InputInfo]:
     return list(infos.values())
 
 
-def _with_plain_dense(
-    parts: Split, infos: Sequence[InputInfo]
-) -> tuple[tuple[DenseInput, ...], tuple[DenseInput, ...], int]:
-    """The inputs of both programs, and the width of the dense matrix, where that is the only input beside ids."""
+def _with_plain_dense(parts: Split, infos: Sequence[InputInfo]) -> tuple[Split, int]:
+    """The parts and the width of the dense matrix, where that is the only input beside ids; it is ``dense`` then."""
     others = [info for info in infos if info.kind != "ids"]
     if len(others) != 1 or others[0].kind != "tensor" or others[0].dtype != "float32":
-        return parts.inputs, parts.ids_inputs, 0
-    if all(about.kind != "tensor" for about in parts.inputs):
-        return parts.inputs, parts.ids_inputs, 0  # the ids program alone reads it
+        return parts, 0
+    if all(about.kind != "tensor" for about in parts.dense.inputs):
+        return parts, 0  # the ids program alone reads it
     shape = others[0].shape
     if len(shape) != 2 or shape[0] != "batch" or not isinstance(shape[1], int) or not shape[1]:
-        return parts.inputs, parts.ids_inputs, 0
+        return parts, 0
     dense = DenseInput("dense", "dense", None, None, shape[1])
-    renamed = [tuple(dense if i.kind == "tensor" else i for i in inputs) for inputs in (parts.inputs, parts.ids_inputs)]
-    return renamed[0], renamed[1], shape[1]
 
+    def renamed(program: Program) -> Program:
+        return replace(program, inputs=tuple(dense if i.kind == "tensor" else i for i in program.inputs))
 
-def _free_axes(about: DenseInput, slots: dict[str, Slot]) -> tuple[int, ...]:
-    if about.kind == "table":
-        return ()
-    slot = slots.get(about.name)
-    if about.kind != "tensor" or slot is None:
-        return (0,)
-    return tuple(axis for axis, size in enumerate(slot.shape) if isinstance(size, str))
-
-
-def _output_names(module: fx.GraphModule) -> list[str]:
-    (result,) = (node.args[0] for node in module.graph.nodes if node.op == "output")
-    assert isinstance(result, dict)
-    return list(result)
+    ids = None if parts.ids is None else renamed(parts.ids)
+    return replace(parts, dense=renamed(parts.dense), ids=ids), shape[1]
 
 
 # ------------------------------------------------------------------------------------------------- examples of parts
 
 
-class _Sizes:
+class _Trials:
     """Makes inputs of programs: of random requests, with random vectors of as many rows as the lookups would give."""
 
-    def __init__(self, parts: Split, ids_inputs: tuple[DenseInput, ...], samples: Samples) -> None:
+    def __init__(self, parts: Split, samples: Samples, slots: Sequence[Slot]) -> None:
         self._parts = parts
-        self._ids_inputs = ids_inputs
         self._samples = samples
+        self._tensors_of_requests = {input_name(slot): slot for slot in slots if slot.part == "tensor"}
         self._rows = {
             (lookup.leaf.path, config.name): config.num_embeddings
             for lookup in parts.lookups
@@ -338,7 +280,24 @@ class _Sizes:
             for output, (_, feature) in zip(lookup.leaf.output_names(lookup.features), lookup.columns)
         }
 
-    def features_of(self, about: DenseInput, infos: Sequence[InputInfo]) -> set[str]:
+    def part(self, title: str, program: Program) -> Part:
+        """The part ``program`` with its trials."""
+        return Part(
+            title,
+            program,
+            [self.free_axes(about) for about in program.inputs],
+            lambda batch, seed: self.example(program.inputs, batch, seed),
+            lambda: self.without_ids(program.inputs),
+        )
+
+    def free_axes(self, about: DenseInput) -> tuple[int, ...]:
+        """The axes of a program's input that are free."""
+        if about.kind == "table":
+            return ()
+        slot = self._tensors_of_requests.get(about.name) if about.kind == "tensor" else None
+        return (0,) if slot is None else tuple(axis for axis, size in enumerate(slot.shape) if isinstance(size, str))
+
+    def read_by(self, about: DenseInput, infos: Sequence[InputInfo]) -> set[str]:
         """The inputs of requests that a program's input depends on."""
         if about.kind == "table":
             return {info.name for info in infos}
@@ -372,7 +331,7 @@ class _Sizes:
         computed: dict[str, Tensor] = {}
         if self._parts.ids is not None:
             with torch.no_grad():
-                computed = self._parts.ids(*(input_tensor(i, request) for i in self._ids_inputs))
+                computed = self._parts.ids.module(*(input_tensor(i, request) for i in self._parts.ids.inputs))
         tensors = []
         for about in inputs:
             if about.kind == "pooled":

@@ -25,6 +25,7 @@ from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
+from recinfer.archive.subgraph import Program
 from recinfer.capture import brief
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
@@ -56,22 +57,33 @@ class Part:
     """A part of a traced forward to export.
 
     Attributes:
-        module: ``forward(*tensors) -> dict[str, Tensor]``; inputs as :attr:`inputs` name them.
-        inputs: names, in order.
+        title: the part's name, for messages.
+        program: the part.
         free: the free axes of each input.
         example: makes inputs of a batch size from a seed.
         without_ids: makes inputs of a request without ids.
-        outputs: names of the outputs, in order.
-        title: the part's name, for messages.
     """
 
-    module: nn.Module
-    inputs: list[str]
+    title: str
+    program: Program
     free: list[tuple[int, ...]]
     example: Callable[[int, int], list[Tensor]]
     without_ids: Callable[[], list[Tensor]]
-    outputs: list[str]
-    title: str = "the dense part"
+
+    @property
+    def module(self) -> nn.Module:
+        """``forward(*tensors) -> dict[str, Tensor]``."""
+        return self.program.module
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the inputs, in order."""
+        return [about.name for about in self.program.inputs]
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the outputs, in order."""
+        return list(self.program.outputs)
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 
 from recinfer.archive.jagged_aten import decompositions
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import MAX_TABLE_BYTES, DenseInput
+from recinfer.archive.subgraph import Program, subgraph
 from recinfer.capture import Captured, Slot
 from recinfer.errors import ConfigError
 
-__all__ = ["ComputedFeature", "Facts", "ModuleLookup", "Split", "split"]
+__all__ = ["ComputedFeature", "Facts", "ModuleLookup", "Split", "input_name", "split"]
 
 _POOLED = torch.ops.recinfer.pooled.default
 _ROWS = torch.ops.recinfer.rows.default
@@ -82,20 +85,16 @@ class Split:
     """The parts of a traced forward.
 
     Attributes:
-        dense: takes tensors in the order of ``inputs``; returns a dict of float32 outputs.
-        inputs: the dense program's inputs.
-        ids: takes tensors in the order of ``ids_inputs``; returns values, lengths and weights of each computed feature,
-            by name; None where forward passes its ids on.
-        ids_inputs: the ids program's inputs.
+        dense: the program behind the lookups; returns forward's outputs as float32 tensors.
+        ids: the program before them; returns values, lengths and weights of each computed feature; None where forward
+            passes its ids on.
         computed: the features that the ids program computes.
         lookups: the lookups of each module, in module order.
         facts: facts about the inputs.
     """
 
-    dense: fx.GraphModule
-    inputs: tuple[DenseInput, ...]
-    ids: fx.GraphModule | None
-    ids_inputs: tuple[DenseInput, ...]
+    dense: Program
+    ids: Program | None
     computed: tuple[ComputedFeature, ...]
     lookups: tuple[ModuleLookup, ...]
     facts: Facts
@@ -124,9 +123,7 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     Raises:
         ConfigError: ids that depend on another lookup, or a module that forward never calls.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
-        graph_module = captured.program.run_decompositions(decompositions()).module(check_guards=False)
+    graph_module = _decomposed(captured.program).module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     graph = graph_module.graph
     for node in list(graph.nodes):
@@ -138,10 +135,28 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     for index, leaf in enumerate(leaves):
         if index not in captured.called:
             raise ConfigError(f"forward never calls the embedding module {leaf.module_path!r}; remove it or use it")
-    names = _FeatureNames(slots, calls, leaves)
-    ids, ids_inputs = _ids_program(graph_module, slots, names)
-    dense, inputs = _DensePart(graph_module, captured, slots, calls, names).build()
-    return Split(dense, inputs, ids, ids_inputs, names.computed(), names.lookups, facts_of(captured))
+    names, batch = _FeatureNames(slots, calls, leaves), _batch_symbols(slots)
+    results: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
+    outputs = dict(zip(captured.outputs, results, strict=True))
+    ids = _ids_program(graph_module, slots, names, batch)
+    dense = _dense_program(graph_module, slots, calls, names, outputs, batch)
+    return Split(dense, ids, names.computed(), names.lookups, facts_of(captured))
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    """``program`` without the operators that have a form in others, wrappers (autocast) and changes in place."""
+    forms = decompositions()
+
+    def stays(node: fx.Node) -> bool:
+        if isinstance(node.target, torch._ops.OpOverload):
+            return node.target not in forms and not node.target._schema.is_mutable
+        return not isinstance(node.target, torch._ops.HigherOrderOperator)
+
+    if all(stays(node) for node in program.graph.nodes):
+        return program  # a run over all operators takes longer than the trace
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
+        return program.run_decompositions(forms)
 
 
 def facts_of(captured: Captured) -> Facts:
@@ -278,16 +293,22 @@ class _FeatureNames:
                 return None
         return v.name
 
+    def _read(self, call: _Call, leaf: Leaf) -> list[tuple[int, str]]:
+        """(table, feature) of each output of a call."""
+        tables = [i for i, config in enumerate(leaf.configs) for _ in config.feature_names]
+        return [(tables[output], self.of[call.node, place]) for place, output in enumerate(call.outputs)]
+
+    def wanted(self, call: _Call, leaf: Leaf) -> list[int]:
+        """The place of each output of a call among the columns of its module's lookup."""
+        columns = self.lookups[call.module].columns
+        return [columns.index(read) for read in self._read(call, leaf)]
+
     def _lookup(self, index: int, leaf: Leaf, calls: Sequence[_Call]) -> ModuleLookup:
-        table_of = [i for i, config in enumerate(leaf.configs) for _ in config.feature_names]
-        features: list[list[str]] = [[] for _ in leaf.configs]
+        read: list[dict[str, None]] = [{} for _ in leaf.configs]
         for call in calls:
-            if call.module != index:
-                continue
-            for place, output in enumerate(call.outputs):
-                name, mine = self.of[call.node, place], features[table_of[output]]
-                if name not in mine:
-                    mine.append(name)
+            for table, name in self._read(call, leaf) if call.module == index else ():
+                read[table][name] = None
+        features = [list(names) for names in read]
         given = {slot.name for slot in self._slots.values() if slot.part == "values"}
         for config, mine in zip(leaf.configs, features):
             if not mine and not given.issuperset(config.feature_names):
@@ -306,38 +327,21 @@ class _FeatureNames:
 
 
 def _ids_program(
-    whole: fx.GraphModule, slots: dict[fx.Node, Slot], names: _FeatureNames
-) -> tuple[fx.GraphModule | None, tuple[DenseInput, ...]]:
-    """The program that computes the ids of lookups, and its inputs."""
-    if not names.bags:
-        return None, ()
+    whole: fx.GraphModule, slots: dict[fx.Node, Slot], names: _FeatureNames, batch: AbstractSet[str]
+) -> Program | None:
+    """The program that computes the ids of lookups."""
     outputs: dict[str, fx.Node] = {}
     for name, (values, lengths, weights) in names.bags.items():
         outputs[f"computed/{name}/values"], outputs[f"computed/{name}/lengths"] = values, lengths
         if weights is not None:
             outputs[f"computed/{name}/weights"] = weights
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    needed = _ancestors(outputs.values())
-    inputs = []
-    for node in whole.graph.nodes:
-        if node in needed:
-            copied[node] = graph.node_copy(node, lambda n: copied[n])
-            if node in slots:
-                inputs.append(_slot_input(slots[node]))
-    graph.output({name: copied[node] for name, node in outputs.items()})
-    return fx.GraphModule(whole, graph), tuple(inputs)
+    given = {node: _slot_input(slot) for node, slot in slots.items()}
+    return subgraph(whole, given, outputs, batch) if outputs else None
 
 
-def _ancestors(nodes: Any) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
+def input_name(slot: Slot) -> str:
+    """The name of the program input that carries a tensor of the request."""
+    return slot.name if slot.part == "tensor" else f"{slot.name}/{slot.part}"
 
 
 def _slot_input(slot: Slot) -> DenseInput:
@@ -345,162 +349,92 @@ def _slot_input(slot: Slot) -> DenseInput:
     width = 1
     for size in slot.shape[1:]:
         width *= size if isinstance(size, int) else 1
-    name = slot.name if slot.part == "tensor" else f"{slot.name}/{slot.part}"
     kind: Any = "tensor" if slot.part == "tensor" else f"jagged_{slot.part}"
-    return DenseInput(name, kind, None, slot.name, width)
+    return DenseInput(input_name(slot), kind, None, slot.name, width)
 
 
-class _DensePart:
-    """Builds the program behind the lookups."""
+def _dense_program(
+    whole: fx.GraphModule,
+    slots: dict[fx.Node, Slot],
+    calls: Sequence[_Call],
+    names: _FeatureNames,
+    outputs: dict[str, fx.Node],
+    batch: AbstractSet[str],
+) -> Program:
+    """The program behind the lookups, whose vectors are its inputs."""
+    graph = whole.graph
+    first = next(iter(graph.nodes))
+    given = {node: _slot_input(slot) for node, slot in slots.items() if slot.part == "tensor"}
 
-    def __init__(
-        self,
-        whole: fx.GraphModule,
-        captured: Captured,
-        slots: dict[fx.Node, Slot],
-        calls: Sequence[_Call],
-        names: _FeatureNames,
-    ) -> None:
-        self._whole = whole
-        self._captured = captured
-        self._slots = slots
-        self._calls = {call.node: call for call in calls}
-        self._names = names
-        self._graph = fx.Graph()
-        self._copied: dict[fx.Node, fx.Node] = {}
-        self._inputs: list[DenseInput] = []
-        self._sizes: dict[str, tuple[fx.Node, int]] = {}
-        self._batch = _batch_symbols(slots)
-        self._lengths: dict[str, fx.Node] = {}  # feature -> the input with its lengths
-        self._vectors: dict[tuple[int, int], fx.Node] = {}  # (module, column) -> the input with its vectors
-
-    def build(self) -> tuple[fx.GraphModule, tuple[DenseInput, ...]]:
-        self._add_tensors()
-        for index, lookup in enumerate(self._names.lookups):
-            self._add_lookup(index, lookup)
-        self._add_jagged()
-        self._add_tables()
-        last = next(node for node in self._whole.graph.nodes if node.op == "output")
-        for node in self._whole.graph.nodes:
-            if node.op != "placeholder" and node is not last:
-                self._copy(node)
-        outputs = last.args[0]
-        self._graph.output({n: self._copied[o] for n, o in zip(self._captured.outputs, outputs, strict=True)})
-        self._graph.eliminate_dead_code()
-        kept = []
-        for node, about in zip([n for n in self._graph.nodes if n.op == "placeholder"], list(self._inputs)):
-            if not node.users and about.kind not in ("pooled", "values", "lengths"):
-                self._graph.erase_node(node)
-            else:
-                kept.append(about)
-        return fx.GraphModule(self._whole, self._graph), tuple(kept)
-
-    def _input(self, about: DenseInput, value: Any) -> fx.Node:
-        """Add an input, whose sizes stand for equal sizes of other tensors."""
-        node = self._graph.placeholder(f"input_{len(self._inputs)}")
+    def placeholder(value: Any) -> fx.Node:
+        with graph.inserting_before(first):
+            node = graph.placeholder("vectors")
         node.meta["val"] = value
-        self._inputs.append(about)
-        for axis, size in enumerate(value.shape):
-            if not isinstance(size, int):
-                self._sizes.setdefault(self._size_key(size), (node, axis))
         return node
 
-    def _size_key(self, size: Any) -> str:
-        text = str(size)
-        return "batch" if text in self._batch else text
+    def slot_of(name: str, part: str) -> fx.Node:
+        return next(node for node, slot in slots.items() if (slot.name, slot.part) == (name, part))
 
-    def _add_tensors(self) -> None:
-        for node, slot in self._slots.items():
-            if slot.part == "tensor":
-                self._copied[node] = self._input(_slot_input(slot), node.meta["val"])
-
-    def _add_lookup(self, index: int, lookup: ModuleLookup) -> None:
-        path, leaf = lookup.leaf.path, lookup.leaf
-        calls = [call for call in self._calls.values() if call.module == index]
-        if leaf.pooled:
-            width = sum(leaf.configs[table].embedding_dim for table, _ in lookup.columns)
-            lengths = calls[0].bags[0][1] if calls else self._slot(lookup.columns[0][1], "lengths")
-            about = DenseInput(f"pooled_{index}", "pooled", path, None, width)
-            self._vectors[index, 0] = self._input(about, _rows_of(lengths, width))
-            return
-        outputs = leaf.output_names(lookup.features)
-        for column, (table, feature) in enumerate(lookup.columns):
-            mine = [c for c in calls if self._names.of[c.node, 0] == feature and self._table(leaf, c) == table]
-            bag = mine[0].bags[0] if mine else (self._slot(feature, "values"), self._slot(feature, "lengths"))
-            dim = leaf.configs[table].embedding_dim
-            stem = f"sequence_{index}_{column}"
-            about = DenseInput(f"{stem}_values", "values", path, outputs[column], dim)
-            self._vectors[index, column] = self._input(about, _rows_of(bag[0], dim))
-            about = DenseInput(f"{stem}_lengths", "lengths", path, outputs[column], 1)
-            self._lengths.setdefault(feature, self._input(about, bag[1].meta["val"]))
-
-    def _slot(self, name: str, part: str) -> fx.Node:
-        return next(node for node, slot in self._slots.items() if (slot.name, slot.part) == (name, part))
-
-    @staticmethod
-    def _table(leaf: Leaf, call: _Call) -> int:
-        table_of = [i for i, config in enumerate(leaf.configs) for _ in config.feature_names]
-        return table_of[call.outputs[0]]
-
-    def _add_jagged(self) -> None:
-        """Inputs for jagged tensors that forward reads beside its lookups; unused ones are removed in the end."""
-        for node, slot in self._slots.items():
-            if slot.part == "tensor":
-                continue
-            if slot.part == "lengths" and slot.name in self._lengths and slot.name not in self._names.bags:
-                self._copied[node] = self._lengths[slot.name]
-            else:
-                self._copied[node] = self._input(_slot_input(slot), node.meta["val"])
-
-    def _add_tables(self) -> None:
-        """Inputs for tables whose rows forward reads as a whole."""
-        for node in self._whole.graph.nodes:
-            if node.target is not _TABLE:
-                continue
-            module, index, rows, dim = node.args
-            leaf = self._names.lookups[module].leaf
-            table = leaf.configs[index].name
-            if rows * dim * 4 > MAX_TABLE_BYTES:
-                raise ConfigError(
-                    f"forward reads all {rows:,} rows of table {table!r} ({rows * dim * 4 / 2**20:,.0f} MiB as float32), more than "
-                    f"{MAX_TABLE_BYTES >> 20} MiB; look up the candidates' rows instead"
-                )
-            about = DenseInput(f"table_{module}_{index}", "table", leaf.path, table, dim)
-            known = [n for n, i in zip(self._graph.nodes, self._inputs) if i == about]
-            self._copied[node] = known[0] if known else self._input(about, node.meta["val"])
-
-    def _copy(self, node: fx.Node) -> None:
-        if node in self._copied:
-            return
-        if node in self._calls:
-            self._copied[node] = self._vectors_of(self._calls[node])
-            return
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and (source := self._sizes.get(self._size_key(value))) is not None:
-            size = self._graph.call_function(torch.ops.aten.sym_size.int, source)
-            size.meta["val"] = source[0].meta["val"].shape[source[1]]
-            self._copied[node] = size
-            return
-        self._copied[node] = self._graph.node_copy(node, lambda n: self._copied[n])
-
-    def _vectors_of(self, call: _Call) -> fx.Node:
-        """The vectors of one lookup, out of the input with those of its module."""
-        lookup = self._names.lookups[call.module]
+    for index, lookup in enumerate(names.lookups):
         leaf, columns = lookup.leaf, lookup.columns
-        table_of = [i for i, config in enumerate(leaf.configs) for _ in config.feature_names]
-        wanted = [columns.index((table_of[o], self._names.of[call.node, p])) for p, o in enumerate(call.outputs)]
-        if not leaf.pooled:
-            return self._vectors[call.module, wanted[0]]
-        whole = self._vectors[call.module, 0]
-        if wanted == list(range(len(columns))):
-            return whole
-        edges = [0]
-        for table, _ in columns:
-            edges.append(edges[-1] + leaf.configs[table].embedding_dim)
+        mine = [call for call in calls if call.module == index]
+        dims = [leaf.configs[table].embedding_dim for table, _ in columns]
+        if leaf.pooled:
+            lengths = mine[0].bags[0][1] if mine else slot_of(columns[0][1], "lengths")
+            vectors = placeholder(_rows_of(lengths, sum(dims)))
+            given[vectors] = DenseInput(f"pooled_{index}", "pooled", leaf.path, None, sum(dims))
+            for call in mine:
+                call.node.replace_all_uses_with(_columns(graph, call, vectors, dims, names.wanted(call, leaf)))
+            continue
+        for column, (name, dim, (_, feature)) in enumerate(zip(leaf.output_names(lookup.features), dims, columns)):
+            reads = [call for call in mine if names.wanted(call, leaf) == [column]]
+            values, lengths = (
+                reads[0].bags[0][:2] if reads else (slot_of(feature, "values"), slot_of(feature, "lengths"))
+            )
+            vectors = placeholder(_rows_of(values, dim))
+            for call in reads:
+                call.node.replace_all_uses_with(vectors)
+            stem = f"sequence_{index}_{column}"
+            given[vectors] = DenseInput(f"{stem}_values", "values", leaf.path, name, dim)
+            lengths = lengths if lengths not in given else placeholder(lengths.meta["val"])
+            given[lengths] = DenseInput(f"{stem}_lengths", "lengths", leaf.path, name, 1)
+    for node, slot in slots.items():
+        given.setdefault(node, _slot_input(slot))
+    tables: dict[DenseInput, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target is _TABLE:
+            about = _table_input(node, names.lookups)
+            node.replace_all_uses_with(tables.setdefault(about, node))
+            given[tables[about]] = about
+    return subgraph(whole, given, outputs, batch, keep=("pooled", "values", "lengths"))
+
+
+def _columns(graph: fx.Graph, call: _Call, vectors: fx.Node, dims: Sequence[int], wanted: Sequence[int]) -> fx.Node:
+    """The columns ``wanted`` of a module's pooled ``vectors``, which one of its calls gives."""
+    if list(wanted) == list(range(len(dims))):
+        return vectors
+    edges = [sum(dims[:column]) for column in range(len(dims) + 1)]
+    with graph.inserting_before(call.node):
         pieces = [
-            self._graph.call_function(torch.ops.aten.slice.Tensor, (whole, 1, edges[c], edges[c + 1])) for c in wanted
+            graph.call_function(torch.ops.aten.slice.Tensor, (vectors, 1, edges[c], edges[c + 1])) for c in wanted
         ]
-        return pieces[0] if len(pieces) == 1 else self._graph.call_function(torch.ops.aten.cat.default, (pieces, 1))
+        found = pieces[0] if len(pieces) == 1 else graph.call_function(torch.ops.aten.cat.default, (pieces, 1))
+    found.meta["val"] = call.node.meta["val"]
+    return found
+
+
+def _table_input(node: fx.Node, lookups: Sequence[ModuleLookup]) -> DenseInput:
+    """The program input for a table whose rows forward reads as a whole."""
+    arguments: Any = node.args
+    module, index, rows, dim = arguments
+    leaf = lookups[module].leaf
+    table, size = leaf.configs[index].name, rows * dim * 4
+    if size > MAX_TABLE_BYTES:
+        raise ConfigError(
+            f"forward reads all {rows:,} rows of table {table!r} ({size / 2**20:,.0f} MiB as float32), more than "
+            f"{MAX_TABLE_BYTES >> 20} MiB; look up the candidates' rows instead"
+        )
+    return DenseInput(f"table_{module}_{index}", "table", leaf.path, table, dim)
 
 
 def _rows_of(node: fx.Node, dim: int) -> Any:

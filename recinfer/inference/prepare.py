@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from recinfer.archive.captured import load_weights
 from recinfer.archive.check import Request, golden_requests
 from recinfer.archive.cut import Cut, cut_captured, cut_model
-from recinfer.archive.dense import ExportedDense, OnnxEngine, TorchEngine, export_part
+from recinfer.archive.dense import ExportedDense, OnnxEngine, Part, TorchEngine, export_part
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import (
     FORMAT,
     FORMAT_VERSION,
     CheckInfo,
     DenseInfo,
-    DenseInput,
     DenseOutput,
     FeatureInfo,
     IdsInfo,
@@ -93,29 +92,23 @@ def table_keys(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[tuple[s
 
 @dataclass(frozen=True)
 class CutModel:
-    """A model cut at its lookups, with its exported programs; all None without a dense part."""
+    """A model cut at its lookups, with its exported programs by the names of their files; none without a dense part."""
 
     cut: Cut | None = None
-    dense: ExportedDense | None = None
-    ids: ExportedDense | None = None
-    user: ExportedDense | None = None
-    candidates: ExportedDense | None = None
+    exported: Mapping[str, ExportedDense] = field(default_factory=dict)
 
     def files(self) -> dict[str, bytes]:
         """The program files of an archive, by path."""
         files: dict[str, bytes] = {}
-        programs = {"model": self.dense, "ids": self.ids, "user": self.user, "candidates": self.candidates}
-        for name, exported in programs.items():
-            stem = f"dense/{name}"
-            if exported is not None:
-                files[f"{stem}.pt2"] = exported.program
-                if exported.onnx is not None:
-                    files[f"{stem}.onnx"] = exported.onnx
+        for name, exported in self.exported.items():
+            files[f"dense/{name}.pt2"] = exported.program
+            if exported.onnx is not None:
+                files[f"dense/{name}.onnx"] = exported.onnx
         return files
 
     def ids_program(self, manifest: Manifest) -> IdsProgram | None:
         """The ids program, opened; None without one."""
-        signature, exported = manifest.signature, self.ids
+        signature, exported = manifest.signature, self.exported.get("ids")
         if signature is None or signature.ids is None or exported is None:
             return None
         names = [i.name for i in signature.ids.inputs], signature.ids.outputs
@@ -162,10 +155,7 @@ def cut_and_export(
             f"the feature contract has {contract.num_dense} dense columns and gives ids as lookups read them, but forward "
             f"takes {cut.num_dense or 'other inputs'}; export without the contract, or pass its inputs on unchanged"
         )
-    dense, ids = export_part(cut.dense), None if cut.ids is None else export_part(cut.ids)
-    if cut.user is None:
-        return CutModel(cut, dense, ids)
-    return CutModel(cut, dense, ids, export_part(cut.user.user), export_part(cut.user.candidates))
+    return CutModel(cut, {name: export_part(part) for name, part in cut.parts.items()})
 
 
 def first_manifest(
@@ -208,51 +198,45 @@ def first_manifest(
 
 
 def _dense(model: CutModel) -> DenseInfo | None:
-    cut, dense = model.cut, model.dense
-    if cut is None or dense is None:
+    cut = model.cut
+    if cut is None:
         return None
+    program = _program(model, "model", cut.dense)
     return DenseInfo(
-        engine="torch" if dense.onnx is None else "onnx",
+        engine=program.engine,
         num_dense=cut.num_dense,
-        inputs=cut.inputs,
+        inputs=program.inputs,
         outputs=tuple(DenseOutput(output, shape) for output, shape in cut.outputs.items()),
-        onnx=dense.onnx_info,
-        onnx_refused=dense.onnx_refused,
+        onnx=program.onnx,
+        onnx_refused=program.onnx_refused,
     )
 
 
 def _signature(model: CutModel) -> Signature | None:
-    cut, ids = model.cut, model.ids
+    cut = model.cut
     if cut is None:
         return None
-    signature = replace(cut.signature, user=_user(model))
-    if ids is None:
-        return signature
-    info = IdsInfo(
-        engine="torch" if ids.onnx is None else "onnx",
-        inputs=cut.ids_inputs,
-        features=tuple(feature.name for feature in cut.computed),
-        weighted=tuple(feature.name for feature in cut.computed if feature.weighted),
-        onnx=ids.onnx_info,
-        onnx_refused=ids.onnx_refused,
-    )
-    return replace(signature, ids=info)
+    ids = user = None
+    if cut.ids is not None:
+        program = _program(model, "ids", cut.ids)
+        ids = IdsInfo(
+            engine=program.engine,
+            inputs=program.inputs,
+            features=tuple(feature.name for feature in cut.computed),
+            weighted=tuple(feature.name for feature in cut.computed if feature.weighted),
+            onnx=program.onnx,
+            onnx_refused=program.onnx_refused,
+        )
+    if cut.user_part is not None and cut.candidates is not None:
+        programs = _program(model, "user", cut.user_part), _program(model, "candidates", cut.candidates)
+        user = UserInfo(cut.user, tuple(cut.user_part.outputs), *programs)
+    return replace(cut.signature, ids=ids, user=user)
 
 
-def _user(model: CutModel) -> UserInfo | None:
-    if model.cut is None or model.cut.user is None or model.user is None or model.candidates is None:
-        return None
-    parts = model.cut.user
-    return UserInfo(
-        parts.names,
-        tuple(parts.user.outputs),
-        _program(model.user, parts.user_inputs),
-        _program(model.candidates, parts.candidate_inputs),
-    )
-
-
-def _program(exported: ExportedDense, inputs: tuple[DenseInput, ...]) -> ProgramInfo:
-    return ProgramInfo("torch" if exported.onnx is None else "onnx", inputs, exported.onnx_info, exported.onnx_refused)
+def _program(model: CutModel, name: str, part: Part) -> ProgramInfo:
+    exported = model.exported[name]
+    engine: Literal["onnx", "torch"] = "torch" if exported.onnx is None else "onnx"
+    return ProgramInfo(engine, part.program.inputs, exported.onnx_info, exported.onnx_refused)
 
 
 def _versions() -> dict[str, str]:
