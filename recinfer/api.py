@@ -124,15 +124,18 @@ _plan = plan  # ``export`` has an argument of this name
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
-    """Check an archive completely: every rule of its format, all hashes, and all golden requests.
+    """Check an archive, at a folder or a URL, completely: every rule of its format, all hashes, and all golden requests.
 
     Raises:
         ArchiveError: the archive is damaged or answers wrongly; the message names the rules.
     """
     from recinfer.errors import ArchiveError
     from recinfer.inference.verify import verify as check
+    from recinfer.remote.cache import in_cache
 
-    report = check(path)
+    with in_cache(path) as (folder, release):
+        report = check(folder)
+    release()
     if not report.ok:
         raise ArchiveError("; ".join(report.problems))
     return report

@@ -2,6 +2,7 @@
 
 RECINFER_DEBUG            1: the command line shows tracebacks of expected errors too
 RECINFER_TOKEN            bearer token that a server requires and that clients send
+RECINFER_CACHE            folder for archives that are downloaded from a URL; else recinfer in XDG_CACHE_HOME or ~/.cache
 RECINFER_SUPERVISED       1, set by `recinfer serve --workers`: this process is one of its workers and starts no workers
 RANK, WORLD_SIZE          this process's rank and the number of ranks, as torchrun sets them
 LOCAL_WORLD_SIZE          ranks on this host, as torchrun sets it
@@ -27,11 +28,13 @@ import ipaddress
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from recinfer.errors import ConfigError
 
 __all__ = [
+    "cache_folder",
     "child_environment",
     "cross_node_bandwidth",
     "cuda_graphs",
@@ -61,6 +64,16 @@ _OFF = frozenset({"", "0", "false", "no", "off"})
 def debug() -> bool:
     """Whether ``RECINFER_DEBUG`` enables tracebacks."""
     return os.environ.get("RECINFER_DEBUG", "").strip().lower() not in _OFF
+
+
+def cache_folder() -> Path:
+    """``RECINFER_CACHE``, or ``recinfer`` in ``XDG_CACHE_HOME`` or in ``~/.cache``."""
+    given = os.environ.get("RECINFER_CACHE", "").strip()
+    return (
+        Path(given)
+        if given
+        else Path(os.environ.get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache") / "recinfer"
+    )
 
 
 def grpc_proxy(target: str) -> str:

@@ -30,6 +30,7 @@ BASE = {
     "streamable",
     "threads",
     "version",
+    "vocabulary",
 }
 MODEL_CODE = BASE | {"sparse", "modules"}
 ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
@@ -40,7 +41,9 @@ PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "pla
 PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
 SERVED = RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "inference"}
-SERVING = {"serving"} | {f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")}
+SERVING = {"serving", "remote"} | {
+    f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")
+}
 ALLOWED: dict[str, set[str]] = {
     "arrow": {"errors"},
     "columns": {"arrow", "errors"},
@@ -58,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "streamable": {"errors"},
     "threads": set(),
     "version": set(),
+    "vocabulary": {"errors", "excerpts", "files"},
     "capture": set(),  # usable as a single file
     "migrate": {"errors", "files"},
     "sparse": BASE,
@@ -82,15 +86,16 @@ ALLOWED: dict[str, set[str]] = {
     "fx": RUNTIME,
     "checkpoint": RUNTIME | {"models", "data"},
     "archive": RUNTIME | {"models", "data", "capture", "checkpoint"},
-    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive"},
+    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "remote"},
+    "remote": SERVED - {"inference"},
     "training": RUNTIME | {"models", "data", "checkpoint"},
     "serving.wire": SERVED,
-    "serving.engine": SERVED | {"serving.wire"},
+    "serving.engine": SERVED | {"remote", "serving.wire"},
     "serving.client": SERVED | {"serving.wire"},
     "serving.shards": SERVED | {"serving.wire", "serving.engine"},
     "serving.server": SERVED | {"serving.wire", "serving.engine", "serving.shards"},
     "serving.workers": SERVED | {"serving.wire", "serving.engine", "serving.server"},
-    "serving.config": {"env", "errors", "archive", "serving.wire", "serving.engine", "serving.server"},
+    "serving.config": {"env", "errors", "archive", "remote", "serving.wire", "serving.engine", "serving.server"},
     "serving.app": SERVED | SERVING | {"serving.config"},
     "serving": SERVED | SERVING,
     "sizing": SERVED | SERVING,

@@ -146,6 +146,10 @@ PLACES = [
     "recinfer.modules.feature_processor",
     "recinfer.modules.feature_processor_",
     "recinfer.modules.fp_embedding_modules",
+    "recinfer.modules.hash_mc_evictions",
+    "recinfer.modules.hash_mc_modules",
+    "recinfer.modules.mc_embedding_modules",
+    "recinfer.modules.mc_modules",
     "recinfer.modules.regroup",
     "recinfer.optim.warmup",
 ]

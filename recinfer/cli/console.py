@@ -64,6 +64,7 @@ _EXTRA_OF_MODULE = {
     "torchmetrics": "train",
     "pyarrow": "arrow",
     "ray": "ray",
+    "fsspec": "remote",
 }
 
 _debug = False

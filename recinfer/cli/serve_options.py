@@ -125,9 +125,12 @@ class ModelOptions:
         typer.Option("--delta", help="Delta to apply to the archive before serving; repeatable, in order."),
     ] = None
     model_store: Annotated[
-        Path | None,
-        typer.Option(help="Folder with archives at <model>/<version>; the newest version of each model is served."),
-    ] = ModelsConfig.model_store
+        str | None,
+        typer.Option(
+            metavar="DIR|URL",
+            help="Folder or URL with archives at <model>/<version>; the newest version of each model is served.",
+        ),
+    ] = None
     poll: Annotated[
         float | None,
         typer.Option(
@@ -161,6 +164,21 @@ class ModelOptions:
         float,
         typer.Option(min=1, help="Kill and replace a worker that gives no response for this many seconds."),
     ] = ModelsConfig.worker_timeout
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for archives that are downloaded from a URL.",
+            show_default="RECINFER_CACHE, or ~/.cache/recinfer",
+        ),
+    ] = ModelsConfig.cache_dir
+    cache_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most bytes of archives in that folder; archives that no process uses make room.",
+            show_default="no bound",
+        ),
+    ] = ModelsConfig.cache_bytes
 
     def config(self) -> ModelsConfig:
         """The settings that the options give; raises ConfigError."""
@@ -172,6 +190,8 @@ class ModelOptions:
             admin=self.admin,
             workers=self.workers,
             worker_timeout=self.worker_timeout,
+            cache_dir=self.cache_dir,
+            cache_bytes=self.cache_bytes,
         )
 
 
@@ -309,7 +329,12 @@ class ServeOptions:
     security: SecurityOptions
     roles: RoleOptions
     archives: Annotated[
-        list[Path] | None, typer.Argument(help="Archive folders; the first is the default model.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARCHIVE|URL]...",
+            help="Archive folders or URLs; the first is the default model.",
+            show_default=False,
+        ),
     ] = None
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False
     worker_config: Annotated[str | None, typer.Option("--worker-config", hidden=True)] = None

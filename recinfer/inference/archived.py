@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -169,13 +170,15 @@ def load(
 ) -> ArchivedModel:
     """Open an archive as a model that is called like the trained one.
 
-    See :func:`recinfer.inference.predictor.load` for the arguments and errors.
+    See :func:`recinfer.inference.predictor.load` for the arguments and errors. ``path`` may be a URL too (``s3://...``): the
+    archive is downloaded into the cache folder, see :class:`recinfer.remote.cache.ArchiveCache` for the errors.
     """
     from recinfer.inference.predictor import load as load_predictor
+    from recinfer.remote.cache import in_cache
 
-    return ArchivedModel(
-        load_predictor(
-            path,
+    with in_cache(path) as (folder, release):
+        predictor = load_predictor(
+            folder,
             device=device,
             preload=preload,
             lock=lock,
@@ -186,4 +189,5 @@ def load(
             join_columns=join_columns,
             reuse_outputs=reuse_outputs,
         )
-    )
+    weakref.finalize(predictor, release)
+    return ArchivedModel(predictor)

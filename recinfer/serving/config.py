@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from recinfer import env
 from recinfer.errors import ConfigError
+from recinfer.remote.location import is_url, mirror_folder
 from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.wire.address import plain_host
 from recinfer.serving.wire.limits import Limits
@@ -120,29 +121,43 @@ class ModelsConfig:
 
     Attributes:
         deltas: deltas to apply to the archive before it is served, in order; they need exactly one archive.
-        model_store: folder with archives at ``<model>/<version>``; the newest version of each model is served.
+        model_store: folder or URL with archives at ``<model>/<version>``; the newest version of each model is served. A URL
+            becomes the folder of the store's mirror.
         poll: seconds between two looks at the model store, which load and unload versions; None: no polling.
         model_config: file with the models, versions, labels and weights to serve from the store
             (recinfer.serving.engine.model_config).
         admin: enable the admin service, which loads versions from the store.
         workers: number of serving processes, 1 to 256.
         worker_timeout: seconds without a response after which a worker is killed and replaced.
+        cache_dir: folder for archives that are downloaded from a URL; None: see recinfer.remote.cache.
+        cache_bytes: most bytes of archives in the cache; None: no bound.
+        store_url: URL of the model store; given by ``model_store``.
 
     Raises:
         ConfigError: ``poll``, ``model_config`` or ``admin`` without a model store, or a number out of its range.
     """
 
     deltas: tuple[Path, ...] = ()
-    model_store: Path | None = None
+    model_store: str | Path | None = None
     poll: float | None = None
     model_config: Path | None = None
     admin: bool = False
     workers: int = 1
     worker_timeout: float = 10.0
+    cache_dir: Path | None = None
+    cache_bytes: int | None = None
+    store_url: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "deltas", _paths("--delta", self.deltas))
-        for name in ("model_store", "model_config"):
+        if isinstance(self.model_store, str) and is_url(self.model_store):
+            object.__setattr__(self, "store_url", self.model_store)
+            object.__setattr__(
+                self, "model_store", mirror_folder(self.model_store, self.cache_dir or env.cache_folder())
+            )
+        if self.cache_bytes is not None and self.cache_bytes < 1:
+            raise ConfigError(f"--cache-bytes: got {self.cache_bytes}, expected 1 or more")
+        for name in ("model_store", "model_config", "cache_dir"):
             path = getattr(self, name)
             object.__setattr__(self, name, None if path is None else Path(path))
         if self.poll is not None and not self.poll >= _SHORTEST_POLL_S:
@@ -152,6 +167,12 @@ class ModelsConfig:
             raise ConfigError(
                 f"--worker-timeout: got {self.worker_timeout}, expected {_SHORTEST_TIMEOUT_S:g} seconds or more"
             )
+
+    @property
+    def store(self) -> Path | None:
+        """The folder of the model store, or of its mirror."""
+        assert not isinstance(self.model_store, str)
+        return self.model_store
 
     @property
     def follows_store(self) -> bool:
@@ -251,7 +272,7 @@ class ServeConfig:
     """All settings of a server, checked when it is built. Errors name a setting by its option of ``recinfer serve``.
 
     Attributes:
-        archives: archive folders; the model of the first is the default model.
+        archives: archive folders or their URLs; the model of the first is the default model.
         address, tables, models, batching, limits, security, role: see their classes.
 
     Raises:
@@ -261,7 +282,7 @@ class ServeConfig:
     0
     """
 
-    archives: tuple[Path, ...] = ()
+    archives: tuple[str | Path, ...] = ()
     address: AddressConfig = field(default_factory=AddressConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
     models: ModelsConfig = field(default_factory=ModelsConfig)
@@ -271,12 +292,18 @@ class ServeConfig:
     role: RoleConfig = field(default_factory=RoleConfig)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "archives", _paths("archives", self.archives))
+        archives = [path if is_url(path) else Path(path) for path in _several("archives", self.archives)]
+        object.__setattr__(self, "archives", tuple(archives))
         device = self.tables.device
         if self.role.shards is not None and device != "cpu":
             raise ConfigError(
                 f"got --device {device} with --shards: a ranker runs on the CPU and its shard servers hold the "
                 f"tables; leave --device out"
+            )
+        if self.models.store_url is not None and (self.role.ranks is not None or self.role.shards is not None):
+            raise ConfigError(
+                "--model-store: got a URL with --ranks or --shards; shard servers and rankers take archives by URL, and a "
+                "store on disk"
             )
         if self.role.ranks is None:
             self.models.check_store()
@@ -296,6 +323,12 @@ class ServeConfig:
             "--device cuda": self.tables.device != "cpu",
         }
         return [name for name, is_given in given.items() if is_given]
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The archive folders; URLs are replaced by folders before."""
+        assert not any(isinstance(path, str) for path in self.archives)
+        return tuple(map(Path, self.archives))
 
     @property
     def reloads(self) -> bool:
@@ -321,10 +354,14 @@ class ServeConfig:
         return build(cls, json.loads(text), "configuration")
 
 
-def _paths(name: str, given: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
+def _several(name: str, given: Iterable[str | os.PathLike[str]]) -> tuple[str | os.PathLike[str], ...]:
     if isinstance(given, str | os.PathLike):
         raise ConfigError(f"{name}: got {given!s:.80}, expected a tuple of paths")
-    return tuple(map(Path, given))
+    return tuple(given)
+
+
+def _paths(name: str, given: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
+    return tuple(map(Path, _several(name, given)))
 
 
 def _check_number(name: str, value: int, low: int, high: int) -> None:

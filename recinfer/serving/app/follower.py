@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from recinfer.errors import ConfigError
+from recinfer.serving.app.remote_archives import store_mirror
 from recinfer.serving.config import ServeConfig
 from recinfer.serving.engine.poll import PollLoop, StorePoller
 from recinfer.serving.engine.registry import ModelRegistry
@@ -36,11 +37,16 @@ class StoreFollower:
         self._poller: StorePoller | None = None
         if not models.follows_store:
             return
-        assert models.model_store is not None
+        assert models.store is not None
         is_ranker = config.role.shards is not None
         try:
             self._poller = StorePoller(
-                models.model_store, self._change, self._state, models.model_config, is_ranker=is_ranker
+                models.store,
+                self._change,
+                self._state,
+                models.model_config,
+                is_ranker=is_ranker,
+                mirror=None if is_worker else store_mirror(models),
             )
         except ConfigError:
             if not is_worker:  # a restarted worker serves the versions of the other workers

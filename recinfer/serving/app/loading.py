@@ -8,6 +8,7 @@ from collections.abc import Callable
 from recinfer.errors import ArchiveError, ConfigError, NotFoundError
 from recinfer.inference.predictor import load
 from recinfer.serving.app.ranker import ranker_predictor, version_in
+from recinfer.serving.app.remote_archives import refresh_or_go_on, store_mirror
 from recinfer.serving.config import ServeConfig
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.engine.state import ServedState
@@ -24,11 +25,14 @@ Choose = Callable[[str, list[str]], list[str]]
 
 def open_store(config: ServeConfig, fan_out: FanOut | None) -> ModelStore | None:
     """The model store of the configuration; its versions look rows up over ``fan_out`` if there is one."""
-    folder = config.models.model_store
+    folder = config.models.store
     if folder is None:
         return None
+    mirror = store_mirror(config.models)
+    if mirror is not None:
+        refresh_or_go_on(mirror)
     lookups = None if fan_out is None else MakeLookups(fan_out, str(folder))
-    return ModelStore(folder, lookups=lookups, **config.tables.load_options())
+    return ModelStore(folder, mirror, lookups=lookups, **config.tables.load_options())
 
 
 def load_models(
@@ -65,11 +69,11 @@ def load_models(
 
 def _named(config: ServeConfig, fan_out: FanOut | None, *, is_restarted: bool) -> list[ServedModel]:
     """The archives of the configuration; a restarted worker skips those that no longer exist."""
-    tables, folder, deltas = config.tables, config.models.model_store, config.models.deltas
+    tables, folder, deltas = config.tables, config.models.store, config.models.deltas
     models = []
     if deltas and len(config.archives) != 1:
         raise ConfigError(f"--delta: got {len(config.archives)} archives; a delta applies to exactly one archive")
-    for archive in config.archives:
+    for archive in config.folders:
         version = ""
         try:
             if fan_out is not None:
@@ -107,7 +111,7 @@ def _newest(store: ModelStore, named: list[ServedModel], choose: Choose, *, ever
 
 def _newest_of_ranker(config: ServeConfig, fan_out: FanOut, store: ModelStore, choose: Choose) -> list[ServedModel]:
     def opened(name: str, version: str) -> ServedModel:
-        predictor = ranker_predictor(store.folder / name / version, fan_out, config.models.model_store)
+        predictor = ranker_predictor(store.folder / name / version, fan_out, config.models.store)
         return ServedModel.of(name, predictor, version)
 
     return store.newest_of_all(opened, ArchiveError, choose=choose)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from recinfer.serving.app.ready import Ready
+from recinfer.serving.app.remote_archives import with_local_archives
 from recinfer.serving.app.service import Report, Service
 from recinfer.serving.config import ServeConfig
 
@@ -49,7 +50,9 @@ def serve_until_signal(
 
         show_changes()
     security = config.security.read(worker=worker)
+    config, cached = with_local_archives(config, report)  # kept for as long as the server runs
     load_service(config, security, report, worker=worker, debug=debug, names_files=True).run(on_ready)
+    del cached
 
 
 def load_service(

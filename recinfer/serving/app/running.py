@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from recinfer.errors import ConfigError, InputError
 from recinfer.serving.app.ready import Ready, ReadyModels
+from recinfer.serving.app.remote_archives import with_local_archives
 from recinfer.serving.app.run import load_service
 from recinfer.serving.app.service import Report
 from recinfer.serving.config import AddressConfig, ModelsConfig, ServeConfig, TablesConfig
@@ -44,6 +45,7 @@ class RunningServer:
     """
 
     def __init__(self, config: ServeConfig, report: Report = _log.info) -> None:
+        config, self._cached = with_local_archives(config, report)
         self.config = config
         if config.address.log_json:
             from recinfer.serving.server.telemetry.observe import log_as_json
@@ -90,7 +92,11 @@ class RunningServer:
         """Let running requests end for up to ``grace`` seconds, then close. A second call has no effect."""
         if not self._is_stopped:
             self._is_stopped = True
-            self._service.stop(grace)
+            try:
+                self._service.stop(grace)
+            finally:
+                for archive in self._cached:
+                    archive.release()
 
     def __enter__(self) -> RunningServer:
         return self
@@ -119,7 +125,7 @@ def serve(
     """Serve an archive or a model store in this process, for a ``with`` block or until ``stop``.
 
     Args:
-        config: the folder of an archive, or all settings; with all settings no other argument may be given.
+        config: the folder or URL of an archive, or all settings; with all settings no other argument may be given.
         host, port, http_port, metrics_port: see AddressConfig: by default gRPC alone, on a free port of this host.
         model_store, poll, admin, workers: see ModelsConfig. Several workers are processes of their own.
         device: ``"cpu"`` or ``"cuda"``.
@@ -135,11 +141,11 @@ def serve(
     """
     address = AddressConfig(host, port, http_port, metrics_port)
     tables = TablesConfig(device)
-    store = None if model_store is None else Path(model_store)
+    store = model_store if model_store is None or isinstance(model_store, str) else Path(model_store)
     models = ModelsConfig(model_store=store, poll=poll, admin=admin, workers=workers)
     if isinstance(config, ServeConfig):
         if (address, tables, models) != (AddressConfig(), TablesConfig(), ModelsConfig()):
             raise ConfigError("serve: got a ServeConfig and other arguments, expected them in the ServeConfig")
         return RunningServer(config)
-    archives = () if config is None else (Path(config),)
+    archives = () if config is None else (config if isinstance(config, str) else Path(config),)
     return RunningServer(ServeConfig(archives, address, tables, models))

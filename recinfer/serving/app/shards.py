@@ -74,7 +74,7 @@ class ShardService:
 def _load(config: ServeConfig) -> ShardTables:
     """The ranks in the archives of the configuration; without archives, in the newest version of each model of the store."""
     assert config.role.ranks is not None
-    archives, store, deltas = config.archives, config.models.model_store, config.models.deltas
+    archives, store, deltas = config.folders, config.models.store, config.models.deltas
     if not archives and store is None:
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
     tables = ShardTables(config.role.ranks, store, preload=config.tables.preload, lock=config.tables.lock)

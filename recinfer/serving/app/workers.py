@@ -14,6 +14,7 @@ from typing import Any
 
 from recinfer import env
 from recinfer.serving.app.ready import Ready, ReadyModels
+from recinfer.serving.app.remote_archives import store_mirror
 from recinfer.serving.app.service import Report
 from recinfer.serving.config import ServeConfig
 from recinfer.serving.engine.poll import PollLoop, StorePoller
@@ -148,7 +149,7 @@ class WorkersService:
 
     def _poll_loop(self) -> PollLoop | None:
         models = self._config.models
-        if models.model_store is None or not models.follows_store:
+        if models.store is None or not models.follows_store:
             return None
 
         def change(call: str, data: bytes) -> str:
@@ -156,7 +157,12 @@ class WorkersService:
 
         is_ranker = self._config.role.shards is not None
         poller = StorePoller(
-            models.model_store, change, lambda: self._supervisor.changes.state, models.model_config, is_ranker=is_ranker
+            models.store,
+            change,
+            lambda: self._supervisor.changes.state,
+            models.model_config,
+            is_ranker=is_ranker,
+            mirror=store_mirror(models),
         )
         return PollLoop(poller, models.poll)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ConfigError, RecinferError
+from recinfer.remote.store import StoreMirror
 from recinfer.serving.engine.admin import SET_FAULT
 from recinfer.serving.engine.change_log import BY_POLLING
 from recinfer.serving.engine.model_config import ModelChoice, parse_model_config, read_text
@@ -49,6 +50,8 @@ class StorePoller:
         state: returns the served models now; None: unknown now.
         config: a file of recinfer.serving.engine.model_config, which is read at each look.
         is_ranker: the tables of the versions are on shard servers.
+        mirror: of a store behind a URL: its manifests are read again at each look, and a version whose download failed is
+            tried again.
 
     Raises:
         ConfigError: the file is bad. Later a bad file is logged, and the last good configuration stays.
@@ -62,10 +65,13 @@ class StorePoller:
         config: Path | None = None,
         *,
         is_ranker: bool = False,
+        mirror: StoreMirror | None = None,
     ) -> None:
         self.folder = folder
         self.config = config
         self._is_ranker = is_ranker
+        self._mirror = mirror
+        self._tries_again = is_ranker or mirror is not None
         self._change = change
         self._state = state
         self._store = StoreFolder(folder)
@@ -107,9 +113,14 @@ class StorePoller:
             return
         known = {model for model, _ in self._tried}
         try:
+            if self._mirror is not None:
+                self._mirror.refresh()
             looks = {model: self._look(model) for model in dict.fromkeys([*self._store.models(), *sorted(known)])}
         except OSError as error:  # a disk may be unavailable for a moment: nothing is unloaded then
             self._log_once("", f"model store: {self.folder} cannot be read, nothing is changed: {error.strerror}")
+            return
+        except RecinferError as error:
+            self._log_once("", f"model store: nothing is changed: {error}")
             return
         if known and not any(look is None or look.readable or look.unreadable for look in looks.values()):
             self._log_once(
@@ -199,7 +210,7 @@ class StorePoller:
             return
         newest = not choice.weights and all(natural(version) > natural(other) for other in served)
         request = pb.LoadRequest(model=model, version=version, activate=newest)
-        if not self._try_change("Load", request, f"{model} {version}", reason) and self._is_ranker:
+        if not self._try_change("Load", request, f"{model} {version}", reason) and self._tries_again:
             self._tried[key] = _TRY_AGAIN
 
     def _notice_fault(self, model: str, version: str, path: Path, seen: Fingerprint) -> bool:
@@ -284,7 +295,7 @@ class StorePoller:
             self._change(call, request.SerializeToString())
         except Exception as error:  # a broken archive may fail anywhere
             why = str(error) if isinstance(error, RecinferError) else f"{type(error).__name__}: {error}"
-            when = "at the next look" if self._is_ranker else "when the files change"
+            when = "at the next look" if self._tries_again else "when the files change"
             self._log_once(about, f"model store: {call} of {about} failed, and is tried again {when}: {why}")
             return False
         self._logged.pop(about, None)

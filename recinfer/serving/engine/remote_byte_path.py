@@ -88,11 +88,21 @@ class FanOuts:
         lookup = plain.order
         assert isinstance(lookup, AwaitedLookup)
         answered = functools.partial(self._finish, request, plain, start)
-        if not lookup.start(plain.bag_data, plain.bags, request.deadline, answered):
-            with self._lock:
-                self._under_way -= 1
-            self._scheduler.done(0, 0, 0.0)
+        try:
+            started = lookup.start(plain.bag_data, plain.bags, request.deadline, answered)
+        except Exception as error:  # a bug of recinfer: else its place would stay taken
+            self._end_unstarted()
+            request.reply(error)
+            return
+        if not started:
+            self._end_unstarted()
             self._decode(request)
+
+    def _end_unstarted(self) -> None:
+        """Free the place of a fan-out that did not start."""
+        with self._lock:
+            self._under_way -= 1
+        self._scheduler.done(0, 0, 0.0)
 
     def _finish(
         self,

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor, load
+from recinfer.remote.store import StoreMirror
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.state import ServedState, ServedVersion
 from recinfer.serving.engine.store_folder import StoreFolder
@@ -31,18 +33,25 @@ class ModelStore:
 
     Args:
         folder: holds ``<model>/<version>/manifest.json``.
+        mirror: of a store behind a URL, whose folder is ``folder``; archives and deltas are downloaded when they are opened.
         load_options: further arguments of recinfer.inference.predictor.load (``device``, ``preload``, ``lookups`` ...).
 
     Raises:
         ConfigError: ``folder`` is no folder.
     """
 
-    def __init__(self, folder: Path, **load_options: Any) -> None:
+    def __init__(self, folder: Path, mirror: StoreMirror | None = None, **load_options: Any) -> None:
         if not folder.is_dir():
             raise ConfigError(f"model store {folder} is not a folder")
         self.folder = folder
         self._load_options = load_options
+        self._mirror = mirror
         self._listed = StoreFolder(folder)
+
+    def refresh(self) -> None:
+        """Read a store behind a URL again; raises UnavailableError or ConfigError if it cannot be read."""
+        if self._mirror is not None:
+            self._mirror.refresh()
 
     def models(self) -> list[str]:
         """Names of the models that have a version; a folder that cannot be read, such as a disk's lost+found, has none.
@@ -71,7 +80,15 @@ class ModelStore:
             known = ", ".join(self.versions(model)) or "none"
             raise NotFoundError(f"version: the store has no {version[:80]!r} of model {model[:80]!r}; it has {known}")
         path = self._inside(self._inside(self.folder, model), version)
-        predictor = load(path, check_hashes=True, **self._load_options)
+        cached = None if self._mirror is None else self._mirror.archive(model, version)
+        try:
+            predictor = load(path if cached is None else cached.path, check_hashes=True, **self._load_options)
+        except BaseException:
+            if cached is not None:
+                cached.release()
+            raise
+        if cached is not None:
+            weakref.finalize(predictor, cached.release)
         for index in range(predictor.manifest.check.num_requests):
             predictor.check_request(index)
         return predictor
@@ -88,6 +105,8 @@ class ModelStore:
     def delta(self, model: str, name: str) -> Path:
         """The file of a delta; raises NotFoundError, or InputError for a name that leads out of the model's folder."""
         path = self._inside(self._inside(self.folder, model), name)
+        if self._mirror is not None:
+            return self._mirror.delta(model, name)
         if path.suffix != ".rqd" or not path.is_file():
             found = ", ".join(sorted(file.name for file in path.parent.glob("*.rqd"))) or "none"
             raise NotFoundError(f"delta: the store has no {name[:80]!r} of model {model[:80]!r}; it has {found}")
@@ -179,6 +198,7 @@ class StoreManager:
             NotFoundError: the store lacks the model or version.
             InputError: the archive is broken, or differs from the archive that is served under its version.
         """
+        self.store.refresh()
         with self._lock:
             version = version or self.newest_version(model)
             if not version:

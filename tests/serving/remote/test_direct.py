@@ -30,6 +30,7 @@ from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.remote_byte_path import MOST_FAN_OUTS
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.server import Server
 from recinfer.serving.shards.fan_out import FanOut
@@ -361,6 +362,21 @@ def test_a_ranker_leaves_what_is_not_plain(tmp_path: Path):
                     r: b"".join(section.parts) for r, section in sections.items()
                 }
         assert begun > 50
+
+
+def test_a_split_that_fails_ends_its_request_and_frees_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = codec.encode_lookup_request(make_request(3, 1, longest=1))
+    with served(make_archive(tmp_path, "table_wise"), tmp_path) as service:
+        paths = BytePath(service)
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("recinfer.serving.shards.remote_tables.split", fail)
+            for _ in range(MOST_FAN_OUTS + 1):
+                assert isinstance(paths.remote("Lookup", data), RuntimeError)
+        assert isinstance(paths.remote("Lookup", data), bytes)
 
 
 def test_missing_rank_is_an_error_or_zeros_with_a_flag(tmp_path: Path):

@@ -1,0 +1,1 @@
+"""Archives and model stores behind a URL, read through fsspec and kept in a cache folder."""

@@ -1,0 +1,126 @@
+"""A model store behind a URL, and its mirror on disk: the manifests of all versions, and archives on request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+from recinfer.archive.strict_json import MAX_JSON_BYTES
+from recinfer.errors import ArchiveError, NotFoundError
+from recinfer.excerpts import quoted, some
+from recinfer.files import naming, write_file
+from recinfer.remote.cache import ArchiveCache, CachedArchive
+from recinfer.remote.location import Location, mirror_folder
+
+__all__ = ["StoreMirror"]
+
+_STAMPS = ".stamps.json"  # names with a dot are no models
+
+
+class StoreMirror:
+    """The folder that stands for a model store behind a URL. Any thread may call it, and processes may share it.
+
+    The folder has ``<model>/<version>/manifest.json`` of each version, so that a server sees what the store has;
+    :meth:`archive` downloads a version when it is loaded.
+
+    Args:
+        url: the store, with archives at ``<model>/<version>``.
+
+    Attributes:
+        url: of the store, as messages show it.
+        folder: the mirror.
+
+    Raises:
+        ConfigError: as Location.
+    """
+
+    def __init__(self, url: str, cache: ArchiveCache) -> None:
+        self._location = Location(url)
+        self._cache = cache
+        self.url = self._location.url
+        self.folder = mirror_folder(url, cache.folder)
+        self._lock = threading.Lock()
+        self._damaged: dict[tuple[str, str, bytes], str] = {}  # the error by version and manifest
+
+    def refresh(self) -> None:
+        """Make the mirror's manifests those of the store now.
+
+        Raises:
+            NotFoundError, ConfigError, UnavailableError: the store cannot be read; the mirror is unchanged.
+        """
+        with self._lock, naming(self.folder):
+            found = self._location.archives()
+            known = self._stamps()
+            stamps: dict[str, str] = {}
+            for (model, version), stamp in found.items():
+                name = f"{model}/{version}"
+                path = self.folder / model / version / "manifest.json"
+                if not stamp or known.get(name) != stamp or not path.is_file():
+                    try:
+                        text = self._location.read(f"{name}/manifest.json", MAX_JSON_BYTES + 1)
+                    except NotFoundError:  # removed since it was listed
+                        continue
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    if not path.is_file() or path.read_bytes() != text:
+                        write_file(path, text)
+                stamps[name] = stamp
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_others(set(stamps))
+            write_file(self.folder / _STAMPS, json.dumps(stamps).encode())
+
+    def archive(self, model: str, version: str) -> CachedArchive:
+        """The archive of a version, downloaded unless the cache has it; raises as :meth:`ArchiveCache.archive`."""
+        try:
+            text = (self.folder / model / version / "manifest.json").read_bytes()
+        except OSError:
+            text = b""
+        if not text:
+            raise NotFoundError(f"version: {self._location.url} has no {quoted(version)} of model {quoted(model)}")
+        key = (model, version, hashlib.sha256(text).digest())
+        if key in self._damaged:
+            raise ArchiveError(self._damaged[key])
+        try:
+            return self._cache.archive(self._location, f"{model}/{version}", manifest=text)
+        except ArchiveError as error:  # another download of the same files would fail too
+            self._damaged[key] = str(error)
+            raise
+
+    def delta(self, model: str, name: str) -> Path:
+        """The file of a delta, downloaded; raises NotFoundError, and else as :meth:`refresh`."""
+        try:
+            names = self._location.names(model, ".rqd")
+        except NotFoundError:
+            names = []
+        if name not in names:
+            raise NotFoundError(
+                f"delta: the store has no {quoted(name)} of model {quoted(model)}; it has {some(names, none='none')}"
+            )
+        path = self.folder / model / name
+        with self._lock, naming(self.folder):
+            size = self._location.size(f"{model}/{name}")
+            if size is None or not path.is_file() or path.stat().st_size != size:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, self._location.read_range(f"{model}/{name}", 0, size))
+        return path
+
+    def _stamps(self) -> dict[str, str]:
+        try:
+            stamps = json.loads((self.folder / _STAMPS).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return stamps if isinstance(stamps, dict) else {}
+
+    def _remove_others(self, names: set[str]) -> None:
+        """Remove the versions that are not in ``names``, and models without any version and delta."""
+        for model in os.scandir(self.folder):
+            if not model.is_dir():
+                continue
+            for version in os.scandir(model):
+                if version.is_dir() and f"{model.name}/{version.name}" not in names:
+                    shutil.rmtree(version, ignore_errors=True)
+            if not any(os.scandir(model)):
+                os.rmdir(model)
