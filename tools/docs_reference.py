@@ -115,7 +115,9 @@ def metrics() -> str:
         "`recinfer serve --metrics-port PORT` serves these metrics at `/metrics` in Prometheus' text format, and as JSON at `/status.json`. "
         "[Monitor a server](../how-to/monitor.md) shows how to read them. Only rankers have `recinfer_shard_calls_total`, "
         "`recinfer_shard_up`, `recinfer_shard_outstanding` and `recinfer_default_rows_total`; only shard servers have "
-        "`recinfer_shard_busy`, `recinfer_shard_running`, `recinfer_shard_refused_total` and `recinfer_shard_mapped_bytes`.\n",
+        "`recinfer_shard_busy`, `recinfer_shard_running`, `recinfer_shard_refused_total` and `recinfer_shard_mapped_bytes`. "
+        "The labels `model` and `version` of the metrics of requests are empty where a request names nothing served, and on "
+        "shard servers.\n",
         "| metric | type | |",
         "|---|---|---|",
     ]

@@ -19,6 +19,7 @@ def show_addresses(
     *,
     http_port: int | None = None,
     metrics_port: int | None = None,
+    unix_socket: str | None = None,
     tls: bool = False,
     engines: Sequence[str] = (),
 ) -> None:
@@ -32,6 +33,8 @@ def show_addresses(
     """
     secure = "s" if tls else ""
     output.show(styled("green", "serving", f" {what} on {join_address(host, port)}  (Ctrl-C stops)"))
+    if unix_socket is not None:
+        output.show(f"gRPC also on unix:{unix_socket}")
     if http_port is not None:
         names = ", ".join([*(known.name for known in HTTP_PROTOCOLS), "/docs"])
         output.show(f"REST ({names}) over HTTP{secure.upper()} on {join_address(host, http_port)}")

@@ -76,6 +76,7 @@ def _show(ready: Ready, config: ServeConfig, output: Output) -> None:
         ready.port,
         http_port=ready.http_port,
         metrics_port=ready.metrics_port,
+        unix_socket=ready.unix_socket,
         tls=tls,
         engines=ready.engines,
     )

@@ -44,7 +44,7 @@ _MIB = 20  # bits
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Addresses that the server listens on, and its log format."""
+    """Addresses that the server listens on, its connections, and its log format."""
 
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port for gRPC; 0 picks a free port and prints it.")
@@ -75,9 +75,52 @@ class AddressOptions:
         bool, typer.Option("--log-json", help="Write the log to stderr as JSON, with one line per request.")
     ] = AddressConfig.log_json
 
+    unix_socket: Annotated[
+        Path | None,
+        typer.Option(
+            "--unix-socket",
+            metavar="PATH",
+            help="Also serve gRPC on this Unix socket, without TLS; clients call unix:PATH. The file has the rights 0660.",
+            show_default=False,
+        ),
+    ] = AddressConfig.unix_socket
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Let pages of this origin, such as https://shop.example, send requests to the HTTP port; * is all origins; "
+            "repeatable.",
+            show_default=False,
+        ),
+    ] = None
+    drain_seconds: Annotated[
+        float,
+        typer.Option("--drain-seconds", min=0, help="Let running requests end for this long after the signal to stop."),
+    ] = AddressConfig.drain_seconds
+    idle_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--idle-seconds",
+            min=0.1,
+            help="Close a connection that has no request for this long.",
+            show_default="75 for HTTP, never for gRPC",
+        ),
+    ] = AddressConfig.idle_seconds
+
     def config(self) -> AddressConfig:
         """The settings that the options give; raises ConfigError."""
-        return AddressConfig(self.host, self.port, self.http_port, self.metrics_port, self.log_json)
+        return AddressConfig(
+            self.host,
+            self.port,
+            self.http_port,
+            self.metrics_port,
+            self.log_json,
+            self.unix_socket,
+            tuple(self.cors_origin or ()),
+            self.drain_seconds,
+            self.idle_seconds,
+        )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,7 +108,14 @@ RowsCallback = Callable[["Rows | None", "tuple[int, ...]", "Exception | None"], 
 class AwaitedLookup(PreparedLookup):
     """A lookup of rows that come later."""
 
-    def start(self, data: bytes, bags: BagPlaces, deadline: float, done: RowsCallback) -> bool:
+    def start(
+        self,
+        data: bytes,
+        bags: BagPlaces,
+        deadline: float,
+        done: RowsCallback,
+        trace: Mapping[str, str] = MappingProxyType({}),
+    ) -> bool:
         """Start the lookup of a request.
 
         Args:
@@ -115,6 +123,7 @@ class AwaitedLookup(PreparedLookup):
             bags: of the request, in ``data``.
             deadline: ``time.monotonic()`` after which nobody waits.
             done: receives the result, possibly before this returns.
+            trace: headers of the request's trace, for other hosts.
 
         Returns:
             False if an id is out of range; ``done`` is not called then.

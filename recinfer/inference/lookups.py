@@ -7,9 +7,10 @@ therefore run on local rows (:func:`run_now`) and on rows of other hosts, withou
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from recinfer.quant.lookup import PooledLookup
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
+    "NO_TRACE",
     "Ask",
     "Found",
     "FoundCallback",
@@ -45,6 +47,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+NO_TRACE: Mapping[str, str] = MappingProxyType({})
+"""Trace of a request that is not traced."""
 
 
 @dataclass(slots=True)
@@ -125,12 +129,20 @@ class Lookups(Protocol):
         """
         ...
 
-    def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
+    def begin(
+        self,
+        requests: Sequence[Bags],
+        present: Set[str] | None,
+        deadline: float,
+        done: FoundCallback,
+        trace: Mapping[str, str] = ...,
+    ) -> None:
         """The non-blocking form of :meth:`find`.
 
         Args:
             deadline: ``time.monotonic()`` after which the result is not needed.
             done: receives the result or the error, possibly before this returns.
+            trace: headers of the requests' trace, for other hosts.
         """
         ...
 
@@ -171,6 +183,7 @@ def run_steps(
     deadline: float,
     done: Callable[[T | Exception], None],
     resume: Callable[[Callable[[], None]], None],
+    trace: Mapping[str, str] = NO_TRACE,
 ) -> None:
     """Run steps with remote lookups to completion without blocking a thread during the lookups.
 
@@ -178,6 +191,7 @@ def run_steps(
         deadline: ``time.monotonic()`` after which the result is not needed.
         done: is given the result, or what the steps raised.
         resume: runs the next step once a lookup is there, on a thread that may compute.
+        trace: headers of the trace of the request, for other hosts.
     """
 
     def step(advance: Callable[[], Ask]) -> None:
@@ -188,7 +202,7 @@ def run_steps(
         except Exception as error:
             done(error)
         else:
-            ask.lookups.begin(ask.requests, ask.present, deadline, found)
+            ask.lookups.begin(ask.requests, ask.present, deadline, found, trace)
 
     def found(result: Found | None, error: Exception | None) -> None:
         if error is not None:
@@ -285,7 +299,14 @@ class LocalLookups:
             return Found([part(bags) for part in self.parts])
         return Found([None if present.isdisjoint(part.info.features) else part(bags) for part in self.parts])
 
-    def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
+    def begin(
+        self,
+        requests: Sequence[Bags],
+        present: Set[str] | None,
+        deadline: float,
+        done: FoundCallback,
+        trace: Mapping[str, str] = NO_TRACE,
+    ) -> None:
         """See :class:`Lookups`; calls ``done`` before it returns."""
         try:
             found = self.find(requests, present)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BATCH_BOUNDS", "SECONDS_BOUNDS", "Histogram", "HistogramState", "Stages"]
+__all__ = ["BATCH_BOUNDS", "SECONDS_BOUNDS", "Histogram", "HistogramState", "Stages", "sum_histograms"]
 
 # 20 us to 10 s, three to a decade: a lookup of one sample takes some 30 us.
 SECONDS_BOUNDS = (
@@ -56,6 +56,12 @@ class Histogram:
         """The current counts."""
         with self._lock:
             return HistogramState(self._bounds, tuple(self._counts), self._total)
+
+
+def sum_histograms(states: Sequence[HistogramState]) -> HistogramState:
+    """The sum of one or more histograms with equal bounds."""
+    counts = tuple(sum(column) for column in zip(*(state.counts for state in states), strict=True))
+    return HistogramState(states[0].bounds, counts, sum(state.total for state in states))
 
 
 class Stages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from recinfer.remote.location import is_url, mirror_folder
 from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.wire.address import plain_host
 from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.unix_socket import check_socket_path
 
 if TYPE_CHECKING:
     from recinfer.serving.server.security import Security
@@ -32,11 +34,13 @@ __all__ = [
 
 _MOST_WORKERS, _MOST_THREADS = 256, 64
 _SHORTEST_POLL_S, _SHORTEST_TIMEOUT_S = 0.01, 1.0
+_SHORTEST_IDLE_S, _A_DAY_S = 0.1, 86_400.0
+_ORIGIN = re.compile(r"https?://[^/?#\s@]+")
 
 
 @dataclass(frozen=True)
 class AddressConfig:
-    """Addresses that a server listens on, and its log format.
+    """Addresses that a server listens on, its connections, and its log format.
 
     Attributes:
         host: address that all ports listen on, see recinfer.serving.wire.address.
@@ -44,9 +48,14 @@ class AddressConfig:
         http_port: TCP port of REST, 0: a free port; None: no REST.
         metrics_port: TCP port of Prometheus metrics and the status page, 0: a free port; None: no metrics.
         log_json: write the package's log to stderr as JSON, with one line per request.
+        unix_socket: gRPC listens on this Unix socket too, without TLS; None: on no socket.
+        cors_origins: origins whose pages may send requests over HTTP, such as ``https://shop.example``; ``*``: all.
+        drain_seconds: how long running requests may take after the signal to stop.
+        idle_seconds: how long a connection may stay open without a request, 0.1 or more; None: 75 for HTTP, without a limit
+            for gRPC.
 
     Raises:
-        ConfigError: a port outside 0 to 65535, or two listeners on one port.
+        ConfigError: a port outside 0 to 65535, two listeners on one port, or a bad origin, path or number of seconds.
     """
 
     host: str = "127.0.0.1"
@@ -54,9 +63,25 @@ class AddressConfig:
     http_port: int | None = None
     metrics_port: int | None = None
     log_json: bool = False
+    unix_socket: Path | None = None
+    cors_origins: tuple[str, ...] = ()
+    drain_seconds: float = 10.0
+    idle_seconds: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", plain_host(self.host))
+        object.__setattr__(self, "cors_origins", tuple(map(_checked_origin, self.cors_origins)))
+        if self.unix_socket is not None:
+            object.__setattr__(self, "unix_socket", Path(self.unix_socket))
+            check_socket_path(Path(self.unix_socket))
+        if self.cors_origins and self.http_port is None:
+            raise ConfigError("--cors-origin is an option of the HTTP port; give --http-port too")
+        if not 0 <= self.drain_seconds <= _A_DAY_S:
+            raise ConfigError(f"--drain-seconds: got {self.drain_seconds}, expected 0 to {_A_DAY_S:g} seconds")
+        if self.idle_seconds is not None and not _SHORTEST_IDLE_S <= self.idle_seconds <= _A_DAY_S:
+            raise ConfigError(
+                f"--idle-seconds: got {self.idle_seconds}, expected {_SHORTEST_IDLE_S:g} to {_A_DAY_S:g} seconds"
+            )
         ports = {"--port": self.port, "--http-port": self.http_port, "--metrics-port": self.metrics_port}
         at: dict[int, str] = {}
         for name, port in ports.items():
@@ -295,6 +320,11 @@ class ServeConfig:
         archives = [path if is_url(path) else Path(path) for path in _several("archives", self.archives)]
         object.__setattr__(self, "archives", tuple(archives))
         device = self.tables.device
+        if self.address.unix_socket is not None and self.models.workers > 1:
+            raise ConfigError(
+                f"got --unix-socket with --workers {self.models.workers}: processes cannot share a Unix socket; "
+                "give one of them"
+            )
         if self.role.shards is not None and device != "cpu":
             raise ConfigError(
                 f"got --device {device} with --shards: a ranker runs on the CPU and its shard servers hold the "
@@ -316,6 +346,7 @@ class ServeConfig:
         """The given options that a shard server lacks."""
         given = {
             "--http-port": self.address.http_port is not None,
+            "--unix-socket": self.address.unix_socket is not None,
             "--workers": self.models.workers > 1,
             "--admin": self.models.admin,
             "--poll": self.models.poll is not None,
@@ -362,6 +393,14 @@ def _several(name: str, given: Iterable[str | os.PathLike[str]]) -> tuple[str | 
 
 def _paths(name: str, given: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
     return tuple(map(Path, _several(name, given)))
+
+
+def _checked_origin(text: str) -> str:
+    """An origin in lower case, as browsers send it; raises ConfigError."""
+    origin = text.lower()
+    if origin != "*" and not _ORIGIN.fullmatch(origin):
+        raise ConfigError(f"--cors-origin: got {text!r:.80}, expected an origin such as https://shop.example, or *")
+    return origin
 
 
 def _check_number(name: str, value: int, low: int, high: int) -> None:

@@ -144,17 +144,20 @@ def test_changes_reach_all_workers_and_their_successors(store: Path, tmp_path: P
 
 def plain(counts: list[int], **more: Any) -> dict[str, Any]:
     histogram = {"bounds": [1.0], "counts": counts, "total": float(sum(counts))}
+    requests = [{"method": "Lookup", "code": "OK", "count": counts[0]}]
+    answers = {"requests": requests, "latency": {"Lookup": histogram}}
+    model = {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 1}, "missing": {"a": 2}, **answers}
     return {
         "uptime": 3.0,
         "workers": 1,
         "ready": True,
-        "requests": [{"method": "Lookup", "code": "OK", "count": counts[0]}],
-        "latency": {"Lookup": histogram},
+        **answers,
+        "unnamed": answers,
         "stages": {"decode": histogram},
         "samples": histogram,
         "queue": {"waiting": 2, "running": 1, "runs": 5, "requests": 9, "samples": 9, "expired": 0, "refused": 1},
         "memory": {"budget": 100, "held": 7, "refused": 2},
-        "models": [{"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 1}, "missing": {"a": 2}}],
+        "models": [model],
     } | more
 
 
@@ -165,9 +168,11 @@ def test_statuses_are_summed():
     assert merged["latency"]["Lookup"] == {"bounds": [1.0], "counts": [14, 6], "total": 20.0}
     assert (merged["queue"]["waiting"], merged["queue"]["runs"]) == (4, 15)
     assert merged["memory"] == {"budget": 200, "held": 14, "refused": 6}  # an ended worker holds nothing
+    summed = {name: merged[name] for name in ("requests", "latency")}
     assert merged["models"] == [
-        {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 3}, "missing": {"a": 6}}
+        {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 3}, "missing": {"a": 6}, **summed}
     ]
+    assert merged["unnamed"] == summed
     nobody = merge_statuses([], [only_counts(plain([1, 0]))])
     assert (nobody["workers"], nobody["models"], nobody["requests"][0]["count"]) == (0, [], 1)
     assert merge_statuses([])["samples"]["counts"] == [0]

@@ -70,7 +70,7 @@ def test_prometheus_reads_the_metrics(protocol: Server, predictor: Predictor):
         return own[0].value
 
     model = {"model": "tiny", "version": "3"}
-    assert value("recinfer_requests", "recinfer_requests_total", method="Predict", code="OK") == 4
+    assert value("recinfer_requests", "recinfer_requests_total", method="Predict", code="OK", **model) == 4
     assert value("recinfer_stage_seconds", "recinfer_stage_seconds_count", stage="decode") >= 6
     assert value("recinfer_stage_seconds", "recinfer_stage_seconds_count", stage="dense") >= 4
     lookups = value("recinfer_stage_seconds", "recinfer_stage_seconds_count", stage="lookup")
@@ -175,6 +175,8 @@ def test_requests_are_logged_as_json_with_their_id():
         "ms": 2.1,
         "bytes": 12,
         "protocol": "grpc",
+        "model": "",
+        "version": "",
     }
     assert len(second["request_id"]) == 32
     assert (third["request_id"], third["code"], third["ms"]) == ("def", "RESOURCE_EXHAUSTED", 0.0)
@@ -224,11 +226,17 @@ def test_spans_have_the_caller_as_their_parent(archive: Path):
     model, refused, http = sorted(spans, key=lambda span: (span[0] != "recinfer/GetModel", span[2] == "ERROR"))
     assert model[:3] == ["recinfer/GetModel", "SERVER", "UNSET"]
     assert 0 < model[3] < 60e9
-    assert model[4] == {"rpc.method": "GetModel", "rpc.grpc.status": "OK", "recinfer.request_id": "abc"}
+    assert model[4] == {
+        "rpc.method": "GetModel",
+        "rpc.grpc.status": "OK",
+        "recinfer.request_id": "abc",
+        "recinfer.model": "tiny",
+        "recinfer.version": "3",
+    }
     assert model[5:] == ["0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"]
     assert (refused[2], refused[4]["rpc.grpc.status"], refused[6]) == ("ERROR", "NOT_FOUND", None)
     assert (http[0], http[5:]) == ("recinfer/ModelMetadata", model[5:])
 
 
 def test_without_a_provider_no_span_is_made():
-    assert Observer(RequestStats())._tracing is None
+    assert Observer(RequestStats())._tracer is None

@@ -120,6 +120,7 @@ def test_page_shows_requests_and_the_end_of_the_server(predictor: Predictor, tmp
                 "decode",
                 "INVALID_ARGUMENT",
                 "requests waiting",
+                "errors since it was loaded",
             ):
                 assert words in shown, (words, shown)
             problems = page.evaluate("performance.getEntriesByType('resource').map(r => new URL(r.name).host)")

@@ -214,7 +214,9 @@ def test_options_have_the_defaults_of_the_configuration():
 def test_a_configuration_survives_json():
     config = ServeConfig(
         archives=(Path("a.rqa"), Path(os.fsdecode(b"\xff.rqa"))),
-        address=AddressConfig("::1", 1, 2, 3, log_json=True),
+        address=AddressConfig(
+            "::1", 1, 2, 3, True, cors_origins=("https://a.example",), drain_seconds=3.0, idle_seconds=9.5
+        ),
         tables=TablesConfig("cpu", True, True, 2, True, True),
         models=ModelsConfig((Path("1.rqd"),), Path("store"), 0.5, Path("models.toml"), True, 3, 4.0),
         security=SecurityConfig(None, Path("token"), Path("cert"), Path("key"), Path("ca"), True),

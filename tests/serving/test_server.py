@@ -100,7 +100,8 @@ def test_a_model_says_which_features_a_prediction_may_leave_out(archive: Path, t
             data = call(open_inference_pb2.ModelMetadataRequest(name="tiny").SerializeToString(), timeout=60)
         said = open_inference_pb2.ModelMetadataResponse.FromString(data)
     expected = {} if missing == "reject" else {"missing": str(missing)}
-    plain = {tensor["name"]: tensor for tensor in model_metadata(server.service.registry, "tiny", "")["inputs"]}
+    registry = server.service.registry
+    plain = {tensor["name"]: tensor for tensor in model_metadata(registry.get("tiny"), registry)["inputs"]}
     for tensor in said.inputs:
         wanted = {} if tensor.name == "dense" else expected
         assert {name: value.string_param for name, value in tensor.parameters.items()} == wanted

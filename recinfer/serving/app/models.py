@@ -77,6 +77,10 @@ class ModelService:
             admin_through=None if link is None else link.change,
             shards=self._fan_out,
             serving=self._fan_out is None,
+            unix_socket=config.address.unix_socket,
+            cors_origins=config.address.cors_origins,
+            drain_s=config.address.drain_seconds,
+            idle_s=config.address.idle_seconds,
         )
         follower.attach(self.server, manager)
         if link is not None:
@@ -89,7 +93,14 @@ class ModelService:
         stop = None if self._link is None else self._link.gone
         on_hangup = self._reload if self._config.reloads else None
         try:
-            serve(self.server, on_ready=functools.partial(self._begin, on_ready), on_hangup=on_hangup, stop=stop)
+            begin = functools.partial(self._begin, on_ready)
+            serve(
+                self.server,
+                grace=self._config.address.drain_seconds,
+                on_ready=begin,
+                on_hangup=on_hangup,
+                stop=stop,
+            )
         finally:
             self._end()
 
@@ -149,6 +160,7 @@ class ModelService:
             port=server.port,
             http_port=server.http_port,
             metrics_port=server.metrics_port,
+            unix_socket=None if self._config.address.unix_socket is None else str(self._config.address.unix_socket),
         )
 
 

@@ -20,6 +20,7 @@ class ReadyModels:
         engines: a line per version that names the engine of its dense part.
         host: the address that all ports listen on.
         port, http_port, metrics_port: the bound TCP ports; None: no such port.
+        unix_socket: the Unix socket on which gRPC listens too; None: none.
     """
 
     model: str
@@ -30,6 +31,7 @@ class ReadyModels:
     port: int
     http_port: int | None
     metrics_port: int | None
+    unix_socket: str | None = None
 
     @classmethod
     def from_json(cls, value: Any) -> ReadyModels:

@@ -88,12 +88,13 @@ class RunningServer:
             raise InputError("client: this is a shard server; connect to a ranker")
         return InferenceClient(self.target, **{"token": self._token, **options})
 
-    def stop(self, grace: float = 10.0) -> None:
-        """Let running requests end for up to ``grace`` seconds, then close. A second call has no effect."""
+    def stop(self, grace: float | None = None) -> None:
+        """Let running requests end for up to ``grace`` seconds (None: the setting ``drain_seconds``), then close. A second
+        call has no effect."""
         if not self._is_stopped:
             self._is_stopped = True
             try:
-                self._service.stop(grace)
+                self._service.stop(self.config.address.drain_seconds if grace is None else grace)
             finally:
                 for archive in self._cached:
                     archive.release()

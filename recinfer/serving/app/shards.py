@@ -42,13 +42,14 @@ class ShardService:
             security=security,
             limits=config.limits,
             socket_port=config.role.socket_port,
+            idle_s=config.address.idle_seconds,
         )
 
     def run(self, on_ready: Callable[[Ready], None]) -> None:
         """See Service."""
         from recinfer.serving.server.run import serve
 
-        serve(self.server, on_ready=lambda: on_ready(self._ready()))
+        serve(self.server, grace=self._config.address.drain_seconds, on_ready=lambda: on_ready(self._ready()))
 
     def start(self) -> ReadyRanks:
         """See Service."""

@@ -71,6 +71,7 @@ class WorkersService:
                 models.workers,
                 address.host,
                 address.port,
+                grace=address.drain_seconds,
                 timeout=models.worker_timeout,
                 report=report,
                 one_first=models.model_store is not None,

@@ -12,6 +12,7 @@ __all__ = [
     "ModelDescription",
     "ScoredRow",
     "TorchServeClient",
+    "request_id",
 ]
 
 _CLIENT = "recinfer.serving.client.client"
@@ -26,5 +27,6 @@ __getattr__, __dir__ = lazy_names(
         "ModelDescription": _CLIENT,
         "ScoredRow": "recinfer.serving.client.bulk",
         "TorchServeClient": "recinfer.serving.client.torchserve",
+        "request_id": "recinfer.serving.wire.tracing",
     },
 )

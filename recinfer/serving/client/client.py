@@ -31,6 +31,7 @@ from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_r
 from recinfer.serving.wire.fields import bytes_field
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.tls import authorization
+from recinfer.serving.wire.tracing import Metadata, client_span
 
 __all__ = [
     "AsyncInferenceClient",
@@ -245,12 +246,15 @@ class InferenceClient(_Client):
         self.close()
 
     def _call(self, call: str, request: bytes, timeout: float | None, *, retries: int | None = None) -> bytes:
-        seconds = self.timeout if timeout is None else timeout
+        with client_span(call, self._metadata) as metadata:
+            return self._tried(call, request, self.timeout if timeout is None else timeout, retries, metadata)
+
+    def _tried(self, call: str, request: bytes, seconds: float, retries: int | None, metadata: Metadata) -> bytes:
         tries = self._tries(call, seconds, retries)
         while True:
             if (wait := tries.held_back()) is None:
                 try:
-                    answer: bytes = self._methods[call](request, timeout=tries.left, metadata=self._metadata)
+                    answer: bytes = self._methods[call](request, timeout=tries.left, metadata=metadata)
                 except grpc.RpcError as error:
                     if (wait := tries.failed(error)) is None:
                         raise translated(error, self.target, seconds, _START_WITH) from None
@@ -346,12 +350,15 @@ class AsyncInferenceClient(_Client):
         await self.close()
 
     async def _call(self, call: str, request: bytes, timeout: float | None, *, retries: int | None = None) -> bytes:
-        seconds = self.timeout if timeout is None else timeout
+        with client_span(call, self._metadata) as metadata:
+            return await self._tried(call, request, self.timeout if timeout is None else timeout, retries, metadata)
+
+    async def _tried(self, call: str, request: bytes, seconds: float, retries: int | None, metadata: Metadata) -> bytes:
         tries = self._tries(call, seconds, retries)
         while True:
             if (wait := tries.held_back()) is None:
                 try:
-                    answer: bytes = await self._method(call)(request, timeout=tries.left, metadata=self._metadata)
+                    answer: bytes = await self._method(call)(request, timeout=tries.left, metadata=metadata)
                 except grpc.RpcError as error:
                     if (wait := tries.failed(error)) is None:
                         raise translated(error, self.target, seconds, _START_WITH) from None

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from recinfer.inference.lookups import Steps, run_now, run_steps
 from recinfer.inference.results import Outputs
 from recinfer.inference.together import PredictInputs
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.engine.request import CallName, Request
+from recinfer.serving.engine.request import CallName, Request, served_of_task
 from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.wire import codec
@@ -81,27 +81,35 @@ class InferenceService:
         self, registry: ModelRegistry, limits: Limits | None = None, stats: RequestStats | None = None
     ) -> None:
         self.registry = registry
-        self.stats = stats or RequestStats()
+        self.stats = stats or RequestStats(registry.answers)
         self.limits = limits or Limits()
 
-    def decode(self, call: CallName, data: bytes) -> DecodedRequest:
-        """Decode and check a serialized LookupRequest, or a PredictRequest of ids or of raw rows."""
+    def decode(
+        self, call: CallName, data: bytes, chosen: Callable[[ServedModel], None] = lambda model: None
+    ) -> DecodedRequest:
+        """Decode and check a serialized LookupRequest, or a PredictRequest of ids or of raw rows.
+
+        Args:
+            chosen: called with the version that answers, before errors that concern the version's inputs.
+        """
         start = time.perf_counter()
-        decoded = (self._decode_lookup if call == "Lookup" else self._decode_predict)(data)
+        decoded = (self._decode_lookup if call == "Lookup" else self._decode_predict)(data, chosen)
         self.stats.stages.add("decode", time.perf_counter() - start)
         self.stats.batch.add(decoded.samples)
         return decoded
 
-    def _decode_lookup(self, data: bytes) -> DecodedRequest:
+    def _decode_lookup(self, data: bytes, chosen: Callable[[ServedModel], None]) -> DecodedRequest:
         request = self._parse(pb.LookupRequest, data)
         model = self.registry.get(request.model, request.version, request.label)
+        chosen(model)
         features = codec.decode_bags(request.features, self.limits)
         vector_bytes = self._check_response_size(model, features)
         return DecodedRequest("Lookup", model, features, None, None, None, None, vector_bytes)
 
-    def _decode_predict(self, data: bytes) -> DecodedRequest:
+    def _decode_predict(self, data: bytes, chosen: Callable[[ServedModel], None]) -> DecodedRequest:
         request = self._parse(pb.PredictRequest, data)
         model = self.registry.get(request.model, request.version, request.label)
+        chosen(model)
         context, inputs, once = None, None, None
         if request.HasField("context"):
             context = codec.decode_bags(request.context, self.limits, field="context")
@@ -170,6 +178,7 @@ class InferenceService:
         """The serialized ModelInfo for a serialized GetModelRequest."""
         request = self._parse(pb.GetModelRequest, data)
         model = self.registry.get(request.model, request.version, request.label)
+        served_of_task.set(model)
         predictor = model.predictor
         contract = predictor.manifest.contract
         features = [
@@ -296,7 +305,7 @@ class DecodedRuns:
         for request in (entry.request for entry in entries):
             try:
                 request.ticket.grow_to_answer(_DECODED * len(request.data))
-                decoded = self._service.decode(request.call, request.data)
+                decoded = self._service.decode(request.call, request.data, request.chose)
                 copies = 2 if request.call == "Lookup" else 1  # the answer to a lookup holds the vectors once more
                 request.ticket.grow_to_answer(copies * decoded.vector_bytes)
             except Exception as error:
@@ -326,7 +335,8 @@ class DecodedRuns:
             self._finish(group, start, answers)
             self._scheduler.run_ready()
 
-        run_steps(steps, max(request.deadline for request, _ in group), done, self._scheduler.on_worker)
+        trace = group[0][0].trace()  # a shared run has one trace: its first request's
+        run_steps(steps, max(request.deadline for request, _ in group), done, self._scheduler.on_worker, trace)
 
     def _finish(
         self,

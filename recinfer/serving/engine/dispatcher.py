@@ -24,7 +24,7 @@ from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
 from recinfer.serving.engine.plain import PlainReader, PlainRequest
 from recinfer.serving.engine.remote_byte_path import FanOuts
-from recinfer.serving.engine.request import CallName, Request
+from recinfer.serving.engine.request import CallName, Request, trace_of_task
 from recinfer.serving.engine.scheduler import Scheduler
 
 __all__ = ["Dispatcher", "LoopCaller"]
@@ -78,6 +78,7 @@ class Dispatcher:
         start = time.perf_counter()
         plain = self._reader.read(request.data)
         if plain is not None:
+            request.served = plain.model
             self._stats.stages.add("decode", time.perf_counter() - start)
             if isinstance(plain.order, AwaitedLookup):
                 _count_vectors(request, plain)
@@ -143,7 +144,7 @@ class LoopCaller:
                 self._loop.call_soon_threadsafe(_settle, future, answer)
 
         thread = threading.get_ident()
-        request = Request(call, data, deadline, reply, ticket=ticket)
+        request = Request(call, data, deadline, reply, ticket=ticket, trace=trace_of_task.get())
         self._dispatcher.dispatch(request)
         if self._dispatcher.scheduler.has_new and not self._ends:
             self._ends = True

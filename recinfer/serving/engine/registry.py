@@ -13,6 +13,7 @@ from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.excerpts import quoted
 from recinfer.serving.engine.run_cost import RunCost
 from recinfer.serving.engine.state import Spread
+from recinfer.serving.engine.stats import AnswerCounts
 
 if TYPE_CHECKING:
     from recinfer.inference.archived import ArchivedModel
@@ -33,6 +34,7 @@ class ServedModel:
         sequence_width: sum of the widths of its unpooled features.
         since: ``time.monotonic()`` when the version was loaded.
         run_cost: estimates the duration of its dense runs.
+        answers: counts the answers to its requests.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ServedModel:
     sequence_width: int
     since: float = field(default_factory=time.monotonic, compare=False)
     run_cost: RunCost = field(default_factory=RunCost, compare=False)
+    answers: AnswerCounts = field(default_factory=AnswerCounts, compare=False)
 
     @classmethod
     def of(cls, name: str, predictor: Predictor | ArchivedModel, version: str = "") -> ServedModel:
@@ -124,6 +127,10 @@ class ModelRegistry:
     def versions(self, name: str) -> dict[str, ServedModel]:
         """The versions of a model in the order of their loading; raises NotFoundError."""
         return dict(self._of(name).by_name)
+
+    def answers(self) -> list[AnswerCounts]:
+        """The counts of all versions of all models."""
+        return [model.answers for versions in self._models.values() for model in versions.by_name.values()]
 
     def weights(self, name: str) -> dict[str, int]:
         """The versions that requests without a version go to, each with its weight; raises NotFoundError."""

@@ -89,7 +89,7 @@ class FanOuts:
         assert isinstance(lookup, AwaitedLookup)
         answered = functools.partial(self._finish, request, plain, start)
         try:
-            started = lookup.start(plain.bag_data, plain.bags, request.deadline, answered)
+            started = lookup.start(plain.bag_data, plain.bags, request.deadline, answered, request.trace())
         except Exception as error:  # a bug of recinfer: else its place would stay taken
             self._end_unstarted()
             request.reply(error)

@@ -18,6 +18,7 @@ from recinfer.errors import InputError, RecinferError
 from recinfer.serving.server.call_ticket import Bounds, CallTicket
 from recinfer.serving.server.ending import CANCELLED, FAILED, Ending, ending_of
 from recinfer.serving.server.grpc_binding import cygrpc
+from recinfer.serving.server.request_id import REQUEST_ID
 
 __all__ = ["CoreCall", "Dispatch", "Method", "Owner"]
 
@@ -96,6 +97,7 @@ class CoreCall:
         "_metadata",
         "_method",
         "_opened",
+        "_request_id",
         "_sending",
         "_server",
         "_task",
@@ -109,12 +111,14 @@ class CoreCall:
         metadata: Sequence[tuple[str, Any]],
         deadline: float,
         method: Method | None,
+        request_id: str,
     ) -> None:
         self._server = server
         self._call = call
         self._metadata = metadata
         self._deadline = deadline
         self._method: Any = method
+        self._request_id = (REQUEST_ID, request_id)
         self.ticket: Any = None
         if method is not None:
             self.ticket = CallTicket(method.bounds)
@@ -231,6 +235,7 @@ class CoreCall:
         if message is not None and len(message) > _LINGERS_BYTES and self._server.is_stopping:
             self._send_and_linger(call, message)
             return
+        trailing = (*trailing, self._request_id)
         operations = [cygrpc.SendStatusFromServerOperation(trailing, _OK if code is None else code, details, 0)]
         if not self._opened:
             operations.append(cygrpc.SendInitialMetadataOperation((), 0))
@@ -253,10 +258,10 @@ class CoreCall:
         operations = [cygrpc.SendMessageOperation(message, 0)]
         if not self._opened:
             operations.append(cygrpc.SendInitialMetadataOperation((), 0))
-        loop, deadline = self._server.loop, self._deadline
+        loop, deadline, trailing = self._server.loop, self._deadline, (self._request_id,)
 
         def end() -> None:
-            call.start_server_batch((cygrpc.SendStatusFromServerOperation((), _OK, b"", 0),), _ignore_event)
+            call.start_server_batch((cygrpc.SendStatusFromServerOperation(trailing, _OK, b"", 0),), _ignore_event)
 
         def sent(event: Any) -> None:
             left = (deadline - time.monotonic()) / 2  # the end must come before the deadline

@@ -28,6 +28,7 @@ from recinfer.serving.server.call_ticket import Bounds
 from recinfer.serving.server.ending import CANCELLED, FAILED, Ending
 from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.server.grpc_call import CoreCall, Dispatch, Method
+from recinfer.serving.server.request_id import RequestIds
 from recinfer.serving.wire.limits import Limits
 
 __all__ = ["Admit", "CoreServer"]
@@ -64,6 +65,8 @@ _NO_METHOD = Ending("UNIMPLEMENTED", "Method not found!")
 class CoreServer:
     """The interface of grpc.aio.Server, for handlers of one message in and one or many out, and of many in and out.
 
+    Each call has an id in its metadata, the caller's or a new one, which the trailing metadata of its answer returns.
+
     Args:
         options: options of the server's channels.
         admit: decides about every call as it arrives.
@@ -99,6 +102,7 @@ class CoreServer:
         open_budget = MemoryBudget(_OPEN_BUDGET * most_bytes)
         self._bounds_of_open = Bounds(open_budget, min(most_bytes, _OPEN_BYTES), most_bytes, _OPEN_RECEIVE_S)
         self.refused = refused
+        self._ids = RequestIds()
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._methods: dict[bytes, Method | None] = {}
         self._server = cygrpc.Server(tuple(options), False)
@@ -257,6 +261,7 @@ class CoreServer:
         if not event.success or not event.call_details.method:
             return self._end_if_over()
         details, metadata = event.call_details, event.invocation_metadata
+        request_id, metadata = self._ids.in_metadata(metadata)
         deadline = math.inf
         if details.deadline < _NEVER_S:
             deadline = time.monotonic() + details.deadline - time.time()
@@ -269,7 +274,7 @@ class CoreServer:
             ending = FAILED
         if ending is None and method is not None and method.streams_out and method.num_open >= _MOST_STREAMS:
             ending = self._too_many_open(method, metadata)
-        call = CoreCall(self, event.call, metadata, deadline, method)
+        call = CoreCall(self, event.call, metadata, deadline, method, request_id)
         self.open.add(call)
         if ending is not None or method is None:
             call.end(ending or _NO_METHOD)

@@ -13,23 +13,23 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import FileDescriptor
-from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.memory_budget import ticket_of_task
-from recinfer.serving.engine.request import CallName, Request
+from recinfer.serving.engine.request import CallName, Request, served_of_task, trace_of_task
 from recinfer.serving.server.ending import Ending, ending_of
 from recinfer.serving.server.grpc_call import CoreCall, Dispatch
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
+from recinfer.serving.server.reflection import add_reflection
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.address import grpc_address
 from recinfer.serving.wire.admin_verbs import VERBS
+from recinfer.serving.wire.tracing import no_trace
 
 __all__ = [
     "Answer",
@@ -63,9 +63,14 @@ Answer = Callable[[bytes], Awaitable[bytes]]
 _Handler = Callable[[bytes, CoreCall], Awaitable[bytes]]
 
 
-def connection_options() -> list[tuple[str, int]]:
-    """The options for connections of every gRPC server of recinfer."""
+def connection_options(idle_s: float | None = None) -> list[tuple[str, int]]:
+    """The options for connections of every gRPC server of recinfer.
+
+    Args:
+        idle_s: seconds after which a connection without a call is closed; None: never.
+    """
     return [
+        *([] if idle_s is None else [("grpc.max_connection_idle_ms", max(1, int(idle_s * 1e3)))]),
         # Timeouts for clients that are slow in the handshake, or that fail silently.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
@@ -124,11 +129,14 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
 
     async def handle(data: bytes, context: CoreCall) -> bytes:
         start = time.perf_counter()
+        trace = observer.begin(call, context.invocation_metadata)
+        trace_of_task.set(trace or no_trace)
 
         def answered(code: str) -> None:
             """Count an answer before it is sent, so that a client with an answer finds it counted."""
-            spent = time.perf_counter() - start
-            observer.answered(call, code, spent, headers=context.invocation_metadata, num_bytes=len(data))
+            spent, served = time.perf_counter() - start, served_of_task.get()
+            metadata, size = context.invocation_metadata, len(data)
+            observer.answered(call, code, spent, headers=metadata, num_bytes=size, served=served, trace=trace)
 
         left = context.time_remaining()
         if left is not None:
@@ -163,10 +171,12 @@ def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Di
 
     def dispatch(data: bytes, until: float, core: CoreCall) -> None:
         start = time.perf_counter()
+        trace = observer.begin(call, core.invocation_metadata)
 
         def answered(code: str) -> None:
-            spent = time.perf_counter() - start
-            observer.answered(call, code, spent, headers=core.invocation_metadata, num_bytes=len(data))
+            spent, served = time.perf_counter() - start, request.served
+            metadata, size = core.invocation_metadata, len(data)
+            observer.answered(call, code, spent, headers=metadata, num_bytes=size, served=served, trace=trace)
 
         def reply(answer: bytes | Exception) -> None:
             if not isinstance(answer, Exception):
@@ -186,7 +196,7 @@ def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Di
             dispatcher.scheduler.forget(request)
             answered("CANCELLED")
 
-        request = Request(call, data, until, reply, lambda: core.listen(gone), core.ticket)
+        request = Request(call, data, until, reply, lambda: core.listen(gone), core.ticket, trace or no_trace)
         dispatcher.dispatch(request)
 
     return dispatch
@@ -211,11 +221,7 @@ def add_standard_services(
         services: services that reflection lists, besides health and reflection; ``files`` describe them.
         is_ready: see EndingHealth.
     """
-    pool = DescriptorPool()  # a new pool: recinfer's files and the Open Inference Protocol's are in different pools
-    for file in (*files, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
-        pool.AddSerializedFile(file.serialized_pb)
-    shown = reflection.aio.ReflectionServicer((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), pool=pool)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, server)
+    add_reflection(server, (*services, health.SERVICE_NAME), (*files, health_pb2.DESCRIPTOR))
     servicer = EndingHealth(is_ready)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return servicer

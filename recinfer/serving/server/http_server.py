@@ -7,9 +7,10 @@ import base64
 import logging
 import math
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
@@ -18,12 +19,16 @@ from recinfer.errors import InputError, OverloadedError
 from recinfer.excerpts import quoted
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_of_task
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.engine.request import AnswerCall
+from recinfer.serving.engine.request import AnswerCall, served_of_task, trace_of_task
 from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema
+from recinfer.serving.server.cors import Cors
 from recinfer.serving.server.http_site import HttpSite
+from recinfer.serving.server.packing import packed
+from recinfer.serving.server.request_id import REQUEST_ID, RequestIds
 from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.status import status_of
+from recinfer.serving.wire.tracing import no_trace
 
 __all__ = ["Described", "Get", "HttpProtocol", "HttpServer", "ModelProtocol", "Post", "Route", "count_json"]
 
@@ -31,6 +36,9 @@ _log = logging.getLogger(__name__)
 _BODY_S = 30.0  # for a body to arrive whole
 _SENT_S = 30.0  # for a client to read its answer
 _PARSED = 24  # bytes of Python objects per byte of JSON
+
+# The key of a request's id in the request itself; aiohttp before 3.13 has no typed keys, and later ones warn about others.
+_ID: Any = web.RequestKey("id", str) if hasattr(web, "RequestKey") else "id"
 
 _Observe = Callable[..., None]
 _Work = Callable[[web.Request], Awaitable[web.Response]]
@@ -145,7 +153,10 @@ class HttpServer:
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
         grace: seconds that ``stop`` gives to running requests.
-        observe: called with (call, gRPC code name, seconds, headers=..., num_bytes=...) of every request.
+        idle_s: seconds after which a connection without a request is closed; None: 75.
+        cors: which pages of other origins may send requests.
+        observe: called with (call, gRPC code name, seconds, headers=..., num_bytes=..., served=..., trace=...) of every request.
+        begin: called with (call, headers) of every request; returns its trace or None.
     """
 
     def __init__(
@@ -160,16 +171,22 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         reuse_port: bool = False,
         grace: float = 10.0,
+        idle_s: float | None = None,
+        cors: Cors | None = None,
         observe: _Observe = lambda call, code, seconds, **more: None,
+        begin: Callable[[str, Any], Any] = lambda call, headers: None,
     ) -> None:
         self._protocols = protocols
         self._allows = allows
-        self._observe = observe
+        self._observe, self._begin = observe, begin
         self.host = host
         self.port = port
         self._tls = tls
         self._reuse_port = reuse_port
         self._grace = grace
+        self._idle_s = idle_s
+        self._cors = cors or Cors()
+        self._ids = RequestIds()
         self._budget = budget
         self._most_bytes = most_bytes
         self._site: HttpSite | None = None
@@ -177,6 +194,7 @@ class HttpServer:
     async def start(self) -> None:
         """Bind and accept requests; raises OSError when the address cannot be bound."""
         app = web.Application(middlewares=[self._in_json])
+        app.on_response_prepare.append(self._add_headers)
         for route in (route for protocol in self._protocols for route in protocol.routes()):
             app.router.add_route(route.method, route.path, self._handler(route), expect_handler=self._expected)
             if isinstance(route, Get):
@@ -188,6 +206,7 @@ class HttpServer:
             tls=self._tls,
             reuse_port=self._reuse_port,
             grace=self._grace,
+            **({} if self._idle_s is None else {"idle_s": self._idle_s}),
             refused=self._unreadable,
         )
         await self._site.start()
@@ -199,18 +218,31 @@ class HttpServer:
         if site is not None:
             await site.stop()
 
-    def _unreadable(self, status: int, why: str) -> None:
-        """Count and log a request that no route sees."""
+    def _unreadable(self, status: int, why: str, headers: Mapping[str, str]) -> dict[str, str]:
+        """Count and log a request that no route sees; returns headers of its answer."""
+        identified = {REQUEST_ID: self._ids.of(headers.get(REQUEST_ID))}
         _log.info("a request over HTTP was refused with %d: %s", status, why)
-        self._observe("Http", "INTERNAL" if status >= 500 else "INVALID_ARGUMENT", 0.0)
+        self._observe("Http", "INTERNAL" if status >= 500 else "INVALID_ARGUMENT", 0.0, headers=identified)
+        return identified
+
+    def _id_of(self, request: web.Request) -> str:
+        found: str | None = request.get(_ID)
+        if found is None:
+            found = request[_ID] = self._ids.of(request.headers.get(REQUEST_ID))
+        return found
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Add the headers of every answer, also of errors."""
+        response.headers[REQUEST_ID] = self._id_of(request)
+        for name, value in self._cors.headers(request.headers.get("Origin")).items():
+            response.headers.add(name, value)
 
     async def _expected(self, request: web.Request) -> web.StreamResponse | None:
         """Answer the header Expect: ``100-continue`` with 100 Continue, any other value with an error."""
         expected = request.headers.get("Expect", "")
         if expected.lower() != "100-continue":
             why = f"Expect: got {quoted(expected)}, expected 100-continue, or no such header"
-            self._unreadable(417, why)
-            return web.json_response({"error": why}, status=417)
+            return web.json_response({"error": why}, status=417, headers=self._unreadable(417, why, request.headers))
         if request.version == HttpVersion11:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # a handler's error would otherwise count as one in the middle of an answer
@@ -225,6 +257,10 @@ class HttpServer:
         async def handle(request: web.Request) -> web.Response:
             loop = asyncio.get_running_loop()
             start, code = loop.time(), "CANCELLED"
+            served_of_task.set(None)
+            headers = partial(self._identified, request)
+            trace = self._begin(call, headers)
+            trace_of_task.set(trace or no_trace)
             try:
                 if not is_open and not self._allows(_as_bearer(request.headers.get("Authorization"))):
                     code = "UNAUTHENTICATED"
@@ -248,10 +284,13 @@ class HttpServer:
                     _log.exception("%s failed over HTTP", call)
                 return web.json_response({"error": status.message}, status=status.http, headers=_retry_after(error))
             finally:
-                seconds = loop.time() - start
-                self._observe(call, code, seconds, headers=request.headers, num_bytes=request.content_length or 0)
+                seconds, served, size = loop.time() - start, served_of_task.get(), request.content_length or 0
+                self._observe(call, code, seconds, headers=headers, num_bytes=size, served=served, trace=trace)
 
         return handle
+
+    def _identified(self, request: web.Request) -> dict[str, str]:
+        return {**request.headers, REQUEST_ID: self._id_of(request)}
 
     def _sent(self, route: Get) -> _Work:
         if route.is_open:
@@ -262,6 +301,7 @@ class HttpServer:
             assert isinstance(answer.body, bytes)
             ticket = self._budget.admit(len(answer.body))
             try:
+                answer = await packed(request, answer, ticket)
                 await _send(request, answer)
                 return answer
             finally:
@@ -280,6 +320,7 @@ class HttpServer:
             ticket_of_task.set(ticket)
             try:
                 answer = await work(request, await _body(request, most, ticket), ticket)
+                answer = await packed(request, answer, ticket)
                 await _send(request, answer)
                 return answer
             finally:
@@ -293,6 +334,8 @@ class HttpServer:
         try:
             return await handler(request)
         except web.HTTPMethodNotAllowed as error:
+            if self._cors.is_preflight(request):
+                return self._cors.preflight(request, error.allowed_methods)
             allowed = " or ".join(sorted(error.allowed_methods))
             text = f"method: got {quoted(request.method)} for path {quoted(request.path)}, expected {allowed}"
             return web.json_response({"error": text}, status=error.status, headers={"Allow": error.headers["Allow"]})

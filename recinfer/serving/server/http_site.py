@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -53,7 +53,8 @@ class HttpSite:
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
         grace: seconds that ``stop`` gives to running requests.
-        refused: called with HTTP status and reason for a request that cannot be read, which no handler sees.
+        refused: called with HTTP status, reason and headers for a request that cannot be read, which no handler sees; returns
+            the headers to answer with.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class HttpSite:
         grace: float = 1.0,
         header_s: float = _HEADER_S,
         idle_s: float = _IDLE_S,
-        refused: Callable[[int, str], None] = lambda status, why: None,
+        refused: Callable[[int, str, Mapping[str, str]], Mapping[str, str]] = lambda status, why, headers: {},
     ) -> None:
         self._app = app
         self.host = host
@@ -179,8 +180,8 @@ class HttpSite:
             why = "internal error; the server's log has the details"
         elif "more than" in why:  # aiohttp's text for a line that is too long
             status, why = 431, f"a header or the path is too long, expected at most {MOST_HEAD_BYTES} bytes each"
-        self._refused(status, why[:300])
-        answer = web.json_response({"error": why[:300]}, status=status)
+        headers = self._refused(status, why[:300], request.headers)
+        answer = web.json_response({"error": why[:300]}, status=status, headers=headers)
         answer.force_close()
         return answer
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from recinfer.inference.named_inputs import NamedInputs
     from recinfer.inference.predictor import Predictor
     from recinfer.inference.specs import InputSpec
-    from recinfer.serving.engine.registry import ModelRegistry
+    from recinfer.serving.engine.registry import ServedModel
 
 __all__ = [
     "CONTEXT",
@@ -192,16 +192,12 @@ def _check_size(name: str, shape: Sequence[int], elements: int, is_named: bool) 
 # -- the request ---------------------------------------------------------------------------------------------------
 
 
-def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> tuple[CallName, bytes]:
-    """The name of recinfer's call that answers ``request``, and its serialized message.
-
-    The message names the version against which the request was checked: another choice by weight might give another version.
+def to_call(request: InferRequest, model: ServedModel, limits: Limits) -> tuple[CallName, bytes]:
+    """The name of recinfer's call that answers ``request``, and its serialized message, which names the version ``model``.
 
     Raises:
         InputError: tensors that do not fit each other or the convention above; the message names the input.
-        NotFoundError: no such model or version.
     """
-    model = registry.get(request.model, request.version)
     call = _call_of(request, model.predictor)
     if len(request.inputs) > 3 * limits.max_keys + 1:
         raise InputError(f"inputs: got {len(request.inputs)} tensors, expected at most {3 * limits.max_keys + 1}")

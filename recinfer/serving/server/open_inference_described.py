@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from recinfer.columns import dense_name
-from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.server.open_inference import DATATYPES, EMBEDDING, LENGTHS
 from recinfer.version import __version__
 
@@ -20,16 +20,12 @@ def server_metadata() -> dict[str, Any]:
     return {"name": "recinfer", "version": __version__, "extensions": ["binary_tensor_data"]}
 
 
-def model_metadata(registry: ModelRegistry, name: str, version: str) -> dict[str, Any]:
-    """The protocol's model metadata in its JSON form; embeddings are among the outputs.
+def model_metadata(model: ServedModel, registry: ModelRegistry) -> dict[str, Any]:
+    """The protocol's metadata of ``model`` in its JSON form; embeddings are among the outputs.
 
     Inputs of features that a prediction may leave out have the parameter ``missing``: "empty", or the id that stands for it.
     Inputs with a number of values that forward relies on have the parameter ``facts``: "exactly 3 per sample".
-
-    Raises:
-        NotFoundError: no such model or version.
     """
-    model = registry.get(name, version)
     predictor = model.predictor
     manifest = predictor.manifest
     dense = dense_name(predictor.intake.names)

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from recinfer.errors import InputError, NotFoundError, RecinferError
 from recinfer.serving.engine.memory_budget import Ticket, ticket_of_task
+from recinfer.serving.engine.request import served_of_task
 from recinfer.serving.server import open_inference as oip
 from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
 from recinfer.serving.wire import codec
@@ -18,7 +19,7 @@ from recinfer.serving.wire.loop import off_loop
 from recinfer.serving.wire.proto import open_inference_pb2 as pb
 
 if TYPE_CHECKING:
-    from recinfer.serving.engine.registry import ModelRegistry
+    from recinfer.serving.engine.registry import ModelRegistry, ServedModel
     from recinfer.serving.engine.request import AnswerCall
     from recinfer.serving.wire.limits import Limits
 
@@ -70,26 +71,31 @@ class OpenInference:
     def model_is_ready(self, name: str, version: str = "") -> bool:
         """Whether the model takes requests; False for an unknown model."""
         try:
-            self.registry.get(name, version)
+            self.choose(name, version)
         except RecinferError:
             return False
         return self.is_ready()
 
-    async def infer(self, request: oip.InferRequest) -> oip.InferAnswer:
-        """The outputs for ``request``, with the version that answered."""
+    def choose(self, name: str, version: str) -> ServedModel:
+        """Choose the version for a call and count the call for it; raises NotFoundError."""
+        model = self.registry.get(name, version)
+        served_of_task.set(model)
+        return model
+
+    async def infer(self, request: oip.InferRequest, model: ServedModel) -> oip.InferAnswer:
+        """The outputs of the version ``model`` for ``request``, with the version that answered."""
         size = sum(tensor.data.nbytes for tensor in request.inputs)
         ticket_of_task.get().grow_to_answer(size)
         try:
-            return await self._infer(request, size)
+            return await self._infer(request, size, model)
         except NotFoundError:
             if request.version:
                 raise
-            return await self._infer(
-                request, size
-            )  # the chosen version may be unloaded by now; the second try chooses another
+            # The chosen version may be unloaded by now; the second try chooses another.
+            return await self._infer(request, size, self.choose(request.model, ""))
 
-    async def _infer(self, request: oip.InferRequest, size: int) -> oip.InferAnswer:
-        call, message = await off_loop(size, oip.to_call, request, self.registry, self.limits)
+    async def _infer(self, request: oip.InferRequest, size: int, model: ServedModel) -> oip.InferAnswer:
+        call, message = await off_loop(size, oip.to_call, request, model, self.limits)
         answer = await self._answer(call, message)
         return await off_loop(len(answer), oip.read_answer, call, answer, request.outputs)
 
@@ -111,24 +117,26 @@ class OpenInference:
 
     async def _model_metadata(self, data: bytes) -> bytes:
         request = codec.parse(pb.ModelMetadataRequest, data)
-        found = model_metadata(self.registry, request.name, request.version)
+        found = model_metadata(self.choose(request.name, request.version), self.registry)
         for tensor in found["inputs"]:
             given = tensor.get("parameters", {})
             tensor["parameters"] = {key: pb.InferParameter(string_param=text) for key, text in given.items()}
         return pb.ModelMetadataResponse(**found).SerializeToString()
 
     async def _model_infer(self, data: bytes) -> bytes:
-        request = await off_loop(len(data), _read, data, ticket_of_task.get())
-        answer = await self.infer(request)
+        ticket = ticket_of_task.get()
+        ticket.grow_to_answer(_PARSED * len(data))
+        message = await off_loop(len(data), codec.parse, pb.ModelInferRequest, data)
+        model = self.choose(message.model_name, message.model_version)
+        request = await off_loop(len(data), _read, message, len(data), ticket)
+        answer = await self.infer(request, model)
         return _write(request.model or self.registry.names()[0], request.id, answer)
 
 
-def _read(data: bytes, ticket: Ticket) -> oip.InferRequest:
-    ticket.grow_to_answer(_PARSED * len(data))
-    message = codec.parse(pb.ModelInferRequest, data)
+def _read(message: Any, num_bytes: int, ticket: Ticket) -> oip.InferRequest:
     raws = message.raw_input_contents
     if not raws:
-        ticket.grow_to_answer(_TYPED * len(data))
+        ticket.grow_to_answer(_TYPED * num_bytes)
     if raws and len(raws) != len(message.inputs):
         raise InputError(f"raw_input_contents: got {len(raws)} entries, expected {len(message.inputs)}, one an input")
     parameters = _parameters("", message)
@@ -144,7 +152,7 @@ def _read(data: bytes, ticket: Ticket) -> oip.InferRequest:
         else:
             array = raw_array(tensor.name, tensor.datatype, raws[index])
         inputs.append(oip.InputTensor(tensor.name, tensor.datatype, tuple(tensor.shape), array))
-    ticket.resize(2 * len(data) + sum(tensor.data.nbytes for tensor in inputs))
+    ticket.resize(2 * num_bytes + sum(tensor.data.nbytes for tensor in inputs))
     return oip.InferRequest(
         message.model_name,
         message.model_version,

@@ -107,13 +107,14 @@ class OpenInferenceRest:
         return web.json_response({"name": name[:_MAX_NAME], "ready": ready}, status=200 if ready else 404)
 
     async def _metadata(self, request: web.Request) -> web.Response:
-        return web.json_response(model_metadata(self._answers.registry, *_model_of(request)))
+        return web.json_response(model_metadata(self._answers.choose(*_model_of(request)), self._answers.registry))
 
     async def _infer(self, request: web.Request, body: bytearray, ticket: Ticket) -> web.Response:
         name, version = _model_of(request)
+        model = self._answers.choose(name, version)
         header = request.headers.get(_HEADER_LENGTH)
         read, form = await off_loop(len(body), _read, body, header, name, version, ticket)
-        answer = await self._answers.infer(read)
+        answer = await self._answers.infer(read, model)
         head: dict[str, Any] = {
             "model_name": name,
             "model_version": answer.version,

@@ -20,7 +20,7 @@ __all__ = ["add_schemas"]
 
 def add_schemas(model: ServedModel, registry: ModelRegistry, schemas: ModelSchemas) -> None:
     """Add the request and the answer of a ModelInfer, and an example of one sample."""
-    described = model_metadata(registry, model.name, model.version)
+    described = model_metadata(model, registry)
     inputs = [tensor["name"] for tensor in described["inputs"]]
     outputs = [tensor["name"] for tensor in described["outputs"]]
     named = model.predictor.inputs.infos

@@ -7,8 +7,9 @@ import functools
 import logging
 import os
 import pkgutil
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -51,6 +52,7 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.loop import run_on_loop, start_on_loop
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.wire.unix_socket import SocketFile
 
 if TYPE_CHECKING:
     from recinfer.inference.archived import ArchivedModel
@@ -88,6 +90,10 @@ class Server:
         admin_open: offer the admin service to clients; False: only this process may use ``admin_calls``.
         shards: the fan-out for the predictors' lookups, where their rows are on other hosts.
         serving: whether health says SERVING once the server answers; see :meth:`set_serving`.
+        unix_socket: gRPC listens on this Unix socket too, without TLS.
+        cors_origins: origins whose pages may send requests over HTTP, see recinfer.serving.server.cors.
+        drain_s: seconds that :meth:`stop` gives to running requests by default, and always to those over HTTP.
+        idle_s: seconds after which a connection without a request is closed; None: 75 for HTTP, never for gRPC.
 
     Attributes:
         budget: memory budget of requests and answers over all protocols; its bytes are in ``limits``.
@@ -115,6 +121,10 @@ class Server:
         admin_open: bool = True,
         shards: FanOut | None = None,
         serving: bool = True,
+        unix_socket: Path | None = None,
+        cors_origins: Sequence[str] = (),
+        drain_s: float = 10.0,
+        idle_s: float | None = None,
     ) -> None:
         if not 0 <= port <= 65535:
             raise InputError(f"port: got {port}, expected 0 to 65535")
@@ -124,7 +134,7 @@ class Server:
         registry = predictors if isinstance(predictors, ModelRegistry) else ModelRegistry(predictors)
         self.service = InferenceService(registry, limits)
         self.stats = self.service.stats
-        self.observer = Observer(self.stats)
+        self.observer = Observer(self.stats, sends_on=shards is not None)
         self.host = plain_host(host)
         self._port = port
         self._threads = threads or min(4, os.cpu_count() or 1)
@@ -149,6 +159,10 @@ class Server:
         self.http_port = http_port
         self._shards = shards
         self._serving = serving
+        self._socket_file = None if unix_socket is None else SocketFile(unix_socket)
+        self._cors_origins = cors_origins
+        self._drain_s = drain_s
+        self._idle_s = idle_s
         shown = None if shards is None else shards.status
         self.budget = MemoryBudget(self.service.limits.memory_budget_bytes)
         metrics = ServerMetrics(
@@ -190,9 +204,10 @@ class Server:
             raise
         return self
 
-    def stop(self, grace: float = 10.0) -> None:
-        """Refuse new requests, let running requests end for up to ``grace`` seconds, then close. A second call has no
-        effect."""
+    def stop(self, grace: float | None = None) -> None:
+        """Refuse new requests, let running requests end for up to ``grace`` seconds (None: ``drain_s``), then close. A second
+        call has no effect."""
+        grace = self._drain_s if grace is None else grace
         if self._server is not None:
             run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
 
@@ -224,7 +239,7 @@ class Server:
                 ),  # without a shared port, a second server on a taken port fails
                 ("grpc.max_concurrent_streams", limits.max_concurrent),
                 ("grpc.max_allowed_incoming_connections", most_connections()),
-                *connection_options(),
+                *connection_options(self._idle_s),
             ],
         )
         server.add_generic_rpc_handlers(self._handlers())
@@ -234,6 +249,8 @@ class Server:
         if not self._share_port:
             check_address(self.host, self._port)
         self._port = bind(server, self._security, self.host, self._port)
+        if self._socket_file is not None:
+            self._socket_file.listen(server.add_insecure_port)
         await server.start()
         self._server = server
         self._tells_files = asyncio.create_task(tell_open_files())
@@ -276,6 +293,8 @@ class Server:
             return
         self._tells_files.cancel()
         await self._health.end()
+        if self._socket_file is not None:
+            self._socket_file.remove()
         await asyncio.gather(server.stop(grace), *([self._http.stop()] if self._http is not None else []))
         if self._metrics is not None:
             await self._metrics.stop()
@@ -296,6 +315,7 @@ class Server:
 
     async def _start_http(self, port: int) -> None:
         from recinfer.serving.server.api_docs.page import ApiDocs
+        from recinfer.serving.server.cors import Cors
         from recinfer.serving.server.http_server import HttpServer, ModelProtocol
 
         if not self._share_port:
@@ -313,7 +333,11 @@ class Server:
             allows=security.allows,
             tls=security.tls_context(),
             reuse_port=self._share_port,
+            grace=self._drain_s,
+            idle_s=self._idle_s,
+            cors=Cors(self._cors_origins),
             observe=functools.partial(self.observer.answered, protocol="http"),
+            begin=self.observer.begin,
         )
         await http.start()
         self._http, self.http_port = http, http.port

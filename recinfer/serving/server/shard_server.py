@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -28,7 +29,7 @@ from recinfer.serving.server.telemetry.metrics import Status, request_figures
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import most_connections, tell_open_files
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
-from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure
+from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure, trace_headers
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.shards.transport import ShardListener
 from recinfer.serving.wire import codec
@@ -61,6 +62,7 @@ class ShardServer:
         threads: number of threads for long requests; None: one per core, at most 4.
         socket_port: port for rankers' lookups (recinfer.serving.shards.transport); 0: a free port. Rankers learn the port over
             gRPC.
+        idle_s: seconds after which a gRPC connection without a call is closed; None: never. A ranker always has a call.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ShardServer:
         limits: Limits | None = None,
         threads: int | None = None,
         socket_port: int = 0,
+        idle_s: float | None = None,
     ) -> None:
         for name, number in (("port", port), ("socket port", socket_port)):
             if not 0 <= number <= 65535:
@@ -84,6 +87,7 @@ class ShardServer:
         self.host = plain_host(host)
         self.port = port
         self.socket_port = socket_port
+        self._idle_s = idle_s
         self._limits = limits or Limits()
         self.metrics_port = metrics_port
         self._threads = threads or min(4, os.cpu_count() or 1)
@@ -171,7 +175,7 @@ class ShardServer:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_concurrent_streams", self._limits.max_concurrent),
                 ("grpc.max_allowed_incoming_connections", most_connections()),
-                *connection_options(),
+                *connection_options(self._idle_s),
             ],
         )
         calls = {"Prepare": self._prepare, "State": self._state}
@@ -282,7 +286,8 @@ class ShardServer:
             if status.code == "INTERNAL":
                 _log.exception("a lookup of %d bytes failed", len(data))
             found, code = encode_failure(status.code, status.message), status.code
-        self._observer.answered("Find", code, time.perf_counter() - start, num_bytes=len(data))
+        headers = functools.partial(trace_headers, data)
+        self._observer.answered("Find", code, time.perf_counter() - start, headers=headers, num_bytes=len(data))
         return found
 
     # -- gRPC's calls ------------------------------------------------------------------------------------------------

@@ -84,6 +84,9 @@ static int read_plain_find(const uint8_t *bytes, Py_ssize_t size, PlainFind *fou
         } else if (tag == (1 << 3 | DELIMITED)) {
             if (found->version.at != NULL || !read_span(&reader, &found->version))
                 return 0;
+        } else if (tag == (6 << 3 | DELIMITED)) { /* the trace, which the answer does not depend on */
+            if (!read_span(&reader, &span))
+                return 0;
         } else if (tag == (3 << 3 | DELIMITED)) {
             PlainPart part = {0};
             if (!read_span(&reader, &span) || !read_part(span, &part))

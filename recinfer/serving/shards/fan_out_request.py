@@ -8,14 +8,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
 
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.messages import Answers, Parts, decode_failure, decode_response, join_request
+from recinfer.serving.shards.messages import Answers, Parts, decode_failure, decode_response, join_request, trace_field
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.transport import rankers_thread
 
@@ -82,6 +82,7 @@ class ShardQuery:
         default_rows: whether the version's manifest allows default rows for a rank without an answer; the settings may
             forbid them.
         fits: checks each rank's answer; an answer that does not fit counts as failed.
+        trace: headers of the request's trace, which the messages carry.
     """
 
     version: str
@@ -91,6 +92,7 @@ class ShardQuery:
     half: bool
     default_rows: bool
     fits: Fits
+    trace: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Attempt:
@@ -144,6 +146,7 @@ class FanOutRequest:
         self._answers: Answers = {}
         self._missing: tuple[int, ...] = ()
         self._is_over = False
+        self._trace = trace_field(query.trace)
 
     def begin(self) -> None:
         """Send all ranks their parts."""
@@ -190,7 +193,7 @@ class FanOutRequest:
     def _send(self, attempt: _Attempt) -> None:
         query, fan_out, replica = self._query, self._fan_out, attempt.replica
         parts = [part for rank in attempt.ranks for part in query.parts[rank]]
-        message = join_request(query.version, query.batch, parts, query.half)
+        message = join_request(query.version, query.batch, parts, query.half, self._trace)
         attempt.num_parts = len(parts)
         self._attempts.append(attempt)
         for rank in attempt.ranks:

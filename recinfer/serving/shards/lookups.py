@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -15,7 +15,7 @@ from recinfer.archive.mapping import MappedShards
 from recinfer.archive.positions import PositionWeights, read_position_weights
 from recinfer.archive.reader import Archive
 from recinfer.inference.bags import Bags, merge_bags
-from recinfer.inference.lookups import Found, FoundCallback, Part, output_names
+from recinfer.inference.lookups import NO_TRACE, Found, FoundCallback, Part, output_names
 from recinfer.lru import LruCache
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.shards.fan_out import FanOut, waited_for
@@ -101,14 +101,21 @@ class RemoteLookups:
         begin = functools.partial(self._begin, requests, present, float("inf"), half=False)
         return cast(Found, waited_for(begin).result())
 
-    def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
+    def begin(
+        self,
+        requests: Sequence[Bags],
+        present: Set[str] | None,
+        deadline: float,
+        done: FoundCallback,
+        trace: Mapping[str, str] = NO_TRACE,
+    ) -> None:
         """:meth:`find` without waiting; ``deadline`` is a time of ``time.monotonic()``.
 
         Args:
             done: called once: on this thread if an id is out of range, else on the transport's thread.
         """
         try:
-            self._begin(requests, present, deadline, done, half=self._fan_out.half)
+            self._begin(requests, present, deadline, done, half=self._fan_out.half, trace=trace)
         except Exception as error:
             done(None, error)
 
@@ -120,6 +127,7 @@ class RemoteLookups:
         done: FoundCallback,
         *,
         half: bool,
+        trace: Mapping[str, str] = NO_TRACE,
     ) -> None:
         """Begin the fan-out; raises InputError for errors in the requests themselves."""
         bags = requests[0]
@@ -154,7 +162,7 @@ class RemoteLookups:
                 error = wrong
             done(found, error)
 
-        query = ShardQuery(self.spec.key, bags.batch, parts, deadline, half, self._default_rows, fits)
+        query = ShardQuery(self.spec.key, bags.batch, parts, deadline, half, self._default_rows, fits, trace)
         begin_fan_out(self._fan_out, query, joined)
 
     def _check(self, bags: Bags) -> None:

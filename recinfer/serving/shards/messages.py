@@ -5,7 +5,7 @@ Shapes: S streams, B samples, N ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,6 +36,8 @@ __all__ = [
     "join_request",
     "part_head",
     "part_sizes",
+    "trace_field",
+    "trace_headers",
 ]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
@@ -45,6 +47,7 @@ _PARTS, _VALUES, _PACKED, _FILL = 3, 1, 2, 15
 _ALIGNED = 4
 _FEW_BAGS = 1 << 17  # largest number of bags whose offsets are cached: larger ones would hold memory permanently
 
+_TRACE = {"x-request-id": "request_id", "traceparent": "traceparent", "tracestate": "tracestate"}  # header -> field
 _FAILED = field_head(3, 0)[:1]
 PACKED_HEAD = field_head(_PACKED, 0)[:-1]
 """The bytes before the size of packed rows in a ``ShardResponse``."""
@@ -92,14 +95,34 @@ def _request_head(version: str, batch: int, half: bool) -> bytes:
     return pb.ShardRequest(version=version, batch_size=batch, half=half, stored=not half).SerializeToString()
 
 
-def join_request(version: str, batch: int, parts: Iterable[Sequence[Buffer]], half: bool = False) -> bytes:
+def trace_field(headers: Mapping[str, str]) -> bytes:
+    """The trace of a ``ShardRequest`` as a serialized field; empty for no headers."""
+    if not headers:
+        return b""
+    trace = pb.Trace(**{name: headers[key] for key, name in _TRACE.items() if key in headers})
+    return pb.ShardRequest(trace=trace).SerializeToString()
+
+
+def trace_headers(data: bytes) -> dict[str, str]:
+    """The headers of :func:`trace_field` in a serialized ``ShardRequest``; empty for another message."""
+    try:
+        trace = codec.parse(pb.ShardRequest, data).trace
+    except InputError:
+        return {}
+    return {key: value for key, name in _TRACE.items() if (value := getattr(trace, name))}
+
+
+def join_request(
+    version: str, batch: int, parts: Iterable[Sequence[Buffer]], half: bool = False, trace: bytes = b""
+) -> bytes:
     """A serialized ``ShardRequest`` of parts of :func:`encode_part`.
 
     Args:
         half: vectors are sent as float16: half the bytes, three decimal digits. Otherwise vectors are sent as the table's
             stored rows, where these have fewer bytes than float32; the ranker computes the same float32 numbers.
+        trace: see :func:`trace_field`.
     """
-    return b"".join([_request_head(version, batch, half), *(buffer for part in parts for buffer in part)])
+    return b"".join([_request_head(version, batch, half), *(buffer for part in parts for buffer in part), trace])
 
 
 @dataclass(slots=True, eq=False)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.inference.byte_tables import AwaitedLookup, ByteTables, RowsCallback
+from recinfer.inference.lookups import NO_TRACE
 from recinfer.quant.bags import BagPlaces
 from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import FanOut
@@ -58,7 +59,9 @@ class RemoteLookup(AwaitedLookup):
     streams: list[RankStreams]
     means: NDArray[np.int64]
 
-    def start(self, data: bytes, bags: BagPlaces, deadline: float, done: RowsCallback) -> bool:
+    def start(
+        self, data: bytes, bags: BagPlaces, deadline: float, done: RowsCallback, trace: Mapping[str, str] = NO_TRACE
+    ) -> bool:
         """See :class:`AwaitedLookup`."""
         parts = self.split(data, bags)
         if parts is None:
@@ -67,7 +70,7 @@ class RemoteLookup(AwaitedLookup):
         def answered(answers: Answers, missing: tuple[int, ...], error: Exception | None) -> None:
             done(None if error is not None else RemoteRows(self, answers, data, bags), missing, error)
 
-        self.tables.begin(parts, bags.batch, deadline, answered)
+        self.tables.begin(parts, bags.batch, deadline, answered, trace)
         return True
 
     def at_end_of_turn(self, function: Callable[[], object]) -> None:
@@ -188,11 +191,18 @@ class RemoteTables(ByteTables):
         )
         return _Rank(rank.rank, rank_streams, spans_of(mine, self._split.layout.configs, firsts))
 
-    def begin(self, parts: Mapping[int, Parts], batch: int, deadline: float, done: FanOutCallback) -> None:
+    def begin(
+        self,
+        parts: Mapping[int, Parts],
+        batch: int,
+        deadline: float,
+        done: FanOutCallback,
+        trace: Mapping[str, str] = NO_TRACE,
+    ) -> None:
         """See :func:`recinfer.serving.shards.fan_out_request.begin_fan_out`."""
 
         def fits(rank: int, arrays: list[NDArray[Any]]) -> bool:
             return self._by_rank[rank].is_answer(arrays[0], batch)
 
-        query = ShardQuery(self._version, batch, parts, deadline, self._fan_out.half, self._default_rows, fits)
+        query = ShardQuery(self._version, batch, parts, deadline, self._fan_out.half, self._default_rows, fits, trace)
         begin_fan_out(self._fan_out, query, done)

@@ -18,7 +18,7 @@ from typing import Any
 from recinfer import env
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.serving.engine.state import ServedState
-from recinfer.serving.server.telemetry.metrics import Status, merge_statuses, only_counts
+from recinfer.serving.server.telemetry.metrics import Status, merge_statuses, sum_ended
 from recinfer.serving.wire.address import hold_address
 from recinfer.serving.workers.changes import ModelChanges
 from recinfer.serving.workers.process import WorkerProcess
@@ -232,7 +232,7 @@ class Supervisor:
         with self._lock:
             del self._workers[worker.slot]
             if (last := worker.status()) is not None:
-                self._ended = merge_statuses([], [only_counts(last), *([self._ended] if self._ended else [])])
+                self._ended = sum_ended(last, self._ended)
         when = f"after {time.monotonic() - began:.1f} s" if self._ready[worker.slot].is_set() else "before it was ready"
         # Counted from when the worker was ready: a worker that fails after a long load would else restart at once, again
         # and again.

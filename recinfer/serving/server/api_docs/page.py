@@ -52,7 +52,7 @@ class ApiDocs:
         needs_token: whether requests need a token.
     """
 
-    paths = "/docs, /openapi.json"
+    paths = "/, /docs, /openapi.json"
 
     def __init__(
         self, protocols: Sequence[ModelProtocol], registry: ModelRegistry, limits: Limits, needs_token: bool
@@ -60,14 +60,22 @@ class ApiDocs:
         self._make = partial(document, protocols, registry, limits, needs_token=needs_token)
 
     def routes(self) -> list[Route]:
-        """The document, the page, and its files."""
+        """The root, the document, the page, and its files."""
         files = [Get(f"/docs/{name}", "Docs", partial(self._file, name), for_people=True) for name in _FILES]
         return [
+            Get("/", "ServerLive", self._root, is_open=True),
             Get("/openapi.json", "OpenAPI", self._document, for_people=True),
             Get("/docs", "Docs", self._page, for_people=True),
             Get("/docs/start.js", "Docs", self._start, for_people=True),
             *files,
         ]
+
+    async def _root(self, request: web.Request) -> web.Response:
+        """Send a browser to the page; for other callers this path is KServe V1's liveness."""
+        headers = {"Vary": "Accept"}
+        if "text/html" in request.headers.get("Accept", ""):
+            return web.Response(status=302, headers={**headers, "Location": "docs"})
+        return web.json_response({"status": "alive"}, headers=headers)
 
     async def _document(self, request: web.Request) -> web.Response:
         text = await asyncio.to_thread(lambda: json_text(self._make()))

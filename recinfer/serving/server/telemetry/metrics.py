@@ -5,13 +5,15 @@ A status is a JSON object. Its counts only grow, so that two statuses give a rat
     uptime      seconds
     workers     processes behind these figures
     ready       whether a request would be answered now: by every process, since all share the port
-    requests    [{method, code, count}]
+    requests    [{method, code, count}], of all versions, unloaded ones too
     latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for values beyond the bounds
+    unnamed     {requests, latency} in the same form: of the requests that name nothing served
     stages      {stage: histogram}, in the order a request goes through them
     samples     histogram of the samples of a request
     queue       {waiting, running, runs, requests, samples, expired, refused}, or None
     memory      {budget, held, refused}: bytes of requests and answers, and the number of refusals
-    models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count}}]
+    models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count},
+                requests, latency}]: the last two in the form above, of the version's own requests
     shards      of a ranker: {calls: {outcome: count}, default_rows: {rank: count}, replicas: [{rank, address, up, ...}]}
     held        of a shard server alone: {ranks, busy, running, refused, versions: [{key, model, version, deltas, mapped}]}
 """
@@ -27,21 +29,22 @@ from typing import TYPE_CHECKING, Any
 
 from recinfer.archive.manifest import ENGINE_PACKAGES
 from recinfer.errors import NotFoundError
-from recinfer.inference.stages import HistogramState, Stages
+from recinfer.inference.stages import HistogramState, Stages, sum_histograms
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.scheduler import SchedulerState
-from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.engine.stats import AnswerCounts, RequestStats
 
 if TYPE_CHECKING:
     from recinfer.distributed.planner.plan import Plan
 
-__all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts", "request_figures"]
+__all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts", "request_figures", "sum_ended"]
 
 Status = dict[str, Any]
 _NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
 _NOW = ("waiting", "running")  # fields of the queue that are no counts since the start
 _MEMORY_NOW = ("budget", "held")
+_BY_FEATURE = ("replaced", "missing")  # counts of a model by feature
 
 
 class ServerMetrics:
@@ -97,9 +100,10 @@ class ServerMetrics:
         gone = [stages.state() for key, stages in self._stages_of.items() if key not in now]
         self._stages_of = now
         if gone:  # the counts of an unloaded model stay in the sums
-            self._past = [{name: _sum([state[name] for state in [*self._past, *gone]]) for name in gone[0]}]
+            past = [*self._past, *gone]
+            self._past = [{name: sum_histograms([state[name] for state in past]) for name in gone[0]}]
         models = [*self._past, *(stages.state() for stages in now.values())]
-        both = {name: _sum([state[name] for state in models]) for name in ("lookup", "dense")}
+        both = {name: sum_histograms([state[name] for state in models]) for name in ("lookup", "dense")}
         return {"decode": own["decode"], "queue": own["queue"], **both, "encode": own["encode"]}
 
     def _models(self) -> list[tuple[ServedModel, int]]:
@@ -115,7 +119,8 @@ def request_figures(stats: RequestStats, stages: Mapping[str, HistogramState], b
     """The part of a status that servers and shard servers share: their requests, and the memory that the requests hold."""
     return {
         "requests": _requests(stats.requests()),
-        "latency": {call: _plain(state) for call, state in sorted(stats.latency().items())},
+        "latency": _latency(stats.latency()),
+        "unnamed": _answers(stats.unnamed),
         "stages": {stage: _plain(state) for stage, state in stages.items()},
         "samples": _plain(stats.batch.state()),
         "memory": {"budget": budget.budget_bytes, "held": budget.held, "refused": budget.refused},
@@ -130,16 +135,13 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
         ended: statuses of ended processes; their counts stay in the sums, which would else decrease.
     """
     everything = [*running, *ended]
-    counted: Counter[tuple[str, str]] = Counter()
-    for status in everything:
-        counted.update({(item["method"], item["code"]): item["count"] for item in status["requests"]})
     queues = [status["queue"] for status in everything if status["queue"] is not None]
     return {
         "uptime": max((status["uptime"] for status in running), default=0.0),
         "workers": sum(status["workers"] for status in running),
         "ready": bool(running) and all(status["ready"] for status in running),  # the processes share the port
-        "requests": _requests(counted),
-        "latency": _merge_histograms([status["latency"] for status in everything]),
+        **_merge_answers(everything),
+        "unnamed": _merge_answers([status["unnamed"] for status in everything]),
         "stages": _merge_histograms([status["stages"] for status in everything]),
         "samples": _merge_histograms([{"": status["samples"]} for status in everything]).get("", _NONE),
         "queue": {name: sum(queue[name] for queue in queues) for name in queues[0]} if queues else None,
@@ -177,8 +179,38 @@ def only_counts(status: Status) -> Status:
         "workers": 0,
         "queue": None if queue is None else queue | dict.fromkeys(_NOW, 0),
         "memory": status["memory"] | dict.fromkeys(_MEMORY_NOW, 0),
-        "models": [_key(model) | {kind: model[kind] for kind in ("replaced", "missing")} for model in status["models"]],
+        "models": [
+            {name: model[name] for name in ("name", "version", *_BY_FEATURE, "requests", "latency")}
+            for model in status["models"]
+        ],
     }
+
+
+def sum_ended(last: Status, before: Status | None) -> Status:
+    """The counts of ended processes, which stay in the sums.
+
+    Args:
+        last: the status of the process that has ended last; only the versions that it had still count.
+        before: the sum over the processes that ended before, or None.
+    """
+    ended = [only_counts(last), *([] if before is None else [before])]
+    return merge_statuses([], ended) | {"models": _merge_models(ended[:1], ended)}
+
+
+def _answers(counts: AnswerCounts) -> dict[str, Any]:
+    return {"requests": _requests(counts.codes()), "latency": _latency(counts.latency())}
+
+
+def _latency(found: Mapping[str, HistogramState]) -> dict[str, Any]:
+    return {call: _plain(state) for call, state in sorted(found.items())}
+
+
+def _merge_answers(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The summed ``requests`` and ``latency`` of several processes."""
+    counted: Counter[tuple[str, str]] = Counter()
+    for one in found:
+        counted.update({(item["method"], item["code"]): item["count"] for item in one["requests"]})
+    return {"requests": _requests(counted), "latency": _merge_histograms([one["latency"] for one in found])}
 
 
 def _requests(counted: Mapping[tuple[str, str], int]) -> list[dict[str, Any]]:
@@ -198,24 +230,22 @@ def _merge_histograms(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _key(model: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": model["name"], "version": model["version"]}
-
-
 def _merge_models(running: Sequence[Status], everything: Sequence[Status]) -> list[dict[str, Any]]:
+    """The versions of ``running``, each with its counts in ``everything``."""
     merged: dict[tuple[str, str], dict[str, Any]] = {}
-    for status in running:
-        for model in status["models"]:
-            have = merged.setdefault((model["name"], model["version"]), model | {"replaced": {}, "missing": {}})
+    for model in (model for status in running for model in status["models"]):
+        have = merged.setdefault((model["name"], model["version"]), dict(model))
+        if "age" in model:
             have["age"] = max(have["age"], model["age"])
-    for status in everything:
-        for model in status["models"]:
-            sums = merged.get((model["name"], model["version"]))
-            if sums is None:
-                continue
-            for kind in ("replaced", "missing"):
-                for feature, count in model[kind].items():
-                    sums[kind][feature] = sums[kind].get(feature, 0) + count
+    parts: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in merged}
+    for model in (model for status in everything for model in status["models"]):
+        parts.get((model["name"], model["version"]), []).append(model)
+    for key, model in merged.items():
+        model.update(_merge_answers(parts[key]))
+        for kind in _BY_FEATURE:
+            model[kind] = dict(
+                sum((Counter(part[kind]) for part in parts[key]), Counter(dict.fromkeys(model[kind], 0)))
+            )
     return list(merged.values())
 
 
@@ -251,6 +281,7 @@ def _described(model: ServedModel, weight: int) -> dict[str, Any]:
         "ranks": _ranks(predictor.plan),
         "replaced": {name: intake.replaced[name] for name in intake.names},
         "missing": {name: intake.missing[name] for name in intake.names},
+        **_answers(model.answers),
     }
 
 
@@ -270,8 +301,3 @@ def _ranks(plan: Plan) -> list[dict[str, Any]]:
 
 def _plain(state: HistogramState) -> dict[str, Any]:
     return {"bounds": list(state.bounds), "counts": list(state.counts), "total": state.total}
-
-
-def _sum(states: list[HistogramState]) -> HistogramState:
-    counts = tuple(sum(column) for column in zip(*(state.counts for state in states), strict=True))
-    return HistogramState(states[0].bounds, counts, sum(state.total for state in states))

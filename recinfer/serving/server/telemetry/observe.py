@@ -5,22 +5,26 @@ A request's id is its ``x-request-id`` metadata (or HTTP header), else a new one
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.wire.tracing import SpanFields, Tracer, has_provider
 
-__all__ = ["JsonLines", "Observer", "log_as_json"]
+if TYPE_CHECKING:
+    from recinfer.serving.engine.registry import ServedModel
+
+__all__ = ["CallTrace", "JsonLines", "Observer", "log_as_json", "lowered"]
 
 _log = logging.getLogger("recinfer.requests")
 _MAX_ID = 128
+_SENT_ON = ("x-request-id", "traceparent", "tracestate")
 _OF_A_CHANGE = ("change", "model", "version", "who", "reason")
 _EXTRA = ("request_id", "call", "code", "ms", "bytes", "protocol", *_OF_A_CHANGE)
 
@@ -32,11 +36,23 @@ class Observer:
         stats: counts the requests.
         trace: start OpenTelemetry spans; None: if the package ``opentelemetry`` is installed and a tracer provider was set
             (by the program, or by ``opentelemetry-instrument``): without a provider every span would be discarded.
+        sends_on: the server's calls lead to calls of other servers: a ranker's.
     """
 
-    def __init__(self, stats: RequestStats, *, trace: bool | None = None) -> None:
+    def __init__(self, stats: RequestStats, *, trace: bool | None = None, sends_on: bool = False) -> None:
         self.stats = stats
-        self._tracing = _Tracing() if (_has_provider() if trace is None else trace) else None
+        self._tracer = Tracer() if (has_provider() if trace is None else trace) else None
+        self._sends_on = sends_on
+
+    def begin(self, call: str, headers: Any) -> CallTrace | None:
+        """The trace of a call that begins now; None where neither spans are written nor calls are sent on.
+
+        Args:
+            headers: see :meth:`answered`.
+        """
+        if self._tracer is None and not self._sends_on:
+            return None
+        return CallTrace(call, headers, self._tracer)
 
     def answered(
         self,
@@ -47,6 +63,8 @@ class Observer:
         headers: Any = None,
         num_bytes: int = 0,
         protocol: str = "grpc",
+        served: ServedModel | None = None,
+        trace: CallTrace | None = None,
     ) -> None:
         """Count, log and trace one request.
 
@@ -57,65 +75,81 @@ class Observer:
             headers: its metadata, a mapping or pairs, or a function that returns them; read only if needed.
             num_bytes: size of the request.
             protocol: ``"grpc"`` or ``"http"``.
+            served: the version that the request got; None: the request names nothing served.
+            trace: the result of :meth:`begin`; None: the span is written as a whole now.
         """
-        self.stats.add(call, code, seconds)
-        self._log_and_trace(call, code, seconds, headers, num_bytes, protocol)
+        self.stats.add(call, code, seconds, None if served is None else served.answers)
+        self._log_and_trace(call, code, seconds, headers, num_bytes, protocol, served, trace)
 
     def refused(self, call: str, code: str, headers: Any = None) -> None:
         """Count, log and trace a request that was refused on arrival, with a duration of 0."""
-        self.stats.count(call, code)
+        self.stats.add(call, code, None)
         self._log_and_trace(call, code, 0.0, headers, 0, "grpc")
 
-    def _log_and_trace(self, call: str, code: str, seconds: float, headers: Any, num_bytes: int, protocol: str) -> None:
+    def _log_and_trace(
+        self,
+        call: str,
+        code: str,
+        seconds: float,
+        headers: Any,
+        num_bytes: int,
+        protocol: str,
+        served: ServedModel | None = None,
+        trace: CallTrace | None = None,
+    ) -> None:
         logged = _log.isEnabledFor(logging.INFO)
-        if not logged and self._tracing is None:
+        if not logged and self._tracer is None:
             return
-        found = _lowered(headers() if callable(headers) else headers)
+        found = lowered(headers)
         request_id = found.get("x-request-id", "")[:_MAX_ID] or uuid.uuid4().hex
         if logged:
             extra = {"request_id": request_id, "call": call, "code": code, "ms": round(seconds * 1e3, 3)}
+            extra |= (
+                {"model": "", "version": ""} if served is None else {"model": served.name, "version": served.version}
+            )
             _log.info("%s %s", call, code, extra={**extra, "bytes": num_bytes, "protocol": protocol})
-        if self._tracing is not None:
-            self._tracing.span(call, code, seconds, found, request_id)
+        if self._tracer is not None:
+            end = time.time_ns()
+            span = None if trace is None else trace.span
+            if span is None:
+                span = self._tracer.start(call, found, end - int(seconds * 1e9))
+            of_version = {} if served is None else {"recinfer.model": served.name, "recinfer.version": served.version}
+            self._tracer.end(span, code, {"recinfer.request_id": request_id, **of_version}, end)
 
 
-def _lowered(headers: Mapping[str, str] | Iterable[tuple[str, Any]] | None) -> dict[str, str]:
+def lowered(headers: Any) -> dict[str, str]:
+    """Headers or metadata by lower-case name: a mapping, pairs, a function that returns them, or None."""
+    headers = headers() if callable(headers) else headers
     if headers is None:
         return {}
     pairs = headers.items() if isinstance(headers, Mapping) else headers
     return {key.lower(): value for key, value in pairs if isinstance(value, str)}
 
 
-def _has_provider() -> bool:
-    if importlib.util.find_spec("opentelemetry") is None:
-        return False
-    from opentelemetry import trace
+class CallTrace:
+    """The trace of a call under way. Any thread may call it.
 
-    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+    Args:
+        call: the method's name.
+        headers: the call's metadata, a mapping or pairs, or a function that returns them.
+        tracer: starts the call's span; None: no spans are written, and the caller's trace goes on.
 
+    Attributes:
+        span: the call's span; None without spans.
+    """
 
-class _Tracing:
-    """Spans of requests, written when they are answered; the caller's ``traceparent`` is their parent."""
+    __slots__ = ("_headers", "_tracer", "span")
 
-    def __init__(self) -> None:
-        from opentelemetry import propagate, trace
+    def __init__(self, call: str, headers: Any, tracer: Tracer | None) -> None:
+        self._headers = headers
+        self._tracer = tracer
+        self.span = None if tracer is None else tracer.start(call, lowered(headers), time.time_ns())
 
-        self._extract = propagate.extract
-        self._trace = trace
-        self._tracer = trace.get_tracer("recinfer")
-
-    def span(self, call: str, code: str, seconds: float, headers: dict[str, str], request_id: str) -> None:
-        end = time.time_ns()
-        span = self._tracer.start_span(
-            f"recinfer/{call}",
-            context=self._extract(headers),
-            kind=self._trace.SpanKind.SERVER,
-            start_time=end - int(seconds * 1e9),
-            attributes={"rpc.method": call, "rpc.grpc.status": code, "recinfer.request_id": request_id},
-        )
-        if code not in ("OK", "CANCELLED"):
-            span.set_status(self._trace.StatusCode.ERROR, code)
-        span.end(end_time=end)
+    def __call__(self) -> SpanFields:
+        """The headers for calls that are part of this one."""
+        given = lowered(self._headers)
+        found = {key: given[key] for key in _SENT_ON if key in given}
+        return found if self._tracer is None else {**found, **self._tracer.fields(self.span)}
 
 
 class JsonLines(logging.Formatter):

@@ -29,18 +29,7 @@ class _Families(Collector):
         """The metric families, as prometheus_client collects them."""
         status = self._status
         yield GaugeMetricFamily("recinfer_workers", "Processes that serve.", value=status["workers"])
-        requests = CounterMetricFamily(
-            "recinfer_requests", "Requests answered, by method and gRPC code.", labels=["method", "code"]
-        )
-        for item in status["requests"]:
-            requests.add_metric([item["method"], item["code"]], item["count"])
-        yield requests
-        yield _histograms(
-            "recinfer_request_seconds",
-            "Seconds from a request's arrival to its answer.",
-            ["method"],
-            (([call], state) for call, state in status["latency"].items()),
-        )
+        yield from _request_metrics(status)
         yield _histograms(
             "recinfer_stage_seconds",
             "Seconds of one stage of a request, or of a merged run.",
@@ -56,6 +45,28 @@ class _Families(Collector):
             yield from _ranker_metrics(status["shards"])
         if status.get("held") is not None:
             yield from _shard_metrics(status["held"])
+
+
+def _request_metrics(status: Status) -> Iterator[Metric]:
+    """Requests by version; the version's labels are empty where a request names nothing served."""
+    labels = ["method", "model", "version"]
+    requests = CounterMetricFamily(
+        "recinfer_requests", "Requests answered, by method, served version and gRPC code.", labels=[*labels, "code"]
+    )
+    answers = [("", "", status["unnamed"])]
+    answers += [(model["name"], model["version"], model) for model in status["models"]]
+    for name, version, found in answers:
+        for item in found["requests"]:
+            requests.add_metric([item["method"], name, version, item["code"]], item["count"])
+    yield requests
+    latency = ([call, name, version] for name, version, found in answers for call in found["latency"])
+    states = (state for _, _, found in answers for state in found["latency"].values())
+    yield _histograms(
+        "recinfer_request_seconds",
+        "Seconds from a request's arrival to its answer, by method and served version.",
+        labels,
+        zip(latency, states, strict=True),
+    )
 
 
 def _queue_metrics(queue: dict[str, int]) -> Iterator[Metric]:

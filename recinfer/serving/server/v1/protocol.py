@@ -10,7 +10,7 @@ from aiohttp import web
 from recinfer.errors import NotFoundError
 from recinfer.serving.engine.memory_budget import Ticket
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.engine.request import AnswerCall, CallName
+from recinfer.serving.engine.request import AnswerCall, CallName, served_of_task
 from recinfer.serving.server.api_docs.schemas import ModelSchemas, array_of, open_object
 from recinfer.serving.server.http_server import Described, Get, Post, Route, count_json
 from recinfer.serving.server.v1.answers import metadata, status, to_json
@@ -75,12 +75,13 @@ class V1:
             raise
 
     async def _metadata(self, request: web.Request) -> web.Response:
-        return web.json_response(metadata(self._registry.get(*self._model_and_version(request))))
+        return web.json_response(metadata(self._choose(*self._model_and_version(request))))
 
     async def _answer(self, call: CallName, request: web.Request, body: bytearray, ticket: Ticket) -> web.Response:
         name, version = self._model_and_version(request)
+        model = self._choose(name, version)
         count_json(ticket, len(body))
-        asked = await off_loop(len(body), self._read, body, call, name, version)
+        asked = await off_loop(len(body), self._read, body, call, model)
         ticket.resize(len(body) + len(asked.message))
         try:
             answer = await self._ask(call, asked.message)
@@ -88,15 +89,21 @@ class V1:
             if version:
                 raise
             # The chosen version may be unloaded by now; the second try chooses another.
-            asked = await off_loop(len(body), self._read, body, call, name, version)
+            asked = await off_loop(len(body), self._read, body, call, self._choose(name, ""))
             answer = await self._ask(call, asked.message)
         ticket.resize((1 + _WRITTEN) * len(answer))
         text = await off_loop(len(answer), to_json, call, answer, asked.in_rows)
         ticket.resize(len(text))
         return web.Response(body=text, content_type="application/json")
 
-    def _read(self, body: bytearray, call: CallName, name: str, version: str) -> ConvertedRequest:
-        return to_message(parse_json(body), call, self._registry.get(name, version), self._limits)
+    def _choose(self, name: str, version: str) -> ServedModel:
+        """Choose the version for a call and count the call for it; raises NotFoundError."""
+        model = self._registry.get(name, version)
+        served_of_task.set(model)
+        return model
+
+    def _read(self, body: bytearray, call: CallName, model: ServedModel) -> ConvertedRequest:
+        return to_message(parse_json(body), call, model, self._limits)
 
     def _model_and_version(self, request: web.Request) -> tuple[str, str]:
         """The model and version of a path; an empty version where the path names none."""
