@@ -87,7 +87,7 @@ def export(
         options: further arguments of :func:`recinfer.inference.export.export_archive`.
 
     Returns:
-        the archive, loaded.
+        the archive, loaded, with the export's report: size and error of each table.
 
     Raises:
         ConfigError: forward cannot be traced, or model, inputs and plan do not fit together.
@@ -96,12 +96,21 @@ def export(
     Example::
 
         served = recinfer.export(model, (batch,), "ranker.rqa")
-        print(served)
+        print(served, served.report)
         scores = served(batch)
     """
     from recinfer.checkpoint.live import LiveWeights
     from recinfer.distributed.model_parallel import get_unwrapped_module
     from recinfer.inference.export import export_archive
+    from recinfer.inference.report import ExportReport
+
+    reports: list[ExportReport] = []
+    on_report = options.pop("on_report", None)
+
+    def keep(report: ExportReport) -> None:
+        reports.append(report)
+        if on_report is not None:
+            on_report(report)
 
     bare = get_unwrapped_module(model)
     batches: Sequence[Any] = () if inputs is None else list(inputs) if isinstance(inputs, list) else [inputs]
@@ -115,9 +124,12 @@ def export(
         version=version,
         inputs=batches,
         user=user,
+        on_report=keep,
         **options,
     )
-    return load(out)
+    served = load(out)
+    served.report = reports[0]
+    return served
 
 
 _plan = plan  # ``export`` has an argument of this name

@@ -947,6 +947,8 @@ def _sample(batches: Sequence[Sequence[_Example]]) -> _Sampled:
         if example.part == "tensor":
             given = [batch[index].tensor for batch in batches]
             axes = _free_axes(given, sizes)
+            if len(set(sizes)) == 1 and 0 not in axes:
+                _check_fixed(example, sizes[0], first)
             batched.append(0 in axes and all(len(t) == size for t, size in zip(given, sizes)))
             tensors.append(tensor.index_select(0, picked).clone() if batched[-1] else tensor.clone())
         else:
@@ -998,13 +1000,37 @@ def _batch_size(batch: Sequence[_Example]) -> int:
             f"the example batch has {sizes[one]} samples in {one} and {sizes[two]} in {two}; give one batch size (the "
             f"features of one user for many candidates go into requests as context)"
         )
-    size = max(sizes.values(), key=list(sizes.values()).count)
+    count = [list(sizes.values()).count(size) for size in distinct]
+    size = distinct[count.index(max(count))]
+    if count.count(max(count)) > 1:
+        each = ", ".join(f"{n} rows in {path}" for path, n in sizes.items())
+        raise CaptureError(
+            f"the example batch has {each}, and no ids to tell which is the number of samples; {_TWO_BATCHES}"
+        )
     if size < 2:
         raise CaptureError(
             f"the example batch has {size} sample{'' if size == 1 else 's'}; give at least 2, so that the batch axis differs "
             f"from an axis of size 1"
         )
     return size
+
+
+_TWO_BATCHES = "give two example batches of different sizes, a list [batch, batch]"
+
+
+def _check_fixed(example: _Example, samples: int, batch: Sequence[_Example]) -> None:
+    """Refuse a tensor whose first axis may depend on the batch in a way that one batch size does not show."""
+    rows = len(example.tensor) if example.tensor.dim() else 1
+    if rows == 1:
+        return
+    reason = f"{rows // samples} for each of {samples} samples" if rows % samples == 0 else ""
+    for other in batch:
+        if other.part == "values" and len(other.tensor) == rows:
+            reason = f"as many as {other.path} has values"
+    if reason:
+        raise CaptureError(
+            f"{example.path} has {rows} rows, {reason}, or always {rows}: one batch size cannot tell; {_TWO_BATCHES}"
+        )
 
 
 def _free_axes(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -12,16 +11,18 @@ from recinfer.inference.bags import Features
 from recinfer.inference.calling import Call
 from recinfer.inference.results import FeatureSpec, LookupResult, Outputs
 from recinfer.inference.together import PredictInputs
+from recinfer.printed import Printed
 
 if TYPE_CHECKING:
     from recinfer.archive.manifest import InputInfo, Manifest
     from recinfer.distributed.planner.plan import Plan
     from recinfer.inference.predictor import Predictor
+    from recinfer.inference.report import ExportReport
 
 __all__ = ["ArchivedModel", "load"]
 
 
-class ArchivedModel:
+class ArchivedModel(Printed):
     """A model loaded from an archive. All methods are thread-safe.
 
     Called like the trained model, it takes what forward takes and returns what forward returns, with float32 tensors::
@@ -31,10 +32,12 @@ class ArchivedModel:
 
     Attributes:
         predictor: the engine's side of the model, which servers use.
+        report: the report of the export that returned this model; None for a model that was loaded.
     """
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor, report: ExportReport | None = None) -> None:
         self.predictor = predictor
+        self.report = report
         self._call = Call(predictor.manifest)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,9 +135,6 @@ class ArchivedModel:
         for output in self.manifest.dense.outputs if self.manifest.dense is not None else ():
             lines.append(f"  out  {output.name}: float32 [batch{''.join(f', {size}' for size in output.shape)}]")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def described(info: InputInfo, manifest: Manifest) -> str:

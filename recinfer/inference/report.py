@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from recinfer.archive.manifest import Manifest
 from recinfer.inference.comparison import Comparison
 from recinfer.inference.evaluation import Evaluation
+from recinfer.inference.results import input_specs
+from recinfer.printed import Printed, rich_text
 from recinfer.quant.rows import row_bytes
 from recinfer.sizes import size_text
 
@@ -44,12 +46,20 @@ class TableReport:
 
 
 @dataclass(frozen=True)
-class ExportReport:
-    """The tables, the evaluation (with held-out rows) and the comparison (with recorded outputs)."""
+class ExportReport(Printed):
+    """The report of an export, which prints as tables.
+
+    Attributes:
+        tables: size and error of each table.
+        evaluation: of held-out rows, if the export had some.
+        reference: the comparison with recorded outputs, if the export had some.
+        notes: what the export took for granted about the inputs, a sentence each.
+    """
 
     tables: tuple[TableReport, ...]
     evaluation: Evaluation | None
     reference: Comparison | None = None
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -66,7 +76,10 @@ class ExportReport:
         if self.evaluation is not None:
             parts.append(_table_of_quality(self.evaluation))
         parts.append(_NOT_COMPARED if self.reference is None else self.reference)
-        return Group(*parts)
+        return Group(*parts, *self.notes)
+
+    def __str__(self) -> str:
+        return rich_text(self)
 
     def _table_of_tables(self) -> Table:
         from rich.box import SIMPLE_HEAD
@@ -128,4 +141,14 @@ def make_report(
         )
         for t in manifest.tables
     )
-    return ExportReport(tables, evaluation, reference)
+    return ExportReport(tables, evaluation, reference, tuple(_fixed_inputs(manifest)))
+
+
+def _fixed_inputs(manifest: Manifest) -> Iterator[str]:
+    """Notes on tensors whose first axis is not the batch: an example batch cannot tell whether it may vary."""
+    for spec in input_specs(manifest):
+        if spec.is_shared and spec.shape and spec.shape[0] != 1:
+            yield (
+                f"input {spec.name!r} is taken as one tensor {spec.expected()} for all samples, as in the example batch; two "
+                f"example batches of different sizes tell whether its sizes may vary"
+            )

@@ -43,6 +43,7 @@ class InputSpec:
         as_long_as: the input that has as many values in each sample; empty: none.
         counts: the input whose values this one counts: its numbers of a sample sum to that input's number of values;
             empty: none.
+        user: whether the export named it as the user's: forward's part of these alone runs once for a context.
     """
 
     name: str
@@ -54,11 +55,17 @@ class InputSpec:
     per_sample: int = 0
     as_long_as: str = ""
     counts: str = ""
+    user: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a request has one tensor for all its samples."""
+        return self.kind == "tensor" and self.shape[:1] != ("batch",)
 
     @property
     def facts(self) -> str:
-        """The numbers of values that forward relies on, as text; empty: any numbers."""
-        told = []
+        """What forward relies on, beside dtype and shape, as text; empty: nothing."""
+        told = ["one tensor for all samples"] if self.is_shared else []
         if self.per_sample:
             told.append(f"exactly {self.per_sample} per sample")
         if self.as_long_as:

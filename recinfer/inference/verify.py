@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from recinfer.archive.reader import open_archive
 from recinfer.errors import ArchiveError
 from recinfer.inference.predictor import Predictor
+from recinfer.printed import Printed, rich_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,8 +20,8 @@ __all__ = ["VerifyReport", "verify"]
 
 
 @dataclass(frozen=True)
-class VerifyReport:
-    """The result of :func:`verify`; rich prints it as a table.
+class VerifyReport(Printed):
+    """The result of :func:`verify`, which prints as a table.
 
     Attributes:
         model, version: name and version of the archive's model.
@@ -45,6 +46,9 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether every check passed."""
         return not self.problems
+
+    def __str__(self) -> str:
+        return rich_text(self)
 
     def __rich__(self) -> Table:
         from rich.table import Table

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from recinfer import (
 from recinfer.distributed.model_parallel import DistributedModelParallel
 from recinfer.errors import ArchiveError, ConfigError, InputError
 from recinfer.inference.archived import ArchivedModel
+from recinfer.inference.report import make_report
+from recinfer.inference.results import input_specs
 from recinfer.inference.together import PredictInputs
 
 PLACES = 4
@@ -254,6 +257,10 @@ def test_inputs_without_a_batch_axis(tmp_path: Path) -> None:
     for batch in (1, 3):
         with torch.no_grad():
             torch.testing.assert_close(archived(*scaled(batch)), model(*scaled(batch)))
+    assert {spec.name: spec.facts for spec in input_specs(archived.manifest) if spec.facts} == {
+        "scale": "one tensor for all samples",
+        "row": "one tensor for all samples",
+    }
     ids, scale, row = scaled(3)
     context = KeyedJaggedTensor(["user"], torch.tensor([0]), lengths=torch.tensor([1]))
     item = KeyedJaggedTensor(["item"], ids["item"].values(), lengths=ids["item"].lengths())
@@ -263,6 +270,30 @@ def test_inputs_without_a_batch_axis(tmp_path: Path) -> None:
     found = archived.predict(None, item, {"user": context["user"].values().tolist(), "row": row}, {"scale": scale})
     with torch.no_grad():
         torch.testing.assert_close(found["output"], model(same, scale, row))
+
+
+def test_the_report_names_tensors_that_may_vary(both: tuple[Ranker, ArchivedModel]) -> None:
+    """Five rows beside six samples are taken as they are; an example batch of one size cannot tell."""
+    manifest, report = both[1].manifest, both[1].report
+    assert report is not None
+    assert report.notes == ()
+    assert manifest.signature is not None
+    inputs = tuple(replace(i, shape=(5, 2)) if i.name == "age" else i for i in manifest.signature.inputs)
+    changed = replace(manifest, signature=replace(manifest.signature, inputs=inputs))
+    sizes = {(t.module, t.name): 4 for t in manifest.tables}
+    (note,) = make_report(changed, sizes, None).notes
+    assert note.startswith("input 'age' is taken as one tensor float32 [5, 2] for all samples")
+
+
+def test_results_print(both: tuple[Ranker, ArchivedModel]) -> None:
+    plan = recinfer.plan(Ranker(), precision="int4")
+    assert repr(plan) == f"<plan {plan.hash[:12]}: 2 tables, int4, on 1 cpu ranks>"
+    assert "relative" in str(both[1].report)
+    for result in (plan, both[1], both[1].report):
+        text = str(result)
+        assert "user" in text
+        assert max(map(len, text.splitlines())) <= 140
+        assert html.unescape(result._repr_html_()) == f"<pre>{text}</pre>"  # type: ignore[union-attr]
 
 
 def test_a_user_part_needs_ids_that_are_passed_on(tmp_path: Path) -> None:
@@ -305,7 +336,10 @@ def test_user_names_must_fit(tmp_path: Path) -> None:
 def test_damage_is_raised(both: tuple[Ranker, ArchivedModel], tmp_path: Path) -> None:
     out = tmp_path / "b.rqa"
     recinfer.export(both[0], make_batch(6), out, precision="int8", progress=False)
-    assert recinfer.verify(out).ok
+    report = recinfer.verify(out)
+    assert report.ok
+    assert "5 replayed on torch, onnx" in str(report)
+    assert report._repr_html_().startswith("<pre>")
     (out / "stray").write_text("")
     with pytest.raises(ArchiveError, match="F6"):
         recinfer.verify(out)

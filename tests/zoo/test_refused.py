@@ -132,6 +132,11 @@ def with_nan() -> tuple[Any, ...]:
     return ids, dense
 
 
+def rows_a_value() -> tuple[Any, ...]:
+    ids, _ = draw(7)
+    return ids, torch.ones(ids["hist"].values().shape[0], 2)
+
+
 # fmt: off
 BATCHES = [
     ("one sample", (draw(1),), "has 1 sample; give at least 2"),
@@ -143,6 +148,9 @@ BATCHES = [
     ("too few arguments", ((draw()[0],),), r"does not fit forward\(ids.*missing.*'dense'"),
     ("a text", ("x",), r"does not fit forward"),
     ("no tensors", ((None, None),), "no tensor with a batch axis"),
+    ("no ids", ((torch.ones(6, 2), torch.ones(4, 2)),), "has 6 rows in ids, 4 rows in dense, and no ids to tell .*two example"),
+    ("rows a sample", ((draw()[0], torch.ones(12, 2)),), "dense has 12 rows, 2 for each of 6 samples, .*give two example"),
+    ("rows a value", (rows_a_value(),), r"dense has \d+ rows, as many as ids\['hist'\] has values, .*give two example"),
     ("a feature is missing", ((draw()[0].split([1, 1])[0], draw()[1]),), "'ec' reads feature 'hist'; .* has 'user'"),
     ("an outer list", ([draw()[0], draw()[1]],), "give a tuple of its arguments"),
 ]

@@ -33,6 +33,7 @@ from recinfer.excerpts import some
 from recinfer.files import write_file
 from recinfer.layout.rect import TilingError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.printed import Printed
 
 if TYPE_CHECKING:
     from recinfer.distributed.planner.model.topology import Topology
@@ -59,7 +60,7 @@ class PlanChange:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """A plan of all tables of a model.
 
     Args:
@@ -96,6 +97,10 @@ class Plan:
             outside = sorted({r for r in t.ranks if r >= self.world_size})
             if outside:
                 raise TilingError(f"table {t.name!r} is placed on ranks {outside}, outside {self.world_size} ranks")
+
+    def __repr__(self) -> str:
+        precisions = some(sorted({t.precision.value.lower() for t in self.tables}), 4)
+        return f"<plan {self.hash[:12]}: {len(self.tables)} tables, {precisions}, on {self.world_size} {self.compute_device} ranks>"
 
     def __str__(self) -> str:
         rows = [("table", "rows x dim", "precision", "sharding", "ranks")]
