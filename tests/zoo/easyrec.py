@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from tests.zoo.drawing import Bag, Draw
-from tests.zoo.rankers import DIM, EasyBatch, mlp
+from tests.zoo.rankers import DIM, EasyBatch, bags, mlp, user_and_item
 from tests.zoo.sequences import rows
 
 
@@ -67,3 +67,40 @@ class StepsOfSeveralIds(nn.Module):
         scores = torch.where(mask.unsqueeze(1), scores, torch.full_like(scores, -1e9)).softmax(-1)
         logits = self.top(torch.cat([(scores @ keys).squeeze(1), target[:, : 2 * DIM]], 1)).squeeze(1)
         return {"logits": logits, "probs": torch.sigmoid(logits)}
+
+
+class ValuesAsColumns(nn.Module):
+    """The three ids of each sample side by side, by view(-1, ...) of an unpooled feature's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec, self.ebc = rows(("last",)), bags("user")
+        self.top = mlp(4 * DIM, 8, 1)
+
+    @staticmethod
+    def draw(d: Draw) -> tuple[Any, ...]:
+        return (d.kjt(d.bag("last", 40, each=3), d.bag("user", 40, user=True)),)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        last = self.ec(ids)["last"].values().view(-1, 3 * DIM)
+        return self.top(torch.cat([last, self.ebc(ids).values()], 1))
+
+
+class VariationalDropout(nn.Module):
+    """A learned share of each feature; its penalty per sample is computed in forward and is no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc, self.top = bags("user", "item"), mlp(2 * DIM, 8, 1)
+        self.share = nn.Parameter(torch.randn(2))
+        self.register_buffer("dims", torch.tensor([DIM, DIM]))
+        self.penalty: dict[str, Tensor] = {}
+
+    draw = staticmethod(lambda d: (EasyBatch(sparse_features={"base": user_and_item(d)}),))
+
+    def forward(self, batch: EasyBatch) -> dict[str, Tensor]:
+        x = self.ebc(batch.sparse_features["base"]).values()
+        share = self.share.sigmoid()
+        each = torch.repeat_interleave(share.unsqueeze(0).tile([x.size(0), 1]), self.dims, dim=-1)
+        self.penalty["loss"] = 0.01 / x.size(0) * torch.sum(1.0 - share)
+        return {"logits": self.top(x * (1 - each)).squeeze(1)}

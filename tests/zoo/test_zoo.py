@@ -107,6 +107,8 @@ KINDS = [
             for name in ("hist_tags", "hist_words")
         },
     ),
+    Kind(e.ValuesAsColumns, per_sample={"last": 3}),
+    Kind(e.VariationalDropout),
 ]
 # fmt: on
 
