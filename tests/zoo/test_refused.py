@@ -96,7 +96,7 @@ def view(self, ids, dense, x):
 
 
 def columns(self, ids, dense, x):
-    return x + self.ec(ids)["hist"].values().view(-1, 7 * DIM)[:, :DIM]
+    return x + self.ec(ids)["hist"].values().view(-1, 3 * DIM)[:, :DIM]
 
 
 def nothing(self, ids, dense, x):
