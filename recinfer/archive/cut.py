@@ -176,7 +176,9 @@ def _user_parts(parts: Split, infos: Sequence[InputInfo], names: Sequence[str], 
     if all(info.name in names for info in infos if info.kind == "ids"):
         raise ConfigError("user: all features are the user's, so that nothing tells candidates apart; name fewer")
     owned = {about.name for about in parts.dense.inputs if trials.read_by(about, infos) <= set(names)}
-    user, candidates = split_user(parts.dense, owned)
+    pooled = {about.name: trials.columns(about) for about in parts.dense.inputs if about.kind == "pooled"}
+    mixed = {name: [feature in names for feature in columns] for name, columns in pooled.items() if name not in owned}
+    user, candidates = split_user(parts.dense, owned, mixed)
     part = trials.part("the user program", user)
 
     def with_user(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -311,6 +313,12 @@ class _Trials:
         else:
             names = {about.feature or ""}
         return names
+
+    def columns(self, about: DenseInput) -> list[str]:
+        """The feature of each column of a pooled input."""
+        (lookup,) = (lookup for lookup in self._parts.lookups if lookup.leaf.path == about.module)
+        dims = [config.embedding_dim for config in lookup.leaf.configs]
+        return [name for table, name in lookup.columns for _ in range(dims[table])]
 
     def example(self, inputs: Sequence[DenseInput], batch: int, seed: int) -> list[Tensor]:
         """Inputs for ``batch`` samples; no free size is below 2 unless the batch is."""

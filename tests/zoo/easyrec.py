@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from tests.zoo.drawing import Bag, Draw
 from tests.zoo.rankers import DIM, EasyBatch, bags, mlp, user_and_item
 from tests.zoo.sequences import rows
@@ -104,3 +104,24 @@ class VariationalDropout(nn.Module):
         each = torch.repeat_interleave(share.unsqueeze(0).tile([x.size(0), 1]), self.dims, dim=-1)
         self.penalty["loss"] = 0.01 / x.size(0) * torch.sum(1.0 - share)
         return {"logits": self.top(x * (1 - each)).squeeze(1)}
+
+
+class TwoTowers(nn.Module):
+    """DSSM: one collection has the tables of user and item, whose columns are grouped for a tower each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = bags("user", "item", "age", "shop")
+        self.towers = nn.ModuleDict({"user": mlp(2 * DIM, 8, 4), "item": mlp(2 * DIM + 1, 8, 4)})
+
+    @staticmethod
+    def draw(d: Draw) -> tuple[Any, ...]:
+        user = [d.bag(name, 40, user=True) for name in ("user", "age")]
+        sparse = {"base": d.kjt(*user, d.bag("item", 40), d.bag("shop", 40))}
+        return (EasyBatch({"base": d.keyed(price=1)}, sparse),)
+
+    def forward(self, batch: EasyBatch) -> dict[str, Tensor]:
+        found = [self.ebc(batch.sparse_features["base"]), batch.dense_features["base"]]
+        groups = KeyedTensor.regroup_as_dict(found, [["user", "age"], ["item", "shop", "price"]], ["user", "item"])
+        towers = [nn.functional.normalize(self.towers[name](group), dim=1) for name, group in groups.items()]
+        return {"similarity": (towers[0] * towers[1]).sum(1, keepdim=True) / 0.05}

@@ -45,6 +45,7 @@ class Kind:
         engine: of the dense program.
         batches: number of example batches; 0: the export makes one.
         int8: also export with INT8 tables.
+        user: the inputs of the user, whose part of forward is a program of its own.
     """
 
     model: type[nn.Module]
@@ -56,6 +57,7 @@ class Kind:
     engine: str = "onnx"
     batches: int = 1
     int8: bool = False
+    user: tuple[str, ...] = ()
 
 
 # fmt: off
@@ -109,6 +111,7 @@ KINDS = [
     ),
     Kind(e.ValuesAsColumns, per_sample={"last": 3}),
     Kind(e.VariationalDropout),
+    Kind(e.TwoTowers, user=("user", "age")),
 ]
 # fmt: on
 
@@ -186,7 +189,9 @@ def export(kind: Kind, folder: Path, precision: DataType) -> tuple[nn.Module, Pr
     torch.manual_seed(3)
     model = kind.model().eval()
     inputs = [kind.model.draw(Draw(6 + i, 10 + i)) for i in range(kind.batches)]
-    make_archive(folder, model=model, ranks=1, precision=precision, kinds=("table_wise",), inputs=inputs)
+    make_archive(
+        folder, model=model, ranks=1, precision=precision, kinds=("table_wise",), inputs=inputs, user=kind.user
+    )
     return model, load(folder / "small.rqa")
 
 
@@ -257,6 +262,11 @@ def check_one_user(kind: Kind, model: nn.Module, predictor: Predictor) -> None:
         expected = model(*arguments)
     answer = predictor.predict(candidates.dense, candidates.features, first_sample(users.features), candidates.inputs)
     check(answer, expected, TOLERANCE)
+    signature = predictor.manifest.signature
+    assert signature is not None
+    assert (() if signature.user is None else signature.user.names) == kind.user
+    if signature.user is not None:  # the tower runs there, and nothing of the user behind it but its vector
+        assert len(signature.user.between) == 1
 
 
 def first_sample(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
