@@ -12,6 +12,7 @@ affects all of them; a ratio is the median over turns.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -56,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--candidates", type=int, nargs="+", default=[1, 50, 500])
     parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--out", type=Path, help="also write the figures as JSON to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -81,6 +83,7 @@ def main() -> None:
                     times[cell].append(time.perf_counter() - start)
     least = options.candidates[0]
     print(f"{'candidates':>10} {'context, ms':>12} {'over ' + str(least):>10} {'repeated, ms':>13} {'context is':>12}")
+    rows = []
     for count in options.candidates:
         context_times, repeated_times = times["context", count], times["repeated", count]
         over = statistics.median(a / b for a, b in zip(context_times, times["context", least]))
@@ -89,6 +92,17 @@ def main() -> None:
             f"{count:>10} {1e3 * statistics.median(context_times):>12.2f} {over:>9.2f}x "
             f"{1e3 * statistics.median(repeated_times):>13.2f} {faster:>10.1f}x"
         )
+        rows.append(
+            {
+                "candidates": count,
+                "context_ms": 1e3 * statistics.median(context_times),
+                "repeated_ms": 1e3 * statistics.median(repeated_times),
+                "over_least": over,
+                "repeated_over_context": faster,
+            }
+        )
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows))
 
 
 def _whole(lengths: list[int], items: list[int]) -> KeyedJaggedTensor:

@@ -121,12 +121,19 @@ def scaleout(run: Run) -> list[Any]:
     return [run.module("scaleout", *settings, "--json", out=False) for _ in range(1 if run.quick else 3)]
 
 
+def context(run: Run) -> list[Any]:
+    """Measure one user with many candidates, with the user as the request's context and repeated for each candidate."""
+    settings = ["--candidates", 1, 50, "--turns", 2] if run.quick else ["--candidates", 1, 50, 500, "--turns", 40]
+    return [run.module("context", *settings) for _ in range(1 if run.quick else 3)]
+
+
 SECTIONS: dict[str, Callable[[Run], list[Any]]] = {
     "lookup": lookup,
     "serving": serving,
     "planner": planner,
     "training": training,
     "scaleout": scaleout,
+    "context": context,
 }
 """Name -> what measures it; the raw results of its runs."""
 

@@ -112,6 +112,11 @@ def added_ms(runs: list[Any], call: str, more: str, less: str) -> Spread | None:
     return over(runs, lambda run: run["p50_ms"][call][more] - run["p50_ms"][call][less])
 
 
+def context_figure(runs: list[Any], candidates: int, figure: str) -> Spread | None:
+    """A figure of the requests with so many candidates."""
+    return over(runs, lambda run: next(row[figure] for row in run if row["candidates"] == candidates))
+
+
 # --------------------------------------------------------------------------------------------------- the sections
 
 LOOKUPS = ("unsharded", "table-wise", "row-wise", "column-wise")
@@ -227,12 +232,27 @@ def scaleout_section(runs: list[Any]) -> str:
     return said + table(["call", "one process, ms", "two shard servers add, ms", "bare gRPC adds, ms"], rows)
 
 
+def context_section(runs: list[Any]) -> str:
+    figures = ("context_ms", "over_least", "repeated_ms", "repeated_over_context")
+    counts = [row["candidates"] for row in runs[0]]
+    rows = [[f"{count:,}", *(cell(context_figure(runs, count, figure)) for figure in figures)] for count in counts]
+    said = "A prediction for one user and several candidates, in one process with one thread. The model has a transformer of two layers over "
+    said += "12 items, width 16, as its user tower, and was exported with `--user`. With the user in the request's context the tower runs once; "
+    said += "with the user repeated it runs for each candidate. The ratios are medians over turns of one run: the time with a context over that "
+    said += (
+        f"of {counts[0]} candidate, and the time of the repeated user over that of the context (higher is better).\n\n"
+    )
+    head = ["candidates", "context, ms", f"over {counts[0]} candidate", "user repeated, ms", "repeated / context"]
+    return said + table(head, rows)
+
+
 TITLES: dict[str, tuple[str, Callable[[list[Any]], str]]] = {
     "lookup": ("Quantized lookup", lookup_section),
     "serving": ("Serving", serving_section),
     "planner": ("Planner", planner_section),
     "training": ("Training", training_section),
     "scaleout": ("Scale-out", scaleout_section),
+    "context": ("One user, many candidates", context_section),
 }
 
 

@@ -129,11 +129,23 @@ def _scaleout(runs: list[Any], path: Path) -> None:
         _bars(axes, calls, bars, [OURS, FLOOR])
 
 
+def _context(runs: list[Any], path: Path) -> None:
+    counts = [row["candidates"] for row in runs[0]]
+    bars: Bars = {
+        "user as the context": [figures.context_figure(runs, count, "context_ms") for count in counts],
+        "user repeated": [figures.context_figure(runs, count, "repeated_ms") for count in counts],
+    }
+    with _plot(path, "ms per prediction") as axes:
+        axes.set_yscale("log")
+        _bars(axes, [f"{count:,} candidates" for count in counts], bars, [OURS, FLOOR])
+
+
 PLOT_OF: dict[str, Callable[[list[Any], Path], None]] = {
     "lookup": _lookup,
     "serving": _serving,
     "planner": _planner,
     "training": _training,
     "scaleout": _scaleout,
+    "context": _context,
 }
 """Section -> function that plots its runs as SVG."""

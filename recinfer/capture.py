@@ -27,7 +27,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,8 @@ __all__ = [
     "EmbeddingModule",
     "Slot",
     "capture",
+    "collision_settings",
+    "collision_stubs",
     "described",
     "embedding_modules",
     "read_arguments",
@@ -112,6 +114,7 @@ class EmbeddingModule:
         tables: the collection's tables; empty where the caller knows them.
         processed: whether a feature-processed module is around the collection.
         positions: (feature, parameter of its processor, positions) of position weights.
+        collisions: table -> the settings of its managed collisions; empty where ids are rows.
     """
 
     path: str
@@ -123,6 +126,7 @@ class EmbeddingModule:
     tables: tuple[Table, ...] = ()
     processed: bool = False
     positions: tuple[tuple[str, str, int], ...] = ()
+    collisions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -252,6 +256,7 @@ def capture(model: nn.Module, *batches: Any) -> Captured:
 def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
     """The embedding collections of ``model``, and feature-processed ones as a whole, in module order."""
     found: dict[nn.Module, EmbeddingModule] = {}
+    collisions: dict[int, dict[str, dict[str, Any]]] = {}  # by the id of the collection behind them
     stack: list[tuple[str, nn.Module]] = [("", model)]
     seen: set[int] = set()
     while stack:
@@ -261,12 +266,19 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
         seen.add(id(module))
         inner = module
         names = {kind.__name__ for kind in type(module).__mro__}
+        if "ManagedCollisionCollection" in names:
+            continue
+        managed = getattr(module, "_managed_collision_collection", None)
+        if managed is not None:
+            parts = managed._managed_collision_modules
+            collisions[id(module._embedding_module)] = {name: collision_settings(part) for name, part in parts.items()}
         if "FeatureProcessedEmbeddingBagCollection" in names:
             inner = getattr(module, "_embedding_bag_collection")  # noqa: B009 - not a declared attribute
         for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
             configs = getattr(inner, method, None)
             if callable(configs):
-                found[module] = described(path, module, list(configs()), pooled)
+                about = described(path, module, list(configs()), pooled)
+                found[module] = replace(about, collisions=collisions.get(id(module), {}))
                 break
         else:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
@@ -313,6 +325,79 @@ def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool
         processors is not None,
         tuple(positions),
     )
+
+
+# ------------------------------------------------------------------------------------------------- managed collisions
+
+_SORTED = {"zch_size": "_zch_size", "input_hash_size": "_input_hash_size"}
+_HASHED = _SORTED | {
+    "total_num_buckets": "_buckets",
+    "max_probe": "_max_probe",
+    "output_segments": "_output_segments",
+    "opt_in_prob": "_opt_in_prob",
+    "percent_reserved_slots": "_percent_reserved_slots",
+    "disable_fallback": "_disable_fallback",
+    "no_bag": "_no_bag",
+}
+
+
+def collision_settings(module: nn.Module) -> dict[str, Any]:
+    """The class of a managed collision module and the arguments that lookups and the state depend on, as JSON values.
+
+    Raises:
+        CaptureError: a module whose lookups depend on more.
+    """
+    kinds = _mro(module)
+    if "MCHManagedCollisionModule" in kinds:
+        if getattr(module, "_input_hash_func", None) is not None:
+            raise CaptureError(
+                "a managed collision module hashes ids by input_hash_func, a Python function that no server runs; hash the ids "
+                "before they reach the model, in training and in requests"
+            )
+        policy = type(getattr(module, "_eviction_policy", None)).__name__
+        settings = {k: getattr(module, v) for k, v in _SORTED.items()}
+        return {"class": "MCHManagedCollisionModule", **settings, "eviction_policy": policy}
+    if "HashZchManagedCollisionModule" in kinds:
+        mapper: Any = getattr(module, "input_mapper", module)  # TorchRec has the argument there
+        divided = getattr(mapper, "_inference_dispatch_div_train_world_size", getattr(mapper, "_divided", False))
+        return {
+            "class": "HashZchManagedCollisionModule",
+            **{k: getattr(module, v) for k, v in _HASHED.items()},
+            "inference_dispatch_div_train_world_size": divided,
+        }
+    raise CaptureError(
+        f"managed collisions of a {type(module).__name__}; expected MCHManagedCollisionModule or HashZchManagedCollisionModule"
+    )
+
+
+class _PassOn(nn.Module):
+    """Managed collisions that leave ids as they are: a server maps them by the archive's vocabularies."""
+
+    def forward(self, features: Any, *_: Any, **__: Any) -> Any:
+        return features
+
+    def evict(self) -> dict[str, None]:
+        return {}
+
+
+def collision_stubs(model: nn.Module) -> dict[int, nn.Module]:
+    """``id`` of each managed collision collection -> the module for its place in a copy whose tables take raw ids.
+
+    Raises:
+        CaptureError: a module that also returns the rows of its ids.
+    """
+    stubs: dict[int, nn.Module] = {}
+    for path, module in model.named_modules():
+        managed = getattr(module, "_managed_collision_collection", None)
+        if managed is None:
+            continue
+        if getattr(module, "_return_remapped_features", False):
+            raise CaptureError(
+                f"module {path!r} is a {type(module).__name__} that returns the rows of its ids too, which no server returns; "
+                f"build it with return_remapped_features=False"
+            )
+        stubs[id(managed)] = _PassOn()
+    return stubs
 
 
 # ------------------------------------------------------------------------------------------------- lookup operators
@@ -1166,6 +1251,7 @@ def _traced(
     examples, build = batch[0].found, batch[1]
     called: set[int] = set()
     stubs: dict[int, Any] = {id(m): _Lookup(i, a, m, called) for i, (m, a) in enumerate(zip(modules, abouts))}
+    stubs |= collision_stubs(model)
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from recinfer.archive.leaves import Leaf
+from recinfer.capture import collision_stubs
 from recinfer.errors import ConfigError
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -47,12 +49,14 @@ def made_batch(
     left_out = [name for name, p in inspect.signature(model.forward).parameters.items() if p.default is None]
     found = _Found(num_dense, left_out)
     stubs: dict[int, Any] = {id(leaf.module): _Stub(leaf, found) for leaf in leaves}
+    stubs |= collision_stubs(model)
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     for _ in range(4):  # the dense input, its width, the run that succeeds
         try:
             with torch.no_grad(), _FindWidth(found):
-                _call(body, found)
+                args, kwargs = _arguments(body, lambda path: _value(path, found))
+                body(*args, **kwargs)
             break
         except _Retry:
             continue
@@ -69,7 +73,7 @@ def made_batch(
     missing = [leaf.module_path for leaf in leaves if leaf.module_path not in found.called]
     if missing:
         raise ConfigError(f"forward never calls the embedding module {missing[0]!r}; remove it or use it")
-    return _arguments(body, found)
+    return _batch(body, found)
 
 
 class _Step(NamedTuple):
@@ -266,24 +270,17 @@ def _value(path: Path, found: _Found) -> Any:
     return _dense_tensor(found, 4) if path == found.dense else _Unknown(path, found)
 
 
-def _parameters(body: nn.Module) -> list[inspect.Parameter]:
-    """The parameters of forward that have no default."""
-    return [
-        p
-        for p in inspect.signature(body.forward).parameters.values()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.default is p.empty
-    ]
-
-
-def _call(body: nn.Module, found: _Found) -> Any:
+def _arguments(body: nn.Module, value: Callable[[Path], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of forward that have no default, each the ``value`` of its path."""
     args, kwargs = [], {}
-    for p in _parameters(body):
-        value = _value((_Step(p.name, False),), found)
+    for p in inspect.signature(body.forward).parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or p.default is not p.empty:
+            continue
         if p.kind is p.KEYWORD_ONLY:
-            kwargs[p.name] = value
+            kwargs[p.name] = value((_Step(p.name, False),))
         else:
-            args.append(value)
-    return body(*args, **kwargs)
+            args.append(value((_Step(p.name, False),)))
+    return tuple(args), kwargs
 
 
 def _explained(found: _Found, error: Exception) -> str:
@@ -302,22 +299,11 @@ def _explained(found: _Found, error: Exception) -> str:
     return f"forward failed on a made batch: {reason}{taken}{ids}{found.about_defaults()}; {_ADVICE}"
 
 
-class _Object:
-    """A part of a made batch with attributes."""
-
-
-def _arguments(body: nn.Module, found: _Found) -> tuple[Any, ...]:
+def _batch(body: nn.Module, found: _Found) -> tuple[Any, ...]:
     values: dict[Path, Any] = {path: _ids(fs, path in found.weighted) for path, fs in found.features.items()}
     if found.dense is not None:
         values[found.dense] = _dense_tensor(found, _SAMPLES)
-    args, kwargs = [], {}
-    for p in _parameters(body):
-        value = _built((_Step(p.name, False),), values)
-        if p.kind is p.KEYWORD_ONLY:
-            kwargs[p.name] = value
-        else:
-            args.append(value)
-    return tuple(args), kwargs
+    return _arguments(body, lambda path: _built(path, values))
 
 
 def _built(path: Path, values: dict[Path, Any]) -> Any:
@@ -330,10 +316,7 @@ def _built(path: Path, values: dict[Path, Any]) -> Any:
     parts = {step: _built((*path, step), values) for step in steps}
     if all(step.is_item for step in steps):
         return {step.key: part for step, part in parts.items()}
-    made = _Object()
-    for step, part in parts.items():
-        setattr(made, str(step.key), part)
-    return made
+    return SimpleNamespace(**{str(step.key): part for step, part in parts.items()})
 
 
 def _ids(features: dict[str, Leaf], weighted: bool) -> KeyedJaggedTensor:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.formats.names import Precision
+from recinfer.vocabulary.info import VocabularyInfo, index_path
 
 __all__ = [
     "ENGINE_PACKAGES",
@@ -330,7 +331,7 @@ class Manifest:
 
     ``missing_shards`` says whether default rows may replace rows of unavailable ranks; its default is ``"reject"``.
     ``signature`` is absent in archives of earlier versions and where there is no dense part, its ``counts`` where it is
-    empty. No other key is optional.
+    empty, ``vocabularies`` where no table has one. No other key is optional.
     """
 
     format: str
@@ -352,6 +353,7 @@ class Manifest:
     bytes_total: int
     missing_shards: MissingShards = "reject"
     signature: Signature | None = None
+    vocabularies: tuple[VocabularyInfo, ...] = ()
 
     def to_json(self) -> str:
         """Readable, deterministic JSON."""
@@ -362,6 +364,8 @@ class Manifest:
             del values["signature"]
         elif not self.signature.counts:
             del values["signature"]["counts"]
+        if not self.vocabularies:
+            del values["vocabularies"]
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
     @property
@@ -457,6 +461,7 @@ def required_files(manifest: Manifest) -> list[str]:
             paths += [f"dense/{name}.pt2", *([f"dense/{name}.onnx"] if part.onnx is not None else [])]
     if any(module.position_weights is not None for module in manifest.modules):
         paths.append("dense/position_weights.safetensors")
+    paths += [index_path(number) for number in range(len(manifest.vocabularies))]
     return [*paths, "check/requests.safetensors", "check/answers.safetensors"]
 
 

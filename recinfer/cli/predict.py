@@ -95,6 +95,14 @@ class PredictOptions:
             show_default="dense",
         ),
     ] = None
+    context: Annotated[
+        Path | None,
+        typer.Option(
+            "--context",
+            help="JSON file with one row that applies to all rows, such as a user's features; the rows have the others.",
+            show_default=False,
+        ),
+    ] = None
     concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests, with --rows.")] = 4
     format: Annotated[
         InputFormat | None, typer.Option("--format", help="Format of --input.", show_default="by the file's suffix")
@@ -115,7 +123,7 @@ class _Input:
 
     dense: NDArray[Any] | None
     features: FeatureArrays
-    context: Mapping[str, Any] | None = None
+    context: Mapping[str, Any] | FeatureArrays | None = None
     model: str = ""
     version: str = ""
     inputs: Mapping[str, InputArrays] = field(default_factory=dict)
@@ -134,7 +142,8 @@ def run(options: PredictOptions) -> None:
     --rows streams a file of any length. JSON lines: one object per line, {"C1": [3, 7], "tags": {"ids": [4], "weights":
     [0.5]}, "dense": [0.1]}. CSV and parquet: one column per feature and a column "dense"; in CSV separate ids by
     spaces, as in 3 7 or with weights 3:0.5 7:2. The model's other inputs are columns of their names, with numbers. --keep id --ignore label takes a file with a key and a label,
-    and --dense numbers one whose model has a feature called dense. A row that fails does not affect other rows: the last
+    and --dense numbers one whose model has a feature called dense. --context user.json holds the features (or the raw
+    columns) that all rows share, in the form of a JSON line; they are sent once per request and looked up once. A row that fails does not affect other rows: the last
     column of --out holds its error, and the exit code is 1.
     """
     output, source = Output(options.as_json), options.input
@@ -146,10 +155,12 @@ def run(options: PredictOptions) -> None:
     if source is None:
         return _score_rows(options, output)
     kind = options.format or _format_of(source)
+    if kind is InputFormat.json and options.context is not None:
+        raise ConfigError('got --context with JSON; give it as "context" in the file of --input')
     parsed = _from_json(source) if kind is InputFormat.json else None
     with open_client(options.target, _named(options.client, parsed)) as client:
         if parsed is None:
-            parsed = _from_rows(source, kind, client)
+            parsed = _from_rows(source, kind, client, options.context)
         outputs, missing = _predict(client, parsed, options.batch_size)
     num_rows = parsed.features.batch
     if missing:
@@ -196,6 +207,17 @@ def _named_inputs(client: InferenceClient) -> Collection[str]:
         return ()
 
 
+def _context(path: Path, dense: str, inputs: Collection[str]) -> dict[str, Any]:
+    """The features and inputs of one sample in a JSON file."""
+    from recinfer.cli.rows import read_context
+    from recinfer.serving.client.bulk import batch_of
+
+    numbers, features, named = batch_of([read_context(path)], dense, inputs)
+    if numbers is not None:
+        raise InputError(f"--context {path}: got {dense!r}; the dense numbers differ by row, so the rows have them")
+    return {**features, **named}
+
+
 def _header(keep: list[str], names: list[str]) -> list[str]:
     """The columns of ``--out``: row number, kept columns, outputs, error. ``_`` after a name makes it unique."""
     from recinfer.columns import free_name
@@ -231,8 +253,14 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
     ):
         writer, task = csv.writer(file), shown.add_task("0 rows", total=None)
         inputs.update(_named_inputs(client))
+        context = None if options.context is None else _context(options.context, dense, inputs)
         for row in client.predict_many(
-            rows, concurrency=options.concurrency, batch_size=options.batch_size, dense=dense, inputs=inputs
+            rows,
+            concurrency=options.concurrency,
+            batch_size=options.batch_size,
+            dense=dense,
+            inputs=inputs,
+            context=context,
         ):
             done += 1
             key = kept.pop(row.index, ["" for _ in keep])
@@ -303,8 +331,9 @@ def _one_of(name: str, given: str, own: str) -> str:
     return given or own
 
 
-def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Input:
+def _from_rows(path: Path, kind: InputFormat, client: InferenceClient, context: Path | None) -> _Input:
     """Raw rows, converted by the served model's feature contract."""
+    from recinfer.cli.rows import read_context
     from recinfer.data import read_columns, read_csv
     from recinfer.data.tables import first_line
 
@@ -318,7 +347,12 @@ def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Input
         columns = read_csv(path)
     else:
         columns = read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)
-    parsed = _Input(*about.contract.apply_arrays(columns))
+    if context is None:
+        parsed = _Input(*about.contract.apply_arrays(columns))
+    else:
+        shared = {name: [value] for name, value in read_context(context).items()}
+        dense, features, own = about.contract.apply_with_context(columns, shared)
+        parsed = _Input(dense, features, own if own.keys else None)
     if not parsed.features.batch:
         raise InputError(f"{path}: got no rows, expected at least one")
     return parsed

@@ -13,7 +13,7 @@ from recinfer.columns import DENSE
 from recinfer.errors import ConfigError, InputError
 from recinfer.files import NOT_GZIP, open_text, without_gz
 
-__all__ = ["read_rows"]
+__all__ = ["read_context", "read_rows"]
 
 _READ_ROWS = 4096  # rows of a parquet file that are read at a time
 
@@ -50,6 +50,21 @@ def read_rows(
         )
     path.stat()  # fails now for a missing file, not at the first row
     return reader(path)
+
+
+def read_context(path: Path) -> dict[str, Any]:
+    """The row in the JSON file ``path``: one object, in the form of a line of a ``.jsonl`` file.
+
+    Raises:
+        InputError: the file holds something else.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8-sig"))
+        if not isinstance(found, dict):
+            raise ValueError(f"got {type(found).__name__}, expected an object")
+        return {name: _weighted(name, value) for name, value in found.items()}
+    except (ValueError, RecursionError) as error:  # also text that is not JSON
+        raise InputError(f"--context {path}: {error}") from None
 
 
 def _opened(path: Path) -> IO[str]:

@@ -16,7 +16,7 @@ Shapes: ``B`` rows, ``F`` sparse features, ``N`` ids.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -123,17 +123,47 @@ class FeatureContract:
         self, columns: Columns, counters: dict[str, int] | None = None
     ) -> tuple[NDArray[np.float32], FeatureArrays]:
         """:meth:`apply` as numpy arrays, which needs no torch."""
-        needed_by = "the feature contract"
-        require(columns, self.columns, needed_by, ". Send every column, with None (null) in rows that have no value")
-        arrays = {name: column(columns, name, needed_by) for name in self.columns}
-        rows = num_rows(arrays, self.columns)
-        dense = np.empty((rows, self.num_dense), dtype=np.float32)
-        for at, feature in enumerate(self.dense):
-            dense[:, at] = feature.values(arrays)
-        bags = [feature.bags(arrays, counters) for feature in self.sparse]
-        values = np.concatenate([ids for ids, _ in bags]) if bags else np.empty(0, dtype=np.int64)
-        lengths = np.concatenate([counts for _, counts in bags]) if bags else np.empty(0, dtype=np.int64)
-        return dense, FeatureArrays(self.feature_names, rows, lengths.astype(np.int32), values)
+        return _applied(self.sparse, self.dense, columns, counters)
+
+    def apply_with_context(
+        self, columns: Columns, context: Columns, counters: dict[str, int] | None = None
+    ) -> tuple[NDArray[np.float32], FeatureArrays, FeatureArrays]:
+        """:meth:`apply_arrays` for rows that share some columns, as a user's candidates do.
+
+        Args:
+            columns: the columns of ``B`` rows; of the contract's columns those that ``context`` does not have.
+            context: the shared columns, of one row.
+
+        Returns:
+            dense float32 ``[B, num_dense]``; the features of the rows; those of the context, a batch of 1.
+
+        Raises:
+            InputError: see :meth:`apply`; a column in both, or no column that differs by row.
+        """
+        shared = [name for name in self.columns if name in context]
+        twice = [name for name in shared if name in columns]
+        if twice:
+            raise InputError(f"context: column {twice[0]!r} is also in the rows; give it in one of them")
+        if len(shared) == len(self.columns):
+            raise InputError(
+                "context: it has all columns of the feature contract; leave those to the rows that differ by row"
+            )
+        each, features = _applied(*self._of(shared, False), columns, counters)
+        if not shared:
+            return each, features, FeatureArrays((), 1, np.empty(0, np.int32), np.empty(0, np.int64))
+        once, own = _applied(*self._of(shared, True), context, counters)
+        if own.batch != 1:
+            raise InputError(f"context: got {own.batch} rows, expected one, which applies to all rows")
+        dense = np.empty((features.batch, self.num_dense), dtype=np.float32)
+        is_shared = np.array([feature.source in shared for feature in self.dense], dtype=bool)
+        dense[:, is_shared], dense[:, ~is_shared] = once, each
+        return dense, features, own
+
+    def _of(self, shared: Sequence[str], inside: bool) -> tuple[list[SparseFeature], list[DenseFeature]]:
+        """The features of the columns ``shared``, or of all others."""
+        return [f for f in self.sparse if (f.source in shared) == inside], [
+            f for f in self.dense if (f.source in shared) == inside
+        ]
 
     def labels(self, columns: Columns) -> Tensor:
         """Float32 ``[B]`` of 0 and 1.
@@ -190,6 +220,24 @@ class FeatureContract:
 
 
 # ---- to data and back
+
+
+def _applied(
+    sparse: Sequence[SparseFeature], dense: Sequence[DenseFeature], columns: Columns, counters: dict[str, int] | None
+) -> tuple[NDArray[np.float32], FeatureArrays]:
+    """The numbers ``[B, len(dense)]`` and the ids of some features."""
+    needed_by = "the feature contract"
+    names = list(dict.fromkeys([f.source for f in sparse] + [f.source for f in dense]))
+    require(columns, names, needed_by, ". Send every column, with None (null) in rows that have no value")
+    arrays = {name: column(columns, name, needed_by) for name in names}
+    rows = num_rows(arrays, names)
+    numbers = np.empty((rows, len(dense)), dtype=np.float32)
+    for at, feature in enumerate(dense):
+        numbers[:, at] = feature.values(arrays)
+    bags = [feature.bags(arrays, counters) for feature in sparse]
+    values = np.concatenate([ids for ids, _ in bags]) if bags else np.empty(0, dtype=np.int64)
+    lengths = np.concatenate([counts for _, counts in bags]) if bags else np.empty(0, dtype=np.int64)
+    return numbers, FeatureArrays(tuple(f.name for f in sparse), rows, lengths.astype(np.int32), values)
 
 
 def _fields(item: Any) -> dict[str, Any]:

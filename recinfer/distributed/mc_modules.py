@@ -21,6 +21,7 @@ from recinfer.errors import ConfigError
 from recinfer.layout.rect import Rect
 from recinfer.module_tree import append_prefix
 from recinfer.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
+from recinfer.modules.zero_collision import segments_of
 from recinfer.optim.local_tensors import local_tensors
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -30,7 +31,6 @@ _MODULES = "_managed_collision_modules"
 _LOCAL = frozenset(
     {"_output_segments_tensor", "_current_iter_tensor", "_hash_zch_bucket"}
 )  # buffers that all ranks have alike
-_WORDS = 1 << 64
 
 
 class ShardedManagedCollisionCollection(nn.Module):
@@ -91,7 +91,7 @@ class ShardedManagedCollisionCollection(nn.Module):
             pieces = self._pieces[self._feature_to_table[feature]]
             firsts = torch.tensor([rect.row_start for rect in pieces], device=ids.device)
             module = self._module(self._feature_to_table[feature])
-            parts.append(firsts[_segments(ids, len(pieces), module.input_size())])
+            parts.append(firsts[segments_of(ids, module.input_size() or 1, len(pieces))])
         return torch.cat(parts) if parts else features.values().long()
 
     def preprocess(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -180,17 +180,6 @@ def _check(table: str, plan: ParameterSharding, rects: list[Rect], world_size: i
             f"table {table!r} with managed collisions has rows on ranks {sorted({r.rank for r in rects})}; expected one piece on "
             f"each of {world_size} ranks, in their order"
         )
-
-
-def _segments(ids: Tensor, count: int, input_size: int) -> Tensor:
-    """The segment of each id, int64 ``[N]``, as FBGEMM's block_bucketize_sparse_features: ids are unsigned, and ids at or above
-    ``input_size`` are spread over the segments."""
-    if not input_size:
-        return ids % count
-    block = -(-input_size // count)
-    blocks = ids // block
-    spread = torch.where(ids < 0, (ids % count + _WORDS % count) % count, ids % count)
-    return torch.where((ids >= 0) & (blocks < count), blocks, spread)
 
 
 def _give_sharded(module: nn.Module, destination: dict[str, Any], prefix: str, _: Any) -> None:

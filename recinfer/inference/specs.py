@@ -64,7 +64,7 @@ class InputSpec:
 
     @property
     def facts(self) -> str:
-        """What forward relies on, beside dtype and shape, as text; empty: nothing."""
+        """Properties of the input that forward relies on, next to dtype and shape, as text; empty: none."""
         told = ["one tensor for all samples"] if self.is_shared else []
         if self.per_sample:
             told.append(f"exactly {self.per_sample} per sample")

@@ -23,8 +23,6 @@ INSTEAD = {
     "torchrec.distributed.embedding_kernel.BaseEmbedding": "torch.nn.Module: recinfer's lookups are plain modules",
     "torchrec.distributed.embedding_kernel.get_state_dict": "state_dict() of the sharded module",
     "torchrec.distributed.embedding_tower_sharding.*": "two modules: an EmbeddingBagCollection, then the tower",
-    "torchrec.distributed.embeddingbag._create_mean_pooling_divisor": "nothing: MEAN divides each table by its own "
-    "bag lengths, for any sharding",
     "torchrec.distributed.fused_embedding.*": "recinfer.modules.embedding_modules.EmbeddingCollection with recinfer.optim.apply_optimizer_in_backward",
     "torchrec.distributed.fused_embeddingbag.FusedEmbeddingBagCollectionSharder": "recinfer.distributed.embeddingbag.EmbeddingBagCollectionSharder after recinfer.optim.apply_optimizer_in_backward on the tables",
     "torchrec.distributed.global_settings.*": "nothing to set: shards are made on the device that is given",

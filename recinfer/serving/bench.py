@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from recinfer.columns import FeatureArrays
 from recinfer.errors import InputError, RecinferError
-from recinfer.inference.specs import FeatureSpec
-from recinfer.serving.client.client import AsyncInferenceClient, ModelDescription
+from recinfer.serving.client.client import AsyncInferenceClient
+from recinfer.serving.random_requests import RandomRequests
 from recinfer.serving.wire.loop import run_on_loop
 
-__all__ = ["LoadResult", "measure_load", "random_features", "random_requests"]
+__all__ = ["LoadResult", "measure_load"]
 
 _WARM_UP_S = 0.3
 _REQUESTS, _MOST_IDS = 64, 1 << 25  # number of different prepared requests, and the bound on all their ids
@@ -52,36 +50,6 @@ class LoadResult:
     def percentile(self, percent: float) -> float:
         """Seconds within which ``percent`` of the answered requests were answered; nan without any."""
         return float(np.percentile(self.latencies, percent)) if self.latencies.size else float("nan")
-
-
-def random_features(
-    features: Sequence[FeatureSpec], batch: int, ids: int, random: np.random.Generator, *, weighted: bool = False
-) -> FeatureArrays:
-    """``batch`` samples with ``ids`` ids for each feature, uniform over the rows; ``weighted``: each id has a weight
-    below 1."""
-    # A feature that several tables read is listed once per table, as feature@table: its ids fit the smallest table.
-    rows: dict[str, int] = {}
-    for feature in features:
-        name = feature.name.split("@")[0]
-        rows[name] = min(feature.rows, rows.get(name, feature.rows))
-    values = np.concatenate([random.integers(limit, size=batch * ids) for limit in rows.values()])
-    lengths = np.full(len(rows) * batch, ids, np.int32)
-    weights = random.random(len(values), np.float32) if weighted else None
-    return FeatureArrays(tuple(rows), batch, lengths, values, weights)
-
-
-def random_requests(
-    model: ModelDescription, batch: int, ids: int, count: int, seed: int = 0
-) -> list[tuple[NDArray[np.float32], FeatureArrays]]:
-    """``count`` requests of ``batch`` samples, see :func:`random_features`, and their dense columns."""
-    random = np.random.default_rng(seed)
-    return [
-        (
-            random.standard_normal((batch, model.num_dense), np.float32),
-            random_features(model.features, batch, ids, random, weighted=model.needs_weights),
-        )
-        for _ in range(count)
-    ]
 
 
 def measure_load(
@@ -127,7 +95,12 @@ async def _measure(
     async with AsyncInferenceClient(target, **arguments) as client:
         model = await client.get_model()
         count = max(1, min(_REQUESTS, _MOST_IDS // max(1, batch * ids * len(model.features))))
-        requests = random_requests(model, batch, ids, count, seed)
+        maker = RandomRequests(model, seed)
+        lengths = {name: np.full(batch, ids, np.int32) for name in maker.names}
+        requests = [
+            {"features": maker.lookup(lengths)} if call == "lookup" else maker.predict(batch, lengths).arguments()
+            for _ in range(count)
+        ]
         results = []
         for callers in concurrency:
             await _run(client, call, requests, callers, min(_WARM_UP_S, duration))
@@ -141,7 +114,7 @@ async def _measure(
 async def _run(
     client: AsyncInferenceClient,
     call: str,
-    requests: Sequence[tuple[NDArray[np.float32], FeatureArrays]],
+    requests: Sequence[Mapping[str, Any]],
     callers: int,
     duration: float,
 ) -> tuple[list[float], Counter[str], dict[str, str]]:
@@ -154,13 +127,10 @@ async def _run(
         at = first
         # Each caller sends one request at least, also if the machine pauses meanwhile.
         while (start := time.perf_counter()) < end or at == first:
-            dense, features = requests[at % len(requests)]
+            request = requests[at % len(requests)]
             at += 1
             try:
-                if call == "lookup":
-                    await client.lookup(features)
-                else:
-                    await client.predict(dense, features)
+                await (client.lookup if call == "lookup" else client.predict)(**request)
             except RecinferError as error:
                 errors[type(error).__name__] += 1
                 reasons.setdefault(type(error).__name__, str(error))

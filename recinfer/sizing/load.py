@@ -15,10 +15,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.columns import FeatureArrays
 from recinfer.errors import InputError, RecinferError
-from recinfer.serving.bench import random_features
 from recinfer.serving.client.client import AsyncInferenceClient, ModelDescription
+from recinfer.serving.random_requests import RandomRequests
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sizing.arrivals import Trace
@@ -79,7 +78,8 @@ def encode_requests(
     Raises:
         InputError: the trace names a feature that the model does not have.
     """
-    names = list(dict.fromkeys(feature.name.split("@")[0] for feature in model.features))
+    maker = RandomRequests(model, seed)
+    names = list(maker.names)
     unknown = sorted(set(trace.ids_by_feature) - set(names))
     if unknown:
         raise InputError(f"trace: the model has no feature {', '.join(unknown[:5])}; it has {', '.join(names[:20])}")
@@ -89,12 +89,13 @@ def encode_requests(
     requests: list[bytes] = []
     num_bytes = 0
     for batch, ids in zip(trace.batches[:_DISTINCT].tolist(), trace.ids[:_DISTINCT].tolist()):
-        features = _features(model, batch, [ids * share for share in shares], random)
+        lengths = {each: _lengths(batch, ids * share, random) for each, share in zip(names, shares)}
         if call == "lookup":
-            data = codec.encode_lookup_request(features, name, version)
+            data = codec.encode_lookup_request(maker.lookup(lengths), name, version)
         else:
-            dense = random.standard_normal((batch, model.num_dense), np.float32)
-            data = codec.encode_predict_request(dense, features, name, version)
+            data = codec.encode_predict_request(
+                **maker.predict(batch, lengths).arguments(), model=name, version=version
+            )
         requests.append(data)
         num_bytes += len(data)
         if num_bytes > _MOST_BYTES:
@@ -102,22 +103,15 @@ def encode_requests(
     return requests
 
 
-def _features(model: ModelDescription, batch: int, ids: Sequence[float], random: np.random.Generator) -> FeatureArrays:
-    """A request's features: feature f has about ``ids[f]`` ids in total, divided evenly over the samples."""
-    if all(abs(each - batch) < 0.5 for each in ids):
-        return random_features(model.features, batch, 1, random, weighted=model.needs_weights)
-    lengths = []
-    for mean in ids:
-        # A fraction of an id becomes one id in that fraction of requests; a remainder goes to the first samples.
-        count = int(mean) + int(random.random() < mean % 1)
-        each = np.full(batch, count // batch, np.int32)
-        each[: count % batch] += 1
-        lengths.append(each)
-    most = max(1, max(int(each.max()) for each in lengths))
-    full = random_features(model.features, batch, most, random, weighted=model.needs_weights)
-    taken = np.concatenate([np.arange(most)[None, :] < each[:, None] for each in lengths]).reshape(-1)
-    weights = None if full.weights is None else full.weights[taken]
-    return FeatureArrays(full.keys, batch, np.concatenate(lengths), full.values[taken], weights)
+def _lengths(batch: int, mean: float, random: np.random.Generator) -> NDArray[np.int32]:
+    """About ``mean`` ids in total, divided evenly over the samples."""
+    if abs(mean - batch) < 0.5:
+        return np.ones(batch, np.int32)
+    # A fraction of an id becomes one id in that fraction of requests; a remainder goes to the first samples.
+    count = int(mean) + int(random.random() < mean % 1)
+    each = np.full(batch, count // batch, np.int32)
+    each[: count % batch] += 1
+    return each
 
 
 class Driver:

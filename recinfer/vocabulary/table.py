@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class TableVocabulary:
-    """Which row each id reads.
+    """The row of each id.
 
     Attributes:
         ids: int64 ``[N]``, any values, each once.
@@ -98,7 +98,7 @@ class TableVocabulary:
 
 
 def check_segments(segments: Sequence[Segment], num_rows: int, input_hash_size: int) -> str:
-    """What is wrong with the segments of a table of ``num_rows`` rows; empty if nothing is."""
+    """The problem of the segments of a table of ``num_rows`` rows; empty without one."""
     if not 1 <= num_rows <= MAX_VOCABULARY_ROWS:
         return f"{num_rows} rows; a table with a vocabulary has 1 to {MAX_VOCABULARY_ROWS}"
     if not 1 <= len(segments) <= MAX_SEGMENTS:

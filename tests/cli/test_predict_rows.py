@@ -24,7 +24,7 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.bulk import batch_of
 from recinfer.serving.server.server import Server
 from tests.cli.conftest import Exported
-from tests.e2e.commands import run_json
+from tests.e2e.commands import run, run_json
 
 ROWS: list[dict[str, Any]] = [
     {"user": [3, 9], "item": [5], "history": [], "shop": [4], "dense": [0.5, 1.0, -2.0]},
@@ -108,6 +108,29 @@ def test_rows_are_scored_in_order_and_the_bad_one_is_named(
         )
         assert written[at]["error"] == ""
     assert written[2]["output"] == "" and "out of range" in written[2]["error"]
+
+
+def test_a_context_applies_to_all_rows(target: str, predictor: Predictor, tmp_path: Path) -> None:
+    shared = {"user": [3, 9], "history": [1, 2]}
+    rows = [{"item": row["item"], "shop": row["shop"], "dense": row["dense"]} for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "user.json").write_text(json.dumps(shared))
+    out = tmp_path / "scores.csv"
+    options = ("predict", "--target", target, "--timeout", 60, "--rows", tmp_path / "rows.jsonl", "--out", out)
+    assert run_json(*options, "--context", tmp_path / "user.json")["failed"] == 0
+    dense, features, _ = batch_of(rows)
+    expected = predictor.predict(dense, features, {"user": [[3, 9]], "history": [[1, 2]]})["output"]
+    written = [float(row["output"]) for row in csv.DictReader(out.open())]
+    torch.testing.assert_close(torch.tensor(written), expected.reshape(-1), atol=1e-5, rtol=1e-5)
+    for text, says in (
+        ("[1]", "got list, expected an object"),
+        ('{"dense": [1]}', "the rows have them"),
+        ("{", "--context"),
+    ):
+        (tmp_path / "user.json").write_text(text)
+        code, _, error = run(*options, "--context", tmp_path / "user.json")
+        assert code == 2
+        assert says in " ".join(error.split())
 
 
 def test_one_of_input_and_rows(target: str, tmp_path: Path) -> None:

@@ -126,18 +126,63 @@ def train_step(module: Any, jagged: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     return rows, torch.empty(0, dtype=torch.int64) if evicted is None else evicted
 
 
+def _murmur(number: int) -> int:
+    """MurmurHash3 x64 of the 64-bit blocks (number, 0), both halves combined, with Python's numbers."""
+    most = (1 << 64) - 1
+
+    def rotated(x: int, bits: int) -> int:
+        return ((x << bits) | (x >> (64 - bits))) & most
+
+    def mixed(x: int) -> int:
+        x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD & most
+        x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53 & most
+        return x ^ (x >> 33)
+
+    k = rotated((number & most) * 0x87C37B91114253D5 & most, 31) * 0x4CF5AD432745937F & most
+    a = (rotated(k, 27) * 5 + 0x52DCE729) & most
+    b = (a * 5 + 0x38495AB5) & most
+    a, b = a ^ 16, b ^ 16
+    a = (a + b) & most
+    b = (b + a) & most
+    a, b = mixed(a), mixed(b)
+    a = (a + b) & most
+    return a ^ ((b + a) & most)
+
+
 def hashed_identities(arguments: dict[str, Any]) -> Tensor:
-    """Identities ``[Z, 1]`` of a table of hashed managed collisions: most slots are full, some ids occur twice."""
-    size, of = arguments["zch_size"], arguments.get("input_hash_size", 0)
-    found = _spread(_drawn(7, size, 500)) if not of else torch.from_numpy(_drawn(7, size, of))
-    found[torch.from_numpy(_drawn(9, size, 4) == 1)] = -1
-    return found.view(-1, 1)
+    """Identities ``[Z, 1]`` of a table of hashed managed collisions, as a training leaves them: ids in the first empty slot of
+    their search, some slots empty again, and ids that came back to an earlier slot and so occur twice."""
+    size, buckets = arguments["zch_size"], arguments["total_num_buckets"]
+    of, slots = arguments.get("input_hash_size", 0), size // buckets
+    reserved = int(slots * arguments.get("percent_reserved_slots", 0) / 100)
+    divides = arguments.get("inference_dispatch_div_train_world_size", False)
+    held = [-1] * size
+    drawn = _drawn(7, 3 * size, of or 500)
+    for round_, numbers in enumerate((drawn[:size], drawn)):
+        for id_ in (torch.from_numpy(numbers) if of else _spread(numbers)).tolist():
+            bucket = id_ // (-(-of // buckets)) if of else id_ % buckets
+            searched = id_ // buckets if divides else id_
+            first = _murmur(searched) % (slots - reserved)
+            for step in range(arguments.get("max_probe", 128)):
+                slot = bucket * slots + (first + step) % (slots - reserved)
+                if held[slot] in (-1, searched):
+                    held[slot] = searched
+                    break
+        if not round_:
+            held = [-1 if slot % 3 == 0 else id_ for slot, id_ in enumerate(held)]
+    held = [-1 if slot % 7 == 0 else id_ for slot, id_ in enumerate(held)]
+    return torch.tensor(held).view(-1, 1)
 
 
 def hashed_queries(arguments: dict[str, Any], count: int) -> Tensor:
     """Ids to look up in such a table: within ``input_hash_size``, if it has one."""
-    of = arguments.get("input_hash_size", 0)
-    return torch.arange(count) % of if of else queries(count)
+    of, buckets = arguments.get("input_hash_size", 0), arguments["total_num_buckets"]
+    if of:
+        return torch.arange(count) * 5 % of
+    ids = hashed_identities(arguments)[:, 0]
+    if arguments.get("inference_dispatch_div_train_world_size"):
+        ids = ids * buckets + torch.arange(len(ids)) // (len(ids) // buckets)
+    return torch.cat([ids, queries(count - len(ids))])
 
 
 def _write() -> None:

@@ -28,6 +28,9 @@ from recinfer.inference.archived import ArchivedModel
 from recinfer.inference.report import make_report
 from recinfer.inference.results import input_specs
 from recinfer.inference.together import PredictInputs
+from recinfer.serving.bench import measure_load
+from recinfer.serving.random_requests import RandomRequests
+from recinfer.serving.server.server import Server
 
 PLACES = 4
 
@@ -188,6 +191,19 @@ def test_the_user_part_runs_once(both: tuple[Ranker, ArchivedModel], monkeypatch
     monkeypatch.setattr(programs, "_user", Counted())
     both[1].predict(None, **candidates(50)[1])
     assert rows == [1]
+
+
+def test_load_on_a_server_brings_the_user_once(both: tuple[Ranker, ArchivedModel]) -> None:
+    with Server({"ranker": both[1].predictor}) as server, recinfer.InferenceClient(server.target) as client:
+        about = client.get_model()
+        assert {spec.name for spec in about.inputs if spec.user} == {"history", "user", "age"}
+        assert RandomRequests(about).predict(1, {}).context is None
+        context = RandomRequests(about).predict(4, {}).context
+        assert context is not None
+        assert context.keys() == {"history", "user", "age"}
+        for batch in (1, 4):
+            (found,) = measure_load(server.target, call="predict", concurrency=[1], duration=0.01, batch=batch, ids=2)
+            assert found.errors == {}, found.reasons
 
 
 def test_a_context_may_hold_more_than_the_user(tmp_path: Path) -> None:

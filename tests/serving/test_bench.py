@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from recinfer.cli.main import app
 from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.predictor import load
-from recinfer.serving.bench import measure_load, random_requests
+from recinfer.serving.bench import measure_load
 from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.random_requests import RandomRequests
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits
+from recinfer.sizing.arrivals import Trace
+from recinfer.sizing.load import Driver, encode_requests
 from tests.serving.conftest import NUM_DENSE, ROWS
+from tests.serving.named_models import make_archive
 
 
 @pytest.mark.parametrize("call", ["lookup", "predict"])
@@ -36,10 +41,34 @@ def test_every_caller_asks_at_least_once(server: Server):
 
 
 def test_requests_fit_the_model(client: InferenceClient):
-    (dense, features), _ = random_requests(client.get_model(), batch=5, ids=3, count=2)
-    assert dense.shape == (5, NUM_DENSE)
-    assert sorted(features.keys) == sorted(ROWS) and features.values.size == 5 * 3 * len(ROWS)
-    client.predict(dense, features)
+    made = RandomRequests(client.get_model()).predict(5, {name: np.full(5, 3, np.int32) for name in ROWS})
+    assert made.dense is not None and made.dense.shape == (5, NUM_DENSE)
+    assert made.features is not None and made.features.values.size == 5 * 3 * len(ROWS)
+    assert sorted(made.features.keys) == sorted(ROWS)
+    client.predict(**made.arguments())
+
+
+def test_requests_keep_the_facts_of_named_inputs(tmp_path: Path):
+    """Tensors of all types, two ids per sample, and as many prices as items; ids that forward computes."""
+    archives = {name: load(make_archive(tmp_path, name)) for name in ("priced", "hashed")}
+    with Server(archives) as server:
+        for model in archives:
+            for batch in (1, 5):
+                (found,) = measure_load(
+                    server.target, call="predict", model=model, concurrency=[1], duration=0.01, batch=batch, ids=3
+                )
+                assert found.latencies.size and found.errors == {}, found.reasons
+            with InferenceClient(server.target, model=model) as client:
+                about = client.get_model()
+            trace = Trace(np.arange(9) * 1e-3, np.arange(1, 10), np.arange(9), {})
+            with Driver(
+                server.target, "predict", encode_requests(about, "predict", trace, name=model), timeout=60
+            ) as driver:
+                assert driver.run(trace.times).errors == {}
+        (found,) = measure_load(server.target, model="priced", concurrency=[1], duration=0.01)
+        assert found.errors == {}
+        with pytest.raises(InputError, match="hashed computes the ids of all its lookups; ask for predictions"):
+            measure_load(server.target, model="hashed", duration=0.01)
 
 
 def test_a_weighted_model_gets_weights(others: dict[str, Path]):

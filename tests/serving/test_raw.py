@@ -12,6 +12,7 @@ import torch
 from recinfer.data.contract import DenseFeature, FeatureContract, Hash, Identity, SparseFeature
 from recinfer.errors import InputError
 from recinfer.inference.lookups import run_now
+from recinfer.serving.client.bulk import batch_of
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.columns import as_raw
 from recinfer.serving.engine.decoded_path import InferenceService
@@ -222,11 +223,77 @@ def test_damaged_streams_raise_nothing_else():
         for _ in range(rng.randrange(1, 6) if data else 0):
             data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            dense, _ = read_raw(bytes(data), CONTRACT, Limits())
+            dense, *_ = read_raw(bytes(data), CONTRACT, Limits())
             assert dense.dtype == torch.float32
         except InputError:
             refused += 1
     assert refused > 100
+
+
+SHARED = {"user": ["ann"], "history": [[1, 2]], "b": [4]}
+EACH = {name: column for name, column in COLUMNS.items() if name not in SHARED}
+
+
+def test_a_row_that_applies_to_all_rows(predictor: object, service: InferenceService):
+    dense, features = CONTRACT.apply(AS_TEXT | {"user": ["ann"] * 3, "history": ["1|2"] * 3, "b": [4] * 3})
+    expected = predictor.predict(dense, features)["output"]
+    found = read_raw(stream(EACH), CONTRACT, Limits(), None, stream(SHARED))
+    assert torch.equal(found[0], dense)
+    assert (found[1].keys(), found[2].keys()) == (["item", "shop"], ["user", "history"])
+    numbers = {"a": [0.5], "b": [4], "c": [1]}
+    rest = {name: column for name, column in COLUMNS.items() if name not in numbers}
+    assert read_raw(stream(rest), CONTRACT, Limits(), None, stream(numbers))[2] is None
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
+        torch.testing.assert_close(client.predict_raw(EACH, context=SHARED)["output"], expected)
+        features_too = {"user": ["ann"], "item": [3], "history": [[1, 2]], "shop": ["s1"]}
+        same = client.predict_raw({"a": [0.5, 2], "b": [4, 4], "c": [1, 0]}, context=features_too)["output"]
+        repeated = {name: column * 2 for name, column in (features_too | {"history": ["1|2"]}).items()}
+        dense, features = CONTRACT.apply(repeated | {"a": [0.5, 2], "b": [4, 4], "c": [1, 0]})
+        torch.testing.assert_close(same, predictor.predict(dense, features)["output"])
+
+        async def ask() -> torch.Tensor:
+            async with AsyncInferenceClient(server.target, timeout=60) as mine:
+                return (await mine.predict_raw(EACH, context=SHARED))["output"]
+
+        torch.testing.assert_close(run_on_loop(ask(), timeout=90), expected)
+        with pytest.raises(InputError, match="context: column 'user' is also in the rows"):
+            client.predict_raw(COLUMNS, context=SHARED)
+
+
+def test_a_context_that_does_not_fit_is_refused(service: InferenceService):
+    for rows, context, words in (
+        (EACH, {name: column * 2 for name, column in SHARED.items()}, "context: got 2 rows, expected one"),
+        (EACH, SHARED | {"user": [["a"]]}, "^raw_context: column 'user' holds lists"),
+        (EACH, SHARED | {"history": [[40]]}, "history"),
+        (EACH, {"user": ["ann"]}, "reads columns 'history', 'b', which are missing"),
+        ({"z": [1]}, {name: column[:1] for name, column in COLUMNS.items()}, "context: it has all columns"),
+    ):
+        with pytest.raises(InputError, match=words):
+            read_raw(stream(rows), CONTRACT, Limits(), None, stream(context))
+    with pytest.raises(
+        InputError, match=r"^raw_context: 7 bytes are not an Arrow|^raw_context: got an Arrow stream of"
+    ):
+        read_raw(stream(EACH), CONTRACT, Limits(), None, b"nothing")
+    with pytest.raises(InputError, match="raw_context: got it without raw"):
+        decoded(service, "Predict", pb.PredictRequest(raw_context=stream(SHARED)).SerializeToString())
+
+
+def test_many_rows_with_one_context(predictor: object):
+    context = {"user": [[3, 9]], "history": [[1, 2]]}
+    rows = [{"item": [at], "shop": [], "dense": [0.5, at, -2.0]} for at in range(5)]
+    dense, features, _ = batch_of(rows)
+    expected = predictor.predict(dense, features, context)["output"]
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
+        found = [row.outputs["output"] for row in client.predict_many(rows, batch_size=2, context=context)]
+        torch.testing.assert_close(torch.stack(found), expected)
+
+        async def ask() -> list[torch.Tensor]:
+            async with AsyncInferenceClient(server.target, timeout=60) as mine:
+                return [row.outputs["output"] async for row in mine.predict_many(rows, context=context)]
+
+        torch.testing.assert_close(torch.stack(run_on_loop(ask(), timeout=90)), expected)
+        twice = client.predict_many([rows[0] | {"user": [1]}], context=context)
+        assert "user" in str(next(iter(twice)).error)
 
 
 def test_context_on_the_wire(predictor: object):

@@ -93,7 +93,7 @@ class VariationalDropout(nn.Module):
         super().__init__()
         self.ebc, self.top = bags("user", "item"), mlp(2 * DIM, 8, 1)
         self.share = nn.Parameter(torch.randn(2))
-        self.register_buffer("dims", torch.tensor([DIM, DIM]))
+        self.register_buffer("dims", torch.tensor([DIM, DIM], dtype=torch.int32))
         self.penalty: dict[str, Tensor] = {}
 
     draw = staticmethod(lambda d: (EasyBatch(sparse_features={"base": user_and_item(d)}),))

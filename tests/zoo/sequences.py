@@ -84,7 +84,7 @@ class SASRec(nn.Module):
         self.ec = rows(("item", "hist"))
         self.positions = nn.Parameter(torch.randn(LENGTH, DIM))
         layer = nn.TransformerEncoderLayer(DIM, 2, 8, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(DIM), enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 1, norm=nn.LayerNorm(DIM), enable_nested_tensor=False)
 
     @staticmethod
     def draw(d: Draw) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from recinfer.errors import InputError
 from recinfer.serving.client.calls import channel_to, invoke, security_of
@@ -14,7 +14,7 @@ from recinfer.serving.wire.arrays import parse
 from recinfer.serving.wire.proto import admin_pb2 as pb
 from recinfer.serving.wire.tls import authorization
 
-__all__ = ["AdminClient", "LoadedVersion"]
+__all__ = ["AdminClient", "LoadedVersion", "ShardReplica"]
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -40,6 +40,27 @@ class LoadedVersion:
     labels: tuple[str, ...] = ()
     age_seconds: float = 0.0
     engine: str = ""
+
+
+class ShardReplica(NamedTuple):
+    """A replica of a rank, as a ranker sees it.
+
+    Attributes:
+        rank, address: of the replica.
+        up: whether the ranker sends it lookups of the rank.
+        why: the reason why not; empty for a replica that is up.
+        versions: keys of the versions that it has mapped.
+        outstanding: messages under way.
+        default_rows: answers of the ranker in which default rows replaced the rank's rows.
+    """
+
+    rank: int
+    address: str
+    up: bool
+    why: str
+    versions: tuple[str, ...]
+    outstanding: int
+    default_rows: int
 
 
 Loaded = dict[str, dict[str, LoadedVersion]]
@@ -86,6 +107,13 @@ class AdminClient:
     def list_models(self) -> Loaded:
         """All loaded versions."""
         return self._call("ListModels")
+
+    def list_shards(self) -> tuple[ShardReplica, ...]:
+        """The replicas of a ranker's shard servers, rank by rank; empty for a server with its own tables."""
+        return tuple(
+            ShardReplica(r.rank, r.address, r.up, r.why, tuple(r.versions), r.outstanding, r.default_rows)
+            for r in self._answer("ListModels").shards
+        )
 
     def load(self, model: str, version: str = "", *, activate: bool = False, reason: str = "") -> Loaded:
         """Load a version of the model store (empty: the newest); ``activate``: requests go to it from then on."""
@@ -135,6 +163,10 @@ class AdminClient:
         self.close()
 
     def _call(self, name: str, reason: str = "", **fields: Any) -> Loaded:
+        answer = self._answer(name, reason, **fields)
+        return {model.model: {v.version: _loaded(v) for v in model.versions} for model in answer.models}
+
+    def _answer(self, name: str, reason: str = "", **fields: Any) -> pb.ModelList:
         verb = VERBS[name]
         request = verb.request(**fields, **({"change": pb.Change(reason=reason)} if verb.changes else {}))
         answer = invoke(
@@ -145,9 +177,7 @@ class AdminClient:
             start_with="recinfer serve --model-store DIR --admin --port N",
             metadata=self._metadata,
         )
-        return {
-            model.model: {v.version: _loaded(v) for v in model.versions} for model in parse(pb.ModelList, answer).models
-        }
+        return parse(pb.ModelList, answer)
 
 
 def _loaded(version: pb.VersionStatus) -> LoadedVersion:

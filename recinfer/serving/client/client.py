@@ -106,8 +106,10 @@ class _Client:
             dense, features, self.model, self.version, label=self.label, context=context, inputs=inputs
         )
 
-    def _raw_request(self, rows: Any) -> bytes:
+    def _raw_request(self, rows: Any, context: Any) -> bytes:
         request = pb.PredictRequest(model=self.model, version=self.version, label=self.label, raw=as_raw(rows))
+        if context is not None:
+            request.raw_context = as_raw(context)
         return request.SerializeToString()
 
     def _model_request(self) -> bytes:
@@ -176,13 +178,15 @@ class InferenceClient(_Client):
         request = self._predict_request(dense, features, context, inputs)
         return decode_outputs(self._call("Predict", request, timeout), self.tensors)
 
-    def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
+    def predict_raw(self, rows: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
         """The model's outputs by name, from rows as the training data had them.
 
         The server turns the rows into ids and dense inputs by the feature contract of the model's archive. ``rows``: see
         :func:`recinfer.serving.client.columns.as_raw`; its columns are those of the contract (``get_model().contract``).
+        ``context``: one row in the same form, with the columns that apply to all rows, such as a user's; ``rows`` have the
+        others. Its features are sent and looked up once.
         """
-        return decode_outputs(self._call("Predict", self._raw_request(rows), timeout), self.tensors)
+        return decode_outputs(self._call("Predict", self._raw_request(rows, context), timeout), self.tensors)
 
     def predict_many(
         self,
@@ -193,6 +197,7 @@ class InferenceClient(_Client):
         timeout: float | None = None,
         dense: str = DENSE,
         inputs: Collection[str] = (),
+        context: Any = None,
     ) -> Iterator[ScoredRow]:
         """Each row's outputs or its error, in the order of ``rows``; at most ``concurrency * batch_size`` rows are in memory.
 
@@ -200,7 +205,7 @@ class InferenceClient(_Client):
         under ``"dense"``: ``{"user": 3, "clicks": [1, 2], "tags": ([4], [0.5]), "dense": [0.1, 0.2]}``. The
         numbers of a model that has a feature of this name stand under another key, which ``dense`` names. ``inputs``: the keys
         that are other inputs of the model (``[i.name for i in client.get_model().named_inputs]``), each with a number or a list
-        of numbers. A RecinferError among ``rows`` is returned as that row's error. A refused row does not affect the others;
+        of numbers. ``context``: of :meth:`predict`, for all rows. A RecinferError among ``rows`` is returned as that row's error. A refused row does not affect the others;
         ``timeout``: seconds for each call.
 
         >>> for row in client.predict_many(rows):                                   # doctest: +SKIP
@@ -208,7 +213,7 @@ class InferenceClient(_Client):
         """
 
         def ask(numbers: Any, features: Any, named: Any) -> Outputs:
-            return self.predict(numbers, features, inputs=named, timeout=timeout)
+            return self.predict(numbers, features, context=context, inputs=named, timeout=timeout)
 
         return score(ask, rows, concurrency, batch_size, dense, frozenset(inputs))
 
@@ -297,9 +302,10 @@ class AsyncInferenceClient(_Client):
         request = self._predict_request(dense, features, context, inputs)
         return decode_outputs(await self._call("Predict", request, timeout), self.tensors)
 
-    async def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
+    async def predict_raw(self, rows: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
         """See :meth:`InferenceClient.predict_raw`."""
-        return decode_outputs(await self._call("Predict", self._raw_request(rows), timeout), self.tensors)
+        request = self._raw_request(rows, context)
+        return decode_outputs(await self._call("Predict", request, timeout), self.tensors)
 
     def predict_many(
         self,
@@ -310,11 +316,12 @@ class AsyncInferenceClient(_Client):
         timeout: float | None = None,
         dense: str = DENSE,
         inputs: Collection[str] = (),
+        context: Any = None,
     ) -> AsyncIterator[ScoredRow]:
         """See :meth:`InferenceClient.predict_many`; read the rows with ``async for``."""
 
         async def ask(numbers: Any, features: Any, named: Any) -> Outputs:
-            return await self.predict(numbers, features, inputs=named, timeout=timeout)
+            return await self.predict(numbers, features, context=context, inputs=named, timeout=timeout)
 
         return score_async(ask, rows, concurrency, batch_size, dense, frozenset(inputs))
 

@@ -118,10 +118,15 @@ class InferenceService:
             if request.HasField("features") or request.dense or context is not None or others:
                 raise InputError("raw: got features, dense, context or inputs as well; raw rows hold all the inputs")
             replaced: dict[str, int] = {}
-            dense, rows = read_raw(raw, model.predictor.contract, self.limits, replaced)
+            dense, rows, own = read_raw(raw, model.predictor.contract, self.limits, replaced, request.raw_context)
             if any(replaced.values()):
                 model.predictor.intake.count_replaced({name: count for name, count in replaced.items() if count})
             features = bags_of(rows)
+            if own is not None:
+                context = bags_of(own)
+                self._check_context_size(model, context, features.batch)
+        elif request.raw_context:
+            raise InputError("raw_context: got it without raw; give the context's features in context")
         else:
             predictor = model.predictor
             features = codec.decode_bags(
@@ -205,6 +210,7 @@ class InferenceService:
                 per_sample=i.per_sample,
                 as_long_as=i.as_long_as,
                 counts=i.counts,
+                user=i.user,
             )
             for i in predictor.inputs.specs
         ]

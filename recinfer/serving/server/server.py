@@ -153,7 +153,7 @@ class Server:
             from recinfer.serving.engine.admin import AdminService
 
             manager = admin if isinstance(admin, StoreManager) else StoreManager(registry, admin)
-            service = AdminService(manager, logs=admin_through is None)
+            service = AdminService(manager, None if shards is None else shards.status, logs=admin_through is None)
             self.admin_calls = {k: self._with_health_update(call) for k, call in service.calls().items()}
         self._http: HttpServer | None = None
         self.http_port = http_port

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, from_numpy
 
+from recinfer.columns import FeatureArrays
 from recinfer.errors import InputError, UnavailableError
 from recinfer.serving.wire.limits import Limits
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -22,15 +23,20 @@ _HEADER, _COMPRESSION = 2, 3  # fields of Arrow's Message and RecordBatch tables
 
 
 def read_raw(
-    data: bytes, contract: FeatureContract | None, limits: Limits, replaced: dict[str, int] | None = None
-) -> tuple[Tensor, KeyedJaggedTensor]:
-    """Dense inputs ``[B, num_dense]`` and ids of the rows in ``data``.
+    data: bytes,
+    contract: FeatureContract | None,
+    limits: Limits,
+    replaced: dict[str, int] | None = None,
+    context: bytes = b"",
+) -> tuple[Tensor, KeyedJaggedTensor, KeyedJaggedTensor | None]:
+    """Dense inputs ``[B, num_dense]`` and ids of the rows in ``data``, and ids of the row in ``context``, if there is one.
 
     Args:
         data: an Arrow IPC stream of one record batch, uncompressed; columns of text, integers, floats, booleans, or
             lists of text or integers for features whose contract names a separator.
         contract: the model's feature contract; None when its archive has none.
         replaced: receives, by feature, the number of ids that became the default row.
+        context: such a stream of one row, with columns that apply to all rows; empty: none.
 
     Raises:
         InputError: bytes that are no such stream, too many rows, columns that the contract refuses, or no contract.
@@ -42,16 +48,34 @@ def read_raw(
         import pyarrow
     except ImportError:
         raise UnavailableError("raw: the server has no pyarrow; pip install 'recinfer[arrow]', or send ids") from None
+    columns = _read_columns(pyarrow, data, contract, limits)
+    own: FeatureArrays | None = None
+    if context:
+        once = _read_columns(pyarrow, context, contract, limits, "raw_context")
+        dense, features, own = contract.apply_with_context(columns, once, replaced)
+    else:
+        dense, features = contract.apply_arrays(columns, replaced)
+    for given in (features, own):
+        if given is not None and given.values.size > limits.max_ids:
+            raise InputError(f"raw: got {given.values.size} ids in all, expected at most {limits.max_ids}")
+    return from_numpy(dense), _as_kjt(features), None if own is None or not own.keys else _as_kjt(own)
+
+
+def _as_kjt(features: FeatureArrays) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_parts_unchecked(
+        list(features.keys), from_numpy(features.values), from_numpy(features.lengths), stride=features.batch
+    )
+
+
+def _read_columns(
+    pyarrow: Any, data: bytes, contract: FeatureContract, limits: Limits, field: str = "raw"
+) -> dict[str, Any]:
     try:
-        columns = _columns(pyarrow, _read_batch(pyarrow, data), contract, limits)
-    except InputError:
-        raise
+        return _columns(pyarrow, _read_batch(pyarrow, data), contract, limits)
+    except InputError as error:
+        raise error if field == "raw" else InputError(str(error).replace("raw:", f"{field}:", 1)) from None
     except (pyarrow.ArrowException, OSError, ValueError, struct.error) as error:
-        raise InputError(f"raw: {len(data)} bytes are not an Arrow IPC stream ({str(error)[:200]})") from None
-    dense, features = contract.apply(columns, replaced)
-    if features.values().numel() > limits.max_ids:
-        raise InputError(f"raw: got {features.values().numel()} ids in all, expected at most {limits.max_ids}")
-    return dense, features
+        raise InputError(f"{field}: {len(data)} bytes are not an Arrow IPC stream ({str(error)[:200]})") from None
 
 
 def _read_batch(pyarrow: Any, data: bytes) -> Any:

@@ -38,7 +38,7 @@ from recinfer.serving.engine.stats import AnswerCounts, RequestStats
 if TYPE_CHECKING:
     from recinfer.distributed.planner.plan import Plan
 
-__all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts", "request_figures", "sum_ended"]
+__all__ = ["ServerMetrics", "Status", "answers_of", "merge_statuses", "only_counts", "request_figures", "sum_ended"]
 
 Status = dict[str, Any]
 _NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
@@ -124,6 +124,19 @@ def request_figures(stats: RequestStats, stages: Mapping[str, HistogramState], b
         "stages": {stage: _plain(state) for stage, state in stages.items()},
         "samples": _plain(stats.batch.state()),
         "memory": {"budget": budget.budget_bytes, "held": budget.held, "refused": budget.refused},
+    }
+
+
+def answers_of(status: Status) -> Status:
+    """The part of a status that a chart of all answers needs: its uptime, and latency and counts summed over methods."""
+    codes: Counter[str] = Counter()
+    for item in status["requests"]:
+        codes[item["code"]] += item["count"]
+    latency = _merge_histograms([{"": histogram} for histogram in status["latency"].values()])
+    return {
+        "uptime": status["uptime"],
+        "requests": _requests({("", c): n for c, n in codes.items()}),
+        "latency": latency,
     }
 
 

@@ -67,7 +67,7 @@ class SequenceOutput(_message.Message):
     def __init__(self, key: _Optional[str] = ..., dim: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
-    __slots__ = ("model", "version", "features", "dense", "context", "raw", "inputs", "context_inputs", "label")
+    __slots__ = ("model", "version", "features", "dense", "context", "raw", "inputs", "context_inputs", "raw_context", "label")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class PredictRequest(_message.Message):
     RAW_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_INPUTS_FIELD_NUMBER: _ClassVar[int]
+    RAW_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
@@ -85,8 +86,9 @@ class PredictRequest(_message.Message):
     raw: bytes
     inputs: _containers.RepeatedCompositeFieldContainer[NamedInput]
     context_inputs: _containers.RepeatedCompositeFieldContainer[NamedInput]
+    raw_context: bytes
     label: str
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ..., context: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., raw: _Optional[bytes] = ..., inputs: _Optional[_Iterable[_Union[NamedInput, _Mapping]]] = ..., context_inputs: _Optional[_Iterable[_Union[NamedInput, _Mapping]]] = ..., label: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ..., context: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., raw: _Optional[bytes] = ..., inputs: _Optional[_Iterable[_Union[NamedInput, _Mapping]]] = ..., context_inputs: _Optional[_Iterable[_Union[NamedInput, _Mapping]]] = ..., raw_context: _Optional[bytes] = ..., label: _Optional[str] = ...) -> None: ...
 
 class NamedInput(_message.Message):
     __slots__ = ("name", "dtype", "shape", "values", "lengths", "weights")
@@ -155,7 +157,7 @@ class FeatureInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ..., missing: _Optional[str] = ..., weighted: _Optional[bool] = ..., computed: _Optional[bool] = ...) -> None: ...
 
 class InputInfo(_message.Message):
-    __slots__ = ("name", "path", "kind", "dtype", "shape", "weighted", "per_sample", "as_long_as", "counts")
+    __slots__ = ("name", "path", "kind", "dtype", "shape", "weighted", "per_sample", "as_long_as", "user", "counts")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +166,7 @@ class InputInfo(_message.Message):
     WEIGHTED_FIELD_NUMBER: _ClassVar[int]
     PER_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     AS_LONG_AS_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
@@ -173,8 +176,9 @@ class InputInfo(_message.Message):
     weighted: bool
     per_sample: int
     as_long_as: str
+    user: bool
     counts: str
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[str]] = ..., weighted: _Optional[bool] = ..., per_sample: _Optional[int] = ..., as_long_as: _Optional[str] = ..., counts: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[str]] = ..., weighted: _Optional[bool] = ..., per_sample: _Optional[int] = ..., as_long_as: _Optional[str] = ..., user: _Optional[bool] = ..., counts: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract", "needs_weights", "inputs")
