@@ -3,7 +3,7 @@
 #
 #   make demo    train, plan, export, check, serve and query a model: the whole pipeline in one run
 #   make test    the test suite
-#   make test-all  also the nightly tests: every mutation, the whole parity matrix, Ray, TorchServe beside the other protocols
+#   make test-all  also the nightly tests: every mutation and export, the whole parity matrix, Ray, TorchServe beside the other protocols
 #   make check   lint, and the tests that train, export and serve nothing
 #   make parity  sharded training against the unsharded module: every type, batch and kernel, on 1 to 4 ranks
 #   make lint    ruff (lint and format), mypy, and that the generated code is what proto/ says

@@ -156,7 +156,7 @@ def shared_space(num: int, world_size: int, mode: str) -> tuple[Any, Any]:
         tables = model_tables(module, sharders, topology, BATCH, constraints)
 
         def estimate(arrays: Any) -> Any:
-            return training_time(arrays, topology, forward_only=True), *storage_bytes(arrays, topology)
+            return training_time(arrays, topology, forward_only=True), storage_bytes(arrays, topology)
 
         space = build_space(tables, topology, estimate)
     return space, make_problem(space, reserved)

@@ -25,11 +25,13 @@ from recinfer.distributed.planner.model.tables import inference_tables
 from recinfer.distributed.planner.solve.problem import FIXED, FREE, Problem, make_problem
 from recinfer.distributed.planner.solve.search import search
 from recinfer.distributed.planner.solve.space import build_space
+from recinfer.distributed.types.tiers import DDR, TIERS
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 
 _DIMS, _SHARES = [16, 32, 64, 128, 256, 512], [0.1, 0.15, 0.3, 0.25, 0.15, 0.05]
 _ROOMY = 1 << 50
+_DDR = TIERS.index(DDR)
 
 
 def problem_of(seed: int, num_tables: int, world_size: int, ddr_cap: int) -> Problem:
@@ -53,7 +55,7 @@ def problem_of(seed: int, num_tables: int, world_size: int, ddr_cap: int) -> Pro
 def full_problem(seed: int, share: float, num_tables: int, world_size: int) -> Problem:
     """A problem whose tables need at least ``share`` of the memory."""
     roomy = problem_of(seed, num_tables, world_size, _ROOMY)
-    least = np.minimum.reduceat(roomy.option_ddr, roomy.unit_ptr[:-1]).sum()
+    least = np.minimum.reduceat(roomy.option_bytes[_DDR], roomy.unit_ptr[:-1]).sum()
     return problem_of(seed, num_tables, world_size, int(least / world_size / share))
 
 
@@ -106,11 +108,11 @@ def solve(problem: Problem, limit_s: float) -> float | None:
         row([(one, 1.0) for one in variables], 1, 1)
     for rank, placed in enumerate(load):
         row([*((one, float(problem.perf[shard]) / scale) for one, shard in placed), (0, -1.0)], -np.inf, 0)
-        cap = max(float(problem.ddr_cap[rank]), 1.0)
+        cap = max(float(problem.caps[_DDR, rank]), 1.0)
         row(
-            [(one, float(problem.ddr[shard]) / cap) for one, shard in placed],
+            [(one, float(problem.bytes[_DDR, shard]) / cap) for one, shard in placed],
             -np.inf,
-            float(problem.ddr_cap[rank]) / cap,
+            float(problem.caps[_DDR, rank]) / cap,
         )
     at, which, factors = zip(*cells)
     matrix = scipy.sparse.csc_matrix((factors, (at, which)), shape=(len(low), len(upper)))

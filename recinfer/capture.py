@@ -27,7 +27,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,8 @@ __all__ = [
     "EmbeddingModule",
     "Slot",
     "capture",
+    "collision_settings",
+    "collision_stubs",
     "described",
     "embedding_modules",
     "read_arguments",
@@ -56,6 +58,14 @@ _DEPTH = 16
 
 class CaptureError(ValueError):
     """The model or the example batch cannot be traced; the message names the input or the line of forward."""
+
+
+class _CountNeeded(CaptureError):
+    """Forward takes another way by the number of values of a jagged input, at ``index`` among the tensors."""
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 Part = Literal["tensor", "values", "lengths", "weights"]
@@ -104,6 +114,7 @@ class EmbeddingModule:
         tables: the collection's tables; empty where the caller knows them.
         processed: whether a feature-processed module is around the collection.
         positions: (feature, parameter of its processor, positions) of position weights.
+        collisions: table -> the settings of its managed collisions; empty where ids are rows.
     """
 
     path: str
@@ -115,6 +126,7 @@ class EmbeddingModule:
     tables: tuple[Table, ...] = ()
     processed: bool = False
     positions: tuple[tuple[str, str, int], ...] = ()
+    collisions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -244,6 +256,7 @@ def capture(model: nn.Module, *batches: Any) -> Captured:
 def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
     """The embedding collections of ``model``, and feature-processed ones as a whole, in module order."""
     found: dict[nn.Module, EmbeddingModule] = {}
+    collisions: dict[int, dict[str, dict[str, Any]]] = {}  # by the id of the collection behind them
     stack: list[tuple[str, nn.Module]] = [("", model)]
     seen: set[int] = set()
     while stack:
@@ -253,12 +266,19 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
         seen.add(id(module))
         inner = module
         names = {kind.__name__ for kind in type(module).__mro__}
+        if "ManagedCollisionCollection" in names:
+            continue
+        managed = getattr(module, "_managed_collision_collection", None)
+        if managed is not None:
+            parts = managed._managed_collision_modules
+            collisions[id(module._embedding_module)] = {name: collision_settings(part) for name, part in parts.items()}
         if "FeatureProcessedEmbeddingBagCollection" in names:
             inner = getattr(module, "_embedding_bag_collection")  # noqa: B009 - not a declared attribute
         for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
             configs = getattr(inner, method, None)
             if callable(configs):
-                found[module] = described(path, module, list(configs()), pooled)
+                about = described(path, module, list(configs()), pooled)
+                found[module] = replace(about, collisions=collisions.get(id(module), {}))
                 break
         else:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
@@ -305,6 +325,79 @@ def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool
         processors is not None,
         tuple(positions),
     )
+
+
+# ------------------------------------------------------------------------------------------------- managed collisions
+
+_SORTED = {"zch_size": "_zch_size", "input_hash_size": "_input_hash_size"}
+_HASHED = _SORTED | {
+    "total_num_buckets": "_buckets",
+    "max_probe": "_max_probe",
+    "output_segments": "_output_segments",
+    "opt_in_prob": "_opt_in_prob",
+    "percent_reserved_slots": "_percent_reserved_slots",
+    "disable_fallback": "_disable_fallback",
+    "no_bag": "_no_bag",
+}
+
+
+def collision_settings(module: nn.Module) -> dict[str, Any]:
+    """The class of a managed collision module and the arguments that lookups and the state depend on, as JSON values.
+
+    Raises:
+        CaptureError: a module whose lookups depend on more.
+    """
+    kinds = _mro(module)
+    if "MCHManagedCollisionModule" in kinds:
+        if getattr(module, "_input_hash_func", None) is not None:
+            raise CaptureError(
+                "a managed collision module hashes ids by input_hash_func, a Python function that no server runs; hash the ids "
+                "before they reach the model, in training and in requests"
+            )
+        policy = type(getattr(module, "_eviction_policy", None)).__name__
+        settings = {k: getattr(module, v) for k, v in _SORTED.items()}
+        return {"class": "MCHManagedCollisionModule", **settings, "eviction_policy": policy}
+    if "HashZchManagedCollisionModule" in kinds:
+        mapper: Any = getattr(module, "input_mapper", module)  # TorchRec has the argument there
+        divided = getattr(mapper, "_inference_dispatch_div_train_world_size", getattr(mapper, "_divided", False))
+        return {
+            "class": "HashZchManagedCollisionModule",
+            **{k: getattr(module, v) for k, v in _HASHED.items()},
+            "inference_dispatch_div_train_world_size": divided,
+        }
+    raise CaptureError(
+        f"managed collisions of a {type(module).__name__}; expected MCHManagedCollisionModule or HashZchManagedCollisionModule"
+    )
+
+
+class _PassOn(nn.Module):
+    """Managed collisions that leave ids as they are: a server maps them by the archive's vocabularies."""
+
+    def forward(self, features: Any, *_: Any, **__: Any) -> Any:
+        return features
+
+    def evict(self) -> dict[str, None]:
+        return {}
+
+
+def collision_stubs(model: nn.Module) -> dict[int, nn.Module]:
+    """``id`` of each managed collision collection -> the module for its place in a copy whose tables take raw ids.
+
+    Raises:
+        CaptureError: a module that also returns the rows of its ids.
+    """
+    stubs: dict[int, nn.Module] = {}
+    for path, module in model.named_modules():
+        managed = getattr(module, "_managed_collision_collection", None)
+        if managed is None:
+            continue
+        if getattr(module, "_return_remapped_features", False):
+            raise CaptureError(
+                f"module {path!r} is a {type(module).__name__} that returns the rows of its ids too, which no server returns; "
+                f"build it with return_remapped_features=False"
+            )
+        stubs[id(managed)] = _PassOn()
+    return stubs
 
 
 # ------------------------------------------------------------------------------------------------- lookup operators
@@ -1054,11 +1147,13 @@ class _Whole(nn.Module):
         model: nn.Module,
         build: Callable[[Sequence[Tensor]], tuple[Any, Any]],
         batched: Sequence[bool],
+        counts: Mapping[int, int],
         keep: Callable[[tuple[str, ...], Any], None],
     ) -> None:
         super().__init__()
         self.model = model
         self._batched = [index for index, is_batch in enumerate(batched) if is_batch]
+        self._counts = dict(counts)
         self.__dict__["_build"] = build
         self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
 
@@ -1067,6 +1162,9 @@ class _Whole(nn.Module):
         for one, other in zip(self._batched, self._batched[1:]):
             if tensors[one].shape[0] != tensors[other].shape[0]:
                 raise CaptureError("the inputs of the trace differ in their numbers of samples")
+        for index, count in self._counts.items():
+            if tensors[index].shape[0] != count * tensors[self._batched[0]].shape[0]:
+                raise CaptureError(f"the inputs of the trace have not {count} values in each sample")
         args, kwargs = self.__dict__["_build"](tensors)
         outputs: dict[str, Tensor] = {}
         structure = _structure(self.model(*args, **kwargs), "", outputs)
@@ -1121,13 +1219,43 @@ def trace(
         raise CaptureError(f"got {len(batches)} example batches, expected one or two")
     read = [_read_batch(model, batch) for batch in batches]
     sampled = _sample([reader.found for reader, _ in read])
-    examples = read[0][0].found
+    counts: dict[int, int] = {}
+    while True:
+        try:
+            return _traced(model, modules, abouts, read[0], sampled, prepare, counts)
+        except _CountNeeded as error:
+            # A view of several values as one row needs the same number of values in each sample.
+            count = _count_of_each([reader.found for reader, _ in read], error.index)
+            if not count or error.index in counts:
+                raise CaptureError(str(error)) from error
+            counts[error.index] = count
+
+
+def _count_of_each(batches: Sequence[Sequence[_Example]], index: int) -> int:
+    """The number of values of each sample of a jagged input; 0 if samples differ."""
+    path = batches[0][index].path
+    found = {int(n) for batch in batches for e in batch if (e.path, e.part) == (path, "lengths") for n in e.tensor}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _traced(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    abouts: Sequence[EmbeddingModule],
+    batch: tuple[_Reader, Builder],
+    sampled: _Sampled,
+    prepare: Callable[[nn.Module], object],
+    counts: Mapping[int, int],
+) -> Captured:
+    """Trace ``model`` with ``counts`` values of each sample: index of a jagged input's values -> their number."""
+    examples, build = batch[0].found, batch[1]
     called: set[int] = set()
     stubs: dict[int, Any] = {id(m): _Lookup(i, a, m, called) for i, (m, a) in enumerate(zip(modules, abouts))}
+    stubs |= collision_stubs(model)
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
-    whole = _Whole(body, read[0][1], sampled.batched, lambda *result: results.append(result)).eval()
+    whole = _Whole(body, build, sampled.batched, counts, lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in free} for free in sampled.free)
     notes = _Notes()
     with _patched(), torch.no_grad(), notes:
@@ -1143,6 +1271,8 @@ def trace(
     slots = _slots(program, examples, sampled, notes.length_at)
     _check_guards(program, slots)
     _check_operators(program)
+    # A loss that is no output may divide by the number of samples, which no archive may contain.
+    program.graph_module.graph.eliminate_dead_code()
     return Captured(
         program=program,
         slots=slots,
@@ -1248,9 +1378,9 @@ def _check_guards(program: ExportedProgram, slots: Sequence[Slot]) -> None:
         if _EQUAL.fullmatch(guard) or any(part in guards for part in guard.split(" or ")):
             continue
         sizes = _SIZE.sub(lambda m: f"size {m[2]} of {_title(slots[int(m[1])])}", guard)
-        raise CaptureError(
-            f"forward takes another way for other sizes ({sizes[:300]}); write it without a branch on a size (torch.where)"
-        )
+        text = f"forward takes another way for other sizes ({sizes[:300]}); write it without a branch on a size (torch.where)"
+        values = [int(m[1]) for m in _SIZE.finditer(guard) if slots[int(m[1])].part == "values"]
+        raise _CountNeeded(text, values[0]) if values else CaptureError(text)
 
 
 def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
@@ -1263,7 +1393,7 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
     # Torch also lists products such as 2*s0, whose limits follow from those of the symbol.
     ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items() if str(symbol).isidentifier()}
     at_most: dict[str, int] = {}
-    for node, slot in zip(nodes, slots, strict=True):
+    for index, (node, slot) in enumerate(zip(nodes, slots, strict=True)):
         for axis, size in enumerate(node.meta["val"].shape):
             sizes = ranges.get(str(size))
             if sizes is None or (sizes.lower <= 2 and not str(sizes.upper).isdigit()):
@@ -1273,10 +1403,11 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
                 continue
             limits = f"at least {sizes.lower}" if sizes.lower > 2 else f"at most {sizes.upper}"
             what = "the number of samples" if slot.shape[axis] == "batch" else f"size {axis} of {_title(slot)}"
-            raise CaptureError(
+            text = (
                 f"forward takes another way unless {what} is {limits}; write it without a branch on a "
                 f"size (torch.where), or give the axis a fixed size"
             )
+            raise _CountNeeded(text, index) if slot.part == "values" and not axis else CaptureError(text)
     return at_most
 
 
@@ -1380,6 +1511,8 @@ def explain(error: BaseException) -> str:
     if "DataDependent" in kind or "data-dependent" in text or "unbacked" in text.lower():
         cause = "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, a fixed size, or "
         cause += "x.item() for int(x)"
+    elif "is invalid for input of size" in text:
+        cause = f"{text}; a view of several values as one row needs as many values in each sample of the example batch"
     elif ".numpy()" in text:
         cause = "forward leaves torch by .numpy(); write it with torch's own functions"
     else:

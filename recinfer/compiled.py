@@ -14,6 +14,7 @@ COMPILED = (
     "quant/_tables",
     "serving/shards/_ranks",
     "serving/wire/_wire",
+    "vocabulary/_index",
 )
 """Paths inside the package, without suffix, of the sources and the modules built from them."""
 

@@ -47,13 +47,15 @@ _FIRST = (
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data"
 
+_programs: Path | None = None
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--congruence", type=int, default=1000, help="how many random requests go through every protocol")
     parser.addoption(
         "--full-matrix",
         action="store_true",
-        help="all of the parity matrix, and 10,000 mutated messages in place of 1,000",
+        help="all of the parity matrix, 10,000 mutated messages in place of 1,000, and every export from its trace on",
     )
     parser.addoption("--torchrec-python", help="an interpreter that has torchrec, for trials beside it")
     parser.addoption("--update-surface", action="store_true", help="write the snapshot of the public surface anew")
@@ -102,22 +104,22 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Cache what every export of a small model computes again: half of its time.
+    """Cache what every export of a small model computes again: half of its time."""
+    exports: Any = sys.modules.get("torch._export.utils")
+    if exports is not None and not hasattr(exports._materialize_cpp_cia_ops, "of_new"):
+        _make_new_operators_known(exports)
+    if "onnxscript._framework_apis.torch_2_5" in sys.modules:  # whose function the later ones have
+        _cache_functions_of_onnxscript()
+    prepare: Any = sys.modules.get("recinfer.inference.prepare")
+    if _programs is not None and prepare is not None and not hasattr(prepare.export_part, "__wrapped__"):
+        from tests.programs import kept_in
 
-    torch.onnx.export asks onnxscript for the same 500 functions, and derives the signature of each; torch.export has all
-    operators of C++ made known to Python, 56 times in an export, though there are new ones only when a library is loaded.
-    """
-    if "onnxscript._framework_apis.torch_2_5" not in sys.modules:  # whose function the later ones have
-        return
-    schemas = sys.modules.get("torch.onnx._internal.exporter._schemas")
-    if schemas is None or hasattr(schemas.op_signature_from_function, "cache_info"):
-        return
-    schemas.op_signature_from_function = functools.cache(schemas.op_signature_from_function)  # type: ignore[attr-defined]
-    for name, module in tuple(sys.modules.items()):
-        found = getattr(module, "get_torchlib_ops", None) if name.startswith("onnxscript._framework_apis.") else None
-        if found is not None:
-            module.get_torchlib_ops = functools.cache(found)  # type: ignore[attr-defined]
-    exports: Any = sys.modules["torch._export.utils"]
+        prepare.export_part = kept_in(_programs, prepare.export_part)
+
+
+def _make_new_operators_known(exports: Any) -> None:
+    """torch.export has all operators of C++ made known to Python, 56 times in an export, though there are new ones only when a
+    library is loaded."""
     make_known, known = exports._materialize_cpp_cia_ops, set[int]()
 
     def make_new_known() -> None:
@@ -126,7 +128,31 @@ def pytest_runtest_setup() -> None:
             make_known()
             known.add(len(of_cpp))
 
+    make_new_known.of_new = True  # type: ignore[attr-defined]
     exports._materialize_cpp_cia_ops = make_new_known
+
+
+def _cache_functions_of_onnxscript() -> None:
+    """torch.onnx.export asks onnxscript for the same 500 functions, and derives the signature of each."""
+    schemas = sys.modules.get("torch.onnx._internal.exporter._schemas")
+    if schemas is None or hasattr(schemas.op_signature_from_function, "cache_info"):
+        return
+    schemas.op_signature_from_function = functools.cache(schemas.op_signature_from_function)  # type: ignore[attr-defined]
+    for name, module in tuple(sys.modules.items()):
+        found = getattr(module, "get_torchlib_ops", None) if name.startswith("onnxscript._framework_apis.") else None
+        if found is not None:
+            module.get_torchlib_ops = functools.cache(found)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
+    """The folder of exported programs, which all processes of a test run share; none with --full-matrix."""
+    global _programs
+    if request.config.getoption("--full-matrix"):
+        return
+    base = tmp_path_factory.getbasetemp()
+    _programs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+    _programs.mkdir(exist_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, Em
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.quant.embedding_modules import EmbeddingBagCollection as QuantBags
 from recinfer.quant.embedding_modules import EmbeddingCollection as QuantRows
+from tests.sources import tree_of
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "recinfer"
@@ -97,7 +98,7 @@ def unread(function: Any, method: bool) -> set[str]:
 
 @functools.cache
 def read_attributes() -> frozenset[str]:
-    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    trees = [tree_of(path) for path in PACKAGE.rglob("*.py")]
     loads = (
         n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)
     )

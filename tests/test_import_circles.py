@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
+
+from tests.sources import tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
@@ -31,9 +34,10 @@ def targets(tree: ast.Module, known: dict[str, Path]) -> set[str]:
     return found & known.keys()
 
 
+@functools.cache
 def imports() -> dict[str, set[str]]:
     known = modules()
-    return {name: targets(ast.parse(path.read_text()), known) - {name} for name, path in known.items()}
+    return {name: targets(tree_of(path), known) - {name} for name, path in known.items()}
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:

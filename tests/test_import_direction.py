@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.sources import tree_of
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
 
@@ -31,6 +33,7 @@ BASE = {
     "streamable",
     "threads",
     "version",
+    "vocabulary.table",
 }
 MODEL_CODE = BASE | {"sparse", "modules"}
 ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
@@ -40,7 +43,8 @@ BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.types", "distributed.planne
 PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "plan", "solve")}
 PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
-SERVED = RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "inference"}
+VOCABULARY = {f"vocabulary.{part}" for part in ("_index", "index", "info", "table")}  # data and files of vocabularies
+SERVED = RUNTIME | VOCABULARY | {"models", "data", "capture", "checkpoint", "archive", "inference", "vocabulary"}
 SERVING = {"serving", "remote"} | {
     f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")
 }
@@ -62,6 +66,10 @@ ALLOWED: dict[str, set[str]] = {
     "streamable": {"errors"},
     "threads": set(),
     "version": set(),
+    "vocabulary._index": set(),  # compiled
+    "vocabulary.index": {"errors", "vocabulary._index", "vocabulary.table"},
+    "vocabulary.info": {"errors", "vocabulary.table"},
+    "vocabulary.table": {"errors", "excerpts"},
     "capture": set(),  # usable as a single file
     "migrate": {"errors", "files"},
     "sparse": BASE,
@@ -73,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     "layout.rect": {"errors"},
     "layout": MODEL_CODE | RECT | ROW_FORMATS,
     "distributed.types": MODEL_CODE | RECT,
-    "distributed.planner.constants": set(),
+    "distributed.planner.constants": {"distributed.types"},
     "distributed.planner.model": BELOW_PLANNING,
     "distributed.planner.plan": BELOW_PLANNING | {"distributed.planner.model"},
     "distributed.planner.solve": BELOW_PLANNING | {"distributed.planner.model", "distributed.planner.plan"},
@@ -84,9 +92,10 @@ ALLOWED: dict[str, set[str]] = {
     "optim": MODEL_CODE,
     "distributed": RUNTIME,
     "fx": RUNTIME,
-    "checkpoint": RUNTIME | {"models", "data"},
-    "archive": RUNTIME | {"models", "data", "capture", "checkpoint"},
-    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "remote"},
+    "checkpoint": RUNTIME | {"models", "data", "capture"},
+    "archive": RUNTIME | {"models", "data", "capture", "checkpoint", "vocabulary.info"},
+    "vocabulary": RUNTIME | VOCABULARY | {"archive"},
+    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "vocabulary", "remote"},
     "remote": SERVED - {"inference"},
     "training": RUNTIME | {"models", "data", "checkpoint"},
     "serving.wire": SERVED,
@@ -109,7 +118,7 @@ ALLOWED: dict[str, set[str]] = {
 def modules() -> dict[Path, ast.Module]:
     """Every module of the package that is written by hand, parsed once."""
     paths = sorted(p for p in PACKAGE.rglob("*.py") if not p.name.endswith("_pb2.py"))
-    return {path: ast.parse(path.read_text()) for path in paths}
+    return {path: tree_of(path) for path in paths}
 
 
 def dotted(path: Path) -> str:
@@ -203,7 +212,7 @@ def test_importing_the_command_line_is_light() -> None:
 
 
 def test_planning_and_clients_need_no_kernels() -> None:
-    planning = "recinfer.distributed.planner.plan, recinfer.distributed.planner.planners"
+    planning = "recinfer.distributed.planner.plan, recinfer.distributed.planner.sharding_planner"
     loaded = loaded_after(f"import {planning}, recinfer.serving.client.client, recinfer.serving.client.admin")
     assert "fbgemm_gpu" not in loaded
     quant = {name for name in loaded if name.startswith("recinfer.quant.")}
@@ -217,6 +226,6 @@ def test_a_server_loads_no_optimizers_and_no_planner_and_starts_no_process_group
         "assert not torch.distributed.is_initialized()\n"
         "assert not torch.cuda.is_initialized()\n"
         "parts = {'recinfer.optim', 'recinfer.checkpoint', 'torch.distributed.optim', 'torch.distributed.tensor'}\n"
-        "assert not {*parts, 'recinfer.distributed.planner.planners'} & set(sys.modules)"
+        "assert not {*parts, 'recinfer.distributed.planner.sharding_planner'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recinfer import errors
+from tests.sources import tree_of
 
 ROOT = Path(__file__).resolve().parent.parent / "recinfer"
 FILES = sorted(ROOT.rglob("*.py"))
@@ -84,7 +85,7 @@ def test_what_is_raised_is_ours_or_asked_for_by_a_protocol() -> None:
     wrong = []
     for path in FILES:
         name = path.relative_to(ROOT).as_posix()
-        for line, kind in raised(ast.parse(path.read_text())):
+        for line, kind in raised(tree_of(path)):
             if kind in builtin - PROTOCOLS - SYSTEM - CAUGHT.get(name, set()):
                 wrong.append(f"{name}:{line} raises {kind}; raise a subclass of RecinferError (recinfer/errors.py)")
     assert not wrong, "\n".join(wrong)
@@ -93,7 +94,7 @@ def test_what_is_raised_is_ours_or_asked_for_by_a_protocol() -> None:
 def test_a_message_is_filled_in() -> None:
     wrong = []
     for path in FILES:
-        for line, text in unfilled(ast.parse(path.read_text())):
+        for line, text in unfilled(tree_of(path)):
             wrong.append(f"{path.relative_to(ROOT)}:{line} shows {text!r} as it stands; it lacks an f")
     assert not wrong, "\n".join(wrong)
 

@@ -18,14 +18,16 @@ import pytest
 __all__ = ["TIERS", "tier_of"]
 
 TIERS = ("pure", "in_process", "archives", "ranks", "processes")
-"""From the fastest to the slowest: without torch; with torch; an archive is exported or a server runs in this process;
-process groups; programs as processes."""
+"""From the fastest to the slowest: without torch; with torch; a model is trained or exported, or a server runs in this
+process; process groups; programs as processes."""
 
 _RANKS = frozenset({"tests.distributed.spawn"})
 _PROCESSES = frozenset(
     {
         "concurrent.futures.process",
         "multiprocessing",
+        "recinfer.deploy.ray.process",
+        "recinfer.training.launch",
         "subprocess",
         "tests.deploy.local",
         "tests.warm",
@@ -35,10 +37,15 @@ _PROCESSES = frozenset(
 _ARCHIVES = frozenset(
     {
         "benchmarks",
+        "recinfer.api",
+        "recinfer.archive.cut",
+        "recinfer.archive.dense",
         "recinfer.inference.export",
         "recinfer.serving.app",
         "recinfer.serving.server",
         "recinfer.serving.workers",
+        "recinfer.training.job",
+        "recinfer.training.loop",
         "tests.archive.conftest",
         "tests.e2e",
         "tests.inference.conftest",
@@ -85,6 +92,8 @@ def _named(function: Callable[..., Any]) -> Iterator[Any]:
         yield value
         if isinstance(value, ModuleType) and value.__name__.startswith("tests."):
             yield from (vars(value)[name] for name in names if name in vars(value))
+        elif isinstance(value, ModuleType) and value.__name__ == "recinfer":
+            yield from (getattr(value, name) for name in names if name in value.__all__)
     # Imports within a function.
     yield from (sys.modules[name] for name in names if name in _PROCESSES | _RANKS and name in sys.modules)
 

@@ -9,6 +9,7 @@ if it found any. ``--write`` writes the list of this file into docs/glossary.md 
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -117,20 +118,35 @@ _SHOWS = {"error", "exception", "info", "note", "show", "warning"}
 _EXEMPT = {"docs/glossary.md"}
 
 
+def _compiled(words: list[tuple[str, str, str]]) -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), instead) for _, pattern, instead in words]
+
+
+_EVERYWHERE = _compiled(BANNED)
+_PAGES = _EVERYWHERE + _compiled(BANNED_IN_PAGES)
+
+
 def find(text: str, first_line: int = 1, *, page: bool = False) -> Iterator[tuple[int, str, str]]:
     """Gives line number, phrase and replacement for each banned phrase in ``text``; a phrase may span two lines."""
-    for _, pattern, instead in BANNED + (BANNED_IN_PAGES if page else []):
-        for match in re.finditer(pattern.replace(" ", r"\s+"), text, re.IGNORECASE):
+    for pattern, instead in _PAGES if page else _EVERYWHERE:
+        for match in pattern.finditer(text):
             yield first_line + text.count("\n", 0, match.start()), " ".join(match.group().split()), instead
+
+
+@functools.lru_cache(maxsize=1)
+def _nodes(source: str) -> tuple[ast.AST, ...]:
+    """The module and all nodes below it; two checks read each module one after the other."""
+    return tuple(ast.walk(ast.parse(source)))
 
 
 def user_strings(source: str) -> Iterator[tuple[int, str]]:
     """Gives first line and text of the module docstring and of strings that a user reads: ``help=``, errors, logs, output."""
-    tree = ast.parse(source)
+    tree, *nodes = _nodes(source)
+    assert isinstance(tree, ast.Module)
     roots: list[ast.AST] = []
     if ast.get_docstring(tree) is not None:
         roots.append(tree.body[0])
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Raise):
             roots.append(node)
         elif isinstance(node, ast.keyword) and node.arg in ("help", "show_default", "epilog"):
@@ -145,7 +161,7 @@ def user_strings(source: str) -> Iterator[tuple[int, str]]:
 
 def openings(source: str) -> Iterator[tuple[int, str]]:
     """Gives line and text of every docstring, also of attributes, and of every comment; adjacent comment lines are one."""
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for statement in node.body:

@@ -16,6 +16,8 @@ from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recinfer.modules.mc_modules import ManagedCollisionCollection
+from recinfer.modules.mc_settings import managed_collision_module
 
 __all__ = ["collections_of", "load_weights", "read_program"]
 
@@ -46,7 +48,15 @@ def collections_of(captured: Captured) -> nn.Module:
                 at.add_module(name, nn.Module())
             at = getattr(at, name)
         at.add_module(last, made)
+        if about.collisions:
+            modules = {table: managed_collision_module(settings, _META) for table, settings in about.collisions.items()}
+            at.add_module("_managed_collision_collection", ManagedCollisionCollection(modules, _configs(made)))
     return root
+
+
+def _configs(collection: nn.Module) -> list[Any]:
+    pooled = isinstance(collection, EmbeddingBagCollection)
+    return list(collection.embedding_bag_configs() if pooled else collection.embedding_configs())  # type: ignore[operator]
 
 
 def _collection(about: EmbeddingModule) -> nn.Module:

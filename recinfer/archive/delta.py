@@ -52,9 +52,20 @@ class DeltaTable:
 
 
 @dataclass(frozen=True)
+class DeltaVocabulary:
+    """Changed ids of the vocabulary of one table."""
+
+    module: str
+    table: str
+    ids: int
+    ids_sha256: str
+    rows_sha256: str
+
+
+@dataclass(frozen=True)
 class DeltaInfo:
     """The content of ``delta.json``. ``quantization`` covers all tables of the archive, in its order, after the
-    delta."""
+    delta. ``vocabularies`` is absent where no vocabulary changes."""
 
     format: str
     format_version: int
@@ -69,6 +80,14 @@ class DeltaInfo:
     dense: DenseInfo | None
     check: CheckInfo
     files: tuple[FileInfo, ...]
+    vocabularies: tuple[DeltaVocabulary, ...] = ()
+
+    def to_json(self) -> str:
+        """Readable, deterministic JSON."""
+        values = asdict(self)
+        if not self.vocabularies:  # older readers reject unknown keys
+            del values["vocabularies"]
+        return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
 
 @dataclass(frozen=True)
@@ -82,6 +101,7 @@ class Delta:
         packed: per entry, uint8 [n, row bytes].
         files: new contents by path.
         path: the delta's file; None while the delta is being written.
+        vocabularies: per entry of ``info.vocabularies``, changed ids, int64 [n], ascending, and their rows, -1 without one.
     """
 
     info: DeltaInfo
@@ -90,6 +110,14 @@ class Delta:
     packed: tuple[NDArray[np.uint8], ...]
     files: Mapping[str, bytes]
     path: Path | None = None
+    vocabularies: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...] = ()
+
+    def vocabulary(self, module: str, table: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """The changed ids of a table's vocabulary, and their rows; None if it does not change."""
+        for entry, changes in zip(self.info.vocabularies, self.vocabularies):
+            if (entry.module, entry.table) == (module, table):
+                return changes
+        return None
 
     @property
     def num_rows(self) -> int:
@@ -158,6 +186,7 @@ def _read_info(text: bytes) -> DeltaInfo:
     except ArchiveError as error:
         raise ArchiveError(str(error).partition("] ")[2], rule="X3") from None
     numbers = [info.sequence - 1, *(n for t in info.tables for n in (t.rows - 1, t.row_bytes - 1))]
+    numbers += [vocabulary.ids - 1 for vocabulary in info.vocabularies]
     if min(numbers) < 0 or any(file.bytes < 0 for file in info.files):
         raise ArchiveError("delta.json: a count is below its minimum", rule="X3")
     return info
@@ -170,9 +199,14 @@ def _check_tensors(
     for i, table in enumerate(info.tables):
         expected[f"rows/{i}"] = [table.rows, 8], table.rows_sha256
         expected[f"packed/{i}"] = [table.rows, table.row_bytes], table.packed_sha256
+    for i, vocabulary in enumerate(info.vocabularies):
+        expected[f"ids/{i}"] = [vocabulary.ids, 8], vocabulary.ids_sha256
+        expected[f"id_rows/{i}"] = [vocabulary.ids, 8], vocabulary.rows_sha256
     for file in info.files:
         expected[f"files/{file.path}"] = [file.bytes], file.sha256
-    if tensors.keys() != expected.keys() or len(expected) != 2 * len(info.tables) + len(info.files):
+    if tensors.keys() != expected.keys() or len(expected) != 2 * (len(info.tables) + len(info.vocabularies)) + len(
+        info.files
+    ):
         odd = sorted(tensors.keys() ^ expected.keys())[:3]
         raise ArchiveError(f"{name}: tensors {odd or 'twice'} are not those that delta.json lists", rule="X4")
     for key, (shape, digest) in expected.items():
@@ -190,7 +224,31 @@ def _check_tensors(
             raise ArchiveError(f"table {table.table[:80]!r}: listed twice, or its rows do not ascend", rule="X7")
         seen.add((table.module, table.table))
     packed = tuple(tensors[f"packed/{i}"].reshape(-1, info.tables[i].row_bytes) for i in count)
-    return Delta(info, sha256, rows, packed, {f.path: tensors[f"files/{f.path}"].tobytes() for f in info.files})
+    files = {f.path: tensors[f"files/{f.path}"].tobytes() for f in info.files}
+    return Delta(info, sha256, rows, packed, files, vocabularies=_read_vocabularies(info, tensors))
+
+
+def _read_vocabularies(
+    info: DeltaInfo, tensors: Mapping[str, NDArray[np.uint8]]
+) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...]:
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for i, entry in enumerate(info.vocabularies):
+        ids, rows = (np.ascontiguousarray(tensors[f"{kind}/{i}"]).view("<i8") for kind in ("ids", "id_rows"))
+        kept = np.sort(rows[rows >= 0])
+        if (
+            (entry.module, entry.table) in seen
+            or (ids[1:] <= ids[:-1]).any()
+            or (rows < -1).any()
+            or (kept[1:] == kept[:-1]).any()
+        ):
+            raise ArchiveError(
+                f"vocabulary of table {entry.table[:80]!r}: listed twice, its ids do not ascend, or two ids get one row",
+                rule="X9",
+            )
+        seen.add((entry.module, entry.table))
+        found.append((ids, rows))
+    return tuple(found)
 
 
 def _sha256(data: NDArray[np.uint8]) -> str:
@@ -256,6 +314,16 @@ def _check_fit(archive: Archive, delta: Delta, applied: tuple[Delta, ...]) -> No
             raise ArchiveError(
                 f"table {entry.table!r} has {table.rows} rows; the delta changes row {rows[-1]}", rule="X7"
             )
+    for place, entry_ids in enumerate(info.vocabularies):
+        key = entry_ids.module, entry_ids.table
+        if key not in {(v.module, v.table) for v in manifest.vocabularies}:
+            raise ArchiveError(f"table {entry_ids.table[:80]!r} of the archive has no vocabulary", rule="X9")
+        highest = int(delta.vocabularies[place][1].max())
+        if highest >= known[key].rows:
+            raise ArchiveError(
+                f"vocabulary of table {entry_ids.table!r}: an id gets row {highest}; the table has {known[key].rows}",
+                rule="X9",
+            )
     if len(info.quantization) != len(manifest.tables):
         raise ArchiveError("the delta's quantization is not one entry a table", rule="X8")
 
@@ -287,12 +355,14 @@ class DeltaWriter:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._file = path.open("x+b")
         self._tables = {(t.module, t.name): t for t in manifest.tables}
-        # Upper limit of the header's size: two tensors per table, one per file, numbers of 20 digits.
-        self._room = -(-(512 + 200 * (2 * len(self._tables) + 8)) // _PAGE) * _PAGE
+        # Upper limit of the header's size: four tensors per table, one per file, numbers of 20 digits.
+        self._room = -(-(512 + 200 * (4 * len(self._tables) + 8)) // _PAGE) * _PAGE
         self._file.seek(self._room)
         self._at = 0
         self._spans: dict[str, tuple[list[int], int]] = {}
         self.entries: list[DeltaTable] = []
+        self.vocabularies: list[DeltaVocabulary] = []
+        self._changed_ids: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._current: tuple[str, str] | None = None
         self._ids: list[NDArray[np.int64]] = []
         self._begin = 0
@@ -323,6 +393,17 @@ class DeltaWriter:
         self.entries.append(DeltaTable(module, table, len(ids), width, digest, self._digest.hexdigest()))
         self._current, self._ids = None, []
 
+    def add_ids(self, module: str, table: str, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Add changed ids of a table's vocabulary, ascending, and their rows, -1 without one."""
+        i = len(self.vocabularies)
+        digests = []
+        for kind, numbers in (("ids", ids), ("id_rows", rows)):
+            data = numbers.astype("<i8").tobytes()
+            self._add(f"{kind}/{i}", [len(numbers), 8], data)
+            digests.append(hashlib.sha256(data).hexdigest())
+        self.vocabularies.append(DeltaVocabulary(module, table, len(ids), digests[0], digests[1]))
+        self._changed_ids.append((ids, rows))
+
     def contents(self, info: DeltaInfo, files: Mapping[str, bytes]) -> Delta:
         """The rows written so far, as a delta to test before the file is finished."""
         self._file.flush()
@@ -335,13 +416,13 @@ class DeltaWriter:
             first, second = self._spans[f"rows/{i}"][1], self._spans[f"packed/{i}"][1]
             rows.append(whole[first : first + 8 * entry.rows].copy().view("<i8"))
             packed.append(whole[second : second + entry.rows * entry.row_bytes].reshape(entry.rows, -1))
-        return Delta(info, "", tuple(rows), tuple(packed), files)
+        return Delta(info, "", tuple(rows), tuple(packed), files, vocabularies=tuple(self._changed_ids))
 
     def finish(self, info: DeltaInfo, files: Mapping[str, bytes]) -> None:
         """Write the files, delta.json and the header, and flush them to the disk."""
         for path, data in files.items():
             self._add(f"files/{path}", [len(data)], data)
-        text = json.dumps(asdict(info), indent=1, allow_nan=False).encode() + b"\n"
+        text = info.to_json().encode()
         self._add("delta.json", [len(text)], text)
         header: dict[str, Any] = {"__metadata__": {"format": FILE_FORMAT, "sha256": hashlib.sha256(text).hexdigest()}}
         for key, (shape, begin) in self._spans.items():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from recinfer.archive.leaves import Leaf
+from recinfer.capture import collision_stubs
 from recinfer.errors import ConfigError
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -48,6 +49,7 @@ def made_batch(
     left_out = [name for name, p in inspect.signature(model.forward).parameters.items() if p.default is None]
     found = _Found(num_dense, left_out)
     stubs: dict[int, Any] = {id(leaf.module): _Stub(leaf, found) for leaf in leaves}
+    stubs |= collision_stubs(model)
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     for _ in range(4):  # the dense input, its width, the run that succeeds

@@ -1,4 +1,4 @@
-"""Checks the manifest: rules J3 and M1 to M10 of FORMAT.md, and F2 and F7 for the files that it lists."""
+"""Checks the manifest: rules J3, M1 to M10, V1 and V2 of FORMAT.md, and F2 and F7 for the files that it lists."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from recinfer.archive.strict_json import build, loads
 from recinfer.distributed.planner.plan import MAX_RANKS
 from recinfer.errors import ArchiveError, RecinferError
 from recinfer.excerpts import excerpt
+from recinfer.vocabulary.info import check_vocabularies
 
 __all__ = ["check_before_writing", "check_rules", "read_manifest"]
 
@@ -52,13 +53,13 @@ def read_manifest(data: bytes) -> Manifest:
 
 
 def check_rules(m: Manifest) -> None:
-    """Raise ArchiveError unless rules F2, F7 and M2 to M9 hold."""
+    """Raise ArchiveError unless rules F2, F7, M2 to M10, V1 and V2 hold."""
     check_before_writing(m)
     _check_files(m)
 
 
 def check_before_writing(m: Manifest) -> None:
-    """Raise ArchiveError unless rules M2 to M8 hold, which need no files."""
+    """Raise ArchiveError unless rules M2 to M8, M10, V1 and V2 hold, which need no files."""
     for name, kind in _names(m):
         _check_name(name, kind)
     _check_numbers(m)
@@ -70,6 +71,13 @@ def check_before_writing(m: Manifest) -> None:
         raise ArchiveError(f"precision is {m.precision!r}, but the tables have {expected!r}", rule="M6")
     _check_dense(m)
     _check_contract(m)
+    check_vocabularies(
+        m.vocabularies,
+        {(t.module, t.name): t.rows for t in m.tables},
+        {name: [(t.module, t.name) for t in tables] for name, tables in m.feature_tables.items()},
+        {feature.name: feature.missing for feature in m.features},
+        frozenset(module.path for module in m.modules if module.kind == "sequence"),
+    )
 
 
 def _names(m: Manifest) -> Iterator[tuple[str, str]]:
@@ -237,6 +245,12 @@ def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
     for name, other in s.as_long_as.items():
         if name not in jagged or other not in jagged or other in s.as_long_as:
             raise refuse(f"as_long_as says {excerpt(name)} is as long as {excerpt(other)}")
+    for name, other in s.counts.items():
+        given = by_name.get(name)
+        if given is None or given.kind != "ids" or other not in jagged or other == name or other in s.per_sample:
+            raise refuse(f"counts says {excerpt(name)} counts the values of {excerpt(other)}")
+    if len(set(s.counts.values())) != len(s.counts):
+        raise refuse("counts says that two inputs count the values of one")
     axes = {size for i in s.inputs if i.kind == "tensor" for size in i.shape[1:] if size != "batch"}
     for axis, largest in s.at_most.items():
         if axis not in axes or not 1 <= largest <= MAX_DENSE:

@@ -73,6 +73,10 @@ def load_into(
         _load_one(reader, module, key, tensors[key], made)
     if only is None and strict:
         _refuse_meta_buffers(module)
+    for part in module.modules():
+        validate = getattr(part, "validate_state", None)  # managed collisions sort their ids
+        if callable(validate):
+            validate()
     return LoadReport(tuple(loading), tuple(missing), tuple(extra))
 
 

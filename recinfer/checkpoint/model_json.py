@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recinfer.capture import CaptureError, collision_settings
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
@@ -125,9 +126,22 @@ def _describe_dlrm(model: nn.Module) -> dict[str, Any] | None:
 
     if type(model) is not DLRM:
         return None
-    collection: Any = model.sparse_arch.embedding_bag_collection
+    outer: Any = model.sparse_arch.embedding_bag_collection
+    collisions = getattr(outer, "_managed_collision_collection", None)
+    collection = outer if collisions is None else outer._embedding_module
+    if not hasattr(collection, "is_weighted"):
+        return None
+    rows = {table.name: table.num_embeddings for table in collection.embedding_bag_configs()}
+    try:  # a module of one rank has other rows than its table
+        managed = {
+            table: {**collision_settings(module), "zch_size": rows[table]}
+            for table, module in (collisions._managed_collision_modules.items() if collisions is not None else ())
+        }
+    except CaptureError:
+        return None  # a function hashes the ids
     first = next(m for m in model.dense_arch.modules() if isinstance(m, nn.Linear))
     return {
+        **({"managed_collisions": managed} if managed else {}),
         "dense_in_features": first.in_features,
         "dense_arch_layer_sizes": _linear_sizes(model.dense_arch),
         "over_arch_layer_sizes": _linear_sizes(model.over_arch),
@@ -149,13 +163,19 @@ def _describe_dlrm(model: nn.Module) -> dict[str, Any] | None:
 def _build_dlrm(config: Mapping[str, Any], device: torch.device) -> nn.Module:
     from recinfer.models.dlrm import DLRM
     from recinfer.modules.embedding_modules import EmbeddingBagCollection
+    from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+    from recinfer.modules.mc_modules import ManagedCollisionCollection
+    from recinfer.modules.mc_settings import managed_collision_module
 
     tables = [
         EmbeddingBagConfig(**{**t, "pooling": PoolingType(t["pooling"]), "data_type": DataType.parse(t["data_type"])})
         for t in config["tables"]
     ]
-    rest = {k: v for k, v in config.items() if k not in ("tables", "is_weighted")}
-    collection = EmbeddingBagCollection(tables=tables, is_weighted=config["is_weighted"], device=device)
+    rest = {k: v for k, v in config.items() if k not in ("tables", "is_weighted", "managed_collisions")}
+    collection: Any = EmbeddingBagCollection(tables=tables, is_weighted=config["is_weighted"], device=device)
+    if managed := config.get("managed_collisions"):
+        modules = {table: managed_collision_module(settings, device) for table, settings in managed.items()}
+        collection = ManagedCollisionEmbeddingBagCollection(collection, ManagedCollisionCollection(modules, tables))
     return DLRM(embedding_bag_collection=collection, dense_device=device, **rest)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,7 @@ from recinfer.serving.wire.admin_verbs import VERBS, Command
 from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
-    from recinfer.serving.client.admin import AdminClient, Loaded
+    from recinfer.serving.client.admin import AdminClient, Loaded, ShardReplica
 
 __all__ = ["EXAMPLE", "NAME", "app"]
 
@@ -121,17 +122,76 @@ def delta(options: DeltaOptions) -> _Change:
     return ("UndoDelta", {}) if options.undo else ("ApplyDelta", {"delta": options.delta})
 
 
-@takes(ListOptions)
-def list_models(options: ListOptions) -> None:
-    """List models and versions with state, traffic share, labels, load time, engine and memory.
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions(ListOptions):
+    """The options of ``list``."""
+
+    watch: Annotated[
+        float | None,
+        typer.Option(
+            "--watch",
+            min=0.1,
+            metavar="SECONDS",
+            help="Show the list again every so many seconds, until Ctrl-C.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@takes(WatchOptions)
+def list_models(options: WatchOptions) -> None:
+    """List models and versions with state, traffic share, labels, load time, engine and memory; of a ranker also its shard servers.
 
     Memory is the archive's size. Archives are memory-mapped, so the processes of one host share these pages.
     """
     output = Output(options.as_json)
     with _open(options) as admin:
-        found = _only(admin.list_models(), options)
-    output.show(_table(found))
-    output.finish(_plain(options.target, found))
+        if options.watch is not None:
+            _watch(output, admin, options, options.watch)
+            return
+        found, shards = _only(admin.list_models(), options), admin.list_shards()
+    output.show(_table(found), *_shard_tables(shards))
+    listed = {"shards": [replica._asdict() for replica in shards]} if shards else {}
+    output.finish({**_plain(options.target, found), **listed})
+
+
+def _watch(output: Output, admin: AdminClient, options: WatchOptions, seconds: float) -> None:
+    """Show the list until Ctrl-C; a server that does not answer is shown as such, and asked again."""
+    from rich.console import Group
+    from rich.live import Live
+
+    from recinfer.errors import RecinferError
+
+    if options.as_json:
+        raise ConfigError("got --watch and --json; --json prints one list: leave one of them out")
+    with Live(console=output.result, auto_refresh=False, screen=output.result.is_terminal) as live:
+        while True:
+            try:
+                shown = [_table(_only(admin.list_models(), options)), *_shard_tables(admin.list_shards())]
+            except RecinferError as error:
+                shown = [Text(str(error), "red")]
+            at = datetime.now().astimezone().strftime("%H:%M:%S")
+            live.update(
+                Group(Text(f"{options.target} at {at}, every {seconds:g} s; Ctrl-C ends", "dim"), *shown), refresh=True
+            )
+            time.sleep(seconds)
+
+
+def _shard_tables(shards: Sequence[ShardReplica]) -> list[Any]:
+    """A table of a ranker's shard servers, and a red line for ranks without one; nothing for another server."""
+    if not shards:
+        return []
+    table = Table("rank", "replica", "state", "under way", "default rows", "versions")
+    for column in (3, 4):
+        table.columns[column].justify = "right"
+    for replica in shards:
+        state = Text("up", "green") if replica.up else Text(f"down: {replica.why}" if replica.why else "down", "red")
+        versions = " ".join(key[:8] for key in replica.versions)
+        numbers = f"{replica.outstanding:,}", f"{replica.default_rows:,}"
+        table.add_row(str(replica.rank), replica.address, state, *numbers, versions)
+    gone = sorted({r.rank for r in shards} - {r.rank for r in shards if r.up})
+    alarm = [Text(f"no shard server answers for rank {', '.join(map(str, gone))}", "bold red")] if gone else []
+    return [table, *alarm]
 
 
 @takes(ListOptions)

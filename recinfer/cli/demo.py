@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +32,14 @@ __all__ = ["EXAMPLE", "NAME", "run"]
 
 NAME = "demo"
 EXAMPLE = "Example: recinfer demo --data ratings.inter --format movielens"
+
+
+class VocabularyKind(StrEnum):
+    """Values of ``--vocabulary``."""
+
+    full = "full"
+    managed = "managed"
+
 
 _REQUESTS = 300  # requests of each kind and batch size, for the latencies
 _BATCHES = (1, 32)
@@ -57,6 +66,12 @@ def run(
     limit: Annotated[
         int | None, typer.Option(min=20, help="Use only the first N rows.", show_default="by format")
     ] = None,
+    vocabulary: Annotated[
+        VocabularyKind,
+        typer.Option(
+            help="managed: also train with a tenth of the rows, with hashed ids and with managed collisions, and compare."
+        ),
+    ] = VocabularyKind.full,
     seed: Annotated[int, typer.Option(help="Random seed of the rows, the split and the initial weights.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -72,6 +87,8 @@ def run(
     dataset = load_dataset(data, format.value, limit=limit or _LIMITS.get(format), seed=seed)
     with _folder(out) as folder:
         report = _pipeline(output, folder, dataset, world_size, epochs or _EPOCHS[format], embedding_dim, seed)
+    if vocabulary is VocabularyKind.managed:
+        report["vocabularies"] = _vocabularies(output, dataset, epochs or _EPOCHS[format], embedding_dim, seed)
     report["seconds"] = time.perf_counter() - started
     kept = f"checkpoint, plan and archive are in {out}" if out else "--out DIR keeps checkpoint, plan and archive"
     output.show(styled("green", "done", f" in {report['seconds']:.1f} s; the server has stopped; {kept}"))
@@ -142,6 +159,24 @@ def _pipeline(
         "bytes": sizes,
         "latency_seconds": [asdict(latency) for latency in latencies],
     }
+
+
+def _vocabularies(output: Output, dataset: Dataset, epochs: int, embedding_dim: int, seed: int) -> list[dict[str, Any]]:
+    """Train with three vocabularies, show their quality side by side and return it as plain data."""
+    from recinfer.training.vocabularies import compare_vocabularies
+
+    output.note(
+        "vocabularies: a row for each id, then a tenth of the rows: hashed ids, raw ids with managed collisions"
+    )
+    shown = Table("vocabulary", "rows", "AUC", "log-loss", "ids admitted", "evicted", title="held-out rows")
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    results = list(compare_vocabularies(dataset, embedding_dim=embedding_dim, epochs=epochs, seed=seed))
+    for result in results:
+        moved = (f"{n:,}" if result.ids_admitted else "" for n in (result.ids_admitted, result.ids_evicted))
+        shown.add_row(result.name, f"{result.rows:,}", f"{result.auc:.5f}", f"{result.log_loss:.5f}", *moved)
+    output.show(shown)
+    return [asdict(result) for result in results]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from recinfer.distributed.sharded.bags import (
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
+    _create_mean_pooling_divisor,  # noqa: F401 - a private name that programs written for TorchRec import
     construct_output_kt,
     create_embedding_bag_sharding,
     create_sharding_infos_by_sharding,

@@ -40,10 +40,12 @@ from recinfer.distributed.planner.plan.plan import misfits
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
 from recinfer.inference.float_model import FloatModel, FloatRows
+from recinfer.inference.managed_collisions import vocabularies_of
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import cut_and_export, first_manifest, read_positions, table_keys
 from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import quantize_tables
+from recinfer.vocabulary.written import Vocabularies, vocabulary_changes
 
 __all__ = ["DeltaReport", "make_delta"]
 
@@ -77,6 +79,7 @@ def make_delta(
     *,
     after: Sequence[str | os.PathLike[str]] = (),
     inputs: Sequence[Any] = (),
+    vocabularies: Vocabularies | None = None,
     max_chunk_bytes: int = 16 << 20,
     progress: bool = True,
     overwrite: bool = False,
@@ -90,6 +93,7 @@ def make_delta(
         out: the delta's path, by custom ``*.rqd``.
         after: deltas that are applied before this one, in their order.
         inputs: the example batches that the archive was exported with.
+        vocabularies: (module path, table) -> its vocabulary in the new checkpoint.
         max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
         progress: show a bar on stderr.
         overwrite: replace a file that is at ``out``.
@@ -125,11 +129,16 @@ def make_delta(
     known = {file.path: file.sha256 for file in manifest.files}
     files = {path: data for path, data in files.items() if sha256(data).hexdigest() != known.get(path)}
     requests = [request for request, _ in read_requests(stored)]
-    rows = FloatRows(manifest, [predictor.looked_up(request) for request in requests])
+    vocabularies = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
+    changes = vocabulary_changes(stored, applied, vocabularies)
+    steps = predictor.intake.at(stored, [*applied, changes]).steps
+    rows = FloatRows(manifest, [predictor.looked_up(request, steps) for request in requests])
     with delta_file(Path(out), overwrite=overwrite) as path:
         writer = DeltaWriter(path, manifest)
         try:
             stats = _write_changes(predictor, applied, keys, checkpoint, rows, writer, max_chunk_bytes, progress)
+            for (module, table), (ids, id_rows) in changes.changes.items():
+                writer.add_ids(module, table, ids, id_rows)
             info = DeltaInfo(
                 format=FORMAT,
                 format_version=FORMAT_VERSION,
@@ -144,6 +153,7 @@ def make_delta(
                 dense=fresh.dense,
                 check=manifest.check,
                 files=_listed(files),
+                vocabularies=tuple(writer.vocabularies),
             )
             trial = predictor.with_delta_applied(writer.contents(info, files))
             answers = [trial.replay(request) for request in requests]

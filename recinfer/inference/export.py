@@ -39,7 +39,9 @@ from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
 from recinfer.inference.comparison import compare_export
 from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
 from recinfer.inference.float_model import FloatModel, FloatRows, PositionWeights
+from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import output_names
+from recinfer.inference.managed_collisions import vocabularies_of
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
     check_precisions,
@@ -54,6 +56,8 @@ from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
 from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.report import ExportReport, make_report
+from recinfer.vocabulary.golden import raw_requests
+from recinfer.vocabulary.written import Vocabularies, index_files, vocabulary_infos
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -75,6 +79,7 @@ def export_archive(
     missing: Mapping[str, str | int] | None = None,
     out_of_range: Mapping[str, str] | None = None,
     missing_shards: MissingShards = "reject",
+    vocabularies: Vocabularies | None = None,
     max_chunk_bytes: int = 16 << 20,
     progress: bool = True,
     overwrite: bool = False,
@@ -105,6 +110,7 @@ def export_archive(
             says), or ``"default_row"`` (it becomes the contract's default row, or 0); ``"*"``: all that are not named.
         missing_shards: ``"default_rows"``: rankers may answer while no host has some ranks, with zeros for their rows and a
             flag; ``"reject"``: they may not.
+        vocabularies: (module path, table) -> its vocabulary; requests then hold raw ids of its features.
         max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
         progress: show a bar on stderr.
         overwrite: replace an archive that is there.
@@ -122,7 +128,8 @@ def export_archive(
         ConfigError: plan, contract or model do not fit together, the dense part cannot be cut out, an output is NaN, or a
             policy is for no feature of the model or none that there is.
         CheckpointError: a key is missing or has another shape.
-        InputError: weights that are not finite, with table and row.
+        InputError: weights that are not finite, with table and row; a vocabulary that breaks the rules of
+            :class:`recinfer.vocabulary.table.TableVocabulary`.
         ArchiveError: the target exists, or more than ``max_auc_drop`` would be lost; names the worst tables.
         MismatchError: the model does not give the outputs of ``reference``.
         UnavailableError: the disk is full.
@@ -143,16 +150,22 @@ def export_archive(
             parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user, captured)
         manifest = first_manifest(name, version, plan, leaves, contract, parts, missing_shards)
         manifest = with_policies(manifest, missing, out_of_range)
+        vocabularies = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
+        manifest = replace(manifest, vocabularies=vocabulary_infos(vocabularies))
         try:
             check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model cannot be stored in an archive: {error}") from None
         _check_output_names(manifest)
-        requests = make_requests(manifest, parts.cut)
+        requests = raw_requests(manifest, vocabularies, make_requests(manifest, parts.cut))
+        for path, data in index_files(vocabularies):
+            folder.add(path, data)
         recorded = reference.batches(manifest) if reference else []
         wanted = [*requests, *(eval_data.requests if eval_data else ()), *(batch.request for batch in recorded)]
         ids = parts.ids_program(manifest)
-        rows = FloatRows(manifest, wanted if ids is None else [ids.looked_up(request) for request in wanted])
+        given = wanted if ids is None else [ids.looked_up(request) for request in wanted]
+        steps = FeatureIntake(manifest).at(Archive(folder.root, manifest, plan, ()), ()).steps
+        rows = FloatRows(manifest, [steps.looked_up(request) for request in given])
         stats = _write_shards(folder, plan, keys, checkpoint, rows, max_chunk_bytes, progress)
         folder.add("plan.json", plan.to_json().encode())
         for path, data in parts.files().items():

@@ -1,31 +1,55 @@
 """The steps that change a request's ids between its intake and the lookup: one ordered list for every path of a request.
 
-A step is made from an archive's manifest, so that each process that serves the archive runs the same steps. To add a step, write
-a class of :class:`IdStep` and a function that makes it, and name the function in ``STEPS``.
+A step is made from an archive and its applied deltas, so that each process that serves the archive runs the same steps, and each
+state of a predictor has its own. To add a step, write a class of :class:`IdStep` and a function that makes it, and name the function
+in ``STEPS``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from recinfer.archive.check import Request
 from recinfer.archive.manifest import Manifest
+from recinfer.archive.reader import Archive
 from recinfer.errors import InputError
-from recinfer.inference.bags import Bags
+from recinfer.inference.bags import Bags, bags_of, offsets_of
 from recinfer.lru import LruCache
 from recinfer.quant.bags import BagPlaces
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.vocabulary.opened import IdChanges
+from recinfer.vocabulary.step import vocabulary_step
 
-__all__ = ["STEPS", "CountReplaced", "IdStep", "IdSteps", "MakeStep", "out_of_range"]
+__all__ = ["STEPS", "ByteStep", "CountReplaced", "IdCounts", "IdStep", "IdSteps", "MakeStep", "out_of_range"]
 
 _MAX_ORDERS = 256  # stored orders of keys; clients send few different ones
 _INT64 = np.iinfo(np.int64)
 _LENGTH_BYTES = 4  # size of a length in a request
+_NO_ROW = -1
 
 CountReplaced = Callable[[Mapping[str, int]], None]
 """Counts ids that became the default row, by feature."""
+
+
+@dataclass(frozen=True, eq=False)
+class IdCounts:
+    """Counters of what steps did, which all states of a predictor share.
+
+    Attributes:
+        replaced: counts ids that became the default row.
+        places: feature -> its place in ``found``.
+        found: int64 ``[features, 2]``, ids that a vocabulary has and ids that it lacks.
+    """
+
+    replaced: CountReplaced
+    places: Mapping[str, int]
+    found: NDArray[np.int64]
 
 
 class IdStep(Protocol):
@@ -55,25 +79,41 @@ class IdStep(Protocol):
         """
         ...
 
+    @property
+    def drops(self) -> Set[str]:
+        """Features whose ids may become -1, which stands for no row: the id is left out of its bag then."""
+        ...
 
-MakeStep = Callable[[Manifest, CountReplaced], "IdStep | None"]
-"""Makes a step of an archive; None if the archive has no use for it."""
+
+@runtime_checkable
+class ByteStep(Protocol):
+    """A step with a compiled form for the byte paths."""
+
+    def from_bytes(self, data: bytes, keys: tuple[str, ...], bags: BagPlaces) -> bytes | None:
+        """The bytes of the lengths and of the new ids, int64, of bags in ``data``; None where the decoded path has to answer."""
+        ...
+
+
+MakeStep = Callable[[Archive, Sequence[IdChanges], IdCounts], "IdStep | None"]
+"""Makes a step of an archive and its applied deltas; None if the archive has no use for it."""
 
 
 class IdSteps:
-    """The steps of one archive, in the order of ``STEPS``.
+    """The steps of one archive in one state, in the order of ``STEPS``.
 
     Args:
-        manifest: the archive's.
-        count: receives the numbers of replaced ids.
+        archive: with the deltas applied.
+        deltas: the applied deltas.
+        counts: the counters.
 
     Attributes:
         in_bytes: whether the byte paths have to run steps (:meth:`rewrite`).
     """
 
-    def __init__(self, manifest: Manifest, count: CountReplaced) -> None:
-        self._steps = [step for make in STEPS if (step := make(manifest, count)) is not None]
+    def __init__(self, archive: Archive, deltas: Sequence[IdChanges], counts: IdCounts) -> None:
+        self._steps = [step for make in STEPS if (step := make(archive, deltas, counts)) is not None]
         self._byte_steps = [step for step in self._steps if not step.decoded_only]
+        self._drops = frozenset(feature for step in self._steps for feature in step.drops)
         self.in_bytes = bool(self._byte_steps)
 
     def apply(self, features: Bags) -> Bags:
@@ -85,7 +125,23 @@ class IdSteps:
         if ids is features.values:
             return features
         offsets = features.offsets.astype(ids.dtype, copy=False)
-        return Bags(features.keys, features.batch, offsets, ids, features.weights)
+        changed = Bags(features.keys, features.batch, offsets, ids, features.weights)
+        return _without_dropped(changed, self._drops) if self._drops else changed
+
+    def looked_up(self, request: Request) -> Request:
+        """``request`` with the ids that lookups read in place of its own."""
+        if not self._steps:
+            return request
+        given = request.features
+        found = self.apply(bags_of(given))
+        kjt = KeyedJaggedTensor(
+            list(found.keys),
+            torch.from_numpy(found.values),
+            None if found.weights is None else torch.from_numpy(found.weights),
+            lengths=torch.from_numpy(found.lengths_FB.reshape(-1).astype(np.int32)),
+            stride=given.stride(),
+        )
+        return Request(request.dense, kjt, request.inputs)
 
     def rewrite(
         self, data: bytes, parts: Sequence[tuple[tuple[str, ...], BagPlaces]]
@@ -102,7 +158,16 @@ class IdSteps:
         pieces: list[bytes] = []
         places: list[BagPlaces] = []
         size = 0
+        step = self._byte_steps[0]
         for keys, bags in parts:
+            if len(self._byte_steps) == 1 and isinstance(step, ByteStep) and self._drops.isdisjoint(keys):
+                compiled = step.from_bytes(data, keys, bags)
+                if compiled is None:
+                    return None
+                pieces.append(compiled)
+                places.append(bags._replace(lengths_at=size, ids_at=size + len(compiled) - 8 * bags.ids, wide=True))
+                size += len(compiled)
+                continue
             ids = np.frombuffer(data, np.int64 if bags.wide else np.int32, bags.ids, bags.ids_at)
             lengths = np.frombuffer(data, np.int32, bags.keys * bags.batch, bags.lengths_at).reshape(
                 bags.keys, bags.batch
@@ -114,6 +179,8 @@ class IdSteps:
                 changed = _run(self._byte_steps, ids, keys, edges)
             except InputError:
                 return None
+            if not self._drops.isdisjoint(keys) and (changed == _NO_ROW).any():
+                return None
             lengths_size = lengths.size * _LENGTH_BYTES
             pieces += [
                 data[bags.lengths_at : bags.lengths_at + lengths_size],
@@ -122,6 +189,20 @@ class IdSteps:
             places.append(bags._replace(lengths_at=size, ids_at=size + lengths_size, wide=True))
             size += lengths_size + 8 * bags.ids
         return b"".join(pieces), places
+
+
+def _without_dropped(features: Bags, drops: Set[str]) -> Bags:
+    """The features without the ids of ``drops`` that have no row."""
+    kept = features.values != _NO_ROW
+    edges = features.offsets[:: features.batch].tolist()
+    for place, key in enumerate(features.keys):
+        if key not in drops:
+            kept[edges[place] : edges[place + 1]] = True
+    if kept.all():
+        return features
+    offsets = offsets_of(kept, features.values.dtype)[features.offsets]
+    weights = None if features.weights is None else features.weights[kept]
+    return Bags(features.keys, features.batch, offsets, features.values[kept], weights)
 
 
 def _run(steps: Sequence[IdStep], ids: NDArray[Any], keys: tuple[str, ...], edges: NDArray[Any]) -> NDArray[Any]:
@@ -134,6 +215,7 @@ class _OutOfRange:
     """Replaces ids outside the table by the feature's default row, where the archive was exported with that policy."""
 
     decoded_only = True
+    drops: frozenset[str] = frozenset()
 
     def __init__(self, manifest: Manifest, count: CountReplaced) -> None:
         rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
@@ -165,12 +247,12 @@ class _OutOfRange:
         return np.array(low, np.int64), np.array(high, np.int64), np.array(replacement, np.int64)
 
 
-def out_of_range(manifest: Manifest, count: CountReplaced) -> IdStep | None:
+def out_of_range(archive: Archive, deltas: Sequence[IdChanges], counts: IdCounts) -> IdStep | None:
     """Makes the step of ``recinfer export --out-of-range FEATURE=default``."""
-    if all(feature.out_of_range != "default_row" for feature in manifest.features):
+    if all(feature.out_of_range != "default_row" for feature in archive.manifest.features):
         return None
-    return _OutOfRange(manifest, count)
+    return _OutOfRange(archive.manifest, counts.replaced)
 
 
-STEPS: list[MakeStep] = [out_of_range]
+STEPS: list[MakeStep] = [vocabulary_step, out_of_range]
 """Makes the steps of an archive, in their order."""

@@ -6,6 +6,7 @@ Shape suffixes: F features, B batch, N ids.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -14,12 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recinfer.archive.manifest import FeatureInfo, Manifest
+from recinfer.archive.reader import Archive
 from recinfer.errors import InputError
 from recinfer.excerpts import some
 from recinfer.inference.bags import Bags, offsets_of
-from recinfer.inference.id_steps import IdSteps
+from recinfer.inference.id_steps import IdCounts, IdSteps
 from recinfer.inference.results import weighted_features
 from recinfer.lru import LruCache
+from recinfer.vocabulary.opened import IdChanges
 
 __all__ = ["FeatureIntake", "TakenFeatures"]
 
@@ -51,11 +54,12 @@ class FeatureIntake:
         names: all features, in the archive's order.
         weighted: features whose ids may have weights; an id without one weighs 1.
         needs_weights: whether there are any.
-        replaced_ids: ids out of range that became the default row, since the start.
-        replaced: ``replaced_ids`` by feature.
+        replaced: ids out of range that became the default row, since the start, by feature.
         missing: predictions that lacked a feature and had it filled, by feature.
-        steps: change the ids of requests before the lookup.
+        steps: change the ids of requests before the lookup; of one state, see :meth:`at`.
     """
+
+    steps: IdSteps
 
     def __init__(self, manifest: Manifest) -> None:
         by_name = {feature.name: feature for feature in manifest.features}
@@ -65,11 +69,36 @@ class FeatureIntake:
         self.weighted = weighted_features(manifest)
         self.needs_weights = bool(self.weighted)
         self._orders: LruCache[tuple[str, ...], _Order] = LruCache(_MAX_ORDERS)
-        self.replaced_ids = 0
         self.replaced: Counter[str] = Counter()
         self.missing: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self.steps = IdSteps(manifest, self.count_replaced)
+        read = [name for name in manifest.feature_tables]
+        self._counts = IdCounts(
+            self.count_replaced, {name: at for at, name in enumerate(read)}, np.zeros((len(read), 2), np.int64)
+        )
+        self._counted = [
+            name for info in manifest.vocabularies for name in _features_of(manifest, info.module, info.table)
+        ]
+
+    def at(self, archive: Archive, deltas: Sequence[IdChanges]) -> FeatureIntake:
+        """The intake of a state of the archive: its own steps, and the counters of all states.
+
+        Raises:
+            ArchiveError: a step cannot be made from the archive.
+        """
+        state = copy.copy(self)
+        state.steps = IdSteps(archive, deltas, self._counts)
+        return state
+
+    @property
+    def known(self) -> dict[str, int]:
+        """Feature with a vocabulary -> ids of requests that the vocabulary has, since the start."""
+        return {name: int(self._counts.found[self._counts.places[name], 0]) for name in self._counted}
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Feature with a vocabulary -> ids of requests that the vocabulary lacks, since the start."""
+        return {name: int(self._counts.found[self._counts.places[name], 1]) for name in self._counted}
 
     def take(
         self, features: Bags, *, need_all: bool, elsewhere: Set[str] = frozenset(), fill: bool = True
@@ -130,8 +159,11 @@ class FeatureIntake:
     def count_replaced(self, by_feature: Mapping[str, int]) -> None:
         """Count out-of-range ids that were replaced by the default row, here or when raw rows were converted."""
         with self._lock:
-            self.replaced_ids += sum(by_feature.values())
             self.replaced.update(by_feature)
+
+
+def _features_of(manifest: Manifest, module: str, table: str) -> tuple[str, ...]:
+    return next(t.features for t in manifest.tables if (t.module, t.name) == (module, table))
 
 
 def _check_weights(features: Bags) -> None:

@@ -24,6 +24,7 @@ from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import ConfigError, InputError
 from recinfer.inference.bags import Bags
 from recinfer.inference.byte_tables import ByteTables
+from recinfer.inference.id_steps import IdSteps
 from recinfer.inference.ids_program import IdsProgram
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Steps, output_names
@@ -92,6 +93,7 @@ class LoadedModel(States):
 
     def _assemble(self, archive: Archive, edit: Callable[[MappedShards], None] | None = None) -> None:
         manifest = archive.manifest
+        self.intake = self.intake.at(archive, self._deltas)
         self.lookups: Lookups
         if self._lookups_of is None:
             mapped = archive.map_shards(**self._mapping, edit=edit)
@@ -170,7 +172,7 @@ class LoadedModel(States):
     @property
     def replaced_ids(self) -> int:
         """Number of out-of-range ids replaced by the default row, by the features' policies."""
-        return self.intake.replaced_ids
+        return self.intake.replaced.total()
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None = None) -> Steps[Found]:
         """Look up the vectors of checked requests and record the time."""
@@ -202,9 +204,11 @@ class LoadedModel(States):
         return self.intake.steps.apply(self._ids.run(given, tensor_of))
 
     @at_one_state
-    def looked_up(self, request: Request) -> Request:
-        """``request`` with the features that lookups read: its own, or those of the ids program."""
-        return request if self._ids is None else self._ids.looked_up(request)
+    def looked_up(self, request: Request, steps: IdSteps | None = None) -> Request:
+        """``request`` with the features that lookups read: its own or those of the ids program, after ``steps``, by default this
+        state's."""
+        given = request if self._ids is None else self._ids.looked_up(request)
+        return (steps or self.intake.steps).looked_up(given)
 
     @at_one_state
     def run_dense_on(

@@ -23,21 +23,11 @@ INSTEAD = {
     "torchrec.distributed.embedding_kernel.BaseEmbedding": "torch.nn.Module: recinfer's lookups are plain modules",
     "torchrec.distributed.embedding_kernel.get_state_dict": "state_dict() of the sharded module",
     "torchrec.distributed.embedding_tower_sharding.*": "two modules: an EmbeddingBagCollection, then the tower",
-    "torchrec.distributed.embeddingbag._create_mean_pooling_divisor": "nothing: MEAN divides each table by its own "
-    "bag lengths, for any sharding",
     "torchrec.distributed.fused_embedding.*": "recinfer.modules.embedding_modules.EmbeddingCollection with recinfer.optim.apply_optimizer_in_backward",
     "torchrec.distributed.fused_embeddingbag.FusedEmbeddingBagCollectionSharder": "recinfer.distributed.embeddingbag.EmbeddingBagCollectionSharder after recinfer.optim.apply_optimizer_in_backward on the tables",
     "torchrec.distributed.global_settings.*": "nothing to set: shards are made on the device that is given",
     "torchrec.distributed.keyed_jagged_tensor_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a "
     "tensor outside the model",
-    "torchrec.distributed.mc_embedding.*": "recinfer has no managed collisions yet; hash ids below num_embeddings "
-    "before the lookup",
-    "torchrec.distributed.mc_embedding_modules.*": "recinfer has no managed collisions yet; hash ids below "
-    "num_embeddings before the lookup",
-    "torchrec.distributed.mc_embeddingbag.*": "recinfer has no managed collisions yet; hash ids below num_embeddings "
-    "before the lookup",
-    "torchrec.distributed.mc_modules.*": "recinfer has no managed collisions yet; hash ids below num_embeddings "
-    "before the lookup",
     "torchrec.distributed.model_parallel.DMPCollection": "one DistributedModelParallel over all ranks; there is no 2-D parallel training",
     "torchrec.distributed.model_tracker.*": "recinfer delta: it writes the rows that changed since an archive",
     "torchrec.distributed.object_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a tensor "
@@ -95,19 +85,11 @@ INSTEAD = {
     "torchrec.modules.embedding_tower.*": "two modules: an EmbeddingBagCollection, then the tower",
     "torchrec.modules.fused_embedding_modules.*": "recinfer.modules.embedding_modules with recinfer.optim.apply_optimizer_in_backward",
     "torchrec.modules.fused_embedding_modules.fuse_embedding_optimizer": "recinfer.optim.apply_optimizer_in_backward on the tables' parameters, before sharding",
-    "torchrec.modules.hash_mc_evictions.*": "recinfer has no managed collisions yet; hash ids below num_embeddings "
-    "before the lookup",
-    "torchrec.modules.hash_mc_modules.*": "recinfer has no managed collisions yet; hash ids below num_embeddings "
-    "before the lookup",
     "torchrec.modules.itep_embedding_modules.*": "nothing: no pruning of rows while training",
     "torchrec.modules.itep_modules.*": "nothing: no pruning of rows while training",
     "torchrec.modules.keyed_jagged_tensor_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a "
     "tensor outside the model",
     "torchrec.modules.lazy_extension.*": "torch.nn.LazyLinear and its like",
-    "torchrec.modules.mc_embedding_modules.*": "recinfer has no managed collisions yet; hash ids below "
-    "num_embeddings before the lookup",
-    "torchrec.modules.mc_modules.*": "recinfer has no managed collisions yet; hash ids below num_embeddings before "
-    "the lookup",
     "torchrec.modules.object_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a tensor outside "
     "the model",
     "torchrec.modules.sorted_index_select.maybe_sorted_index_select": "torch.index_select",

@@ -48,7 +48,7 @@ class SparseArch(nn.Module):
 
     Args:
         embedding_bag_collection: the tables, all of one dim; any module with ``embedding_bag_configs()`` whose
-            forward gives a KeyedTensor.
+            forward gives a KeyedTensor, or a ManagedCollisionEmbeddingBagCollection.
 
     Raises:
         ConfigError: no tables, or tables of different dims.
@@ -57,7 +57,8 @@ class SparseArch(nn.Module):
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
-        configs = embedding_bag_collection.embedding_bag_configs()
+        tables = getattr(embedding_bag_collection, "_embedding_module", embedding_bag_collection)
+        configs = tables.embedding_bag_configs()
         dims = sorted({c.embedding_dim for c in configs})
         if len(dims) != 1:
             raise ConfigError(f"DLRM: tables have dims {dims}; expected at least one table, and the same dim for all")
@@ -67,7 +68,10 @@ class SparseArch(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """``[B, F, D]``."""
-        return self.embedding_bag_collection(features).values().reshape(-1, self.F, self.D)
+        pooled = self.embedding_bag_collection(features)
+        if isinstance(pooled, tuple):  # managed collisions give the rows of the ids too
+            pooled = pooled[0]
+        return pooled.values().reshape(-1, self.F, self.D)
 
     @property
     def sparse_feature_names(self) -> list[str]:

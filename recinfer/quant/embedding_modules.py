@@ -7,6 +7,7 @@ Names and signatures are TorchRec's (``torchrec.quant.embedding_modules``). Weig
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +24,7 @@ from recinfer.modules.embedding_configs import (
     PoolingType,
     dtype_to_data_type,
 )
+from recinfer.modules.mc_modules import ManagedCollisionCollection
 from recinfer.quant.buffers import Placed
 from recinfer.quant.collection import PackedTable, QuantizedCollection
 from recinfer.quant.lookup import PooledLookup, SequenceLookup
@@ -36,6 +38,8 @@ __all__ = [
     "EmbeddingBagCollection",
     "EmbeddingCollection",
     "PackedTable",
+    "QuantManagedCollisionEmbeddingBagCollection",
+    "QuantManagedCollisionEmbeddingCollection",
     "chosen_data_types",
     "quant_prep_enable_cache_features_order",
 ]
@@ -231,6 +235,141 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
         weights = {c.name: module.embeddings[c.name].weight for c in configs}
         need_indices = bool(module.need_indices()) if hasattr(module, "need_indices") else False
         return cls(tables, _device_of(weights), need_indices, output_dtype)._holding(weights)
+
+
+class _ManagedCollisions:
+    """The managed collisions in front of a quantized collection; they only look ids up.
+
+    Args:
+        collisions: the managed collision modules of the collection's tables.
+        configs: the collection's tables.
+    """
+
+    def _set_collisions(
+        self, collisions: ManagedCollisionCollection | None, configs: Sequence[BaseEmbeddingConfig]
+    ) -> None:
+        names = [] if collisions is None else [config.name for config in collisions.embedding_configs()]
+        if collisions is None or names != [config.name for config in configs]:
+            raise ConfigError(
+                f"{type(self).__name__}: managed collisions of tables {names}; expected a managed_collision_collection of "
+                f"the tables {[config.name for config in configs]}"
+            )
+        for module in collisions._managed_collision_modules.values():
+            module.eval()
+            module.reset_inference_mode()  # type: ignore[operator]
+        self._managed_collision_collection = collisions
+
+
+class QuantManagedCollisionEmbeddingCollection(_ManagedCollisions, EmbeddingCollection):
+    """Managed collisions in front of quantized unpooled tables. Args as :class:`EmbeddingCollection`.
+
+    Args:
+        managed_collision_collection: the managed collision modules of the same tables; required.
+        return_remapped_features: no effect, as in TorchRec: forward always returns them.
+
+    ``forward(features)`` takes raw ids and returns (the result of :class:`EmbeddingCollection`, the features with rows).
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        output_dtype: torch.dtype = torch.float32,
+        table_name_to_quantized_weights: Mapping[str, tuple[Tensor, Tensor | None]] | None = None,
+        register_tbes: bool = False,
+        quant_state_dict_split_scale_bias: bool = False,
+        row_alignment: int | None = None,
+        managed_collision_collection: ManagedCollisionCollection | None = None,
+        return_remapped_features: bool = False,
+        cache_features_order: bool = False,
+    ) -> None:
+        weights = table_name_to_quantized_weights
+        super().__init__(tables, device, need_indices, output_dtype, weights, row_alignment=row_alignment)
+        _warn_ignored("EmbeddingCollection", register_tbes, quant_state_dict_split_scale_bias)
+        self._set_collisions(managed_collision_collection, tables)
+        self._return_remapped_features = return_remapped_features
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor]:  # type: ignore[override]
+        """(One vector per raw id of every feature, the features with rows)."""
+        rows = self._managed_collision_collection(features)
+        return super().forward(rows), rows
+
+    @classmethod
+    def from_float(  # type: ignore[override]
+        cls, module: Any, return_remapped_features: bool = False
+    ) -> QuantManagedCollisionEmbeddingCollection:
+        """Quantize a ManagedCollisionEmbeddingCollection by its ``qconfig``; its managed collisions are copied.
+
+        Args:
+            module: with ``module.qconfig``, as in :meth:`EmbeddingCollection.from_float`.
+            return_remapped_features: no effect; see the class.
+        """
+        inner = module._embedding_module
+        configs = list(inner.embedding_configs())
+        types = _data_types(module, configs, None, None)
+        weights = {c.name: inner.embeddings[c.name].weight for c in configs}
+        return cls(
+            [_requantized(c, types[c.name], EmbeddingConfig) for c in configs],
+            _device_of(weights),
+            bool(inner.need_indices()),
+            _qconfig_output(module),
+            managed_collision_collection=copy.deepcopy(module._managed_collision_collection),
+            return_remapped_features=module._return_remapped_features,
+        )._holding(weights)
+
+
+class QuantManagedCollisionEmbeddingBagCollection(_ManagedCollisions, EmbeddingBagCollection):
+    """Managed collisions in front of quantized pooled tables. Args as :class:`EmbeddingBagCollection`.
+
+    Args:
+        managed_collision_collection, return_remapped_features: see :class:`QuantManagedCollisionEmbeddingCollection`.
+
+    ``forward(features)`` takes raw ids and returns (pooled vectors, the features with rows).
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool,
+        device: torch.device | str | None = None,
+        output_dtype: torch.dtype = torch.float32,
+        table_name_to_quantized_weights: Mapping[str, tuple[Tensor, Tensor | None]] | None = None,
+        register_tbes: bool = False,
+        quant_state_dict_split_scale_bias: bool = False,
+        row_alignment: int | None = None,
+        managed_collision_collection: ManagedCollisionCollection | None = None,
+        return_remapped_features: bool = False,
+        cache_features_order: bool = False,
+    ) -> None:
+        weights = table_name_to_quantized_weights
+        super().__init__(tables, is_weighted, device, output_dtype, weights, row_alignment=row_alignment)
+        _warn_ignored("EmbeddingBagCollection", register_tbes, quant_state_dict_split_scale_bias)
+        self._set_collisions(managed_collision_collection, tables)
+        self._return_remapped_features = return_remapped_features
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[KeyedTensor, KeyedJaggedTensor]:  # type: ignore[override]
+        """(Pooled vectors of every feature, the features with rows)."""
+        rows = self._managed_collision_collection(features)
+        return super().forward(rows), rows
+
+    @classmethod
+    def from_float(  # type: ignore[override]
+        cls, module: Any, return_remapped_features: bool = False
+    ) -> QuantManagedCollisionEmbeddingBagCollection:
+        """Quantize a ManagedCollisionEmbeddingBagCollection; see :class:`QuantManagedCollisionEmbeddingCollection`."""
+        inner = module._embedding_module
+        configs = list(inner.embedding_bag_configs())
+        types = _data_types(module, configs, None, None)
+        weights = {c.name: inner.embedding_bags[c.name].weight for c in configs}
+        return cls(
+            [_requantized(c, types[c.name], EmbeddingBagConfig) for c in configs],
+            bool(inner.is_weighted()),
+            _device_of(weights),
+            _qconfig_output(module),
+            managed_collision_collection=copy.deepcopy(module._managed_collision_collection),
+            return_remapped_features=module._return_remapped_features,
+        )._holding(weights)
 
 
 def _device_of(weights: Mapping[str, Tensor]) -> torch.device:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,14 @@ from recinfer.errors import ConfigError
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from recinfer.modules.mc_embedding_modules import evict
+from recinfer.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+    MCHManagedCollisionModule,
+)
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,9 +30,22 @@ if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
     from recinfer.training.batches import Examples
 
-__all__ = ["build_dlrm", "predict_logits", "start_at_rate"]
+__all__ = ["ManagedRows", "build_dlrm", "predict_logits", "start_at_rate"]
 
 _EVALUATION_BATCH = 8192
+
+
+@dataclass(frozen=True)
+class ManagedRows:
+    """The rows of a table that takes raw ids.
+
+    Attributes:
+        rows: number of rows; the last is that of all ids without a row.
+        eviction_interval: batches between two decisions which ids have rows.
+    """
+
+    rows: int
+    eviction_interval: int
 
 
 def build_dlrm(
@@ -34,6 +56,7 @@ def build_dlrm(
     over_layers: Sequence[int] = (64, 32),
     seed: int = 0,
     table_device: torch.device | None = None,
+    managed: Mapping[str, ManagedRows] | None = None,
 ) -> DLRM:
     """A DLRM for the features of ``contract``, with new weights.
 
@@ -46,6 +69,8 @@ def build_dlrm(
         over_layers: columns of the top MLP before its last layer, which gives the logit.
         seed: seed of the initial weights; the global random state is unchanged.
         table_device: device of the tables; on meta they have no values.
+        managed: feature -> rows of its table, whose ids are raw and admitted by how often they occur; other features have
+            a row for each id.
 
     Raises:
         ConfigError: a contract with no sparse or no dense feature, or sizes below 1.
@@ -60,23 +85,81 @@ def build_dlrm(
             f"embedding_dim={embedding_dim}, dense_layers={tuple(dense_layers)}, over_layers={tuple(over_layers)}; "
             "expected sizes of at least 1"
         )
+    managed = managed or {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tables = [
             EmbeddingBagConfig(
                 name=f"t_{feature.name}",
-                num_embeddings=feature.num_embeddings,
+                num_embeddings=managed[feature.name].rows if feature.name in managed else feature.num_embeddings,
                 embedding_dim=embedding_dim,
                 feature_names=[feature.name],
             )
             for feature in contract.sparse
         ]
         return DLRM(
-            EmbeddingBagCollection(tables=tables, device=table_device),
+            _tables(tables, contract, table_device, managed),
             dense_in_features=contract.num_dense,
             dense_arch_layer_sizes=[*dense_layers, embedding_dim],
             over_arch_layer_sizes=[*over_layers, 1],
         )
+
+
+def _tables(
+    tables: list[EmbeddingBagConfig],
+    contract: FeatureContract,
+    device: torch.device | None,
+    managed: Mapping[str, ManagedRows],
+) -> EmbeddingBagCollection:
+    collection = EmbeddingBagCollection(tables=tables, device=device)
+    if not managed:
+        return collection
+    sizes = {feature.name: feature.num_embeddings for feature in contract.sparse}
+    modules: dict[str, ManagedCollisionModule] = {
+        table.name: MCHManagedCollisionModule(
+            zch_size=table.num_embeddings,
+            device=device or torch.device("cpu"),
+            eviction_policy=LFU_EvictionPolicy(),
+            eviction_interval=managed[feature].eviction_interval,
+            input_hash_size=sizes[feature],
+            name=table.name,
+        )
+        for table in tables
+        for feature in table.feature_names
+        if feature in managed
+    }
+    return _PartlyManaged(collection, modules)  # type: ignore[return-value]
+
+
+class _PartlyManaged(nn.Module):
+    """An EmbeddingBagCollection, some of whose tables take raw ids.
+
+    Args:
+        collection: all tables.
+        modules: table -> its managed collision module.
+    """
+
+    def __init__(self, collection: EmbeddingBagCollection, modules: dict[str, ManagedCollisionModule]) -> None:
+        super().__init__()
+        self._configs = collection.embedding_bag_configs()
+        raw = [config for config in self._configs if config.name in modules]
+        self._features = [feature for config in self._configs for feature in config.feature_names]
+        self._raw_features = [feature for config in raw for feature in config.feature_names]
+        self._rows_of_ids = ManagedCollisionCollection(modules, raw)
+        self._collection = collection
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables."""
+        return self._configs
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """The pooled vectors of rows and of raw ids."""
+        parts = features.to_dict()
+        rows = self._rows_of_ids(KeyedJaggedTensor.from_jt_dict({name: parts[name] for name in self._raw_features}))
+        evict(self._rows_of_ids.evict(), self._collection)
+        found = rows.to_dict()
+        together = {name: found.get(name, parts[name]) for name in self._features}
+        return self._collection(KeyedJaggedTensor.from_jt_dict(together))
 
 
 @torch.no_grad()

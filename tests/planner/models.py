@@ -62,11 +62,10 @@ def best_by_force(problem: Problem) -> float:
             [int(problem.fixed_rank[s])] if problem.fixed_rank[s] >= 0 else range(problem.world_size) for s in shards
         ]
         for ranks in itertools.product(*places):
-            load, hbm, ddr = (np.zeros(problem.world_size) for _ in range(3))
+            load, used = np.zeros(problem.world_size), np.zeros(problem.caps.shape)
             for s, r in zip(shards, ranks):
                 load[r] += problem.perf[s]
-                hbm[r] += problem.hbm[s]
-                ddr[r] += problem.ddr[s]
-            if (hbm <= problem.hbm_cap).all() and (ddr <= problem.ddr_cap).all():
+                used[:, r] += problem.bytes[:, s]
+            if (used <= problem.caps).all():
                 best = min(best, load.max())
     return float(best)

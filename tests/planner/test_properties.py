@@ -135,7 +135,7 @@ def test_bound_is_below_and_search_is_near_the_optimum(
     assert lower_bound(problem).value <= optimum * (1 + 1e-9)
     found, report = search(problem)
     if found is not None:
-        assert (found.ddr <= problem.ddr_cap).all()
+        assert (found.used <= problem.caps).all()
         assert optimum * (1 - 1e-9) <= report.max_perf <= optimum * 1.1 + 1e-12
 
 

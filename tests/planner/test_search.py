@@ -16,10 +16,12 @@ from recinfer.distributed.planner.solve.problem import FIXED, Problem, make_prob
 from recinfer.distributed.planner.solve.search import search
 from recinfer.distributed.planner.solve.space import build_space
 from recinfer.distributed.planner.stats import format_plan
+from recinfer.distributed.types.tiers import DDR, TIERS
 from recinfer.modules.embedding_configs import DataType
 from tests.planner.models import assert_within_capacity, collection, model, sharders, train_planner
 
 ROOMY = 1 << 50
+_DDR = TIERS.index(DDR)
 
 
 def random_problem(seed: int, num_tables: int, world_size: int, ddr_cap: int = ROOMY) -> Problem:
@@ -43,8 +45,8 @@ def cut_and_packed(problem: Problem, num_cut: int) -> float:
         options: IntN = np.arange(problem.unit_ptr[unit], problem.unit_ptr[unit + 1])
         counts = np.diff(problem.shard_ptr)[options]
         by_rows = options[problem.mode[options] == FIXED][0]
-        whole[unit] = problem.option_ddr[options[counts == 1][0]]
-        cut[unit] = problem.ddr[problem.shards_of(int(by_rows))].max()
+        whole[unit] = problem.option_bytes[_DDR, options[counts == 1][0]]
+        cut[unit] = problem.bytes[_DDR, problem.shards_of(int(by_rows))].max()
     order = np.argsort(-whole, kind="stable")
     ranks = np.full(problem.world_size, cut[order[:num_cut]].sum())
     for unit in order[num_cut:]:
@@ -65,10 +67,10 @@ def test_a_plan_is_found_where_cutting_the_largest_and_packing_the_rest_fits(
 ) -> None:
     roomy = random_problem(seed, num_tables, world_size)
     needed = min(cut_and_packed(roomy, k) for k in range(num_tables + 1))
-    least = np.minimum.reduceat(roomy.option_ddr, roomy.unit_ptr[:-1]).sum() / world_size
+    least = np.minimum.reduceat(roomy.option_bytes[_DDR], roomy.unit_ptr[:-1]).sum() / world_size
     problem = random_problem(seed, num_tables, world_size, int(max(needed, least / 0.995)))
     found, _ = search(problem)
-    assert found is not None and (found.ddr <= problem.ddr_cap).all()
+    assert found is not None and (found.used <= problem.caps).all()
 
 
 # ----------------------------------------------------------------------------------------------- the advice is enough
@@ -146,7 +148,7 @@ BY_HIGHS = {
 @pytest.mark.parametrize(("full", "seed"), BY_HIGHS)
 def test_plans_of_full_memory_are_near_those_of_integer_programming(full: float, seed: int) -> None:
     roomy = random_problem(seed, 20, 4)
-    least = np.minimum.reduceat(roomy.option_ddr, roomy.unit_ptr[:-1]).sum()
+    least = np.minimum.reduceat(roomy.option_bytes[_DDR], roomy.unit_ptr[:-1]).sum()
     found, report = search(random_problem(seed, 20, 4, int(least / 4 / full)))
     assert found is not None
     assert report.max_perf <= BY_HIGHS[full, seed] * (1.03 if full < 0.99 else 1.05)
@@ -181,5 +183,5 @@ def test_a_table_in_pieces_is_no_worse_than_a_whole_one_of_less_load() -> None:
     kept = LocalSearch(problem, Placer(problem), float("inf"), 0).alternatives
     for unit, options in enumerate(kept):
         by_rows = [o for o in range(*problem.unit_ptr[unit : unit + 2]) if problem.mode[o] == FIXED]
-        smallest = min(problem.ddr[problem.shards_of(int(o))].max() for o in options)
-        assert smallest <= min(problem.ddr[problem.shards_of(o)].max() for o in by_rows)
+        smallest = min(problem.bytes[_DDR, problem.shards_of(int(o))].max() for o in options)
+        assert smallest <= min(problem.bytes[_DDR, problem.shards_of(o)].max() for o in by_rows)

@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'reci
 from recinfer.quant import row_cache
 from recinfer.quant.triton_batch import TritonBatch
 from recinfer.quant.triton_lookup import Read, TritonTables
+from tests.matrix import by_pairs
 from tests.quant.test_triton import DEVICE, MEAN, NONE, ROWS, SUM, bags, packed
 
 CPU = torch.device("cpu")
@@ -66,9 +67,7 @@ def rows_in(lookup: TritonTables) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("slots", [5, ROWS])
-@pytest.mark.parametrize("data_type", PACKED_TYPES, ids=lambda t: t.value)
-@pytest.mark.parametrize("pooling", [SUM, MEAN, NONE], ids=lambda p: p.value)
+@pytest.mark.parametrize(("pooling", "data_type", "slots"), by_pairs([SUM, MEAN, NONE], PACKED_TYPES, [5, ROWS]))
 def test_a_lookup_through_the_cache_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, data_type: DataType, pooling: PoolingType, slots: int
 ) -> None:

@@ -64,6 +64,7 @@ def test_field_numbers_are_the_wire_contract():
             },
             "InputInfo": {
                 "name": 1, "path": 2, "kind": 3, "dtype": 4, "shape": 5, "weighted": 6, "per_sample": 7, "as_long_as": 8,
+                "user": 9, "counts": 10,
             },
         "ModelInfo": {
             "name": 1, "version": 2, "features": 3, "num_dense": 4, "precision": 5, "plan_hash": 6,

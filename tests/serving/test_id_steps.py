@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from recinfer.archive.manifest import Manifest
+from recinfer.archive.reader import Archive
 from recinfer.errors import InputError
 from recinfer.inference import id_steps
-from recinfer.inference.id_steps import CountReplaced
+from recinfer.inference.id_steps import IdCounts
 from recinfer.inference.predictor import load
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.vocabulary.opened import IdChanges
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
 from tests.serving.paths import BytePath, decoded
 from tests.serving.remote import test_direct as remote
@@ -32,6 +33,7 @@ class RawIds:
     """A trial step: id FIRST + r of any feature is row r, other ids from FIRST are unknown, smaller ones stay."""
 
     decoded_only = False
+    drops: frozenset[str] = frozenset()
 
     def __call__(self, ids: NDArray[Any], keys: tuple[str, ...], edges: NDArray[Any]) -> NDArray[Any]:
         assert len(edges) == len(keys) + 1 and edges[-1] == ids.size
@@ -45,7 +47,7 @@ class RawIds:
 def raw_ids() -> Iterator[None]:
     """All archives that are loaded in a test have the step."""
 
-    def make(manifest: Manifest, count: CountReplaced) -> RawIds:
+    def make(archive: Archive, deltas: Sequence[IdChanges], counts: IdCounts) -> RawIds:
         return RawIds()
 
     with pytest.MonkeyPatch.context() as patched:

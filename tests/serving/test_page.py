@@ -107,7 +107,7 @@ def test_page_shows_requests_and_the_end_of_the_server(predictor: Predictor, tmp
                     assert time.monotonic() < end, page.evaluate("document.body.innerText")
                     for seed in range(20):
                         client.predict(*make_request(seed, 3))
-            assert page.evaluate("document.querySelectorAll('#chart path').length") == 2
+            page.until("document.querySelectorAll('#chart path').length === 2")
             shown = page.evaluate("document.body.innerText")
             for words in (
                 "tiny version 3, 90 % of the requests",

@@ -6,7 +6,7 @@ One permutation and one exchange serve all tables of a sharding; ShardLayout com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ from recinfer.errors import InputError
 from recinfer.sparse.checks import MissingKeyError, check_distinct_keys
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["ShardFeaturesDist", "join_keys"]
+__all__ = ["RowsOf", "ShardFeaturesDist", "join_keys", "with_values"]
+
+RowsOf = Callable[[KeyedJaggedTensor], Tensor]
 
 
 def join_keys(parts: Sequence[KeyedJaggedTensor], order: Sequence[int]) -> KeyedJaggedTensor:
@@ -62,6 +64,22 @@ def join_keys(parts: Sequence[KeyedJaggedTensor], order: Sequence[int]) -> Keyed
         stride_per_key_per_rank=[strides[p][i] for p, i in (owners[at] for at in order)] if variable else None,
     )
     result._length_per_key = [sizes[p][i] for p, i in (owners[at] for at in order)]
+    return result
+
+
+def with_values(features: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
+    """``features`` with other ids."""
+    variable = features.variable_stride_per_key()
+    result = KeyedJaggedTensor.from_parts_unchecked(
+        features.keys(),
+        values,
+        features.lengths(),
+        weights=features.weights_or_none(),
+        stride=features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+    result._length_per_key = features.length_per_key()
     return result
 
 
@@ -108,19 +126,24 @@ class _Expansion:
             padded = [[*edges, *[edges[-1]] * (self.num_buckets + 1 - len(edges))] for edges in all_edges]
             self.edges = [torch.tensor(edges, dtype=torch.int64, device=device) for edges in padded]
 
-    def expand(self, features: KeyedJaggedTensor, want_permute: bool) -> tuple[KeyedJaggedTensor, Sent]:
-        """The slots' ids in the order they are sent."""
+    def expand(
+        self, features: KeyedJaggedTensor, want_permute: bool, rows_of: RowsOf | None = None
+    ) -> tuple[KeyedJaggedTensor, Sent]:
+        """The slots' ids in the order they are sent; ``rows_of``: see :class:`ShardFeaturesDist`."""
         if not self.num_buckets:
             sent = join_keys([features], self.order)
             return sent, Sent(sizes=sent.length_per_key())
         cut = join_keys([features], self.cut_keys)
+        raw = cut.values()
+        if rows_of is not None:
+            cut = with_values(cut, rows_of(cut))
         weights = cut.weights_or_none()
         learned = weights is not None and weights.requires_grad
         buckets, permute = bucketize_kjt_before_all2all(
             cut,
             self.num_buckets,
             self.block_sizes,
-            output_permute=want_permute or learned,
+            output_permute=want_permute or learned or rows_of is not None,
             block_bucketize_row_pos=self.edges,
         )
         if learned:
@@ -129,6 +152,9 @@ class _Expansion:
             back = torch.empty_like(permute)
             back[permute.long()] = torch.arange(permute.numel(), dtype=permute.dtype, device=permute.device)
             buckets._weights = weights.index_select(0, back)  # the op's copy has no gradient
+        if rows_of is not None:
+            assert permute is not None
+            buckets._values = torch.empty_like(raw).index_copy_(0, permute.long(), raw)
         parts = [buckets] if self.only_cuts else [features, buckets]
         sent = join_keys(parts, self.order)
         return sent, Sent(sent.length_per_key(), cut.length_per_key(), buckets.length_per_key(), permute)
@@ -142,6 +168,10 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         pg: the ranks; None for a world of one.
         want_permute: record the positions of bucketized ids; unpooled outputs are put back in order with them.
         send_weights: send weights with the ids; False when they are computed and sent later.
+
+    Attributes:
+        rows_of: for raw ids, which are sent as they are: the features with raw ids -> a row for each id, int64 ``[N]``, of
+            the row piece that the id goes to. None: ids are rows, and are sent relative to their row piece.
     """
 
     def __init__(
@@ -156,6 +186,7 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self._layout = layout
         self._want_permute = want_permute
         self._dist = KJTAllToAll(pg, layout.slots_per_rank) if pg is not None else None
+        self.rows_of: RowsOf | None = None
         self._expansions: dict[tuple[torch.device, tuple[str, ...]], _Expansion] = {}
 
     def forward(
@@ -183,7 +214,7 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         expansion = self._expansions.get((device, keys))
         if expansion is None:
             expansion = self._expansions[device, keys] = _Expansion(self._layout, keys, device)
-        return expansion.expand(features, self._want_permute)
+        return expansion.expand(features, self._want_permute, self.rows_of)
 
     def weights_in_order(self, features: KeyedJaggedTensor) -> Tensor:
         """The weights of ``features``, with their gradients, in the order in which its ids are sent."""

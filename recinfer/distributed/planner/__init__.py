@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from recinfer.distributed.planner.model.sharders import sharder_name
     from recinfer.distributed.planner.model.topology import Topology
     from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
-    from recinfer.distributed.planner.planners import EmbeddingShardingPlanner, create_planner
-    from recinfer.distributed.planner.utils import bytes_to_gb
+    from recinfer.distributed.planner.sharding_planner import EmbeddingShardingPlanner, create_planner
+    from recinfer.distributed.planner.units import bytes_to_gb
 
 # Lazy imports: serving reads plans and needs no search.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "EmbeddingShardingPlanner": "recinfer.distributed.planner.planners",
+        "EmbeddingShardingPlanner": "recinfer.distributed.planner.sharding_planner",
         "ParameterConstraints": "recinfer.distributed.planner.model.constraints",
         "Plan": "recinfer.distributed.planner.plan",
         "PlannerError": "recinfer.distributed.planner.model.constraints",
         "ShardRect": "recinfer.distributed.planner.plan",
         "TablePlan": "recinfer.distributed.planner.plan",
         "Topology": "recinfer.distributed.planner.model.topology",
-        "bytes_to_gb": "recinfer.distributed.planner.utils",
-        "create_planner": "recinfer.distributed.planner.planners",
+        "bytes_to_gb": "recinfer.distributed.planner.units",
+        "create_planner": "recinfer.distributed.planner.sharding_planner",
         "plan_inference": "recinfer.distributed.planner.inference",
         "sharder_name": "recinfer.distributed.planner.model.sharders",
     },

@@ -5,6 +5,8 @@ Names and values are TorchRec's, so that estimates agree.
 
 from __future__ import annotations
 
+from recinfer.distributed.types.tiers import DDR, HBM
+
 __all__ = [
     "BATCHED_COPY_PERF_FACTOR",
     "BATCH_SIZE",
@@ -36,10 +38,10 @@ _GB_S = 1024**3 / 1000  # bytes per millisecond in one GiB/s
 MAX_SIZE: int = 2**63 - 1
 INTRA_NODE_BANDWIDTH: float = 600 * _GB_S
 CROSS_NODE_BANDWIDTH: float = 12.5 * _GB_S
-HBM_CAP: int = 32 * 1024**3
-DDR_CAP: int = 128 * 1024**3
-HBM_MEM_BW: float = 897 * _GB_S
-DDR_MEM_BW: float = 51 * _GB_S
+HBM_CAP: int = HBM.capacity
+DDR_CAP: int = DDR.capacity
+HBM_MEM_BW: float = HBM.bandwidth
+DDR_MEM_BW: float = DDR.bandwidth
 HBM_TO_DDR_MEM_BW: float = 32 * _GB_S
 
 BATCH_SIZE: int = 512

@@ -22,7 +22,7 @@ from recinfer.distributed.planner.solve.outcome import build_plan, pin_tables
 from recinfer.distributed.planner.solve.problem import make_problem
 from recinfer.distributed.planner.solve.search import search
 from recinfer.distributed.planner.solve.space import build_space
-from recinfer.distributed.planner.utils import gb_to_bytes
+from recinfer.distributed.planner.units import gb_to_bytes
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.formats.registry import row_format

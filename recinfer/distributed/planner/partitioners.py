@@ -10,10 +10,11 @@ import numpy as np
 from recinfer.distributed.planner.interfaces import Partitioner
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.options import ShardingOption
-from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.model.topology import Topology, tier_bytes
 from recinfer.distributed.planner.solve.placing import Placement, Placer
 from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, HOST_FREE, MULTI_HOST, Problem, problem_of
 from recinfer.distributed.types.sharding_types import PartitionByType
+from recinfer.distributed.types.tiers import TIER_NAMES, TIERS
 from recinfer.sizes import exact_size
 
 __all__ = ["GreedyPerfPartitioner", "SortBy"]
@@ -49,7 +50,7 @@ def proposal_problem(proposal: list[ShardingOption], topology: Topology) -> tupl
     for i, option in enumerate(proposal):
         mates[option.dependency if option.dependency is not None else f"#{i}"].append(i)
     units = list(mates.values())
-    perf, hbm, ddr, fixed, modes, counts = [], [], [], [], [], []
+    perf, num_bytes, fixed, modes, counts = [], [], [], [], []
     for members in units:
         first = proposal[members[0]]
         if len({proposal[m].num_shards for m in members}) > 1:
@@ -70,15 +71,14 @@ def proposal_problem(proposal: list[ShardingOption], topology: Topology) -> tupl
                 "the proposal has no estimates; run the estimators on it first"
             )
             perf.append(sum(s.perf.total for s in shards if s.perf))
-            hbm.append(float(sum(s.storage.hbm for s in shards if s.storage)))
-            ddr.append(float(sum(s.storage.ddr for s in shards if s.storage)))
+            num_bytes.append([sum(amounts) for amounts in zip(*(tier_bytes(s.storage) for s in shards if s.storage))])
             fixed.append(i if mode == FIXED else -1)
     shard_ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     problem = problem_of(
         np.arange(len(units) + 1),
         np.array(modes, np.int64),
         shard_ptr,
-        (np.array(perf, float), np.array(hbm), np.array(ddr)),
+        (np.array(perf, float), np.array(num_bytes, float).reshape(-1, len(TIERS)).T),
         np.array(fixed, np.int64),
         topology,
     )
@@ -125,14 +125,13 @@ class GreedyPerfPartitioner(Partitioner):
             ranks = placer.find(at, unit)
             if ranks is None:
                 option = proposal[units[unit][0]]
-                left_h = float((problem.hbm_cap - at.hbm).max())
-                left_d = float((problem.ddr_cap - at.ddr).max())
-                s = problem.shards_of(unit)
+                largest = problem.bytes[:, problem.shards_of(unit)].max(axis=1)
+                left = (problem.caps - at.used).max(axis=1)
+                need = " and ".join(f"{exact_size(size)} of {name}" for size, name in zip(largest, TIER_NAMES))
                 raise PlannerError(
                     f"table {option.fqn!r} ({option.sharding_type}/{option.compute_kernel}) fits on no rank: its "
-                    f"largest shard needs {exact_size(problem.hbm[s].max())} of hbm and "
-                    f"{exact_size(problem.ddr[s].max())} of ddr, the rank with the most free memory has "
-                    f"{exact_size(left_h)} and {exact_size(left_d)} left",
+                    f"largest shard needs {need}, the rank with the most free memory has "
+                    f"{' and '.join(map(exact_size, left))} left",
                     PlannerErrorType.PARTITION,
                 )
             placer.put(at, unit, unit, ranks)
@@ -142,7 +141,7 @@ class GreedyPerfPartitioner(Partitioner):
         if self._sort_by == SortBy.PERF:
             size = problem.option_perf
         else:
-            size = problem.option_hbm + problem.option_ddr
+            size = problem.option_bytes.sum(axis=0)
         rigid = np.array([2, 0, 1, 1, 1])[problem.mode]
         crowd: dict[str, int] = defaultdict(int)
         for members in units:

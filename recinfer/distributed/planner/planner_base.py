@@ -12,7 +12,7 @@ from torch import nn
 
 from recinfer import env
 from recinfer.distributed.planner.constants import BATCH_SIZE
-from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
+from recinfer.distributed.planner.enumerator import EmbeddingEnumerator
 from recinfer.distributed.planner.interfaces import Enumerator, Stats, StorageReservation
 from recinfer.distributed.planner.model.constraints import ParameterConstraints
 from recinfer.distributed.planner.model.facts import TableFacts

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from recinfer.distributed.planner.plan.plan import Plan
-from recinfer.distributed.planner.utils import bytes_to_gb
+from recinfer.distributed.planner.units import bytes_to_gb
+from recinfer.distributed.types.tiers import TIER_NAMES
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.files import naming
 
 __all__ = ["plot_plan"]
+
+_COLORS = ("#3b6ea5", "#8fb8de", "#b0b7bf")  # a colour per tier
 
 
 def plot_plan(plan: Plan, path: str | Path) -> None:
@@ -42,8 +46,8 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
     load.set_title(f"{len(plan.tables)} tables on {plan.world_size} ranks, gap {e['gap']:.3f}, plan {plan.hash[:12]}")
     load.legend(loc="lower right")
     below = [0.0] * plan.world_size
-    for name, color in (("hbm", "#3b6ea5"), ("ddr", "#8fb8de")):
-        used = [bytes_to_gb(x) for x in e[f"{name}_bytes_per_rank"]]
+    for name, color in zip(TIER_NAMES, itertools.cycle(_COLORS)):
+        used = [bytes_to_gb(x) for x in e.get(f"{name}_bytes_per_rank", [])]
         if any(used):
             memory.bar(ranks, used, bottom=below, color=color, label=name.upper())
             below = [a + b for a, b in zip(below, used)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from recinfer.distributed.planner.interfaces import Enumerator, Proposer
 from recinfer.distributed.planner.model.options import ShardingOption
-from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.model.topology import Topology, tier_bytes
 from recinfer.errors import ConfigError
 
 __all__ = ["DynamicProgrammingProposer", "GreedyProposer", "GridSearchProposer", "UniformProposer"]
@@ -91,9 +91,9 @@ class GreedyProposer(Proposer):
             self._done = True
             return
 
-        def usage(fqn: str) -> tuple[int, int]:
-            storages = [s.storage for s in self._tables[fqn][self._at[fqn]].shards if s.storage is not None]
-            return max(s.hbm for s in storages), max(s.ddr for s in storages)
+        def usage(fqn: str) -> tuple[int, ...]:
+            shards = self._tables[fqn][self._at[fqn]].shards
+            return tuple(map(max, zip(*(tier_bytes(s.storage) for s in shards if s.storage is not None))))
 
         self._at[max(movable, key=usage)] += 1
 

@@ -25,10 +25,10 @@ from recinfer.distributed.planner.model.estimates import (
 from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.sharders import sharder_name
 from recinfer.distributed.planner.model.tables import facts_of_option
-from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
+from recinfer.distributed.planner.model.topology import Perf, Topology, storage_of
 from recinfer.distributed.planner.solve.space import SearchSpace, shard_arrays
 from recinfer.distributed.types import CacheStatistics, ModuleSharder, PipelineType
-from recinfer.distributed.types.kernels import kernels_where
+from recinfer.distributed.types.kernels import kernels_where, tier_code
 from recinfer.distributed.types.sharding_types import rule_of
 from recinfer.errors import ConfigError
 
@@ -193,7 +193,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
             fwd_sr=fwd_sr_comm_data_type_size,
             bwd_sr=bwd_sr_comm_data_type_size,
             device_bw=bandwidth,
-            **_memory_figures(compute_kernel, caching_ratio, expected_cache_fetches),
+            **_memory_figures(compute_kernel, compute_device, caching_ratio, expected_cache_fetches),
         )
         rows = training_time(arrays, topology, forward_only=is_inference, id_bytes=input_data_type_size)
         return [Perf(*row) for row in rows.tolist()]
@@ -227,12 +227,14 @@ def _batch_figures(input_lengths: list[float], num_poolings: list[float], batch_
     }
 
 
-def _memory_figures(compute_kernel: str, caching_ratio: float | None, misses: float) -> dict[str, float | bool]:
+def _memory_figures(
+    compute_kernel: str, compute_device: str, caching_ratio: float | None, misses: float
+) -> dict[str, float | bool]:
     """The fields of ShardArrays about a kernel's memory; times do not depend on the optimizer's state."""
     return {
         "misses": misses,
         "cached": compute_kernel in kernels_where(lambda rule: rule.cached),
-        "on_host": compute_kernel in kernels_where(lambda rule: rule.on_host),
+        "tier": tier_code(compute_kernel, compute_device),
         "cache_ratio": caching_ratio or 0.0,
         "optimizer_full": 0.0,
         "optimizer_row_bytes": 0.0,
@@ -280,8 +282,8 @@ class EmbeddingStorageEstimator(ShardEstimator):
         self._at_peak = run_embedding_at_peak_memory
         self._is_inference = is_inference
 
-    def estimate_arrays(self, arrays: ShardArrays) -> tuple[IntN, IntN]:
-        """(hbm [N], ddr [N]) bytes of shards given as arrays."""
+    def estimate_arrays(self, arrays: ShardArrays) -> IntN:
+        """Bytes [M, N] in each storage tier of shards given as arrays."""
         return storage_bytes(
             arrays,
             self._topology,
@@ -301,12 +303,10 @@ class EmbeddingStorageEstimator(ShardEstimator):
         if not sharding_options:
             return
         arrays = _arrays_of_options(sharding_options, self._topology, self._constraints, sharder_map)
-        hbm, ddr = self.estimate_arrays(arrays)
-        at = 0
+        sizes = iter(self.estimate_arrays(arrays).T.tolist())
         for option in sharding_options:
             for shard in option.shards:
-                shard.storage = Storage(hbm=int(hbm[at]), ddr=int(ddr[at]))
-                at += 1
+                shard.storage = storage_of(next(sizes))
 
 
 class EmbeddingOffloadStats(CacheStatistics):

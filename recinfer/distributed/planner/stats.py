@@ -14,12 +14,13 @@ from recinfer.distributed.planner.constants import BIGINT_DTYPE
 from recinfer.distributed.planner.interfaces import Enumerator, Stats, StorageReservation
 from recinfer.distributed.planner.model.constraints import ParameterConstraints
 from recinfer.distributed.planner.model.options import ShardingOption
-from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
+from recinfer.distributed.planner.model.topology import Perf, Storage, Topology, storage_of, tier_bytes
 from recinfer.distributed.planner.plan.plan import Plan
 from recinfer.distributed.planner.solve.search_report import SearchReport
-from recinfer.distributed.planner.utils import bytes_to_gb, bytes_to_mb
+from recinfer.distributed.planner.units import bytes_to_gb, bytes_to_mb
 from recinfer.distributed.types import ModuleSharder, ShardingPlan
 from recinfer.distributed.types.sharding_types import SHARDING_RULES, rule_of
+from recinfer.distributed.types.tiers import TIER_NAMES
 from recinfer.sizes import size_text
 
 __all__ = ["EmbeddingStats", "NoopEmbeddingStats", "format_plan", "round_to_one_sigfig"]
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 ABBREVIATIONS = {rule.kind.value: rule.short for rule in SHARDING_RULES}
 _MIN_WIDTH = 90
+_TIER_COLUMNS = [f"{name.upper()} (GB)" for name in TIER_NAMES]
 
 
 def round_to_one_sigfig(x: float) -> str:
@@ -118,14 +120,14 @@ class EmbeddingStats(Stats):
 
     @staticmethod
     def _rank_table(ranks: _RankSums, topology: Topology, reservation: StorageReservation) -> list[str]:
-        rows = [["Rank", "HBM (GB)", "DDR (GB)", "Perf (ms)", "Input (MB)", "Output (MB)", "Shards"]]
+        rows = [["Rank", *_TIER_COLUMNS, "Perf (ms)", "Input (MB)", "Output (MB)", "Shards"]]
         rows.append(["-" * len(h) for h in rows[0]])
         extra = _reserved(reservation)
         for rank, device in enumerate(topology.devices):
-            used = Storage(int(ranks.hbm[rank]), int(ranks.ddr[rank])) + extra
+            used = storage_of(ranks.bytes[:, rank].astype(int).tolist()) + extra
             p = ranks.perf[rank]
             parts = ",".join(round_to_one_sigfig(float(x)) for x in p[:4])
-            cells = [_share(used.hbm, device.storage.hbm), _share(used.ddr, device.storage.ddr)]
+            cells = list(map(_share, tier_bytes(used), tier_bytes(device.storage)))
             cells += [f"{ranks.total[rank]:.3g} ({parts})", f"{bytes_to_mb(ranks.inputs[rank]):.3g}"]
             cells += [f"{bytes_to_mb(ranks.outputs[rank]):.3g}"]
             cells += [" ".join(f"{name}: {n}" for name, n in sorted(ranks.shards[rank].items())) or "-"]
@@ -168,17 +170,18 @@ def _reservation_lines(reservation: StorageReservation, topology: Topology, rank
     dense, kjt = getattr(reservation, "_dense_storage", None), getattr(reservation, "_kjt_storage", None)
     for what, storage in (("Dense Storage (per rank)", dense), ("KJT Storage (per rank)", kjt)):
         if storage is not None:
-            lines.append(f"{what}: HBM: {size_text(storage.hbm)}, DDR: {size_text(storage.ddr)}")
+            sizes = (f"{name.upper()}: {size_text(getattr(storage, name))}" for name in TIER_NAMES)
+            lines.append(f"{what}: {', '.join(sizes)}")
     if percentage is not None:
         lines.insert(0, f"Reserved: {percentage:.0%} of memory ({type(reservation).__name__})")
     last = reservation.last_reserved_topology
     if last is not None:
-        for memory in ("hbm", "ddr"):
-            caps = np.array([getattr(d.storage, memory) for d in last.devices], float)
+        for name, used in zip(TIER_NAMES, ranks.bytes):
+            caps = np.array([getattr(d.storage, name) for d in last.devices], float)
             if caps.max() > 0:
-                left = caps - getattr(ranks, memory)
+                left = caps - used
                 rank = int(left.argmin())
-                lines.append(f"Headroom: least free {memory.upper()} is {size_text(left[rank])}, on rank {rank}")
+                lines.append(f"Headroom: least free {name.upper()} is {size_text(left[rank])}, on rank {rank}")
     return lines
 
 
@@ -203,7 +206,8 @@ def _kernel_lines(best_plan: list[ShardingOption]) -> list[str]:
 def _table_lines(
     best_plan: list[ShardingOption], constraints: dict[str, ParameterConstraints] | None, limit: int = 2000
 ) -> list[str]:
-    heads = ["FQN", "Sharding", "Compute Kernel", "Perf (ms)", "Storage (HBM, DDR)", "Pooling Factor", "Num Poolings"]
+    heads = ["FQN", "Sharding", "Compute Kernel", "Perf (ms)", f"Storage ({', '.join(TIER_NAMES).upper()})"]
+    heads += ["Pooling Factor", "Num Poolings"]
     heads += ["Num Indices", "Output", "Weighted", "Features", "Emb Dim", "Hash Size", "Ranks"]
     rows = [heads, ["-" * len(h) for h in heads]]
     for o in best_plan[:limit]:
@@ -221,7 +225,7 @@ def _table_lines(
                 ABBREVIATIONS[o.sharding_type],
                 o.compute_kernel,
                 f"{o.total_perf:.4g}",
-                f"({size_text(storage.hbm)}, {size_text(storage.ddr)})",
+                f"({', '.join(map(size_text, tier_bytes(storage)))})",
                 f"{sum(o.input_lengths):.4g}",
                 f"{sum(poolings):.4g}",
                 f"{sum(n * p * o.batch_size for n, p in zip(o.input_lengths, poolings)):.4g}",
@@ -241,7 +245,7 @@ def _table_lines(
 
 def _imbalance_lines(ranks: _RankSums) -> list[str]:
     lines = ["Imbalance (max / mean over ranks):"]
-    for name, values in (("perf", ranks.total), ("HBM", ranks.hbm), ("DDR", ranks.ddr)):
+    for name, values in (("perf", ranks.total), *((n.upper(), used) for n, used in zip(TIER_NAMES, ranks.bytes))):
         mean = float(values.mean())
         if mean > 0:
             lines.append(f"  {name}: {values.max() / mean:.3f}")
@@ -253,8 +257,7 @@ class _RankSums:
 
     def __init__(self, best_plan: list[ShardingOption], topology: Topology) -> None:
         world = topology.world_size
-        self.hbm = np.zeros(world)
-        self.ddr = np.zeros(world)
+        self.bytes = np.zeros((len(TIER_NAMES), world))
         self.total = np.zeros(world)
         self.inputs = np.zeros(world)
         self.outputs = np.zeros(world)
@@ -267,8 +270,7 @@ class _RankSums:
                 if r is None:
                     continue
                 storage, perf = shard.storage or Storage(0, 0), shard.perf or Perf(0, 0, 0, 0)
-                self.hbm[r] += storage.hbm
-                self.ddr[r] += storage.ddr
+                self.bytes[:, r] += tier_bytes(storage)
                 self.total[r] += perf.total
                 self.perf[r] += (
                     perf.fwd_compute,
@@ -326,7 +328,7 @@ def format_plan(plan: Plan, *, max_tables: int = 60) -> list[Any]:
     shown = {id(t) for t in order[:max_tables]}
     for t in plan.tables:
         if id(t) in shown:
-            num_bytes = t.estimates.get("hbm_bytes", 0) + t.estimates.get("ddr_bytes", 0)
+            num_bytes = sum(t.estimates.get(f"{name}_bytes", 0) for name in TIER_NAMES)
             sharding = ABBREVIATIONS[t.sharding_type]
             if len(t.shards) > 1:
                 sharding += f" x{len(t.shards)}"
@@ -350,19 +352,20 @@ def format_plan(plan: Plan, *, max_tables: int = 60) -> list[Any]:
 def _rank_renderable(plan: Plan, table_class: Any) -> Any:
     e = plan.estimates
     table = table_class(title="Ranks", title_justify="left")
-    names = ["rank", "perf (ms)", "HBM (GB)", "DDR (GB)", "input (MB)", "output (MB)", "shards"]
+    names = ["rank", "perf (ms)", *_TIER_COLUMNS, "input (MB)", "output (MB)", "shards"]
     for name in names:
         table.add_column(name, justify="left" if name == "shards" else "right")
     shards: list[Counter[str]] = [Counter() for _ in range(plan.world_size)]
     for t in plan.tables:
         for s in t.shards:
             shards[s.rank][ABBREVIATIONS[t.sharding_type]] += 1
+    none = [0] * plan.world_size
+    sizes = [(e.get(f"{n}_bytes_per_rank", none), e.get(f"{n}_cap_per_rank", none)) for n in TIER_NAMES]
     for r in range(plan.world_size):
         table.add_row(
             str(r),
             f"{e['perf_ms_per_rank'][r]:.4g}",
-            _share(e["hbm_bytes_per_rank"][r], e["hbm_cap_per_rank"][r]),
-            _share(e["ddr_bytes_per_rank"][r], e["ddr_cap_per_rank"][r]),
+            *(_share(used[r], caps[r]) for used, caps in sizes),
             f"{bytes_to_mb(e['input_bytes_per_rank'][r]):.3g}",
             f"{bytes_to_mb(e['output_bytes_per_rank'][r]):.3g}",
             " ".join(f"{k}: {n}" for k, n in sorted(shards[r].items())) or "-",

@@ -12,10 +12,11 @@ from recinfer.distributed.planner.interfaces import StorageReservation
 from recinfer.distributed.planner.model.constraints import ParameterConstraints, PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.facts import kjt_bytes
 from recinfer.distributed.planner.model.tables import model_tables
-from recinfer.distributed.planner.model.topology import Storage, Topology
+from recinfer.distributed.planner.model.topology import Storage, Topology, storage_of
 from recinfer.distributed.planner.model.walk import sharded_modules
-from recinfer.distributed.planner.utils import gb_to_bytes
+from recinfer.distributed.planner.units import gb_to_bytes
 from recinfer.distributed.types import ModuleSharder
+from recinfer.distributed.types.tiers import TIER_NAMES, TIERS, near_tier
 from recinfer.errors import ConfigError
 from recinfer.sizes import exact_size
 
@@ -52,7 +53,7 @@ def _less(topology: Topology, amounts: list[Storage], why: str) -> Topology:
     for device, amount in zip(reserved.devices, amounts):
         before = device.storage
         device.storage = before - amount
-        short = [memory for memory in ("hbm", "ddr") if getattr(device.storage, memory) < 0]
+        short = [tier for tier in TIER_NAMES if getattr(device.storage, tier) < 0]
         if short:
             sizes = " and ".join(
                 f"{exact_size(getattr(amount, m))} of {m}, of which rank {device.rank} has "
@@ -68,15 +69,14 @@ def _less(topology: Topology, amounts: list[Storage], why: str) -> Topology:
 
 
 def _on(topology: Topology, num_bytes: float) -> Storage:
-    return Storage(0, int(num_bytes)) if topology.compute_device == "cpu" else Storage(int(num_bytes), 0)
+    near = near_tier(topology.compute_device)
+    return storage_of(int(num_bytes) if tier is near else 0 for tier in TIERS)
 
 
 def _share(topology: Topology, percentage: float) -> list[Storage]:
     """The margin of each rank: of device memory, or of host memory if there is no device memory."""
-    devices = topology.devices
-    if topology.compute_device == "cpu":
-        return [Storage(0, int(d.storage.ddr * percentage)) for d in devices]
-    return [Storage(int(d.storage.hbm * percentage), 0) for d in devices]
+    near = near_tier(topology.compute_device).name
+    return [_on(topology, getattr(d.storage, near) * percentage) for d in topology.devices]
 
 
 def _dense_bytes(module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> int:

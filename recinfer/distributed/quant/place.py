@@ -46,7 +46,8 @@ _MEMORY: dict[EmbeddingLocation, Memory] = {
     EmbeddingLocation.MANAGED: "managed",
     EmbeddingLocation.MANAGED_CACHING: "cached",
 }
-_KERNELS = {_MEMORY[rule.location]: rule.kernel for rule in KERNEL_RULES if rule.packed}
+# Rows in a tier that is not a device's or host's memory are pages of their archive when this package looks them up.
+_KERNELS = {_MEMORY[rule.location]: rule.kernel for rule in KERNEL_RULES if rule.packed and rule.location in _MEMORY}
 _JOIN_BYTES = 8 << 20  # bytes of whole rows per step, to bound temporary memory
 
 
@@ -57,7 +58,7 @@ def kernel_of(memory: Memory) -> EmbeddingComputeKernel:
 
 def memory_of(kernel: EmbeddingComputeKernel | str) -> Memory:
     """The memory in which a compute kernel of a plan keeps its rows, for a GPU."""
-    return _MEMORY[compute_kernel_to_embedding_location(EmbeddingComputeKernel(kernel))]
+    return _MEMORY.get(compute_kernel_to_embedding_location(EmbeddingComputeKernel(kernel)), "near")
 
 
 @dataclass(frozen=True, eq=False)

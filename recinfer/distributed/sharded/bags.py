@@ -6,6 +6,7 @@ full bag, values of the given module are kept, and all tables except replicas sh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,6 +156,12 @@ def create_embedding_bag_sharding(
     from recinfer.distributed.sharded.by_type import pooled_sharding_of
 
     return pooled_sharding_of(sharding_type)(sharding_infos, env, device, qcomm_codecs_registry)
+
+
+def _create_mean_pooling_divisor(lengths: Tensor, stride: int, embedding_dims: Sequence[int], **_: Any) -> Tensor:
+    """The number by which the caller divides each element of ``[B, sum(D)]`` pooled vectors: 1, since lookups divide MEAN
+    bags themselves. A name that programs written for TorchRec import."""
+    return torch.ones((stride, sum(embedding_dims)), device=lengths.device)
 
 
 def replace_placement_with_meta_device(sharding_infos: list[EmbeddingShardingInfo]) -> None:

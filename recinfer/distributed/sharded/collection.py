@@ -13,12 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recinfer.distributed.comm.ranks import get_local_size
 from recinfer.distributed.exchange.combine import JoinShardings
+from recinfer.distributed.exchange.features import RowsOf, ShardFeaturesDist
 from recinfer.distributed.exchange.inside_hosts import summed_inside_hosts
 from recinfer.distributed.exchange.kjt_lists import KJTListSplitsAwaitable
 from recinfer.distributed.sharded.id_check import IdCheck
 from recinfer.distributed.sharded.infos import by_sharding_type
 from recinfer.distributed.sharded.sharding import HOST_TYPES, ROW_TYPES, TableSharding
 from recinfer.distributed.sharded.state import TableState
+from recinfer.distributed.tables.values import fill_anew
 from recinfer.distributed.types import (
     Awaitable,
     CommOp,
@@ -76,6 +78,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         self._device = torch.device(device) if device is not None else torch.device("cpu")
         self._infos = [_placed_on(info, self._device, env) for info in infos]
         self._check_ids = IdCheck(self._infos)
+        self._checks_ids = True
         self._shardings = [
             self.sharding_class(members, env, self._device, qcomm_codecs_registry) for members in self._group_tables()
         ]
@@ -203,8 +206,39 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         for sharding, lookup in zip(self._shardings, self._lookups):
             sharding.fill(lookup.module if isinstance(lookup, DistributedDataParallel) else lookup)
 
+    def take_raw_ids(self, rows_of: RowsOf) -> None:
+        """Take raw ids from now on; the tables' ranks turn them into rows before :meth:`compute`.
+
+        Args:
+            rows_of: see ShardFeaturesDist.
+        """
+        self._checks_ids = False
+        for input_dist in self._input_dists:
+            assert isinstance(input_dist, ShardFeaturesDist)
+            input_dist.rows_of = rows_of
+
+    @torch.no_grad()
+    def reset_rows(self, table: str, rows: Tensor) -> None:
+        """Give rows of a table that this rank holds their first values again, and their optimizer's state zeros.
+
+        Args:
+            rows: int64 ``[n]``, relative to this rank's rectangles, which have all of the table's rows on this rank.
+        """
+        self.flush()
+        config = next(info.embedding_config for info in self._infos if info.embedding_config.name == table)
+        for lookup in self._lookups:
+            pieces: Any = lookup.pieces_of(table)  # type: ignore[operator]
+            for piece in pieces:
+                weight = piece.parameter.data
+                fresh = torch.empty((rows.numel(), weight.shape[1]), dtype=weight.dtype, device=weight.device)
+                fill_anew(fresh, config)
+                weight[rows] = fresh
+                for state in piece.state.values():
+                    state[rows] = 0
+        self.purge()
+
     def _begin(self, ctx: Context, features: KeyedJaggedTensor) -> KJTListSplitsAwaitable[Any]:
-        features = self._check_ids(features)
+        features = self._check_ids(features) if self._checks_ids else features
         awaitables = []
         for sharding, input_dist in zip(self._shardings, self._input_dists):
             context = sharding.create_context(features)

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from recinfer.distributed.exchange.features import with_values
 from recinfer.distributed.fused_params import bounds_check_mode
 from recinfer.distributed.types import BoundsCheckMode
 from recinfer.distributed.types.shardings import EmbeddingShardingInfo
@@ -84,19 +84,4 @@ class IdCheck:
             if values is None:
                 values = features.values().clone()
             values[starts[at] : starts[at + 1]].masked_fill_(outside, 0)
-        return features if values is None else _with_values(features, values)
-
-
-def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
-    variable = features.variable_stride_per_key()
-    result = KeyedJaggedTensor.from_parts_unchecked(
-        features.keys(),
-        values,
-        features.lengths(),
-        weights=features.weights_or_none(),
-        stride=features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-        inverse_indices=features.inverse_indices_or_none(),
-    )
-    result._length_per_key = features.length_per_key()
-    return result
+        return features if values is None else with_values(features, values)

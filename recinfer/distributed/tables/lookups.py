@@ -93,6 +93,10 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
             for piece in kernel.pieces:
                 yield piece.table.name, piece.parameter
 
+    def pieces_of(self, table: str) -> list[TablePiece]:
+        """The local shards of a table, with the state of their optimizer."""
+        return [piece for kernel in self._kernels() for piece in kernel.pieces if piece.table.name == table]
+
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from recinfer.distributed.types.shardings import EmbeddingShardingInfo
 from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 
-__all__ = ["fill", "new_seed"]
+__all__ = ["fill", "fill_anew", "new_seed"]
 
 _BLOCK_ELEMENTS = 1 << 20
 _MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads neighbouring numbers over the whole range
@@ -43,6 +43,15 @@ def fill(weight: Tensor, info: EmbeddingShardingInfo, rect: Rect, seed: int) -> 
         info.embedding_config.init_fn(weight)
     else:
         _draw(weight, info.embedding_config, rect, seed)
+
+
+@torch.no_grad()
+def fill_anew(rows: Tensor, config: BaseEmbeddingConfig) -> None:
+    """Fill ``rows`` ``[n, columns]`` with a table's initial values, from torch's default generator."""
+    if config.init_fn is None:
+        rows.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
+    else:
+        config.init_fn(rows)
 
 
 def _draw(weight: Tensor, config: BaseEmbeddingConfig, rect: Rect, seed: int) -> None:

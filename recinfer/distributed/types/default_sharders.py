@@ -16,6 +16,8 @@ _SHARDERS = (
     ("recinfer.distributed.embeddingbag", "EmbeddingBagCollectionSharder"),
     ("recinfer.distributed.fp_embeddingbag", "FeatureProcessedEmbeddingBagCollectionSharder"),
     ("recinfer.distributed.embedding", "EmbeddingCollectionSharder"),
+    ("recinfer.distributed.mc_embeddingbag", "ManagedCollisionEmbeddingBagCollectionSharder"),
+    ("recinfer.distributed.mc_embedding", "ManagedCollisionEmbeddingCollectionSharder"),
     ("recinfer.distributed.quant_embeddingbag", "QuantEmbeddingBagCollectionSharder"),
     ("recinfer.distributed.quant_embedding", "QuantEmbeddingCollectionSharder"),
 )

@@ -8,16 +8,13 @@ import torch
 from torch import nn
 
 from recinfer.distributed.types.codecs import QuantizedCommCodecs
-from recinfer.distributed.types.enums import ParameterStorage
-from recinfer.distributed.types.kernels import kernels_where
+from recinfer.distributed.types.kernels import kernels_where, tier_of_rows
 from recinfer.distributed.types.sharders import ModuleSharder
 from recinfer.distributed.types.sharding_types import packed_sharding_types, types_where
 
 __all__ = ["BaseEmbeddingSharder", "BaseQuantEmbeddingSharder", "embedding_parameters"]
 
 M = TypeVar("M", bound=nn.Module)
-
-_ON_HOST = frozenset(kernels_where(lambda rule: rule.on_host))
 
 
 def embedding_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -27,11 +24,6 @@ def embedding_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in module.state_dict(keep_vars=True).items()
         if name.endswith(".weight") and name.count(".") >= 1
     }
-
-
-def _storage_of(compute_device_type: str, compute_kernel: str) -> str:
-    on_host = compute_device_type == "cpu" or compute_kernel in _ON_HOST
-    return (ParameterStorage.DDR if on_host else ParameterStorage.HBM).value
 
 
 class BaseEmbeddingSharder(ModuleSharder[M]):
@@ -61,8 +53,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         """``dense`` for data parallel, else the fused kernels; host-memory ones only with a GPU."""
         if sharding_type in types_where(lambda rule: rule.replicated):
             return kernels_where(lambda rule: rule.dense)
-        gpu = compute_device_type == "cuda"
-        return kernels_where(lambda rule: not rule.packed and not rule.dense and (gpu or not rule.on_host))
+        return kernels_where(lambda rule: not (rule.packed or rule.dense) and compute_device_type in rule.devices)
 
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
         """Tables by name."""
@@ -79,7 +70,7 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
 
     def storage_usage(self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
         """Bytes of the float rows, by the memory in which the kernel keeps them."""
-        return {_storage_of(compute_device_type, compute_kernel): tensor.element_size() * tensor.nelement()}
+        return {tier_of_rows(compute_kernel, compute_device_type).name: tensor.element_size() * tensor.nelement()}
 
 
 class BaseQuantEmbeddingSharder(ModuleSharder[M]):
@@ -101,8 +92,7 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """``quant``, and the host-memory kernels with a GPU."""
-        gpu = compute_device_type == "cuda"
-        return kernels_where(lambda rule: rule.packed and (gpu or not rule.on_host))
+        return kernels_where(lambda rule: rule.packed and compute_device_type in rule.devices)
 
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
         """Tables by name; if ``shardable_params`` was given, only its tables."""
@@ -121,4 +111,4 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
     def storage_usage(self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
         """Bytes of the packed rows: the elements, and a 2-byte scale and bias per row."""
         num_bytes = tensor.element_size() * tensor.nelement() + tensor.shape[0] * 4
-        return {_storage_of(compute_device_type, compute_kernel): num_bytes}
+        return {tier_of_rows(compute_kernel, compute_device_type).name: num_bytes}

@@ -1,7 +1,8 @@
-"""The compute kernels of tables, one row each: float or packed rows, and their memory.
+"""The compute kernels of tables, one row each: float or packed rows, and their storage tier.
 
 A new kernel is a member of :class:`EmbeddingComputeKernel` and a row of :data:`KERNEL_RULES`, which sharders, the planner
-and plans by hand read; :func:`recinfer.distributed.planner.constants.kernel_bw_lookup` has its bandwidth.
+and plans by hand read. A kernel of device or host memory has its bandwidth in
+:func:`recinfer.distributed.planner.constants.kernel_bw_lookup`, any other kernel that of its tier.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, unique
 from typing import NoReturn
 
+from recinfer.distributed.types.tiers import DDR, TIERS, Tier, near_tier
 from recinfer.errors import ConfigError
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "KernelRule",
     "compute_kernel_to_embedding_location",
     "kernels_where",
+    "tier_code",
+    "tier_of_rows",
 ]
 
 
@@ -57,20 +61,19 @@ class KernelRule:
 
     Attributes:
         kernel: the kernel.
-        location: the memory of its rows: the device, host memory, or host memory behind a device cache.
+        location: the memory of its rows for FBGEMM.
         packed: rows are packed, for inference.
         dense: gradients are tensors; the kernel has no optimizer in the backward.
+        tier: the storage tier of its rows; None: the device's own memory.
+        devices: kinds of devices that run it.
     """
 
     kernel: EmbeddingComputeKernel
     location: EmbeddingLocation
     packed: bool = False
     dense: bool = False
-
-    @property
-    def on_host(self) -> bool:
-        """Whether rows are in host memory, which takes a GPU that reads them there."""
-        return self.location is not EmbeddingLocation.DEVICE
+    tier: Tier | None = None
+    devices: tuple[str, ...] = ("cuda", "mtia", "cpu")
 
     @property
     def cached(self) -> bool:
@@ -78,18 +81,29 @@ class KernelRule:
         return self.location is EmbeddingLocation.MANAGED_CACHING
 
 
-_K, _L = EmbeddingComputeKernel, EmbeddingLocation
+_K, _L, _GPU = EmbeddingComputeKernel, EmbeddingLocation, ("cuda",)
 # The numbers of the kernels in the planner's arrays are their positions here.
 KERNEL_RULES = (
     KernelRule(_K.DENSE, _L.DEVICE, dense=True),
     KernelRule(_K.FUSED, _L.DEVICE),
-    KernelRule(_K.FUSED_UVM, _L.MANAGED),
-    KernelRule(_K.FUSED_UVM_CACHING, _L.MANAGED_CACHING),
+    KernelRule(_K.FUSED_UVM, _L.MANAGED, tier=DDR, devices=_GPU),
+    KernelRule(_K.FUSED_UVM_CACHING, _L.MANAGED_CACHING, tier=DDR, devices=_GPU),
     KernelRule(_K.QUANT, _L.DEVICE, packed=True),
-    KernelRule(_K.QUANT_UVM, _L.MANAGED, packed=True),
-    KernelRule(_K.QUANT_UVM_CACHING, _L.MANAGED_CACHING, packed=True),
+    KernelRule(_K.QUANT_UVM, _L.MANAGED, packed=True, tier=DDR, devices=_GPU),
+    KernelRule(_K.QUANT_UVM_CACHING, _L.MANAGED_CACHING, packed=True, tier=DDR, devices=_GPU),
 )
-_RULES = {rule.kernel: rule for rule in KERNEL_RULES}
+_RULES = {rule.kernel.value: rule for rule in KERNEL_RULES}
+
+
+def tier_of_rows(compute_kernel: str, compute_device: str) -> Tier:
+    """The storage tier of a kernel's rows on a kind of device; the device's own memory for a kernel without a row."""
+    rule = _RULES.get(compute_kernel)
+    return near_tier(compute_device) if rule is None or rule.tier is None else rule.tier
+
+
+def tier_code(compute_kernel: str, compute_device: str) -> int:
+    """The number of :func:`tier_of_rows` in the planner's arrays."""
+    return TIERS.index(tier_of_rows(compute_kernel, compute_device))
 
 
 def kernels_where(condition: Callable[[KernelRule], bool]) -> list[str]:
@@ -99,4 +113,4 @@ def kernels_where(condition: Callable[[KernelRule], bool]) -> list[str]:
 
 def compute_kernel_to_embedding_location(compute_kernel: EmbeddingComputeKernel) -> EmbeddingLocation:
     """The memory of a kernel's rows: the device, host memory, or host memory behind a device cache."""
-    return _RULES[compute_kernel].location
+    return _RULES[compute_kernel.value].location

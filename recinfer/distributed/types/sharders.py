@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from recinfer.distributed.types.codecs import QuantizedCommCodecs
-from recinfer.distributed.types.enums import ComputeKernel, ParameterStorage
+from recinfer.distributed.types.enums import ComputeKernel
 from recinfer.distributed.types.plans import EmbeddingModuleShardingPlan, ShardingEnv, ShardingPlan
 from recinfer.distributed.types.sharding_types import ShardingType
+from recinfer.distributed.types.tiers import near_tier
 
 __all__ = [
     "ModuleSharder",
@@ -66,9 +67,8 @@ class ModuleSharder(abc.ABC, Generic[M]):
         return [ComputeKernel.DEFAULT.value]
 
     def storage_usage(self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
-        """Bytes of ``tensor`` by memory (``hbm`` or ``ddr``)."""
-        storage = ParameterStorage.DDR if compute_device_type == "cpu" else ParameterStorage.HBM
-        return {storage.value: tensor.element_size() * tensor.nelement()}
+        """Bytes of ``tensor`` by storage tier (``hbm`` or ``ddr``)."""
+        return {near_tier(compute_device_type).name: tensor.element_size() * tensor.nelement()}
 
 
 class ShardingPlanner(abc.ABC):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import grpc
 
 from recinfer.errors import InputError
-from recinfer.serving.client.calls import channel_to, invoke, security_of
+from recinfer.serving.client.calls import channel_to, invoke
+from recinfer.serving.client.credentials import ClientCredentials
 from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.arrays import parse
 from recinfer.serving.wire.proto import admin_pb2 as pb
-from recinfer.serving.wire.tls import authorization
 
-__all__ = ["AdminClient", "LoadedVersion"]
+__all__ = ["AdminClient", "LoadedVersion", "ShardReplica"]
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -42,6 +44,27 @@ class LoadedVersion:
     engine: str = ""
 
 
+class ShardReplica(NamedTuple):
+    """A replica of a rank, as a ranker sees it.
+
+    Attributes:
+        rank, address: of the replica.
+        up: whether the ranker sends it lookups of the rank.
+        why: the reason why not; empty for a replica that is up.
+        versions: keys of the versions that it has mapped.
+        outstanding: messages under way.
+        default_rows: answers of the ranker in which default rows replaced the rank's rows.
+    """
+
+    rank: int
+    address: str
+    up: bool
+    why: str
+    versions: tuple[str, ...]
+    outstanding: int
+    default_rows: int
+
+
 Loaded = dict[str, dict[str, LoadedVersion]]
 
 
@@ -53,7 +76,7 @@ class AdminClient:
     takes a ``reason``, which the server writes into its log.
 
     Args:
-        target, token, tls_ca, tls_cert, tls_key: the same as in InferenceClient.
+        target, token, token_file, tls_ca, tls_cert, tls_key: the same as in InferenceClient.
         tls_name: name in the server's certificate; empty: the target's host.
         timeout: seconds until a call fails with DeadlineError; loading reads and checks a whole archive.
 
@@ -77,15 +100,24 @@ class AdminClient:
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         tls_name: str = "",
+        token_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self.target = target
         self.timeout = timeout
-        self._metadata = authorization(token)
-        self.channel = channel_to(target, *security_of(tls_ca, tls_cert, tls_key, tls_name))
+        self._credentials = ClientCredentials(token, token_file, tls_ca, tls_cert, tls_key, tls_name)
+        self.channel = channel_to(target, self._credentials.channel, self._credentials.options)
+        self._retired: list[grpc.Channel] = []
 
     def list_models(self) -> Loaded:
         """All loaded versions."""
         return self._call("ListModels")
+
+    def list_shards(self) -> tuple[ShardReplica, ...]:
+        """The replicas of a ranker's shard servers, rank by rank; empty for a server with its own tables."""
+        return tuple(
+            ShardReplica(r.rank, r.address, r.up, r.why, tuple(r.versions), r.outstanding, r.default_rows)
+            for r in self._answer("ListModels").shards
+        )
 
     def load(self, model: str, version: str = "", *, activate: bool = False, reason: str = "") -> Loaded:
         """Load a version of the model store (empty: the newest); ``activate``: requests go to it from then on."""
@@ -126,7 +158,8 @@ class AdminClient:
 
     def close(self) -> None:
         """Close the channel; calls after it fail."""
-        self.channel.close()
+        for channel in (*self._retired, self.channel):
+            channel.close()
 
     def __enter__(self) -> AdminClient:
         return self
@@ -135,7 +168,14 @@ class AdminClient:
         self.close()
 
     def _call(self, name: str, reason: str = "", **fields: Any) -> Loaded:
+        answer = self._answer(name, reason, **fields)
+        return {model.model: {v.version: _loaded(v) for v in model.versions} for model in answer.models}
+
+    def _answer(self, name: str, reason: str = "", **fields: Any) -> pb.ModelList:
         verb = VERBS[name]
+        if self._credentials.changed():
+            self._retired.append(self.channel)  # a call of another thread may still run on it
+            self.channel = channel_to(self.target, self._credentials.channel, self._credentials.options)
         request = verb.request(**fields, **({"change": pb.Change(reason=reason)} if verb.changes else {}))
         answer = invoke(
             self.channel.unary_unary(f"/{_SERVICE}/{name}"),
@@ -143,11 +183,9 @@ class AdminClient:
             self.target,
             self.timeout,
             start_with="recinfer serve --model-store DIR --admin --port N",
-            metadata=self._metadata,
+            metadata=self._credentials.metadata,
         )
-        return {
-            model.model: {v.version: _loaded(v) for v in model.versions} for model in parse(pb.ModelList, answer).models
-        }
+        return parse(pb.ModelList, answer)
 
 
 def _loaded(version: pb.VersionStatus) -> LoadedVersion:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from recinfer.archive.manifest import ENGINE_PACKAGES
 from recinfer.serving.engine.change_log import log_change, log_refused
@@ -28,11 +29,15 @@ class AdminService:
     """Answers the admin calls, one at a time, on its own thread.
 
     Args:
+        shards: returns a ranker's figures of its shard servers (recinfer.serving.shards.fan_out.FanOut.status); None: no ranker.
         logs: write each change into the log; False in a worker, since its supervisor writes a change once for all workers.
     """
 
-    def __init__(self, manager: StoreManager, *, logs: bool = True) -> None:
+    def __init__(
+        self, manager: StoreManager, shards: Callable[[], dict[str, Any]] | None = None, *, logs: bool = True
+    ) -> None:
         self.manager = manager
+        self._shards = shards
         self._logs = logs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recinfer-admin")
 
@@ -89,4 +94,9 @@ class AdminService:
                     age_seconds=time.monotonic() - model.since,
                     engine="" if model.predictor.engine is None else ENGINE_PACKAGES[model.predictor.engine],
                 )
+        if self._shards is not None:
+            shards = self._shards()
+            for replica in shards["replicas"]:
+                default_rows = shards["default_rows"].get(str(replica["rank"]), 0)
+                answer.shards.add(**replica, default_rows=default_rows)
         return answer

@@ -1,9 +1,9 @@
-"""Estimates for arrays of shards: milliseconds by part, and bytes by memory.
+"""Estimates for arrays of shards: milliseconds by part, and bytes by storage tier.
 
 Every function takes one entry per shard (or scalars that broadcast) and returns one row per shard. The training model is
 TorchRec's wall-time model; inference is that of one process that looks one batch up on all its ranks.
 
-Legend: N shards.
+Legend: N shards, M storage tiers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from recinfer.distributed.planner.constants import (
     HALF_BLOCK_PENALTY,
     QUARTER_BLOCK_PENALTY,
     WEIGHTED_KERNEL_MULTIPLIER,
+    kernel_bw_lookup,
 )
 from recinfer.distributed.planner.model.links import CollectiveType
-from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.model.topology import Topology, tier_bytes
 from recinfer.distributed.types import PipelineType
 from recinfer.distributed.types.kernels import KERNEL_RULES
 from recinfer.distributed.types.sharding_types import SHARDING_RULES, ShardingRule
+from recinfer.distributed.types.tiers import DDR, TIERS, near_tier
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.formats.registry import find_row_format, row_format_of_code
 
@@ -40,6 +42,7 @@ __all__ = [
     "inference_estimate",
     "inference_time",
     "packed_row_bytes",
+    "read_bandwidth",
     "row_alignment",
     "row_format_code",
     "row_weights",
@@ -91,7 +94,7 @@ class ShardArrays:
     device_bw: FloatN  # bytes per ms at which the kernel reads rows
     misses: FloatN
     cached: npt.NDArray[np.bool_]  # rows in host memory behind a device cache
-    on_host: npt.NDArray[np.bool_]  # rows in host memory
+    tier: IntN  # number of the rows' tier in TIERS
     cache_ratio: FloatN
     optimizer_full: FloatN  # optimizer state, in multiples of the table's bytes
     optimizer_row_bytes: FloatN  # further optimizer state, in bytes per row
@@ -101,8 +104,8 @@ class ShardArrays:
         return ShardArrays(**{name: value[index] for name, value in self.__dict__.items()})
 
 
-# Milliseconds by part [N, 6], bytes of device memory [N] and of host memory [N] of every shard.
-Estimate = Callable[[ShardArrays], tuple[FloatN, IntN, IntN]]
+# Milliseconds by part [N, 6], and bytes in each tier [M, N], of every shard.
+Estimate = Callable[[ShardArrays], tuple[FloatN, IntN]]
 
 
 def row_alignment(compute_device: str) -> int:
@@ -143,20 +146,30 @@ def row_pieces(kind: IntN, topology: Topology) -> IntN:
     return of_types(kind, lambda rule: rule.row_pieces(world, local))
 
 
-def row_weights(topology: Topology, on_host: bool) -> list[int] | None:
-    """Bytes of each rank's memory, in proportion to which row-wise tables are cut; None if all ranks have equal
+def read_bandwidth(topology: Topology, kernel: int, caching_ratio: float, prefetch: bool) -> float | None:
+    """Bytes per millisecond at which a kernel (number in ``KERNELS``) reads rows; None if the device does not run it."""
+    rule, device = KERNEL_RULES[kernel], topology.compute_device
+    if device not in rule.devices:
+        return None
+    if rule.tier not in (None, DDR):
+        return topology.tier_bandwidth(rule.tier)
+    figures = topology.hbm_mem_bw, topology.ddr_mem_bw, topology.hbm_to_ddr_mem_bw
+    return kernel_bw_lookup(device, KERNELS[kernel], *figures, caching_ratio, prefetch)
+
+
+def row_weights(topology: Topology, tier: int) -> tuple[int, ...] | None:
+    """Bytes of each rank in a tier, in proportion to which row-wise tables are cut; None if all ranks have equal
     memory."""
-    in_ddr = on_host or topology.compute_device == "cpu"
-    caps = [d.storage.ddr if in_ddr else d.storage.hbm for d in topology.devices]
+    caps = tuple(tier_bytes(d.storage)[tier] for d in topology.devices)
     return None if len(set(caps)) == 1 else caps
 
 
 def spread_of(a: ShardArrays, topology: Topology) -> FloatN:
     """Number of ranks that share the ids of a table; if ranks are unequal, rows of the table over rows of the piece."""
     spread = row_pieces(a.kind, topology).astype(float)
-    for on_host in (False, True):
-        if row_weights(topology, on_host) is not None:
-            pieces = of_types(a.kind, lambda r: r.one_row_piece_per_rank) & (np.asarray(a.on_host) == on_host)
+    for tier in range(len(TIERS)):
+        if row_weights(topology, tier) is not None:
+            pieces = of_types(a.kind, lambda r: r.one_row_piece_per_rank) & (np.asarray(a.tier) == tier)
             spread = np.where(pieces, a.table_rows / np.maximum(a.rows, 1), spread)
     return spread
 
@@ -247,8 +260,8 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int) -> FloatN
             rows=a.rows.astype(float),
             features=a.features,
         )
-        slow = topology.hbm_mem_bw if topology.compute_device != "cpu" else topology.ddr_mem_bw
-        out[:, 0] *= np.where(a.on_host & (topology.compute_device != "cpu"), slow / a.device_bw, 1.0)
+        near = near_tier(topology.compute_device)
+        out[:, 0] *= np.where(a.tier != TIERS.index(near), topology.tier_bandwidth(near) / a.device_bw, 1.0)
     else:
         line = _INTRA_LINE[topology.compute_device]
         lookup = ids * (-(-row // line) * line)
@@ -269,8 +282,8 @@ def storage_bytes(
     run_embedding_at_peak_memory: bool = False,
     is_inference: bool = False,
     alignment: int = 1,
-) -> tuple[IntN, IntN]:
-    """Bytes (hbm[N], ddr[N]) of each shard: rows, cache, optimizer state, and what one iteration keeps in flight."""
+) -> IntN:
+    """Bytes [M, N] in each tier of each shard: rows, cache, optimizer state, and inputs and outputs of one iteration."""
     world = topology.world_size
     replicas = 1 if is_inference else np.where(of_types(a.kind, lambda r: r.replicated), 1, world)
     spread = spread_of(a, topology)
@@ -297,12 +310,13 @@ def storage_bytes(
     cache_optimizer = np.ceil(cached_rows * a.optimizer_full + a.rows * a.cache_ratio * a.optimizer_row_bytes)
     if is_inference:
         cache_optimizer = np.zeros(a.kind.size)
-    on_device = np.where(a.cached, cache + cache_optimizer, np.where(a.on_host, 0.0, table + optimizer))
-    on_host = np.where(a.on_host, table + optimizer, 0.0)
-    device = np.where(a.rows > 0, on_device + in_flight, 0.0)
-    if topology.compute_device == "cpu":
-        return np.zeros(a.kind.size, np.int64), (device + on_host).astype(np.int64)
-    return device.astype(np.int64), on_host.astype(np.int64)
+    near = TIERS.index(near_tier(topology.compute_device))
+    far = a.tier != near
+    on_device = np.where(a.cached, cache + cache_optimizer, np.where(far, 0.0, table + optimizer))
+    num_bytes = np.zeros((len(TIERS), a.kind.size), np.int64)
+    num_bytes[near] = np.where(a.rows > 0, on_device + in_flight, 0.0)
+    num_bytes[a.tier[far], np.flatnonzero(far)] = (table + optimizer)[far]
+    return num_bytes
 
 
 def _in_flight(
@@ -321,10 +335,9 @@ def inference_estimate(topology: Topology) -> Estimate:
     """The estimator of quantized inference on ``topology``."""
     alignment = row_alignment(topology.compute_device)
 
-    def estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
+    def estimate(arrays: ShardArrays) -> tuple[FloatN, IntN]:
         perf = inference_time(arrays, topology, alignment)
         perf[np.asarray(arrays.rows) == 0] = 0.0  # an empty piece gets no lookup
-        hbm, ddr = storage_bytes(arrays, topology, is_inference=True, alignment=alignment)
-        return perf, hbm, ddr
+        return perf, storage_bytes(arrays, topology, is_inference=True, alignment=alignment)
 
     return estimate

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from recinfer.distributed.planner.constants import BATCH_SIZE, kernel_bw_lookup
+from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.model.constraints import ParameterConstraints
-from recinfer.distributed.planner.model.estimates import KERNEL_CODES
 from recinfer.distributed.planner.model.facts import TableFacts, per_feature, table_facts
 from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.topology import Topology
@@ -172,6 +171,7 @@ def _offers(
     asked_types = limit.sharding_types if limit is not None else None
     asked_kernels = limit.compute_kernels if limit is not None else None
     processed = _has_processor(module)
+    runnable = kernels_where(lambda rule: device in rule.devices)
     offers = []
     for kind in sharder.sharding_types(device):
         if asked_types is not None and kind not in asked_types:
@@ -184,7 +184,7 @@ def _offers(
         for kernel in sharder.compute_kernels(kind, device):
             if asked_kernels is not None and kernel not in asked_kernels:
                 continue
-            if kernel in KERNEL_CODES and kernel_bw_lookup(device, kernel, 1.0, 1.0, 1.0) is not None:
+            if kernel in runnable:
                 offers.append((kind, kernel))
     return tuple(offers)
 
@@ -194,7 +194,7 @@ def _inference_offers(compute_device: str, c: ParameterConstraints) -> tuple[tup
         (kind, kernel)
         for kind in packed_sharding_types()
         if not c.sharding_types or kind in c.sharding_types
-        for kernel in kernels_where(lambda rule: rule.packed and (compute_device == "cuda" or not rule.on_host))
+        for kernel in kernels_where(lambda rule: rule.packed and compute_device in rule.devices)
         if not c.compute_kernels or kernel in c.compute_kernels
     )
 

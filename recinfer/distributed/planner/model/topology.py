@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add, attrgetter, le, sub
 from typing import Any
 
 from recinfer.distributed.planner.constants import (
     BWD_COMPUTE_MULTIPLIER,
     CROSS_NODE_BANDWIDTH,
-    DDR_CAP,
     DDR_MEM_BW,
-    HBM_CAP,
     HBM_MEM_BW,
     HBM_TO_DDR_MEM_BW,
     INTRA_NODE_BANDWIDTH,
@@ -19,6 +18,7 @@ from recinfer.distributed.planner.constants import (
 )
 from recinfer.distributed.planner.model.hardware import HardwareProfile
 from recinfer.distributed.planner.model.links import BasicCommsBandwidths, CollectiveType, GeneralizedCommsBandwidth
+from recinfer.distributed.types.tiers import TIER_NAMES, TIERS, Tier
 from recinfer.errors import ConfigError
 from recinfer.ignored import warn_ignored
 
@@ -28,6 +28,8 @@ __all__ = [
     "Perf",
     "Storage",
     "Topology",
+    "storage_of",
+    "tier_bytes",
     "topology_of",
 ]
 
@@ -83,17 +85,30 @@ class Storage:
     ssd: int = 0
 
     def __add__(self, other: Storage) -> Storage:
-        return Storage(self.hbm + other.hbm, self.ddr + other.ddr, self.ssd + other.ssd)
+        return Storage(*map(add, _parts(self), _parts(other)))
 
     def __sub__(self, other: Storage) -> Storage:
-        return Storage(self.hbm - other.hbm, self.ddr - other.ddr, self.ssd - other.ssd)
+        return Storage(*map(sub, _parts(self), _parts(other)))
 
     def __hash__(self) -> int:
-        return hash((self.hbm, self.ddr, self.ssd))
+        return hash(_parts(self))
 
     def fits_in(self, other: Storage) -> bool:
         """Every part is at most ``other``'s."""
-        return self.hbm <= other.hbm and self.ddr <= other.ddr and self.ssd <= other.ssd
+        return all(map(le, _parts(self), _parts(other)))
+
+
+def _parts(storage: Storage) -> tuple[int, ...]:
+    return storage.hbm, storage.ddr, storage.ssd
+
+
+tier_bytes = attrgetter(*TIER_NAMES)
+"""The bytes of a :class:`Storage` in each tier [M]."""
+
+
+def storage_of(num_bytes: Iterable[int]) -> Storage:
+    """The storage with these bytes [M] in the tiers."""
+    return Storage(**dict(zip(TIER_NAMES, num_bytes, strict=True)))
 
 
 @dataclass
@@ -113,7 +128,7 @@ class CustomTopologyData:
         world_size: ranks.
     """
 
-    supported_fields = ("ddr_cap", "hbm_cap")
+    supported_fields = tuple(sorted(f"{name}_cap" for name in TIER_NAMES))
 
     def __init__(self, data: dict[str, list[int]], world_size: int) -> None:
         unknown = sorted(set(data) - set(self.supported_fields))
@@ -144,8 +159,8 @@ class Topology:
         compute_device: ``"cuda"``, ``"cpu"`` or ``"mtia"``.
         hbm_cap: bytes of device memory per rank (default 32 GiB; on CPU 0, and a given one warns). A list gives one figure per rank.
         ddr_cap: bytes of host memory per rank (default 128 GiB). A list gives one figure per rank.
-        ssd_cap, ssd_mem_bw, pod_size: do nothing (:mod:`recinfer.ignored`): no kernel keeps rows on SSD, and links are
-            inside a host or between hosts.
+        ssd_cap, ssd_mem_bw, pod_size: do nothing (:mod:`recinfer.ignored`): no tier of
+            :data:`recinfer.distributed.types.tiers.TIERS` is on SSD, and links are inside a host or between hosts.
         local_world_size: ranks per host; default all on one. At most ``world_size``: 8 becomes 2 in a world of 2.
         hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw: memory bandwidths, bytes per millisecond.
         intra_host_bw, inter_host_bw: link bandwidths, bytes per millisecond.
@@ -181,7 +196,12 @@ class Topology:
         generalized_comms_bandwidths: GeneralizedCommsBandwidth | None = None,
         hardware: HardwareProfile | None = None,
     ) -> None:
-        for name, given in (("ssd_cap", ssd_cap), ("ssd_mem_bw", ssd_mem_bw), ("pod_size", pod_size)):
+        caps: dict[str, int | Sequence[int] | None] = {"hbm": hbm_cap, "ddr": ddr_cap, "ssd": ssd_cap}
+        bandwidths = {"hbm": hbm_mem_bw, "ddr": ddr_mem_bw, "ssd": ssd_mem_bw}
+        unused = [name for name in caps if name not in TIER_NAMES]
+        ignored: list[tuple[str, Any]] = [(f"{name}_cap", caps[name]) for name in unused]
+        ignored += [(f"{name}_mem_bw", bandwidths[name]) for name in unused]
+        for name, given in (*ignored, ("pod_size", pod_size)):
             warn_ignored("distributed.planner.Topology", name, given)
         if compute_device == "cpu":
             warn_ignored(
@@ -192,6 +212,8 @@ class Topology:
         if world_size < 1:
             raise ConfigError(f"world_size {world_size}; expected at least 1")
         memories = {"hbm_mem_bw": hbm_mem_bw, "ddr_mem_bw": ddr_mem_bw, "hbm_to_ddr_mem_bw": hbm_to_ddr_mem_bw}
+        for tier in TIERS:
+            memories.setdefault(f"{tier.name}_mem_bw", bandwidths[tier.name] or tier.bandwidth)
         links = {"intra_host_bw": intra_host_bw, "inter_host_bw": inter_host_bw}
         for name, figure in (memories | links).items():
             if not figure > 0:
@@ -203,23 +225,18 @@ class Topology:
         self._local_world_size = local
         self._pod_size = pod_size
         self._compute_device = compute_device
-        self._bandwidths = tuple(memories.values())
-        self._ssd = (ssd_cap or 0, ssd_mem_bw)
+        self._bandwidths = memories
         self._comms = generalized_comms_bandwidths or BasicCommsBandwidths(inter_host_bw, intra_host_bw)
         self._bwd_compute_multiplier = bwd_compute_multiplier
         self._weighted_multiplier = weighted_feature_bwd_compute_multiplier
         self._uneven_multiplier = uneven_sharding_perf_multiplier
         self._custom_topology_data = custom_topology_data
         self.hardware = hardware
-        hbm_default = HBM_CAP if compute_device != "cpu" else 0
-        hbm = self._per_rank("hbm_cap", hbm_cap, hbm_default)
-        ddr = self._per_rank("ddr_cap", ddr_cap, DDR_CAP)
-        if compute_device == "cpu":
-            hbm = [0] * world_size
-        self._devices = [
-            DeviceHardware(rank=r, storage=Storage(hbm=hbm[r], ddr=ddr[r], ssd=self._ssd[0]), perf=Perf(0, 0, 0, 0))
-            for r in range(world_size)
-        ]
+        self._devices = [DeviceHardware(r, Storage(0, 0, ssd_cap or 0), Perf(0, 0, 0, 0)) for r in range(world_size)]
+        for tier in TIERS:
+            per_rank = self._per_rank(f"{tier.name}_cap", caps[tier.name], tier.capacity)
+            for device, num_bytes in zip(self._devices, per_rank):
+                setattr(device.storage, tier.name, num_bytes if compute_device in tier.devices else 0)
 
     def _per_rank(self, name: str, given: int | Sequence[int] | None, default: int) -> list[int]:
         custom = self._custom_topology_data
@@ -265,17 +282,21 @@ class Topology:
     @property
     def hbm_mem_bw(self) -> float:
         """Device memory, bytes per millisecond."""
-        return self._bandwidths[0]
+        return self._bandwidths["hbm_mem_bw"]
 
     @property
     def ddr_mem_bw(self) -> float:
         """Host memory, bytes per millisecond."""
-        return self._bandwidths[1]
+        return self._bandwidths["ddr_mem_bw"]
 
     @property
     def hbm_to_ddr_mem_bw(self) -> float:
         """Link between the two, bytes per millisecond."""
-        return self._bandwidths[2]
+        return self._bandwidths["hbm_to_ddr_mem_bw"]
+
+    def tier_bandwidth(self, tier: Tier) -> float:
+        """(ours) Bytes per millisecond at which a rank reads ``tier``."""
+        return self._bandwidths[f"{tier.name}_mem_bw"]
 
     @property
     def comms_bandwidths(self) -> GeneralizedCommsBandwidth:
@@ -330,14 +351,14 @@ class Topology:
 
     def signature(self) -> tuple[Any, ...]:
         """The data on which plans depend."""
-        caps = tuple((d.storage.hbm, d.storage.ddr) for d in self._devices)
+        caps = tuple(tier_bytes(d.storage) for d in self._devices)
         factors = (self._bwd_compute_multiplier, self._weighted_multiplier, self._uneven_multiplier)
         links: tuple[float, ...] = (self.intra_host_bw, self.inter_host_bw)
         if type(self._comms) is not BasicCommsBandwidths:
             links += tuple(self.collective_bw(collective) for collective in CollectiveType)
         sizes = (self._world_size, self._local_world_size, self._compute_device)
         hardware = None if self.hardware is None else self.hardware.to_json()
-        return (*sizes, caps, self._bandwidths, links, factors, hardware)
+        return (*sizes, caps, tuple(self._bandwidths.values()), links, factors, hardware)
 
     def __repr__(self) -> str:
         lines = [f"world_size={self._world_size}", f"compute_device={self._compute_device}", "devices="]

@@ -21,15 +21,21 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
 
     A collection is any module with ``embedding_bag_configs()`` (pooled) or ``embedding_configs()``; its children are
     not searched. The path of the model itself is ``""``. A module with several names appears once, under the first.
+    Managed collisions themselves have no tables: the collection behind them is found.
 
     Raises:
-        ConfigError: a module of managed collisions or in-table pruning.
+        ConfigError: a module of in-table pruning.
     """
-    for path, module in outermost_modules(model, lambda m: _configs(m) is not None or _remapping(m) is not None):
-        _refuse_remapping(path, module)
+
+    def wanted(module: nn.Module) -> bool:
+        return _configs(module) is not None or _remapping(module) == _PRUNING
+
+    for path, module in outermost_modules(model, wanted):
+        if _remapping(module) == _PRUNING:
+            _refuse_remapping(path, module)
         configs = _configs(module)
-        assert configs is not None
-        yield path, module, *configs
+        if configs is not None and not _is_managed_collision_collection(module):
+            yield path, module, *configs
 
 
 def _configs(module: nn.Module) -> tuple[list[BaseEmbeddingConfig], bool] | None:
@@ -42,13 +48,19 @@ def _configs(module: nn.Module) -> tuple[list[BaseEmbeddingConfig], bool] | None
 
 
 # Prefix of a class name of TorchRec's modules that change ids by their own state -> the change, as text.
-_REMAPPING = {"ManagedCollision": "managed collisions", "ITEP": "in-table pruning"}
+_PRUNING = "in-table pruning"
+_REMAPPING = {"ManagedCollision": "managed collisions", "ITEP": _PRUNING}
 
 
 def _remapping(module: nn.Module) -> str | None:
     """The change of ids by ``module``, as text, or None; recognized by the class names of TorchRec's modules."""
     names = [kind.__name__ for kind in type(module).__mro__]
     return next((what for part, what in _REMAPPING.items() if any(n.startswith(part) for n in names)), None)
+
+
+def _is_managed_collision_collection(module: nn.Module) -> bool:
+    """Whether ``module`` is a ManagedCollisionCollection, recinfer's or TorchRec's, which has configs but no rows."""
+    return any(kind.__name__ == "ManagedCollisionCollection" for kind in type(module).__mro__)
 
 
 def _refuse_remapping(path: str, module: nn.Module) -> None:

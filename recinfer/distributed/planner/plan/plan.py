@@ -28,6 +28,7 @@ from recinfer.distributed.types import (
     ShardingType,
 )
 from recinfer.distributed.types.edges import placement, sharding_spec
+from recinfer.distributed.types.tiers import TIER_NAMES
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.excerpts import some
 from recinfer.files import write_file
@@ -223,12 +224,12 @@ class Plan(Printed):
             mine, theirs = getattr(self, what), getattr(topology, what)
             if mine != theirs:
                 problems.append(f"{what} is {mine} in the plan, {theirs} in the topology")
-        for memory in ("hbm", "ddr"):
-            used = self.estimates.get(f"{memory}_bytes_per_rank", [])
+        for tier in TIER_NAMES:
+            used = self.estimates.get(f"{tier}_bytes_per_rank", [])
             for rank, (num_bytes, device) in enumerate(zip(used, topology.devices)):
-                cap = getattr(device.storage, memory)
+                cap = getattr(device.storage, tier)
                 if num_bytes > cap:
-                    problems.append(f"rank {rank} needs {num_bytes} bytes of {memory}, the topology has {cap}")
+                    problems.append(f"rank {rank} needs {num_bytes} bytes of {tier}, the topology has {cap}")
         if problems:
             raise ConfigError(f"the plan does not fit the topology: {'; '.join(problems[:10])}")
 

@@ -5,7 +5,8 @@ When memory is nearly full, a table can move only if others move too. Capacities
 exceed them at a price, which rises until no placement does. Annealing also finds a first placement when no greedy start
 fits.
 
-Legend: C placements, U units, W ranks, A places (an option of a unit on certain ranks), K = 2 W or 3 W loads and fills.
+Legend: C placements, U units, W ranks, A places (an option of a unit on certain ranks), K = W loads and W
+fills of each tier in use.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _places(problem: Problem, alternatives: list[IntN], bound: float) -> _Places
     """All places, or None if there are too many."""
     p, world = problem, problem.world_size
     sizes = [(p.perf, np.full(world, bound))]
-    sizes += [(used, np.maximum(cap, 1.0)) for used, cap in ((p.hbm, p.hbm_cap), (p.ddr, p.ddr_cap)) if used.any()]
+    sizes += [(used, np.maximum(cap, 1.0)) for used, cap in zip(p.bytes, p.caps) if used.any()]
     ways = [[_ways(p, int(o)) for o in options] for options in alternatives]
     total = sum(len(of_option) for of_unit in ways for of_option in of_unit)
     if total * len(sizes) * world > _MAX_FIGURES:
@@ -172,6 +173,6 @@ def _fitting_placements(problem: Problem, placer: Placer, places: _Places, at: I
         placed = placer.empty()
         for unit, place in enumerate(line.tolist()):
             placer.put(placed, unit, int(places.option[place]), places.ranks[place])
-        if (placed.hbm <= problem.hbm_cap).all() and (placed.ddr <= problem.ddr_cap).all():
+        if (placed.used <= problem.caps).all():
             found.append(placed)
     return sorted(found, key=lambda placement: placement.worst)

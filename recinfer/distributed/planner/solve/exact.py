@@ -14,7 +14,9 @@ __all__ = ["MAX_UNITS", "branch_and_bound", "is_small"]
 MAX_UNITS = 6
 _MAX_NODES = 40_000
 _MAX_PLACES = 400  # ways to place an option; options with more ways are left to the local search
-_Place = tuple[float, int, tuple[int, ...], tuple[tuple[int, float, float, float], ...]]
+# Total load, option, rank of each shard, load added to each rank, and bytes added at positions of the flat [M, W] bytes.
+_Adds = tuple[tuple[int, float], ...]
+_Place = tuple[float, int, tuple[int, ...], _Adds, _Adds]
 
 
 def is_small(problem: Problem) -> bool:
@@ -43,8 +45,8 @@ def branch_and_bound(problem: Problem, placer: Placer, best: Placement | None) -
     for i in range(len(order) - 1, -1, -1):
         rest[i] = rest[i + 1] + places[order[i]][0][0]
     world = problem.world_size
-    caps_h, caps_d = problem.hbm_cap.tolist(), problem.ddr_cap.tolist()
-    load, hbm, ddr = [0.0] * world, [0.0] * world, [0.0] * world
+    caps = problem.caps.ravel().tolist()
+    load, used = [0.0] * world, [0.0] * len(caps)
     chosen: list[_Place] = []
     found: list[_Place] = []
     limit, nodes = (float("inf") if best is None else best.worst * (1 - 1e-9)), 0
@@ -58,38 +60,39 @@ def branch_and_bound(problem: Problem, placer: Placer, best: Placement | None) -
             nodes += 1
             if nodes > _MAX_NODES or (total + place[0] + rest[i + 1]) / world >= limit:
                 return  # places are sorted by cost, so the others cost no less
-            touched = place[3]
-            if all(
-                load[r] + p < limit and hbm[r] + h <= caps_h[r] and ddr[r] + d <= caps_d[r] for r, p, h, d in touched
-            ):
-                for r, p, h, d in touched:
-                    load[r], hbm[r], ddr[r] = load[r] + p, hbm[r] + h, ddr[r] + d
+            loads, sizes = place[3:]
+            if all(load[r] + p < limit for r, p in loads) and all(used[at] + b <= caps[at] for at, b in sizes):
+                for r, p in loads:
+                    load[r] += p
+                for at, b in sizes:
+                    used[at] += b
                 chosen.append(place)
                 go(i + 1, total + place[0])
                 chosen.pop()
-                for r, p, h, d in touched:
-                    load[r], hbm[r], ddr[r] = load[r] - p, hbm[r] - h, ddr[r] - d
+                for r, p in loads:
+                    load[r] -= p
+                for at, b in sizes:
+                    used[at] -= b
 
     go(0, 0.0)
     whole = whole and nodes <= _MAX_NODES
     if not found:
         return best, whole
     at = placer.empty()
-    for unit, (_, option, ranks, _) in zip(order, found):
+    for unit, (_, option, ranks, _, _) in zip(order, found):
         placer.put(at, unit, option, np.array(ranks, dtype=np.int64))
     return at, whole
 
 
 def _places(problem: Problem, unit: int) -> tuple[list[_Place], bool]:
-    """The places of a unit, cheapest first, as (total load, option, rank of each shard, additions to each rank); and
-    whether these are all places."""
+    """The places of a unit, cheapest first; and whether these are all places."""
     found: list[_Place] = []
     whole = True
     for option in range(int(problem.unit_ptr[unit]), int(problem.unit_ptr[unit + 1])):
         if not problem.possible[option]:
             continue
         s = problem.shards_of(option)
-        shards = list(zip(problem.perf[s].tolist(), problem.hbm[s].tolist(), problem.ddr[s].tolist()))
+        shards = list(zip(problem.perf[s].tolist(), *problem.bytes[:, s].tolist()))
         if problem.mode[option] == FIXED:
             ways = [tuple(problem.fixed_rank[s].tolist())]
         elif len(set(shards)) == 1:
@@ -101,12 +104,15 @@ def _places(problem: Problem, unit: int) -> tuple[list[_Place], bool]:
         if not 0 < len(ways) <= _MAX_PLACES:
             whole = False
             continue
-        total = sum(perf for perf, _, _ in shards)
+        total = sum(perf for perf, *_ in shards)
         for ranks in ways:
-            adds: dict[int, tuple[float, float, float]] = {}
-            for rank, (perf, hbm, ddr) in zip(ranks, shards):
-                p, h, d = adds.get(rank, (0.0, 0.0, 0.0))
-                adds[rank] = (p + perf, h + hbm, d + ddr)
-            found.append((total, option, ranks, tuple((r, *add) for r, add in adds.items())))
+            loads: dict[int, float] = {}
+            sizes: dict[int, float] = {}
+            for rank, (perf, *num_bytes) in zip(ranks, shards):
+                loads[rank] = loads.get(rank, 0.0) + perf
+                for at, amount in zip(range(rank, problem.caps.size, problem.world_size), num_bytes):
+                    if amount:
+                        sizes[at] = sizes.get(at, 0.0) + amount
+            found.append((total, option, ranks, tuple(loads.items()), tuple(sizes.items())))
     found.sort(key=lambda place: (place[0], place[1], place[2]))
     return found, whole

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
-from recinfer.distributed.planner.model.estimates import Estimate, row_weights
+from recinfer.distributed.planner.model.estimates import Estimate
 from recinfer.distributed.planner.model.facts import TableFacts
-from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology
+from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology, tier_bytes
 from recinfer.distributed.planner.plan.table_plan import TablePlan
 from recinfer.distributed.planner.solve.outcome import pin_tables
 from recinfer.distributed.planner.solve.placing import Placer
 from recinfer.distributed.planner.solve.problem import Problem, make_problem
 from recinfer.distributed.planner.solve.search import search
 from recinfer.distributed.planner.solve.space import SearchSpace, build_space, option_label
+from recinfer.distributed.types.kernels import KERNEL_RULES
+from recinfer.distributed.types.tiers import TIER_NAMES, TIERS, Tier
 from recinfer.sizes import exact_size, round_up_to_printed
 
 __all__ = ["error_type", "explain"]
 
-_MEMORIES = ("hbm", "ddr")
 _MAX_SHARDS = 400_000  # above this, changes that need a new search space are not tried
 
 
@@ -32,7 +34,7 @@ def error_type(problem: Problem) -> PlannerErrorType:
     memory suffices, but the pieces that the constraints and sharders allow do not fit the single ranks.
     """
     p = problem
-    needs = ((p.option_hbm, p.hbm_cap), (p.option_ddr, p.ddr_cap), (p.option_hbm + p.option_ddr, p.hbm_cap + p.ddr_cap))
+    needs = zip((*p.option_bytes, p.option_bytes.sum(axis=0)), (*p.caps, p.caps.sum(axis=0)))
     short = any(np.minimum.reduceat(used, p.unit_ptr[:-1]).sum() > cap.sum() for used, cap in needs)
     return PlannerErrorType.INSUFFICIENT_STORAGE if short else PlannerErrorType.STRICT_CONSTRAINTS
 
@@ -53,62 +55,62 @@ def explain(
         pinned: entries of an earlier plan that keep their places.
         smaller_tables: the tables in the next smaller precision, to try as a change.
     """
-    binds, memory = _limiting_memory(space, problem)
-    helps = _helpful_changes(_Trial(topology, estimator, pinned), space, smaller_tables, memory)
+    binds, tier = _limiting_memory(space, problem)
+    helps = _helpful_changes(_Trial(topology, estimator, pinned), space, smaller_tables, tier)
     advice = "; ".join(helps) if helps else "no single change of ranks, capacity, precision or kernel is enough"
     return f"No plan fits. {binds}\nWhat would help: {advice}."
 
 
 def _limiting_memory(space: SearchSpace, problem: Problem) -> tuple[str, int]:
-    """A sentence about the limiting memory, and that memory (0 hbm, 1 ddr)."""
+    """A sentence about the limiting tier, and the number of that tier."""
     p = problem
     unit_possible = np.logical_or.reduceat(p.possible, p.unit_ptr[:-1])
     if not unit_possible.all():
         return _single_shard(space, p, np.flatnonzero(~unit_possible))
-    caps, option_bytes = (p.hbm_cap, p.ddr_cap), (p.option_hbm, p.option_ddr)
-    for memory in (0, 1):
-        least = np.minimum.reduceat(np.where(p.possible, option_bytes[memory], np.inf), p.unit_ptr[:-1])
-        short = least.sum() - caps[memory].sum()
+    for tier, name in enumerate(TIER_NAMES):
+        least = np.minimum.reduceat(np.where(p.possible, p.option_bytes[tier], np.inf), p.unit_ptr[:-1])
+        short = least.sum() - p.caps[tier].sum()
         if short > 0:
             tables = ", ".join(_unit_name(space, p, int(u)) for u in np.argsort(-least, kind="stable")[:3])
             text = (
-                f"All tables together need at least {exact_size(least.sum())} of {_MEMORIES[memory]}; the {p.world_size} "
-                f"ranks have {exact_size(caps[memory].sum())} after the reservation: {int(short)} bytes short. Largest: "
+                f"All tables together need at least {exact_size(least.sum())} of {name}; the {p.world_size} "
+                f"ranks have {exact_size(p.caps[tier].sum())} after the reservation: {int(short)} bytes short. Largest: "
                 f"{tables}."
             )
-            return text, memory
-    both = np.minimum.reduceat(np.where(p.possible, p.option_hbm + p.option_ddr, np.inf), p.unit_ptr[:-1])
-    have = p.hbm_cap.sum() + p.ddr_cap.sum()
-    if both.sum() > have:
-        tables = ", ".join(_unit_name(space, p, int(u)) for u in np.argsort(-both, kind="stable")[:3])
+            return text, tier
+    least = np.minimum.reduceat(np.where(p.possible, p.option_bytes.sum(axis=0), np.inf), p.unit_ptr[:-1])
+    have = p.caps.sum()
+    if least.sum() > have:
+        tables = ", ".join(_unit_name(space, p, int(u)) for u in np.argsort(-least, kind="stable")[:3])
         text = (
-            f"All tables together need at least {exact_size(both.sum())} of hbm and ddr; the {p.world_size} ranks have "
-            f"{exact_size(have)} of both after the reservation: {int(both.sum() - have)} bytes short. Largest: {tables}."
+            f"All tables together need at least {exact_size(least.sum())} of {' and '.join(TIER_NAMES)}; the "
+            f"{p.world_size} ranks have {exact_size(have)} in all after the reservation: {int(least.sum() - have)} bytes "
+            f"short. Largest: {tables}."
         )
         return text, 0
     return _packing(space, p)
 
 
 def _single_shard(space: SearchSpace, p: Problem, units: np.ndarray) -> tuple[str, int]:
-    best: tuple[float, int, int, int, int] | None = None  # excess, unit, option, memory, shard
+    best: tuple[float, int, int, int, int] | None = None  # excess, unit, option, tier, shard
     for unit in units:
         per_option: list[tuple[float, int, int, int, int]] = []
         for option in range(int(p.unit_ptr[unit]), int(p.unit_ptr[unit + 1])):
             s = p.shards_of(option)
             fixed = p.fixed_rank[s]
             worst: list[tuple[float, int, int]] = []
-            for memory, (used, cap) in enumerate(((p.hbm, p.hbm_cap), (p.ddr, p.ddr_cap))):
+            for tier, (used, cap) in enumerate(zip(p.bytes, p.caps)):
                 room = np.where(fixed < 0, cap.max(), cap[np.maximum(fixed, 0)])
                 over = used[s] - room
-                worst.append((float(over.max()), memory, int(over.argmax())))
+                worst.append((float(over.max()), tier, int(over.argmax())))
             top = max(worst)
             per_option.append((top[0], int(unit), option, top[1], top[2]))
         least = min(per_option)
         if best is None or least[0] > best[0]:
             best = least
     assert best is not None
-    excess, unit, option, memory, shard = best
-    used, cap = (p.hbm, p.hbm_cap) if memory == 0 else (p.ddr, p.ddr_cap)
+    excess, unit, option, tier, shard = best
+    used, cap = p.bytes[tier], p.caps[tier]
     s = p.shards_of(option)
     rank = int(p.fixed_rank[s][shard])
     rank = rank if rank >= 0 else int(cap.argmax())
@@ -116,36 +118,34 @@ def _single_shard(space: SearchSpace, p: Problem, units: np.ndarray) -> tuple[st
     text = (
         f"{len(units)} table(s) have no option whose pieces fit an empty rank ({names}). The closest is a "
         f"{'/'.join(option_label(space, p.space_options(option)[0]))} piece of {_unit_name(space, p, unit)}, which "
-        f"needs {exact_size(used[s][shard])} of {_MEMORIES[memory]}; rank {rank} has {exact_size(cap[rank])} after the "
+        f"needs {exact_size(used[s][shard])} of {TIER_NAMES[tier]}; rank {rank} has {exact_size(cap[rank])} after the "
         f"reservation: {int(excess)} bytes short."
     )
-    return text, memory
+    return text, tier
 
 
 def _packing(space: SearchSpace, p: Problem) -> tuple[str, int]:
     """Explain pieces that do not fit though their sum does: place with unlimited capacities and report the largest
     overflow."""
-    bytes_of = p.option_hbm / max(p.hbm_cap.max(), 1.0) + p.option_ddr / max(p.ddr_cap.max(), 1.0)
+    largest = p.caps.max(axis=1)
+    bytes_of = (p.option_bytes / np.maximum(largest, 1.0)[:, None]).sum(axis=0)
     cost = np.where(p.possible, bytes_of, np.inf)
     choice = np.array([p.unit_ptr[u] + cost[p.unit_ptr[u] : p.unit_ptr[u + 1]].argmin() for u in range(p.num_units)])
-    by_memory = p.hbm if p.hbm_cap.max() > 0 else p.ddr
-    opened = replace(
-        p, perf=by_memory, hbm_cap=np.full_like(p.hbm_cap, np.inf), ddr_cap=np.full_like(p.ddr_cap, np.inf)
-    )
+    nearest = int((largest > 0).argmax())
+    opened = replace(p, perf=p.bytes[nearest], caps=np.full_like(p.caps, np.inf))
     at = Placer(opened).greedy(choice, cost)
     assert at is not None
-    over = np.stack([at.hbm - p.hbm_cap, at.ddr - p.ddr_cap])
-    memory, rank = (int(x) for x in np.unravel_index(int(over.argmax()), over.shape))
-    cap = (p.hbm_cap, p.ddr_cap)[memory]
+    over = at.used - p.caps
+    tier, rank = (int(x) for x in np.unravel_index(int(over.argmax()), over.shape))
     here = [u for u in range(p.num_units) if (at.ranks[u] == rank).any()]
-    here.sort(key=lambda u: -float((p.option_hbm, p.option_ddr)[memory][choice[u]]))
+    here.sort(key=lambda u: -float(p.option_bytes[tier, choice[u]]))
     names = ", ".join(_unit_name(space, p, u) for u in here[:5])
     text = (
-        f"All tables together would fit, but their pieces cannot be placed: {_MEMORIES[memory]} of rank {rank} "
-        f"({exact_size(cap[rank])}) overflows by {int(max(over[memory, rank], 0))} bytes in the best packing by size, "
+        f"All tables together would fit, but their pieces cannot be placed: {TIER_NAMES[tier]} of rank {rank} "
+        f"({exact_size(p.caps[tier, rank])}) overflows by {int(max(over[tier, rank], 0))} bytes in the best packing by size, "
         f"with {names}."
     )
-    return text, memory
+    return text, tier
 
 
 def _unit_name(space: SearchSpace, p: Problem, unit: int) -> str:
@@ -178,61 +178,65 @@ class _Trial:
 
 
 def _helpful_changes(
-    trial: _Trial, space: SearchSpace, smaller_tables: Sequence[TableFacts] | None, memory: int
+    trial: _Trial, space: SearchSpace, smaller_tables: Sequence[TableFacts] | None, tier: int
 ) -> list[str]:
     helps, topology = [], trial.topology
-    if (cap := _capacity(trial, space, memory)) is not None:
-        helps.append(f"{exact_size(cap)} of {_MEMORIES[memory]} per rank after the reservation")
+    if (cap := _capacity(trial, space, tier)) is not None:
+        helps.append(f"{exact_size(cap)} of {TIER_NAMES[tier]} per rank after the reservation")
     if space.shard_option.size > _MAX_SHARDS:
         return helps
     if (ranks := _ranks(trial, space)) is not None:
         helps.append(f"{ranks} ranks instead of {topology.world_size}")
     if smaller_tables is not None and trial.fits(smaller_tables, topology):
         helps.append(f"precision {smaller_tables[0].precision} instead of {space.tables[0].precision}")
-    wider = _with_host_memory(space.tables, topology)
-    if wider is not None and trial.fits(wider, topology):
-        helps.append("kernels that keep rows in host memory (fused_uvm, quant_uvm and their caching forms)")
+    for further in TIERS:
+        wider = _with_tier(space.tables, topology, further)
+        if wider is not None and trial.fits(wider, topology):
+            kernels = dict.fromkeys(k for w, t in zip(wider, space.tables) for _, k in w.offers[len(t.offers) :])
+            helps.append(f"kernels that keep rows in {further.memory} ({', '.join(kernels)})")
     types = _with_row_wise(space.tables)
     if types is not None and trial.fits(types, topology):
         helps.append("row_wise among the sharding types of the tables above")
     return helps
 
 
-def _resized(topology: Topology, world_size: int, hbm: list[int], ddr: list[int]) -> Topology:
+def _resized(topology: Topology, world_size: int, caps: list[list[int]]) -> Topology:
+    """A topology with other ranks, ``caps`` [M, W] their bytes in each tier."""
+    bandwidths: dict[str, Any] = {f"{tier.name}_mem_bw": topology.tier_bandwidth(tier) for tier in TIERS}
     local = topology.local_world_size if world_size % topology.local_world_size == 0 else world_size
     return Topology(
         world_size=world_size,
         compute_device=topology.compute_device,
         local_world_size=local,
-        hbm_mem_bw=topology.hbm_mem_bw,
-        ddr_mem_bw=topology.ddr_mem_bw,
         hbm_to_ddr_mem_bw=topology.hbm_to_ddr_mem_bw,
         generalized_comms_bandwidths=topology.comms_bandwidths,
-        custom_topology_data=CustomTopologyData({"hbm_cap": hbm, "ddr_cap": ddr}, world_size),
+        custom_topology_data=CustomTopologyData(
+            {f"{name}_cap": cap for name, cap in zip(TIER_NAMES, caps)}, world_size
+        ),
         hardware=topology.hardware,
+        **bandwidths,
     )
 
 
-def _capacity(trial: _Trial, space: SearchSpace, memory: int) -> float | None:
-    """Least bytes per rank of the binding memory at which a plan is found, all ranks alike; to within 1 %.
+def _capacity(trial: _Trial, space: SearchSpace, tier: int) -> float | None:
+    """Least bytes per rank of the binding tier at which a plan is found, all ranks alike; to within 1 %.
 
     The figure is rounded up to the printed precision, so that the printed capacity is enough.
     """
     topology = trial.topology
-    caps = [[d.storage.hbm for d in topology.devices], [d.storage.ddr for d in topology.devices]]
+    caps = _capacities(topology)
 
     def fits(cap: float) -> bool:
         tried = [list(c) for c in caps]
-        tried[memory] = [int(cap)] * topology.world_size
-        other = _resized(topology, topology.world_size, *tried)
+        tried[tier] = [int(cap)] * topology.world_size
+        other = _resized(topology, topology.world_size, tried)
         if not unequal:
             return trial.space_fits(space, other)
         # Pieces in proportion to the ranks' memory change with the memory, so the search space is built again.
         return space.shard_option.size <= _MAX_SHARDS and trial.fits(space.tables, other)
 
-    unequal = any(row_weights(topology, on_host) is not None for on_host in (False, True))
-    sizes = (space.hbm, space.ddr)[memory]
-    low, high = float(max(min(caps[memory]), 1)), float(max(max(caps[memory]), int(sizes.max()), 1024))
+    unequal = any(len(set(cap)) > 1 for cap in caps)
+    low, high = float(max(min(caps[tier]), 1)), float(max(max(caps[tier]), int(space.bytes[tier].max()), 1024))
     for _ in range(12):
         if fits(high):
             break
@@ -246,16 +250,20 @@ def _capacity(trial: _Trial, space: SearchSpace, memory: int) -> float | None:
     return float(printed if fits(printed) else int(high))
 
 
+def _capacities(topology: Topology) -> list[list[int]]:
+    """Bytes [M, W] of each rank in each tier."""
+    return [list(caps) for caps in zip(*(tier_bytes(d.storage) for d in topology.devices))]
+
+
 def _ranks(trial: _Trial, space: SearchSpace) -> int | None:
     """Least number of ranks like the smallest of these, in whole hosts, at which a plan is found."""
     topology = trial.topology
-    hbm = min(d.storage.hbm for d in topology.devices)
-    ddr = min(d.storage.ddr for d in topology.devices)
+    least = [min(cap) for cap in _capacities(topology)]
     step = topology.local_world_size if topology.local_world_size < topology.world_size else 1
 
     def fits(steps: int) -> bool:
         world = steps * step
-        return trial.fits(space.tables, _resized(topology, world, [hbm] * world, [ddr] * world))
+        return trial.fits(space.tables, _resized(topology, world, [[cap] * world for cap in least]))
 
     low = topology.world_size // step
     high = low
@@ -272,14 +280,14 @@ def _ranks(trial: _Trial, space: SearchSpace) -> int | None:
     return high * step
 
 
-def _with_host_memory(tables: Sequence[TableFacts], topology: Topology) -> list[TableFacts] | None:
-    """The tables, each also offered in host memory; None if no option is new."""
-    if topology.compute_device != "cuda":
-        return None
+def _with_tier(tables: Sequence[TableFacts], topology: Topology, tier: Tier) -> list[TableFacts] | None:
+    """The tables, each also offered with the kernels whose rows are in ``tier``; None if no option is new."""
+    there = [rule for rule in KERNEL_RULES if rule.tier == tier and topology.compute_device in rule.devices]
+    from_own = {r.kernel.value: r.packed for r in KERNEL_RULES if r.tier is None and not r.dense}
     wider = []
     for t in tables:
-        more = [(s, k + tail) for s, k in t.offers if k in ("fused", "quant") for tail in ("_uvm", "_uvm_caching")]
-        wider.append(replace(t, offers=(*t.offers, *(o for o in more if o not in t.offers))))
+        pairs = [(s, r.kernel.value) for s, k in t.offers if k in from_own for r in there if r.packed == from_own[k]]
+        wider.append(replace(t, offers=(*t.offers, *(o for o in pairs if o not in t.offers))))
     return wider if any(len(w.offers) > len(t.offers) for w, t in zip(wider, tables)) else None
 
 

@@ -23,8 +23,7 @@ class _LoadsWithout:
     """Loads [n, W] of the ranks without each of n units, and the load of the unit's most loaded old rank [n]."""
 
     perf: FloatN
-    hbm: FloatN
-    ddr: FloatN
+    used: FloatN  # bytes [M, n, W]
     old_top: FloatN
     at: Placement
 
@@ -50,15 +49,15 @@ class LocalSearch:
         self.by_kind = self._kinds()
 
     def _prune(self) -> list[IntN]:
-        """Options of each unit that no other option of the unit beats in load and both memories, in all and per shard.
+        """Options of each unit that no other option of the unit beats in load and in bytes of each tier, in all and per shard.
 
         The bytes of a shard count too, because four small pieces may fit where one large piece does not. An option with
         fixed ranks never beats an option with free ranks.
         """
         p = self.problem
         starts = p.shard_ptr[:-1]
-        shard_hbm, shard_ddr = np.maximum.reduceat(p.hbm, starts), np.maximum.reduceat(p.ddr, starts)
-        figures = np.stack([p.option_perf, p.option_max, p.option_hbm, p.option_ddr, shard_hbm, shard_ddr], axis=1)
+        largest = np.maximum.reduceat(p.bytes, starts, axis=1)
+        figures = np.stack([p.option_perf, p.option_max, *p.option_bytes, *largest], axis=1)
         keep = []
         for unit in range(p.num_units):
             o = np.arange(p.unit_ptr[unit], p.unit_ptr[unit + 1])
@@ -96,7 +95,7 @@ class LocalSearch:
         before = np.repeat(np.cumsum(counts) - counts, counts)
         self.item_at = np.arange(self.item_unit.size) - before
         shard = start + self.item_at
-        self.item_perf, self.item_hbm, self.item_ddr = p.perf[shard], p.hbm[shard], p.ddr[shard]
+        self.item_perf, self.item_bytes = p.perf[shard], p.bytes[:, shard]
         ranks = [at.ranks[u] for u in free_units]
         self.item_rank = np.concatenate(ranks) if ranks else np.zeros(0, np.int64)
 
@@ -115,7 +114,7 @@ class LocalSearch:
         ranks = at.ranks[unit].copy()
         ranks[position] = rank
         at.ranks[unit] = ranks
-        for used, amount in ((at.perf, self.item_perf), (at.hbm, self.item_hbm), (at.ddr, self.item_ddr)):
+        for used, amount in zip((at.perf, *at.used), (self.item_perf, *self.item_bytes)):
             used[old] -= amount[item]
             used[rank] += amount[item]
         self.item_rank[item] = rank
@@ -130,10 +129,8 @@ class LocalSearch:
         size = self.item_perf[mine]
         # Moves: [mine, W]
         after = np.maximum(top - size[:, None], at.perf[None, :] + size[:, None])
-        room = (at.hbm[None, :] + self.item_hbm[mine, None] <= p.hbm_cap) & (
-            at.ddr[None, :] + self.item_ddr[mine, None] <= p.ddr_cap
-        )
-        after = np.where(room, after, np.inf)
+        for used, amount, cap in zip(at.used, self.item_bytes, p.caps):
+            after[used + amount[mine, None] > cap] = np.inf
         after[:, busy] = np.inf
         best = int(after.argmin())
         move_value, (mi, rank) = after.flat[best], divmod(best, p.world_size)
@@ -159,11 +156,9 @@ class LocalSearch:
         gain = self.item_perf[mine, None] - self.item_perf[None, theirs]
         other = self.item_rank[theirs]
         after = np.maximum(at.perf[busy] - gain, at.perf[other] + gain)
-        more_h = self.item_hbm[mine, None] - self.item_hbm[None, theirs]
-        more_d = self.item_ddr[mine, None] - self.item_ddr[None, theirs]
-        room = (at.hbm[other] + more_h <= p.hbm_cap[other]) & (at.ddr[other] + more_d <= p.ddr_cap[other])
-        room &= (at.hbm[busy] - more_h <= p.hbm_cap[busy]) & (at.ddr[busy] - more_d <= p.ddr_cap[busy])
-        after = np.where(room, after, np.inf)
+        for used, amount, cap in zip(at.used, self.item_bytes, p.caps):
+            more = amount[mine, None] - amount[None, theirs]
+            after[(used[other] + more > cap[other]) | (used[busy] - more > cap[busy])] = np.inf
         best = int(after.argmin())
         i, j = divmod(best, theirs.size)
         return float(after.flat[best]), (int(mine[i]), int(theirs[j]))
@@ -211,15 +206,13 @@ class LocalSearch:
         row = np.repeat(np.arange(units.size), counts)
         ranks = np.concatenate([at.ranks[u] for u in units])
         shard = np.concatenate([np.arange(p.shard_ptr[at.choice[u]], p.shard_ptr[at.choice[u] + 1]) for u in units])
-        tables = []
-        for used, amount in ((at.perf, p.perf), (at.hbm, p.hbm), (at.ddr, p.ddr)):
-            left = np.tile(used, (units.size, 1))
+        perf, used = np.tile(at.perf, (units.size, 1)), np.repeat(at.used[:, None], units.size, axis=1)
+        for left, amount in zip((perf, *used), (p.perf, *p.bytes)):
             np.subtract.at(left, (row, ranks), amount[shard])
-            tables.append(left)
         touched = np.zeros((units.size, p.world_size), bool)
         touched[row, ranks] = True
-        old_top = np.where(touched, tables[0], -np.inf).max(axis=1)
-        return _LoadsWithout(tables[0], tables[1], tables[2], old_top, at)
+        old_top = np.where(touched, perf, -np.inf).max(axis=1)
+        return _LoadsWithout(perf, used, old_top, at)
 
     def _pairs(self, units: IntN, kind: int) -> tuple[IntN, IntN]:
         """(row in ``units``, option) of all alternatives of ``kind``."""
@@ -233,8 +226,9 @@ class LocalSearch:
         if not row.size:
             return None
         shard = p.shard_ptr[option]
-        room = (w.hbm[row] + p.hbm[shard, None] <= p.hbm_cap) & (w.ddr[row] + p.ddr[shard, None] <= p.ddr_cap)
-        load = np.where(room, w.perf[row], np.inf)
+        load = w.perf[row]
+        for used, amount, cap in zip(w.used, p.bytes, p.caps):
+            load[used[row] + amount[shard, None] > cap] = np.inf
         rank = load.argmin(axis=1)
         value = np.maximum(load[np.arange(row.size), rank] + p.perf[shard], w.old_top[row])
         i = int(value.argmin())
@@ -252,9 +246,10 @@ class LocalSearch:
             hosts = p.world_size // size
             shape = (row.size, hosts, size)
             load = w.perf[row].reshape(shape) + p.perf[shard][:, None, :]
-            room = w.hbm[row].reshape(shape) + p.hbm[shard][:, None, :] <= p.hbm_cap.reshape(1, hosts, size)
-            room &= w.ddr[row].reshape(shape) + p.ddr[shard][:, None, :] <= p.ddr_cap.reshape(1, hosts, size)
-            top = np.where(room.all(axis=2), load.max(axis=2), np.inf)
+            top = load.max(axis=2)
+            for used, amount, cap in zip(w.used, p.bytes, p.caps):
+                over = used[row].reshape(shape) + amount[shard][:, None, :] > cap.reshape(1, hosts, size)
+                top[over.any(axis=2)] = np.inf
             host = top.argmin(axis=1)
             value = np.maximum(top[np.arange(row.size), host], w.old_top[row])
             i = int(value.argmin())
@@ -269,7 +264,7 @@ class LocalSearch:
         row, option = self._pairs(units, _OTHER)
         best = None
         for r, o in zip(row.tolist(), option.tolist()):
-            trial = Placement(w.at.choice, w.at.ranks, w.perf[r], w.hbm[r], w.ddr[r])
+            trial = Placement(w.at.choice, w.at.ranks, w.perf[r], w.used[:, r])
             ranks = self.placer.find(trial, o)
             if ranks is None:
                 continue
@@ -297,10 +292,11 @@ class LocalSearch:
         """A placement of the same options, whose free shards are moved and swapped to make the fullest rank less
         full."""
         p = self.problem
-        hbm_first = float((at.hbm / np.maximum(p.hbm_cap, 1)).max()) >= float((at.ddr / np.maximum(p.ddr_cap, 1)).max())
-        amount, used = (p.hbm, at.hbm) if hbm_first else (p.ddr, at.ddr)
-        by_bytes = LocalSearch(replace(p, perf=amount), self.placer, self.deadline, 0, alternatives=self.alternatives)
-        trial = Placement(at.choice.copy(), list(at.ranks), used.copy(), at.hbm.copy(), at.ddr.copy())
+        fullest = int((at.used / np.maximum(p.caps, 1)).max(axis=1).argmax())
+        by_bytes = LocalSearch(
+            replace(p, perf=p.bytes[fullest]), self.placer, self.deadline, 0, alternatives=self.alternatives
+        )
+        trial = Placement(at.choice.copy(), list(at.ranks), at.used[fullest].copy(), at.used.copy())
         by_bytes._collect(trial)
         for _ in range(300):
             if not by_bytes._move_or_swap(trial, int(trial.perf.argmax())):
@@ -315,8 +311,8 @@ class LocalSearch:
         changes, as a replica adds load to every rank.
         """
         p = self.problem
-        weight = 1.0 / max(float(p.hbm_cap.max()), 1.0), 1.0 / max(float(p.ddr_cap.max()), 1.0)
-        memory = p.option_hbm * weight[0] + p.option_ddr * weight[1]
+        weight = 1.0 / np.maximum(p.caps.max(axis=1, keepdims=True), 1.0)
+        memory = (p.option_bytes * weight).sum(axis=0)
         for _ in range(4):
             moves = []
             for unit in range(p.num_units):

@@ -21,6 +21,7 @@ from recinfer.distributed.planner.solve.placing import Placement
 from recinfer.distributed.planner.solve.problem import FREE, Problem
 from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.planner.solve.space import SearchSpace, option_label, shard_arrays
+from recinfer.distributed.types.tiers import TIER_NAMES
 from recinfer.errors import ConfigError
 from recinfer.layout.rect import Rect
 
@@ -69,10 +70,8 @@ def build_plan(
         "gap": report.gap,
         "proven_optimal": report.proven,
         "perf_ms_per_rank": placement.perf.tolist(),
-        "hbm_bytes_per_rank": [int(x) for x in placement.hbm],
-        "ddr_bytes_per_rank": [int(x) for x in placement.ddr],
-        "hbm_cap_per_rank": [int(x) for x in problem.hbm_cap],
-        "ddr_cap_per_rank": [int(x) for x in problem.ddr_cap],
+        **{f"{name}_bytes_per_rank": [int(x) for x in used] for name, used in zip(TIER_NAMES, placement.used)},
+        **{f"{name}_cap_per_rank": [int(x) for x in caps] for name, caps in zip(TIER_NAMES, problem.caps)},
         "input_bytes_per_rank": [int(x) for x in inputs],
         "output_bytes_per_rank": [int(x) for x in outputs],
     }
@@ -102,8 +101,7 @@ def _entry(space: SearchSpace, option: int, ranks: IntN, keep_empty: bool) -> Ta
         estimates={
             "perf_ms": float(space.total[s].sum()),
             "max_shard_ms": float(space.total[s].max()),
-            "hbm_bytes": int(space.hbm[s].sum()),
-            "ddr_bytes": int(space.ddr[s].sum()),
+            **{f"{name}_bytes": int(shards[s].sum()) for name, shards in zip(TIER_NAMES, space.bytes)},
             **parts,
         },
     )

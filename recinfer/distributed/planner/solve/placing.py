@@ -19,8 +19,7 @@ class Placement:
     choice: IntN  # [U]
     ranks: list[IntN]  # [U] -> rank of each shard of the chosen option
     perf: FloatN  # [W]
-    hbm: FloatN
-    ddr: FloatN
+    used: FloatN  # [M, W] bytes in each tier
 
     @property
     def worst(self) -> float:
@@ -29,7 +28,7 @@ class Placement:
 
     def copy(self) -> Placement:
         """An independent copy."""
-        return Placement(self.choice.copy(), list(self.ranks), self.perf.copy(), self.hbm.copy(), self.ddr.copy())
+        return Placement(self.choice.copy(), list(self.ranks), self.perf.copy(), self.used.copy())
 
 
 class Placer:
@@ -47,10 +46,8 @@ class Placer:
     def empty(self) -> Placement:
         """A placement without units."""
         p = self.problem
-        zeros = np.zeros(p.world_size)
-        return Placement(
-            np.full(p.num_units, -1, np.int64), [np.zeros(0, np.int64)] * p.num_units, self.base.copy(), zeros, zeros.copy()
-        )  # fmt: skip
+        choice, ranks = np.full(p.num_units, -1, np.int64), [np.zeros(0, np.int64)] * p.num_units
+        return Placement(choice, ranks, self.base.copy(), np.zeros(p.caps.shape))
 
     def find(self, at: Placement, option: int) -> IntN | None:
         """Ranks for the shards of ``option`` in addition to ``at``; None if the option does not fit."""
@@ -58,10 +55,7 @@ class Placer:
         s, mode = p.shards_of(option), p.mode[option]
         if mode == FIXED:
             ranks = p.fixed_rank[s]
-            ok = (at.hbm[ranks] + p.hbm[s] <= p.hbm_cap[ranks]).all() and (
-                at.ddr[ranks] + p.ddr[s] <= p.ddr_cap[ranks]
-            ).all()
-            return ranks if ok else None
+            return ranks if (at.used[:, ranks] + p.bytes[:, s] <= p.caps[:, ranks]).all() else None
         if mode == FREE:
             return self._free(at, s, 0, p.world_size)
         if mode == HOST:
@@ -73,33 +67,29 @@ class Placer:
     def _free(self, at: Placement, s: slice, first: int, last: int) -> IntN | None:
         """Place each shard, the largest first, on the least loaded rank of [first, last) with enough memory."""
         p = self.problem
-        perf, hbm, ddr = p.perf[s], p.hbm[s], p.ddr[s]
+        perf, num_bytes, caps = p.perf[s], p.bytes[:, s], p.caps[:, first:last]
         if perf.size == 1:
-            room = (at.hbm[first:last] + hbm[0] <= p.hbm_cap[first:last]) & (
-                at.ddr[first:last] + ddr[0] <= p.ddr_cap[first:last]
-            )
-            load = np.where(room, at.perf[first:last], np.inf)
+            after = at.used[:, first:last] + num_bytes
+            load = np.where(np.logical_and.reduce(after <= caps), at.perf[first:last], np.inf)
             least = load.min()
             if least == np.inf:
                 return None
             # Among equally loaded ranks choose the one with the most free memory: tables of equal cost may differ a
             # lot in size.
-            filled = (at.hbm[first:last] + hbm[0]) / np.maximum(p.hbm_cap[first:last], 1.0)
-            filled = np.maximum(filled, (at.ddr[first:last] + ddr[0]) / np.maximum(p.ddr_cap[first:last], 1.0))
+            filled = np.maximum.reduce(after / np.maximum(caps, 1.0))
             # An empty rank may have a load of -1e-18 after moves: the slack is added, as a factor would exclude every
             # rank.
             return np.array([first + int(np.where(load <= least + abs(least) * 1e-9, filled, np.inf).argmin())])
-        load, used_h, used_d = at.perf[first:last].copy(), at.hbm[first:last].copy(), at.ddr[first:last].copy()
-        cap_h, cap_d = p.hbm_cap[first:last], p.ddr_cap[first:last]
+        load, used = at.perf[first:last].copy(), at.used[:, first:last].copy()
         ranks = np.empty(perf.size, np.int64)
         for i in np.argsort(-perf, kind="stable"):
-            masked = np.where((used_h + hbm[i] <= cap_h) & (used_d + ddr[i] <= cap_d), load, np.inf)
+            amount = num_bytes[:, i]
+            masked = np.where(np.logical_and.reduce(used + amount[:, None] <= caps), load, np.inf)
             rank = int(masked.argmin())
             if masked[rank] == np.inf:
                 return None
             load[rank] += perf[i]
-            used_h[rank] += hbm[i]
-            used_d[rank] += ddr[i]
+            used[:, rank] += amount
             ranks[i] = first + rank
         return ranks
 
@@ -107,9 +97,9 @@ class Placer:
         """Place shard i on rank i of the host whose busiest rank is least busy."""
         p, local = self.problem, self.problem.local_world_size
         load = (at.perf.reshape(-1, local) + p.perf[s]).max(axis=1)
-        room = (at.hbm.reshape(-1, local) + p.hbm[s] <= p.hbm_cap.reshape(-1, local)).all(axis=1)
-        room &= (at.ddr.reshape(-1, local) + p.ddr[s] <= p.ddr_cap.reshape(-1, local)).all(axis=1)
-        load = np.where(room, load, np.inf)
+        by_host = (len(at.used), -1, local)
+        fits = at.used.reshape(by_host) + p.bytes[:, None, s] <= p.caps.reshape(by_host)
+        load = np.where(fits.all(axis=(0, 2)), load, np.inf)
         host = int(load.argmin())
         return host * local + np.arange(local) if load[host] < np.inf else None
 
@@ -142,12 +132,11 @@ class Placer:
         if ranks.size == 1:
             rank = ranks[0]
             at.perf[rank] += sign * p.perf[s.start]
-            at.hbm[rank] += sign * p.hbm[s.start]
-            at.ddr[rank] += sign * p.ddr[s.start]
+            at.used[:, rank] += sign * p.bytes[:, s.start]
             return
         np.add.at(at.perf, ranks, sign * p.perf[s])
-        np.add.at(at.hbm, ranks, sign * p.hbm[s])
-        np.add.at(at.ddr, ranks, sign * p.ddr[s])
+        for used, num_bytes in zip(at.used, p.bytes):
+            np.add.at(used, ranks, sign * num_bytes[s])
 
     def put(self, at: Placement, unit: int, option: int, ranks: IntN) -> None:
         """Record ``option`` on ``ranks``."""
@@ -169,7 +158,7 @@ class Placer:
         at = self.empty()
         size = p.option_perf[choice] / np.maximum(np.diff(p.shard_ptr)[choice], 1)
         rigid = np.array([1, 3, 2, 2, 2])[p.mode[choice]]  # by mode: fixed first, free last
-        total = p.option_hbm[choice] + p.option_ddr[choice]
+        total = p.option_bytes[:, choice].sum(axis=0)
         for unit in np.lexsort((np.arange(choice.size), -total, -size, -rigid)):
             if not self.put_any(at, int(unit), int(choice[unit]), cost):
                 return None
@@ -199,13 +188,13 @@ def packer(problem: Problem) -> Placer:
     The placements are those of another problem; :func:`refresh` restores the loads.
     """
     p = problem
-    hbm, ddr = max(float(p.hbm_cap.max()), 1.0), max(float(p.ddr_cap.max()), 1.0)
-    size = p.hbm / hbm + p.ddr / ddr
+    largest = np.maximum(p.caps.max(axis=1, keepdims=True), 1.0)
+    size = (p.bytes / largest).sum(axis=0)
     starts = p.shard_ptr[:-1]
     by_size = replace(
         p, perf=size, option_perf=np.add.reduceat(size, starts), option_max=np.maximum.reduceat(size, starts)
     )
-    room = p.hbm_cap / hbm + p.ddr_cap / ddr
+    room = (p.caps / largest).sum(axis=0)
     return Placer(by_size, base=room.max() - room)
 
 

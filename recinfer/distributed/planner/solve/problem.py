@@ -6,6 +6,7 @@ bytes; a plan picks one option per unit and one rank per shard, so that the larg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.estimates import FloatN, IntN, of_types
-from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.model.topology import Topology, tier_bytes
 from recinfer.distributed.planner.solve.space import SearchSpace
 from recinfer.distributed.types.sharding_types import PartitionByType, ShardingRule
 
@@ -25,30 +26,27 @@ FREE, FIXED, HOST, HOST_FREE, MULTI_HOST = range(5)
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """U units, O options, S shards, W ranks."""
+    """U units, O options, S shards, W ranks, M storage tiers."""
 
     unit_ptr: IntN  # [U+1]
     option_unit: IntN  # [O]
     mode: IntN  # [O] FREE ... MULTI_HOST
     shard_ptr: IntN  # [O+1]
     perf: FloatN  # [S]
-    hbm: FloatN  # [S]
-    ddr: FloatN  # [S]
+    bytes: FloatN  # [M, S]
     fixed_rank: IntN  # [S]
     option_perf: FloatN  # [O] sums over shards, and the largest shard
     option_max: FloatN
-    option_hbm: FloatN
-    option_ddr: FloatN
+    option_bytes: FloatN  # [M, O]
     possible: npt.NDArray[np.bool_]  # [O] every shard fits an empty rank
-    hbm_cap: FloatN  # [W]
-    ddr_cap: FloatN
+    caps: FloatN  # [M, W]
     local_world_size: int
     members: tuple[tuple[int, ...], ...] | None  # [O] option of the space for each option; None: the same number
 
     @property
     def world_size(self) -> int:
         """Ranks."""
-        return self.hbm_cap.size
+        return self.caps.shape[1]
 
     @property
     def num_units(self) -> int:
@@ -87,7 +85,7 @@ def make_problem(space: SearchSpace, topology: Topology, pinned: dict[int, tuple
     together = {t: members for members in mates.values() if len(members) > 1 for t in members}
     if not together and not pinned:
         shard_ptr, fixed = space.shard_ptr, space.fixed_rank
-        arrays = (space.total, space.hbm.astype(float), space.ddr.astype(float))
+        arrays = space.total, space.bytes.astype(float)
         return problem_of(space.option_ptr, mode, shard_ptr, arrays, fixed, topology)
     return _of_units(space, topology, mode, together, pinned or {})
 
@@ -100,8 +98,8 @@ def _of_units(
     pinned: dict[int, tuple[int, IntN]],
 ) -> Problem:
     unit_ptr, modes, members = [0], [], []
-    parts: list[tuple[FloatN, FloatN, FloatN, IntN]] = []
-    columns = (space.total, space.hbm.astype(float), space.ddr.astype(float))
+    parts: list[tuple[FloatN, FloatN, IntN]] = []
+    num_bytes = space.bytes.astype(float)
     for t in range(len(space.tables)):
         mates = together.get(t, [t])
         if mates[0] != t:
@@ -114,17 +112,16 @@ def _of_units(
             if t in pinned and options[0] != pinned[t][0]:
                 continue
             slices = [space.shards_of(o) for o in options]
-            sums = [np.sum([c[s] for s in slices], axis=0) for c in columns]
+            perf = np.sum([space.total[s] for s in slices], axis=0)
             fixed = pinned[t][1] if t in pinned else space.fixed_rank[slices[0]]
-            parts.append((sums[0], sums[1], sums[2], fixed))
+            parts.append((perf, np.sum([num_bytes[:, s] for s in slices], axis=0), fixed))
             modes.append(FIXED if t in pinned else mode[options[0]])
             members.append(options)
         unit_ptr.append(len(members))
     shard_ptr = np.concatenate([[0], np.cumsum([p[0].size for p in parts])]).astype(np.int64)
-    perf, hbm, ddr, fixed_rank = (np.concatenate([p[i] for p in parts]) for i in range(4))
-    return problem_of(
-        np.array(unit_ptr), np.array(modes), shard_ptr, (perf, hbm, ddr), fixed_rank, topology, tuple(members)
-    )
+    arrays = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts], axis=1)
+    fixed_rank = np.concatenate([p[2] for p in parts])
+    return problem_of(np.array(unit_ptr), np.array(modes), shard_ptr, arrays, fixed_rank, topology, tuple(members))
 
 
 def _common_options(space: SearchSpace, tables: list[int]) -> list[tuple[int, ...]]:
@@ -156,7 +153,7 @@ def problem_of(
     unit_ptr: IntN,
     mode: IntN,
     shard_ptr: IntN,
-    arrays: tuple[FloatN, FloatN, FloatN],
+    arrays: tuple[FloatN, FloatN],
     fixed: IntN,
     topology: Topology,
     members: tuple[tuple[int, ...], ...] | None = None,
@@ -164,32 +161,29 @@ def problem_of(
     """The problem with its sums.
 
     Args:
-        arrays: load, bytes of device memory and of host memory of each shard.
+        arrays: load [S], and bytes in each tier [M, S], of each shard.
         members: options of the search space for each option, if they differ.
     """
-    perf, hbm, ddr = arrays
+    perf, num_bytes = arrays
     starts = shard_ptr[:-1]
-    hbm_cap = np.array([d.storage.hbm for d in topology.devices], float)
-    ddr_cap = np.array([d.storage.ddr for d in topology.devices], float)
+    caps = np.ascontiguousarray(np.array([tier_bytes(d.storage) for d in topology.devices], float).T)
     free = fixed < 0
     at = np.where(free, 0, fixed)
-    fits = np.where(free, (hbm <= hbm_cap.max()) & (ddr <= ddr_cap.max()), (hbm <= hbm_cap[at]) & (ddr <= ddr_cap[at]))
+    room = np.where(free, caps.max(axis=1, keepdims=True), caps[:, at])
+    fits = (num_bytes <= room).all(axis=0)
     return Problem(
         unit_ptr=unit_ptr,
         option_unit=np.repeat(np.arange(unit_ptr.size - 1), np.diff(unit_ptr)),
         mode=mode,
         shard_ptr=shard_ptr,
         perf=perf,
-        hbm=hbm,
-        ddr=ddr,
+        bytes=num_bytes,
         fixed_rank=fixed,
         option_perf=np.add.reduceat(perf, starts),
         option_max=np.maximum.reduceat(perf, starts),
-        option_hbm=np.add.reduceat(hbm, starts),
-        option_ddr=np.add.reduceat(ddr, starts),
+        option_bytes=np.add.reduceat(num_bytes, starts, axis=1),
         possible=np.logical_and.reduceat(fits, starts),
-        hbm_cap=hbm_cap,
-        ddr_cap=ddr_cap,
+        caps=caps,
         local_world_size=topology.local_world_size,
         members=members,
     )
@@ -200,16 +194,19 @@ def problem_of(
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound: the busiest rank of any plan has at least ``value`` ms. ``prices``, in ms per byte of (hbm, ddr),
+    """A lower bound: the busiest rank of any plan has at least ``value`` ms. ``prices`` [M], in ms per byte in each tier,
     give it."""
 
     value: float
-    prices: tuple[float, float]
+    prices: tuple[float, ...]
 
 
-def cheapest(problem: Problem, limit: float, prices: tuple[float, float]) -> tuple[FloatN, FloatN]:
+def cheapest(problem: Problem, limit: float, prices: Sequence[float]) -> tuple[FloatN, FloatN]:
     """(cost [O] with infinity for barred options, least cost per unit [U]) among options with no shard above ``limit``."""
-    cost = problem.option_perf + prices[0] * problem.option_hbm + prices[1] * problem.option_ddr
+    cost = problem.option_perf
+    for price, num_bytes in zip(prices, problem.option_bytes):
+        if price:
+            cost = cost + price * num_bytes
     cost = np.where(problem.possible & (problem.option_max <= limit), cost, np.inf)
     return cost, np.minimum.reduceat(cost, problem.unit_ptr[:-1])
 
@@ -222,16 +219,19 @@ def lower_bound(problem: Problem) -> Bound:
     the least z that passes is a bound, for any prices; the prices are chosen to make the bound large. The bound is at
     least both of (sum of cheapest options / W) and (the largest unavoidable shard).
     """
-    caps = (float(problem.hbm_cap.sum()), float(problem.ddr_cap.sum()))
+    caps = problem.caps.sum(axis=1).tolist()
+    free = (0.0,) * len(caps)
     steps = np.unique(problem.option_max[problem.possible])
     if not steps.size:
-        return Bound(float("inf"), (0.0, 0.0))
+        return Bound(float("inf"), free)
 
-    def average(limit: float, prices: tuple[float, float]) -> float:
-        least = cheapest(problem, limit, prices)[1]
-        return (float(least.sum()) - prices[0] * caps[0] - prices[1] * caps[1]) / problem.world_size
+    def average(limit: float, prices: tuple[float, ...]) -> float:
+        total = float(cheapest(problem, limit, prices)[1].sum())
+        for price, cap in zip(prices, caps):
+            total -= price * cap
+        return total / problem.world_size
 
-    def solve(prices: tuple[float, float]) -> float:
+    def solve(prices: tuple[float, ...]) -> float:
         low, high = 0, steps.size - 1  # average() falls and the step rises: find where they cross
         while low < high:
             middle = (low + high) // 2
@@ -243,14 +243,14 @@ def lower_bound(problem: Problem) -> Bound:
         before = average(steps[low - 1], prices) if low else float("inf")
         return min(at_step, before)
 
-    value, best = solve((0.0, 0.0)), (0.0, 0.0)
+    value, best = solve(free), free
     if not np.isfinite(value):
         return Bound(value, best)
     counted = _counting_bound(problem)
     cost, least = cheapest(problem, value, best)
     chosen = first_of_least(problem, cost, least)
-    for memory, used in enumerate((problem.option_hbm[chosen].sum(), problem.option_ddr[chosen].sum())):
-        if used <= caps[memory]:
+    for tier, used in enumerate(problem.option_bytes[:, chosen].sum(axis=1)):
+        if used <= caps[tier]:
             continue
         scale = float(problem.option_perf[chosen].sum() / max(used, 1.0))
         # The bound is roughly concave in the logarithm of the price: scan coarsely, then finely around the best.
@@ -258,12 +258,12 @@ def lower_bound(problem: Problem) -> Bound:
         for _ in range(2):
             tried = []
             for price in grid:
-                trial = (float(price), best[1]) if memory == 0 else (best[0], float(price))
+                trial = (*best[:tier], float(price), *best[tier + 1 :])
                 tried.append((solve(trial), trial))
             top = max(tried)
             if top[0] > value:
                 value, best = top
-            price = best[memory] or scale
+            price = best[tier] or scale
             grid = price * np.logspace(-0.25, 0.25, 21)
     return Bound(max(value, counted), best)
 

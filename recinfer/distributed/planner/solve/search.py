@@ -101,5 +101,4 @@ def _escaped(found: Starts, local: LocalSearch, best: Placement | None) -> Place
 
 def _fullest(problem: Problem, at: Placement) -> float:
     """Share of memory in use on the fullest rank."""
-    pairs = ((at.hbm, problem.hbm_cap), (at.ddr, problem.ddr_cap))
-    return max(float((used / np.maximum(cap, 1.0)).max()) for used, cap in pairs)
+    return float((at.used / np.maximum(problem.caps, 1.0)).max())

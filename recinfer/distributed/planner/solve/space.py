@@ -16,7 +16,6 @@ import numpy.typing as npt
 from recinfer.distributed.planner.constants import (
     MIN_CW_DIM,
     UVM_CACHING_RATIO,
-    kernel_bw_lookup,
 )
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.estimates import (
@@ -29,25 +28,26 @@ from recinfer.distributed.planner.model.estimates import (
     IntN,
     ShardArrays,
     of_types,
+    read_bandwidth,
     row_format_code,
     row_pieces,
     row_weights,
 )
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import Topology
-from recinfer.distributed.types.kernels import kernels_where
+from recinfer.distributed.types.kernels import kernels_where, tier_code
 from recinfer.distributed.types.sharding_types import PartitionByType, types_where
+from recinfer.distributed.types.tiers import TIERS
 from recinfer.layout.cuts import column_width, even_rows, heights_in_proportion
 
 __all__ = ["SearchSpace", "build_space"]
 
 _CACHED = [KERNEL_CODES[name] for name in kernels_where(lambda rule: rule.cached)]
-_ON_HOST = [KERNEL_CODES[name] for name in kernels_where(lambda rule: rule.on_host)]
 
 
 @dataclass(frozen=True, eq=False)
 class SearchSpace:
-    """Options and shards of all tables, estimated. O options, S shards."""
+    """Options and shards of all tables, estimated. O options, S shards, M storage tiers."""
 
     tables: Sequence[TableFacts]
     option_ptr: IntN  # [T+1] first option of each table
@@ -60,8 +60,7 @@ class SearchSpace:
     fixed_rank: IntN  # [S] the rank per shard must have, -1 when free
     perf: FloatN = field(default_factory=lambda: np.zeros((0, 6)))  # [S, 6]
     total: FloatN = field(default_factory=lambda: np.zeros(0))  # [S] ms
-    hbm: IntN = field(default_factory=lambda: np.zeros(0, np.int64))  # [S] bytes
-    ddr: IntN = field(default_factory=lambda: np.zeros(0, np.int64))
+    bytes: IntN = field(default_factory=lambda: np.zeros((len(TIERS), 0), np.int64))  # [M, S]
 
     @property
     def num_options(self) -> int:
@@ -87,7 +86,7 @@ def build_space(
     Args:
         tables: the tables.
         topology: ranks.
-        estimate: fills in perf [S, 6], hbm [S], ddr [S].
+        estimate: fills in perf [S, 6] and bytes [M, S].
 
     Raises:
         PlannerError: a table with no option.
@@ -100,12 +99,12 @@ def build_space(
     option_table = np.repeat(np.arange(len(tables)), num)
     option_type = np.array([TYPE_CODES[s] for t in tables for s, _ in t.offers], np.int64)
     option_kernel = np.array([KERNEL_CODES[k] for t in tables for _, k in t.offers], np.int64)
-    geometry = _geometry(tables, topology, option_table, option_type, np.isin(option_kernel, _ON_HOST))
+    geometry = _geometry(tables, topology, option_table, option_type, _tiers(option_kernel, topology))
     space = SearchSpace(tables, option_ptr, option_table, option_type, option_kernel, *geometry)
     arrays = shard_arrays(space, topology)
-    perf, hbm, ddr = estimate(arrays)
+    perf, num_bytes = estimate(arrays)
     total = perf[:, 0] + perf[:, 1] + perf[:, 2] + perf[:, 3] + perf[:, 5]
-    return replace(space, perf=perf, total=total, hbm=hbm, ddr=ddr)
+    return replace(space, perf=perf, total=total, bytes=num_bytes)
 
 
 def _no_options(table: TableFacts) -> None:
@@ -123,7 +122,7 @@ def _geometry(
     topology: Topology,
     option_table: IntN,
     option_type: IntN,
-    on_host: npt.NDArray[np.bool_],
+    option_tier: IntN,
 ) -> tuple[IntN, IntN, IntN, IntN]:
     """Rectangles of all options, vectorised: a grid of ``down`` x ``across`` pieces, column by column.
 
@@ -158,9 +157,10 @@ def _geometry(
     i_down = np.where(replicated[shard_option], 0, index % s_down)
     i_across = np.where(replicated[shard_option], 0, index // s_down)
     start, height = even_rows(rows[shard_option], s_down, i_down)
-    for host in (False, True):
-        if (weights := row_weights(topology, host)) is not None:
-            for option in np.flatnonzero(of_types(option_type, lambda r: r.one_row_piece_per_rank) & (on_host == host)):
+    by_ranks = of_types(option_type, lambda r: r.one_row_piece_per_rank)
+    for tier in range(len(TIERS)):
+        if (weights := row_weights(topology, tier)) is not None:
+            for option in np.flatnonzero(by_ranks & (option_tier == tier)):
                 pieces = slice(shard_ptr[option], shard_ptr[option + 1])
                 height[pieces] = heights_in_proportion(int(rows[option]), weights)
                 start[pieces] = np.cumsum(height[pieces]) - height[pieces]
@@ -178,6 +178,11 @@ def _piece_width(cols: int, min_partition: int | None, alone: bool, ranks: int) 
     return width
 
 
+def _tiers(kernels: IntN, topology: Topology) -> IntN:
+    """The number of the tier of the rows of each kernel."""
+    return np.array([tier_code(name, topology.compute_device) for name in KERNELS])[kernels]
+
+
 def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
     """The inputs of the estimates, one entry per shard."""
     tables, o = space.tables, space.option_table
@@ -186,7 +191,7 @@ def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
         return np.array([get(t) for t in tables], dtype)
 
     kernel = space.option_kernel
-    cached, on_host = np.isin(kernel, _CACHED), np.isin(kernel, _ON_HOST)
+    cached = np.isin(kernel, _CACHED)
     given = column(lambda t: np.nan if t.cache_ratio is None else t.cache_ratio)[o]
     ratio = np.where(cached, np.where(np.isnan(given), UVM_CACHING_RATIO, given), 0.0)
     bandwidth = np.empty(space.num_options)
@@ -194,15 +199,7 @@ def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
     prefetch = column(lambda t: t.prefetch, bool)[o]
     for i, key in enumerate(zip(kernel.tolist(), ratio.tolist(), prefetch.tolist())):
         if key not in memo:
-            bw = kernel_bw_lookup(
-                topology.compute_device,
-                KERNELS[key[0]],
-                topology.hbm_mem_bw,
-                topology.ddr_mem_bw,
-                topology.hbm_to_ddr_mem_bw,
-                key[1],
-                key[2],
-            )
+            bw = read_bandwidth(topology, *key)
             if bw is None:
                 raise PlannerError(
                     f"kernel {KERNELS[key[0]]!r} (table {tables[o[i]].fqn!r}) does not run on "
@@ -231,7 +228,7 @@ def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
         "device_bw": bandwidth,
         "misses": np.where(cached, column(lambda t: t.misses)[o], 0.0),
         "cached": cached,
-        "on_host": on_host,
+        "tier": _tiers(kernel, topology),
         "cache_ratio": ratio,
         "optimizer_full": column(lambda t: t.optimizer_full)[o],
         "optimizer_row_bytes": column(lambda t: t.optimizer_row_bytes)[o],

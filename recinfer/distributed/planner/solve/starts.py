@@ -55,7 +55,7 @@ class Starts:
         if not any(prices):
             return
         for scale in (0.8, 0.95, 1.0, 1.03, 1.07, 1.1, 1.15, 1.25, 1.5, 2.0, 3.0):
-            cost, least = cheapest(problem, self.bound.value * 1.05, (prices[0] * scale, prices[1] * scale))
+            cost, least = cheapest(problem, self.bound.value * 1.05, [price * scale for price in prices])
             if np.isfinite(least).all() and (time.monotonic() < self.deadline or not self.placed):
                 self.consider(first_of_least(problem, cost, least), np.minimum(cost, problem.option_perf * 1e6))
 
@@ -108,13 +108,14 @@ class Starts:
                 return
 
 
-def _price_ladder(problem: Problem, bound: Bound) -> list[tuple[float, float]]:
-    """Prices of memory to try in turn when a choice does not fit, from the bound's prices to higher prices."""
+def _price_ladder(problem: Problem, bound: Bound) -> list[tuple[float, ...]]:
+    """Prices of memory to try in turn when a choice does not fit: the bound's, then higher ones of the first tiers."""
     perf = float(np.median(problem.option_perf))
-    unit_h = perf / max(float(np.median(problem.option_hbm)), 1.0)
-    unit_d = perf / max(float(np.median(problem.option_ddr)), 1.0)
+    units = [perf / max(float(np.median(num_bytes)), 1.0) for num_bytes in problem.option_bytes]
     ladder = [bound.prices]
-    for factor in np.logspace(-3, 5, 17):
-        h, d = float(factor) * unit_h, float(factor) * unit_d
-        ladder += [(bound.prices[0] + h, bound.prices[1]), (bound.prices[0] + h, bound.prices[1] + d)]
+    for factor in np.logspace(-3, 5, 17).tolist():
+        prices = bound.prices
+        for tier, unit in enumerate(units):
+            prices = (*prices[:tier], prices[tier] + factor * unit, *prices[tier + 1 :])
+            ladder.append(prices)
     return ladder

@@ -1,16 +1,21 @@
-"""The metrics port: ``/metrics`` for Prometheus, ``/status.json``, ``/ready``, ``/live``, and ``/``, a page for people."""
+"""The metrics port: ``/metrics`` for Prometheus, ``/status.json``, ``/history.json``, ``/ready``, ``/live``, and ``/``, a page for
+people."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
+from typing import Any
 
 from aiohttp import web
 
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.server.http_server import Get, HttpServer, Route
 from recinfer.serving.server.security import Security
-from recinfer.serving.server.telemetry.metrics import Status
+from recinfer.serving.server.telemetry.metrics import Status, answers_of
 from recinfer.serving.server.telemetry.prometheus import prometheus_text
 
 __all__ = ["metrics_server"]
@@ -27,6 +32,8 @@ _PAGE = {
 # The memory budget of the pages is apart from the server's: a server that is full still shows its figures.
 _BUDGET_BYTES = 64 << 20
 _GRACE_S = 1.0
+_SPACING_S, _POINTS = 5.0, 121  # ten minutes
+_log = logging.getLogger(__name__)
 
 
 def metrics_server(status: Callable[[], Awaitable[Status]], host: str, port: int, security: Security) -> HttpServer:
@@ -37,17 +44,86 @@ def metrics_server(status: Callable[[], Awaitable[Status]], host: str, port: int
         host, port: address to listen on; port 0 takes a free port.
         security: TLS and token of the port. ``/ready`` and ``/live`` are open to all, as gRPC's health is.
     """
-    budget, tls = MemoryBudget(_BUDGET_BYTES), security.tls_context()
-    return HttpServer([_Pages(status)], budget, 0, host, port, allows=security.allows, tls=tls, grace=_GRACE_S)
+    history = History(status)
+    return MetricsServer(
+        history,
+        [_Pages(status, history)],
+        MemoryBudget(_BUDGET_BYTES),
+        0,
+        host,
+        port,
+        allows=security.allows,
+        tls=security.tls_context(lets_probes_in=True),
+        needs_certificate=security.client_ca is not None,
+        grace=_GRACE_S,
+    )
+
+
+class History:
+    """The answers of the last ten minutes, for a page that is opened now.
+
+    Args:
+        status: returns the status to record.
+    """
+
+    def __init__(self, status: Callable[[], Awaitable[Status]]) -> None:
+        self._status = status
+        self._points: deque[Status] = deque(maxlen=_POINTS)
+        self._task: asyncio.Task[None] | None = None
+
+    def points(self) -> list[Status]:
+        """The parts of statuses that :func:`recinfer.serving.server.telemetry.metrics.answers_of` takes, oldest first."""
+        return list(self._points)
+
+    def start(self) -> None:
+        """Record a status every five seconds from now on; call on the event loop."""
+        self._task = asyncio.create_task(self._record())
+
+    def stop(self) -> None:
+        """Record no more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _record(self) -> None:
+        while True:
+            try:
+                self._points.append(answers_of(await self._status()))
+            except Exception:  # a worker that is being replaced gives no status
+                _log.debug("no status for the history", exc_info=True)
+            await asyncio.sleep(_SPACING_S)
+
+
+class MetricsServer(HttpServer):
+    """The HTTP server of the metrics port; it records the history while it runs.
+
+    Args:
+        history: the history.
+        args, options: HttpServer's.
+    """
+
+    def __init__(self, history: History, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._history = history
+
+    async def start(self) -> None:
+        """See HttpServer."""
+        await super().start()
+        self._history.start()
+
+    async def stop(self) -> None:
+        """See HttpServer."""
+        self._history.stop()
+        await super().stop()
 
 
 class _Pages:
     """The pages of the port. See recinfer.serving.server.http_server.HttpProtocol."""
 
-    paths = "/, /metrics, /status.json, /ready, /live"
+    paths = "/, /metrics, /status.json, /history.json, /ready, /live"
 
-    def __init__(self, status: Callable[[], Awaitable[Status]]) -> None:
+    def __init__(self, status: Callable[[], Awaitable[Status]], history: History) -> None:
         self._status = status
+        self._history = history
         self._page = files("recinfer.serving.server.telemetry").joinpath("status_page.html").read_text(encoding="utf-8")
 
     def routes(self) -> list[Route]:
@@ -56,6 +132,7 @@ class _Pages:
             Get("/", "StatusPage", self._show_page, for_people=True),
             Get("/metrics", "Metrics", self._show_metrics, for_people=True),
             Get("/status.json", "Status", self._show_status, for_people=True),
+            Get("/history.json", "History", self._show_history, for_people=True),
             Get("/ready", "Ready", self._show_ready, is_open=True),
             Get("/live", "Live", self._show_live, is_open=True),
         ]
@@ -68,6 +145,9 @@ class _Pages:
 
     async def _show_status(self, request: web.Request) -> web.Response:
         return web.json_response(await self._status(), headers={"Cache-Control": "no-store"})
+
+    async def _show_history(self, request: web.Request) -> web.Response:
+        return web.json_response(self._history.points(), headers={"Cache-Control": "no-store"})
 
     async def _show_ready(self, request: web.Request) -> web.Response:
         ready = bool((await self._status())["ready"])

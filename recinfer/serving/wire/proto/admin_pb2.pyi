@@ -144,8 +144,28 @@ class ModelStatus(_message.Message):
     versions: _containers.RepeatedCompositeFieldContainer[VersionStatus]
     def __init__(self, model: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ...) -> None: ...
 
+class ShardReplica(_message.Message):
+    __slots__ = ("rank", "address", "up", "why", "versions", "outstanding", "default_rows")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    OUTSTANDING_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    address: str
+    up: bool
+    why: str
+    versions: _containers.RepeatedScalarFieldContainer[str]
+    outstanding: int
+    default_rows: int
+    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., up: _Optional[bool] = ..., why: _Optional[str] = ..., versions: _Optional[_Iterable[str]] = ..., outstanding: _Optional[int] = ..., default_rows: _Optional[int] = ...) -> None: ...
+
 class ModelList(_message.Message):
-    __slots__ = ("models",)
+    __slots__ = ("models", "shards")
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
-    def __init__(self, models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ...) -> None: ...
+    shards: _containers.RepeatedCompositeFieldContainer[ShardReplica]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[ShardReplica, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,50 @@
+"""Builds managed collision modules for lookups from plain settings, as capture files and ``model.json`` hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from recinfer.errors import ConfigError
+from recinfer.modules.hash_mc_modules import HashZchManagedCollisionModule
+from recinfer.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionModule,
+    MCHManagedCollisionModule,
+)
+
+__all__ = ["managed_collision_module"]
+
+_POLICIES = {kind.__name__: kind for kind in (DistanceLFU_EvictionPolicy, LFU_EvictionPolicy, LRU_EvictionPolicy)}
+
+
+def managed_collision_module(settings: Mapping[str, Any], device: torch.device) -> ManagedCollisionModule:
+    """The module of :func:`recinfer.capture.collision_settings`, without ids and in evaluation mode.
+
+    Args:
+        settings: its class and arguments.
+        device: device of the buffers; meta works.
+
+    Raises:
+        ConfigError: an unknown class, or arguments that the class refuses.
+    """
+    arguments = {name: value for name, value in settings.items() if name not in ("class", "eviction_policy")}
+    # Lookups ask no policy; the state has the numbers of the policy.
+    policy = _POLICIES.get(settings.get("eviction_policy", ""), DistanceLFU_EvictionPolicy)
+    try:
+        if settings.get("class") == MCHManagedCollisionModule.__name__:
+            return MCHManagedCollisionModule(
+                device=device, eviction_policy=policy(), eviction_interval=1, **arguments
+            ).eval()
+        if settings.get("class") == HashZchManagedCollisionModule.__name__:
+            return HashZchManagedCollisionModule(device=device, is_inference=True, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"settings of managed collisions: {error}") from None
+    raise ConfigError(
+        f"settings of managed collisions: class {settings.get('class')!r}; expected {MCHManagedCollisionModule.__name__} or "
+        f"{HashZchManagedCollisionModule.__name__}"
+    )

@@ -1,0 +1,88 @@
+"""Compares three vocabularies of the same data: a row for each id, hashed ids, and raw ids with managed collisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from recinfer.data.features import SparseFeature
+from recinfer.data.transforms import Hash
+from recinfer.errors import ConfigError
+from recinfer.training.loop import TrainSettings, fit
+from recinfer.training.model import ManagedRows
+from recinfer.training.sources import MemorySource
+
+if TYPE_CHECKING:
+    from recinfer.data.dataset import Dataset
+
+__all__ = ["VocabularyResult", "compare_vocabularies"]
+
+_SMALL = 100  # tables of fewer rows stay as they are: their ids need no sharing
+_DECISIONS = 20  # decisions which ids have rows, in a run
+_RAW_IDS = 1 << 62
+
+
+@dataclass(frozen=True)
+class VocabularyResult:
+    """Quality of one vocabulary on the held-out rows.
+
+    Attributes:
+        name: ``"full"``, ``"hashed"`` or ``"managed"``.
+        rows: rows of all tables.
+        auc, log_loss: of the held-out rows.
+        ids_admitted, ids_evicted: raw ids that got a row and that lost theirs while training.
+    """
+
+    name: str
+    rows: int
+    auc: float
+    log_loss: float
+    ids_admitted: int = 0
+    ids_evicted: int = 0
+
+
+def compare_vocabularies(
+    dataset: Dataset,
+    *,
+    share: float = 0.1,
+    embedding_dim: int = 16,
+    epochs: int = 1,
+    batch_size: int = 512,
+    seed: int = 0,
+    progress: bool = True,
+) -> Iterator[VocabularyResult]:
+    """Train the same DLRM three times, and yield each result: with a row for each id, with ids hashed to ``share`` of the rows,
+    and with raw 64-bit ids of which the most frequent have rows, of as many.
+
+    Args:
+        dataset: rows, contract and split.
+        share: rows of a large table, as a part of its ids.
+        embedding_dim, epochs, batch_size, seed, progress: see :func:`recinfer.training.loop.train`.
+
+    Raises:
+        ConfigError: ``share`` outside 0 to 1.
+    """
+    if not 0 < share < 1:
+        raise ConfigError(f"share is {share}; expected a number between 0 and 1")
+    rows = {
+        feature.name: max(2, round(feature.num_embeddings * share))
+        for feature in dataset.contract.sparse
+        if feature.num_embeddings >= _SMALL
+    }
+    steps = epochs * -(-len(dataset.train) // batch_size)
+    managed = {name: ManagedRows(size, max(1, steps // _DECISIONS)) for name, size in rows.items()}
+    settings = TrainSettings(embedding_dim, epochs, seed)
+    hashed = {name: Hash(size, seed=0) for name, size in rows.items()}
+    raw = {name: Hash(_RAW_IDS, seed=0) for name in rows}
+    for name, transforms, chosen in (("full", {}, {}), ("hashed", hashed, {}), ("managed", raw, managed)):
+        sparse = tuple(_with(feature, transforms.get(feature.name)) for feature in dataset.contract.sparse)
+        data = replace(dataset, contract=replace(dataset.contract, sparse=sparse))
+        source = MemorySource(data, batch_size, seed=seed)
+        result = fit(source, replace(settings, managed=chosen), progress=progress)
+        total = sum(chosen[f.name].rows if f.name in chosen else f.num_embeddings for f in sparse)
+        yield VocabularyResult(name, total, result.auc, result.log_loss, result.ids_admitted, result.ids_evicted)
+
+
+def _with(feature: SparseFeature, transform: Hash | None) -> SparseFeature:
+    return feature if transform is None else replace(feature, transform=transform)

@@ -1,0 +1,70 @@
+"""The indexes of an opened archive, with the changes of deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.archive.paths import open_inside
+from recinfer.archive.reader import Archive
+from recinfer.errors import ArchiveError
+from recinfer.vocabulary.index import IdIndex, IndexShape, open_index
+from recinfer.vocabulary.info import VocabularyInfo, index_path
+
+__all__ = ["IdChanges", "open_indexes", "read_shapes"]
+
+
+class IdChanges(Protocol):
+    """Changes of vocabularies: a delta, or one that is being made."""
+
+    def vocabulary(self, module: str, table: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """The changed ids of a table, each once, and their rows, -1 without one; None if none changes."""
+        ...
+
+
+def open_indexes(archive: Archive, deltas: Sequence[IdChanges] = ()) -> list[tuple[VocabularyInfo, IdIndex]]:
+    """Map and check the index of each vocabulary, in the manifest's order.
+
+    Args:
+        archive: its index files are mapped as they are, shared with other processes.
+        deltas: the applied deltas, whose changes are made in memory of this process.
+
+    Raises:
+        ArchiveError: V3 to V6, or X9 for changes that do not fit into an index.
+    """
+    rows = {(t.module, t.name): t.rows for t in archive.manifest.tables}
+    opened = []
+    for number, info in enumerate(archive.manifest.vocabularies):
+        changes = [found for delta in deltas if (found := delta.vocabulary(info.module, info.table)) is not None]
+        path = index_path(number)
+        with open_inside(archive.root, path) as file:
+            index = open_index(file, path, rows[info.module, info.table], writable=bool(changes))
+        index.check(path, info.segments, info.input_hash_size)
+        for ids, new_rows in changes:
+            changed = index.changed(ids, new_rows)
+            if changed is None:
+                raise ArchiveError(
+                    f"the delta adds more ids to {path} than fit into it; export the checkpoint as a new version",
+                    rule="X9",
+                )
+            index = changed
+        if changes:
+            try:
+                index.check(path, info.segments, info.input_hash_size)
+            except ArchiveError as error:
+                raise ArchiveError(f"with the delta applied, {str(error).partition('] ')[2]}", rule="X9") from None
+        opened.append((info, index))
+    return opened
+
+
+def read_shapes(archive: Archive) -> list[tuple[VocabularyInfo, IndexShape]]:
+    """The sizes of each index, from its header alone."""
+    rows = {(t.module, t.name): t.rows for t in archive.manifest.tables}
+    shapes = []
+    for number, info in enumerate(archive.manifest.vocabularies):
+        with open_inside(archive.root, index_path(number)) as file:
+            shapes.append((info, open_index(file, index_path(number), rows[info.module, info.table]).shape))
+    return shapes

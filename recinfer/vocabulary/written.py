@@ -1,0 +1,75 @@
+"""The parts of an archive or a delta that vocabularies of a checkpoint make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.archive.reader import Archive
+from recinfer.errors import ConfigError
+from recinfer.excerpts import some
+from recinfer.vocabulary.changes import changed_ids
+from recinfer.vocabulary.index import build_index
+from recinfer.vocabulary.info import VocabularyInfo, index_path, info_of
+from recinfer.vocabulary.opened import IdChanges, open_indexes
+from recinfer.vocabulary.table import TableVocabulary
+
+__all__ = ["PendingChanges", "Vocabularies", "index_files", "vocabulary_changes", "vocabulary_infos"]
+
+Vocabularies = Mapping[tuple[str, str], TableVocabulary]
+"""(module path, table) -> its vocabulary."""
+
+
+def vocabulary_infos(vocabularies: Vocabularies) -> tuple[VocabularyInfo, ...]:
+    """The manifest's entries; raises InputError for data that is no vocabulary."""
+    infos = []
+    for (module, table), vocabulary in vocabularies.items():
+        info = info_of(module, table, vocabulary)
+        vocabulary.check(f"vocabulary of table {info.full_name!r}")
+        infos.append(info)
+    return tuple(infos)
+
+
+def index_files(vocabularies: Vocabularies) -> Iterator[tuple[str, bytes]]:
+    """(path, bytes) of each index, of vocabularies in the manifest's order."""
+    for number, vocabulary in enumerate(vocabularies.values()):
+        index = build_index(vocabulary)
+        yield index_path(number), b"".join((index.shape.header(), index.buckets.tobytes()))
+
+
+@dataclass(frozen=True)
+class PendingChanges:
+    """Changed ids of a delta that is not written yet, by (module, table): ids and rows, as in recinfer.archive.delta.Delta."""
+
+    changes: Mapping[tuple[str, str], tuple[NDArray[np.int64], NDArray[np.int64]]]
+
+    def vocabulary(self, module: str, table: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """See :class:`recinfer.vocabulary.opened.IdChanges`."""
+        return self.changes.get((module, table))
+
+
+def vocabulary_changes(archive: Archive, applied: Sequence[IdChanges], vocabularies: Vocabularies) -> PendingChanges:
+    """The changes from an archive with deltas applied to the vocabularies of a new checkpoint.
+
+    Raises:
+        ConfigError: other tables have vocabularies, or one has other segments or rows of unknown ids.
+    """
+    opened = open_indexes(archive, applied)
+    keys = {(info.module, info.table) for info, _ in opened}
+    if keys != vocabularies.keys():
+        odd = [".".join(part for part in key if part) for key in sorted(keys ^ vocabularies.keys())]
+        raise ConfigError(
+            f"tables with a vocabulary differ between the archive and the checkpoint: {some(odd)}; export this checkpoint as a new "
+            "version"
+        )
+    changes = {}
+    for info, index in opened:
+        now = vocabularies[info.module, info.table]
+        now.check(f"vocabulary of table {info.full_name!r}")
+        ids, rows = changed_ids(info, index, now)
+        if len(ids):
+            changes[info.module, info.table] = ids, rows
+    return PendingChanges(changes)
