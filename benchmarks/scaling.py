@@ -24,7 +24,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from recinfer.deploy import BUSY_PERCENT
+from recinfer.deploy import LOAD_PERCENT
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server_process import START_S, ServerProcess
 from recinfer.serving.shards.config import shards_json
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sharded", action="store_true", help="measure a ranker with a shard server")
     parser.add_argument("--out", type=Path, help="JSON file for the measured rates")
     options = parser.parse_args(arguments)
-    target = BUSY_PERCENT / 100
+    target = LOAD_PERCENT / 100
     measured: list[Step] = []
     print(f"{'rate/s':>8} {'p50 ms':>8} {'p99 ms':>8} {'load':>6} {'queued':>6}")
     with served(options.archive, sharded=options.sharded) as server:

@@ -44,7 +44,7 @@ def run(options: DeployOptions) -> None:
         run_ray(options, output)
         return
     if not writes:
-        raise ConfigError("got no target: give --ray ADDRESS, --k8s --out DIR or --helm --out DIR")
+        raise ConfigError("got no target: give --ray ADDRESS, or --k8s or --helm with --out DIR")
     _render(options, output)
 
 
