@@ -29,6 +29,7 @@ class _Families(Collector):
         """The metric families, as prometheus_client collects them."""
         status = self._status
         yield GaugeMetricFamily("recinfer_workers", "Processes that serve.", value=status["workers"])
+        yield GaugeMetricFamily("recinfer_load", "Share of ten seconds' capacity that was used.", value=status["load"])
         yield from _request_metrics(status)
         yield _histograms(
             "recinfer_stage_seconds",
@@ -40,6 +41,7 @@ class _Families(Collector):
         if status["queue"] is not None:
             yield from _queue_metrics(status["queue"])
         yield from _memory_metrics(status["memory"])
+        yield from _security_metrics(status["security"])
         yield from _model_metrics(status["models"])
         if status.get("shards") is not None:
             yield from _ranker_metrics(status["shards"])
@@ -85,6 +87,23 @@ def _memory_metrics(memory: dict[str, int]) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "recinfer_memory_refused", "How often bytes did not fit into the memory budget.", value=memory["refused"]
     )
+
+
+def _security_metrics(security: dict[str, Any]) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "recinfer_certificate_expiry_seconds",
+        "Seconds until the server's certificate expires; negative afterwards.",
+        value=security["certificate_expiry"],  # None, without TLS: no sample
+    )
+    rereads = CounterMetricFamily(
+        "recinfer_security_rereads",
+        "How often changed files of certificates or tokens were read again, by outcome: with failed, the old ones stay.",
+        labels=["files", "outcome"],
+    )
+    for kind, outcomes in security["rereads"].items():
+        for outcome, count in outcomes.items():
+            rereads.add_metric([kind, outcome], count)
+    yield rereads
 
 
 def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:

@@ -189,6 +189,7 @@ class _Model:
 
     def _count(self, name: str) -> int:
         """The number of values of a sample in an example."""
+        name = next((counts.name for counts in self._specs.values() if counts.counts == name), name)
         spec = self._specs.get(name)
         if spec is None:
             return 1
@@ -204,7 +205,8 @@ class _Model:
                 if not with_dense and not self._is_looked_up(name):
                     continue
                 rows_of = min((table.rows for table in self._tables.get(name, ())), default=3)
-                ids = [(at + 1) % rows_of] * self._count(name)
+                counts = name in self._specs and self._specs[name].counts
+                ids = [1 if counts else (at + 1) % rows_of] * self._count(name)
                 if name in self._weighted:
                     row[name] = {"ids": ids, "weights": [1.0] * len(ids)}
                     continue
