@@ -52,6 +52,10 @@ def test_every_protocol_takes_raw_ids(tmp_path: Path) -> None:
             tensors.append({"name": f"{name}.values", "datatype": "INT64", "shape": [len(flat)], "data": flat})
             lengths = [len(bag) for bag in bags]
             tensors.append({"name": f"{name}.lengths", "datatype": "INT32", "shape": [2], "data": lengths})
+        with urllib.request.urlopen(f"{server.metrics_url}/metrics", timeout=60) as answer:
+            metrics = answer.read().decode()
+        known = 'recinfer_vocabulary_ids_total{feature="f_item",model="small",outcome="known",version="7"} '
+        assert known in metrics and known.replace("f_item", "f_user") not in metrics
         outputs = posted(f"{server.url}/v2/models/small/infer", {"inputs": tensors})["outputs"]
         assert np.allclose(np.asarray(outputs[0]["data"], np.float32), expected, rtol=1e-6)
 

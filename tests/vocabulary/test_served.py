@@ -125,6 +125,22 @@ def test_hits_and_misses_are_counted_by_feature(both: Both) -> None:
     assert known == {"f_item": 3, "f_hist": 0, "f_cat": 1} and unknown == {"f_item": 1, "f_hist": 0, "f_cat": 1}
 
 
+def test_inspect_shows_vocabularies(both: Both, capsys: pytest.CaptureFixture[str]) -> None:
+    from recinfer.cli.inspect import run
+
+    made, root, plain = both
+    run(root, as_json=True)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["vocabularies"]
+    assert [(v["table"], v["ids"], v["rows"], v["segments"]) for v in found] == [
+        (name, len(made["ebc", name].ids), made["ebc", name].num_rows, len(made["ebc", name].segments))
+        for name in ("item", "cats")
+    ]
+    assert [v["unknown"] for v in found] == ["a fixed row of the id's segment", "a hashed row"]
+    assert all(0 < v["load"] <= 0.86 and v["bytes"] > 64 for v in found)
+    run(plain, as_json=True)
+    assert "vocabularies" not in json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
 def test_golden_requests_hold_raw_ids(both: Both) -> None:
     made, root, _ = both
     from recinfer.archive.check import read_requests
