@@ -12,7 +12,12 @@ set -eu
     echo "set RECINFER_ARCHIVE (an archive's folder) or RECINFER_MODEL_STORE (a folder of <model>/<version>)" >&2
     exit 2
 }
-exec recinfer serve ${RECINFER_ARCHIVE:+"$RECINFER_ARCHIVE"} \
+# The system discards signals to process 1 of a container that has no handler yet, as an interpreter that starts. An init
+# passes them on.
+init=
+if [ $$ -eq 1 ] && command -v tini >/dev/null; then init="tini --"; fi
+# shellcheck disable=SC2086
+exec $init recinfer serve ${RECINFER_ARCHIVE:+"$RECINFER_ARCHIVE"} \
     ${RECINFER_MODEL_STORE:+--model-store "$RECINFER_MODEL_STORE"} \
     --host "${RECINFER_HOST:-0.0.0.0}" --port "${RECINFER_PORT:-50051}" \
     --metrics-port "${RECINFER_METRICS_PORT:-9100}" \

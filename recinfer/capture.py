@@ -370,33 +370,48 @@ def collision_settings(module: nn.Module) -> dict[str, Any]:
     )
 
 
-class _PassOn(nn.Module):
-    """Managed collisions that leave ids as they are: a server maps them by the archive's vocabularies."""
+class _RawIds(nn.Module):
+    """A collection with managed collisions whose tables take raw ids: a server maps them by the archive's vocabularies."""
+
+    def __init__(self, module: nn.Module, lookup: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_module"] = module
+        self._embedding_module = lookup
+
+    def __deepcopy__(self, memo: Any) -> _RawIds:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            return getattr(self.__dict__["_module"], name)
 
     def forward(self, features: Any, *_: Any, **__: Any) -> Any:
-        return features
-
-    def evict(self) -> dict[str, None]:
-        return {}
+        return self._embedding_module(features), None
 
 
-def collision_stubs(model: nn.Module) -> dict[int, nn.Module]:
-    """``id`` of each managed collision collection -> the module for its place in a copy whose tables take raw ids.
+def collision_stubs(model: nn.Module, lookups: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    """``id`` of each collection with managed collisions, sharded or not -> the module for its place in a copy of ``model``.
+
+    Args:
+        lookups: ``id`` of each embedding collection -> the module for its place.
 
     Raises:
         CaptureError: a module that also returns the rows of its ids.
     """
     stubs: dict[int, nn.Module] = {}
     for path, module in model.named_modules():
-        managed = getattr(module, "_managed_collision_collection", None)
-        if managed is None:
+        if getattr(module, "_managed_collision_collection", None) is None:
             continue
         if getattr(module, "_return_remapped_features", False):
             raise CaptureError(
                 f"module {path!r} is a {type(module).__name__} that returns the rows of its ids too, which no server returns; "
                 f"build it with return_remapped_features=False"
             )
-        stubs[id(managed)] = _PassOn()
+        stubs[id(module)] = _RawIds(module, lookups[id(module._embedding_module)])
     return stubs
 
 
@@ -1251,7 +1266,7 @@ def _traced(
     examples, build = batch[0].found, batch[1]
     called: set[int] = set()
     stubs: dict[int, Any] = {id(m): _Lookup(i, a, m, called) for i, (m, a) in enumerate(zip(modules, abouts))}
-    stubs |= collision_stubs(model)
+    stubs |= collision_stubs(model, stubs)
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from recinfer.archive.jagged_aten import decompositions
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import MAX_TABLE_BYTES, DenseInput
-from recinfer.archive.subgraph import Program, subgraph
+from recinfer.archive.subgraph import Program, is_assertion, subgraph
 from recinfer.capture import Captured, Slot
 from recinfer.errors import ConfigError
 
@@ -24,13 +24,6 @@ __all__ = ["ComputedFeature", "Facts", "ModuleLookup", "Split", "input_name", "s
 _POOLED = torch.ops.recinfer.pooled.default
 _ROWS = torch.ops.recinfer.rows.default
 _TABLE = torch.ops.recinfer.table.default
-_ASSERTIONS = {
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten.sym_constrain_range.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-    torch._check,
-}
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     assert isinstance(graph_module, fx.GraphModule)
     graph = graph_module.graph
     for node in list(graph.nodes):
-        if node.target in _ASSERTIONS or node.op == "call_module":
+        if is_assertion(node) or node.op == "call_module":
             graph.erase_node(node)
     slots = dict(zip([n for n in graph.nodes if n.op == "placeholder"], captured.slots, strict=True))
     calls = list(_calls(graph))

@@ -72,7 +72,7 @@ def _user_columns(
     found = set()
     for node in nodes:
         whole, first, last = _cut(node)
-        mine = columns.get(about[whole].name, ()) if whole in about else ()
+        mine = columns.get(about[whole].name, ()) if whole is not None and whole in about else ()
         if mine[first:last] and all(mine[first:last]):
             found.add(node)
     return found

@@ -26,32 +26,42 @@ def run(options: DeployOptions) -> None:
 
     recinfer deploy --status, --scale 3, --rollback or --down; recinfer deploy store/ctr/2 --roll
 
-    For Kubernetes, the command writes manifests for `kubectl apply -k`.
+    For Kubernetes, the command writes manifests for `kubectl apply -k`, or a Helm chart.
 
-    recinfer deploy store/ctr/1 --k8s --out manifests
+    recinfer deploy store/ctr/1 --k8s --out manifests; recinfer deploy store/ctr/1 --helm --out chart
     """
     output, on_ray = Output(options.as_json), options.ray.ray is not None or options.action != Action()
     others = options.ray.given()
-    if options.k8s.k8s and (on_ray or others):
+    writes = [name for name, given in (("--k8s", options.k8s.k8s), ("--helm", options.k8s.helm)) if given]
+    if len(writes) > 1:
+        raise ConfigError("got --k8s and --helm; give one at a time, each with a folder of its own")
+    if writes and (on_ray or others):
         named = f" ({', '.join(others)})" if others else ""
         raise ConfigError(
-            f"got --k8s and options of Ray{named}; --k8s only writes files, so leave out one or the other"
+            f"got {writes[0]} and options of Ray{named}; {writes[0]} only writes files, so leave out one or the other"
         )
     if on_ray:
         run_ray(options, output)
         return
-    if not options.k8s.k8s:
-        raise ConfigError("got no target: give --ray ADDRESS, or --k8s --out DIR")
+    if not writes:
+        raise ConfigError("got no target: give --ray ADDRESS, or --k8s or --helm with --out DIR")
     _render(options, output)
 
 
 def _render(options: DeployOptions, output: Output) -> None:
-    from recinfer.deploy.groups import footprint
+    from recinfer.deploy.groups import dns_label, footprint
+    from recinfer.deploy.helm import write_chart
     from recinfer.deploy.k8s import K8sOptions, write_manifests
 
     k8s, servers, out = options.k8s, options.servers, options.k8s.out
     if options.archive is None or out is None:
-        raise ConfigError("--k8s writes manifests of an archive: give ARCHIVE and --out DIR")
+        raise ConfigError(
+            f"{'--helm' if k8s.helm else '--k8s'} writes files for an archive: give ARCHIVE and --out DIR"
+        )
+    if k8s.helm and k8s.prometheus is not None:
+        raise ConfigError(
+            "--prometheus is for --k8s; in the chart set autoscaling.kind to keda, and autoscaling.prometheus"
+        )
     found = footprint(options.archive, servers.ranks_per_shard)
     rankers = servers.rankers or 2
     written = K8sOptions(
@@ -67,12 +77,17 @@ def _render(options: DeployOptions, output: Output) -> None:
         cpus=servers.cpus,
         queue_depth=servers.queue_depth,
         busy_percent=servers.busy_percent,
+        load_percent=servers.load_percent,
+        prometheus=k8s.prometheus,
     )
-    files = write_manifests(found, written, out)
+    write = write_chart if k8s.helm else write_manifests
+    files = write(found, written, out)
     for group in found.groups:
         output.show(f"shard {group.number}: ranks {group.listed}, {size_text(group.table_bytes)} of tables")
     output.show(f"pods read {found.model}/{found.version} from the claim {k8s.claim}")
-    output.show(styled("green", "wrote", f" {len(files)} files to {out}; next: kubectl apply -k {out}"))
+    release = options.name or dns_label(found.model)
+    after = f"helm install --namespace {k8s.namespace} {release} {out}" if k8s.helm else f"kubectl apply -k {out}"
+    output.show(styled("green", "wrote", f" {len(files)} files to {out}; next: {after}"))
     output.finish(
         {
             "files": [str(path) for path in files],

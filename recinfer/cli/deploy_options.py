@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from recinfer.cli.console import JsonOption
-from recinfer.deploy import BUSY_PERCENT
+from recinfer.deploy import BUSY_PERCENT, LOAD_PERCENT
 from recinfer.errors import ConfigError
 
 __all__ = ["Action", "DeployOptions", "ManifestOptions", "RayOptions", "ServerOptions"]
@@ -162,12 +162,15 @@ class Action:
 
 @dataclass(frozen=True)
 class ManifestOptions:
-    """Options of the Kubernetes manifests."""
+    """Options of the Kubernetes manifests and of the Helm chart."""
 
     PANEL: ClassVar[str] = "Kubernetes"
 
     k8s: Annotated[bool, typer.Option("--k8s", help="Write Kubernetes manifests.")] = False
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the manifests.", show_default=False)] = None
+    helm: Annotated[bool, typer.Option("--helm", help="Write a Helm chart, whose values are this archive's.")] = False
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the manifests or the chart.", show_default=False)
+    ] = None
     image: Annotated[str, typer.Option(help="Container image with recinfer; docker/ builds one.")] = (
         "recinfer:0.2.0-cpu"
     )
@@ -181,6 +184,14 @@ class ManifestOptions:
         typer.Option(
             help="Secret that holds the bearer token under the key 'token'.",
             show_default="<name>-token",
+        ),
+    ] = None
+    prometheus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="With --k8s, scale by KEDA, which reads this Prometheus, in place of HorizontalPodAutoscalers.",
+            show_default=False,
         ),
     ] = None
 
@@ -198,6 +209,10 @@ class ServerOptions:
             min=1, help="Add a server when this many requests are queued per server (Ray: queued or running)."
         ),
     ] = 16
+    load_percent: Annotated[
+        int,
+        typer.Option(min=1, max=100, help="Kubernetes: add a ranker when the rankers' load exceeds this percentage."),
+    ] = LOAD_PERCENT
     busy_percent: Annotated[
         int,
         typer.Option(

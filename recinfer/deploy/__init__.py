@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from recinfer.errors import ConfigError
 
-__all__ = ["BUSY_PERCENT", "check_percent"]
+__all__ = ["BUSY_PERCENT", "LOAD_PERCENT", "check_percent"]
 
 BUSY_PERCENT = 70
 """Busy time of a server, in percent, above which another server is added: queues begin to grow there."""
 
 
-def check_percent(found: int) -> None:
+LOAD_PERCENT = 50
+"""Load of a ranker, in percent, above which another ranker is added: the latency has not doubled yet."""
+
+
+def check_percent(found: int, what: str = "busy percent") -> None:
     """Raises ConfigError unless ``found`` is a percentage from 1 to 100."""
     if not 1 <= found <= 100:
-        raise ConfigError(f"busy percent: got {found}, expected 1 to 100")
+        raise ConfigError(f"{what}: got {found}, expected 1 to 100")

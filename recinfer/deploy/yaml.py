@@ -7,14 +7,26 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["to_yaml"]
+__all__ = ["Expression", "to_yaml"]
 
 # Plain where no YAML 1.1 or 1.2 reader sees anything but text in it; all else is quoted as JSON does, which YAML reads.
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*\Z")
 _WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
 
 
-def to_yaml(data: Mapping[str, Any]) -> str:
+class Expression(str):
+    """Text of a template, written as it is. Where it begins with ``{{-``, its lines take the place of the entry of a
+    mapping, whose key is not written, or of an item."""
+
+    __slots__ = ()
+
+    @property
+    def is_block(self) -> bool:
+        """Whether its lines take the place of an entry."""
+        return self.startswith("{{-")
+
+
+def to_yaml(data: Mapping[str, Any] | Sequence[Any]) -> str:
     """``data`` as one YAML document; mappings, lists, text, numbers and booleans, empty values only as ``{}`` and
     ``[]``."""
     return "\n".join(_lines(data)) + "\n"
@@ -23,10 +35,15 @@ def to_yaml(data: Mapping[str, Any]) -> str:
 def _lines(data: Any) -> Iterator[str]:
     if isinstance(data, Mapping):
         for key, value in data.items():
-            yield from _entry(f"{_scalar(key)}:", value)
+            if isinstance(value, Expression) and value.is_block:
+                yield from value.splitlines()
+            else:
+                yield from _entry(f"{_scalar(key)}:", value)
     else:
         for item in data:
-            if isinstance(item, Mapping) and item:
+            if isinstance(item, Expression) and item.is_block:
+                yield from item.splitlines()
+            elif isinstance(item, Mapping) and item:
                 first, *others = _lines(item)
                 yield f"- {first}"
                 yield from (f"  {line}" for line in others)
@@ -55,6 +72,8 @@ def _inline(value: Any) -> str:
 
 
 def _scalar(value: Any) -> str:
+    if isinstance(value, Expression):
+        return str(value)
     if isinstance(value, str) and _PLAIN.match(value) and value.lower() not in _WORDS:
         return value
     return json.dumps(value)

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from recinfer.cli.main import app
 from recinfer.deploy.groups import MIB, footprint
-from recinfer.deploy.k8s import BUSY_METRIC, QUEUE_METRIC, K8sOptions, manifests, write_manifests
+from recinfer.deploy.k8s import K8sOptions, manifests, write_manifests
+from recinfer.deploy.objects import BUSY_METRIC, LOAD_METRIC, QUEUE_METRIC
 from recinfer.errors import ConfigError
 from recinfer.serving.server.health import LIVENESS, READINESS
 from recinfer.serving.shards.config import read_shards
@@ -97,7 +98,9 @@ def test_names_and_labels_find_each_other():
     assert sorted(map(str, budgets)) == sorted(str(w["selector"]["matchLabels"]) for w in workloads.values())
     (scaling,) = of_kind(found, "HorizontalPodAutoscaler")
     assert scaling["spec"]["scaleTargetRef"]["name"] in workloads
-    assert scaling["spec"]["metrics"][0]["pods"]["metric"]["name"] == QUEUE_METRIC
+    pods = [metric["pods"] for metric in scaling["spec"]["metrics"] if metric["type"] == "Pods"]
+    wanted = {each["metric"]["name"]: each["target"]["averageValue"] for each in pods}
+    assert wanted == {LOAD_METRIC: "500m", QUEUE_METRIC: "16"}
     assert "replicas" not in workloads["ctr-ranker"], "the autoscaler's number must survive an apply"
 
 

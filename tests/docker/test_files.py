@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from recinfer.serving.shards.config import read_shards
+from tests.warm import RECINFER, run_program
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the compose file")
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,8 +94,8 @@ def test_images_are_pinned_as_the_project_is_and_run_as_nobody(image: str):
 
 def test_every_path_in_the_compose_file_exists(compose: dict[str, Any]):
     services = compose["services"]
-    assert services.keys() == {"shard-0", "shard-1", "ranker", "prometheus", "grafana"}
-    for name in ("shard-0", "shard-1", "ranker"):
+    assert services.keys() == {"shard-0", "shard-1", "ranker-0", "ranker-1", "prometheus", "grafana"}
+    for name in ("shard-0", "shard-1"):
         assert services[name]["deploy"]["replicas"] == 2
     for service in services.values():
         for volume in service["volumes"]:
@@ -113,7 +114,7 @@ def test_every_path_in_the_compose_file_exists(compose: dict[str, Any]):
 
 
 def test_servers_of_the_compose_file_may_do_no_more_than_they_need(compose: dict[str, Any]):
-    for name in ("shard-0", "shard-1", "ranker"):
+    for name in ("shard-0", "shard-1", "ranker-0", "ranker-1"):
         service = compose["services"][name]
         assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"] and service["user"] == "10001:10001"
@@ -127,7 +128,7 @@ def test_names_in_the_files_are_services(compose: dict[str, Any]):
         assert compose["services"][f"shard-{rank}"]["environment"]["RECINFER_RANKS"] == str(rank)
     prometheus = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
     names = [name for job in prometheus["scrape_configs"] for dns in job["dns_sd_configs"] for name in dns["names"]]
-    assert sorted(names) == ["ranker", "shard-0", "shard-1"]
+    assert sorted(names) == ["ranker-0", "ranker-1", "shard-0", "shard-1"]
     for file in prometheus["rule_files"]:
         assert (DOCKER / "prometheus" / file).is_file()
     for job in prometheus["scrape_configs"]:
@@ -138,3 +139,39 @@ def test_names_in_the_files_are_services(compose: dict[str, Any]):
     assert source["url"] == "http://prometheus:9090"
     provider = yaml.safe_load((DOCKER / "grafana/provisioning/dashboards/recinfer.yaml").read_text())["providers"][0]
     assert any(provider["options"]["path"] in volume for volume in compose["services"]["grafana"]["volumes"])
+
+
+def test_kserve_runs_a_command_that_serve_takes():
+    """KServe puts the archive at /mnt/models, which is not there: the command line takes all options before it says so."""
+    runtime = yaml.safe_load((DOCKER / "kserve/serving-runtime.yaml").read_text())
+    service = yaml.safe_load((DOCKER / "kserve/inference-service.yaml").read_text())
+    model = service["spec"]["predictor"]["model"]
+    assert model["runtime"] == runtime["metadata"]["name"]
+    (known,) = runtime["spec"]["supportedModelFormats"]
+    assert model["modelFormat"] == {key: known[key] for key in ("name", "version")}
+    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+    (container,) = runtime["spec"]["containers"]
+    command = [*container["command"], *container["args"]]
+    code, _, err = run_program(RECINFER, *command[1:], "--insecure")
+    assert code == 2 and "/mnt/models" in err, err
+    served = {int(option.partition("=")[2]) for option in command if "port=" in option}
+    probed = {container[f"{name}Probe"]["httpGet"]["port"] for name in ("startup", "readiness", "liveness")}
+    assert probed | {port["containerPort"] for port in container["ports"]} == {8080} <= served
+
+
+def test_the_check_of_the_images_says_why_it_is_skipped(tmp_path: Path):
+    done = subprocess.run(
+        ["bash", DOCKER / "build_check.sh"],
+        env={"PATH": str(_tools(tmp_path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("skipped: buildah is not installed"), done
+
+
+def _tools(folder: Path) -> Path:
+    for name in ("bash", "dirname", "mktemp"):
+        (folder / name).symlink_to(shutil.which(name) or name)
+    return folder

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from recinfer import env
-from recinfer.deploy.k8s import BUSY_METRIC, QUEUE_METRIC
+from recinfer.deploy.objects import BUSY_METRIC, LOAD_METRIC, QUEUE_METRIC
 from recinfer.inference.predictor import load
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.security import Security
@@ -177,6 +177,8 @@ def test_every_metric_that_is_named_is_one_of_a_running_server(fleet: dict[str, 
             for name in re.findall(rf'\b(recinfer_[a-z_]+)\{{role="{role}"', expression):
                 assert re.search(rf"^{name}\b", found, flags=re.MULTILINE), (role, name)
     # The autoscalers' gauges.
+    for found in by_role.values():
+        assert re.search(rf"^{LOAD_METRIC} [0-9.]+$", found, flags=re.MULTILINE)
     assert re.search(rf"^{QUEUE_METRIC} [0-9.]+$", by_role["ranker"], flags=re.MULTILINE)
     assert re.search(rf"^{BUSY_METRIC} [0-9.]+$", by_role["shard"], flags=re.MULTILINE)
 

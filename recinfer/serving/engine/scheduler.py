@@ -131,6 +131,8 @@ class Scheduler:
         self._lock = threading.Lock()
         self._new = self._new_samples = 0
         self._busy = self._under_way = 0
+        self._requests_s = self._under_way_s = 0.0
+        self._counted_at = time.monotonic()
         self._runs = self._requests = self._samples = self._expired = 0
 
     def close(self) -> None:
@@ -150,6 +152,14 @@ class Scheduler:
             self._expired,
             self.queue.refusals,
         )
+
+    @property
+    def occupied_s(self) -> tuple[float, float]:
+        """The seconds of all requests that were run, from their arrival to the end of their runs, and of all operations between
+        :meth:`begin` and :meth:`done`. The growth of either over a time, divided by the time, is the mean number in flight."""
+        with self._lock:
+            self._count_seconds()
+            return self._requests_s, self._under_way_s
 
     @property
     def has_new(self) -> bool:
@@ -218,11 +228,13 @@ class Scheduler:
     def begin(self) -> None:
         """Begin an operation that takes no thread while it waits; :meth:`done` ends it."""
         with self._lock:
+            self._count_seconds()
             self._under_way += 1
 
     def done(self, requests: int, samples: int, seconds: float) -> None:
         """End an operation that took ``seconds``; 0 requests records no run."""
         with self._lock:
+            self._count_seconds()
             self._under_way -= 1
         if requests:
             self.count(requests, samples)
@@ -234,6 +246,12 @@ class Scheduler:
             self._runs += 1
             self._requests += requests
             self._samples += samples
+
+    def _count_seconds(self) -> None:
+        """Add the seconds of the operations since the last change of their number; the lock is held."""
+        now = time.monotonic()
+        self._under_way_s += self._under_way * (now - self._counted_at)
+        self._counted_at = now
 
     # -- the next run; the lock is held
 
@@ -286,17 +304,21 @@ class Scheduler:
         self.run_ready()
 
     def _run(self, run: _Run) -> None:
-        now = time.monotonic()
-        for entry in run.entries:
-            self._waited(now - entry.since)
         if not run.entries:
             return
+        now, all_s = time.monotonic(), 0.0
+        for entry in run.entries:
+            self._waited(waited := now - entry.since)
+            all_s += waited
         try:
             run.runner.run(run.entries, run.threads)
         except Exception as error:  # a bug of recinfer: requests without an answer get the error
             _log.exception("a run of %d requests failed", len(run.entries))
             for entry in run.entries:
                 entry.request.reply(error)
+        all_s += len(run.entries) * (time.monotonic() - now)
+        with self._lock:
+            self._requests_s += all_s
 
     def _notify_waiting(self) -> None:
         """Notify each request that has to wait for a thread, once."""

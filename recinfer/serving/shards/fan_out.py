@@ -54,6 +54,7 @@ class FanOut:
             ``not_prepared``.
         default_rows: number of requests whose answer lacked a rank, by rank.
         at_end_of_turn: see :meth:`recinfer.serving.shards.frames.ShardsThread.at_end_of_turn`; for callbacks of fan-outs.
+        thread_id: the native id of the thread on which they run.
     """
 
     def __init__(self, pool: ReplicaPool, *, missing: str | None = None) -> None:
@@ -61,7 +62,7 @@ class FanOut:
         self._missing = missing
         self.calls: Counter[str] = Counter()
         self.default_rows: Counter[int] = Counter()
-        self.at_end_of_turn = rankers_thread().at_end_of_turn
+        self.at_end_of_turn, self.thread_id = rankers_thread().at_end_of_turn, rankers_thread().thread_id
         # The attributes below belong to the transport's thread.
         self._times: dict[tuple[int, int], _AnswerTimes] = {}
         self._hedges_left = _BURST

@@ -4,6 +4,7 @@ A status is a JSON object. Its counts only grow, so that two statuses give a rat
 
     uptime      seconds
     workers     processes behind these figures
+    load        share of the capacity in use, 0 to 1: the mean of the processes (see recinfer.serving.server.load)
     ready       whether a request would be answered now: by every process, since all share the port
     requests    [{method, code, count}], of all versions, unloaded ones too
     latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for values beyond the bounds
@@ -11,8 +12,9 @@ A status is a JSON object. Its counts only grow, so that two statuses give a rat
     stages      {stage: histogram}, in the order a request goes through them
     samples     histogram of the samples of a request
     queue       {waiting, running, runs, requests, samples, expired, refused}, or None
+    security    {certificate_expiry: seconds until it expires or None, rereads: {files: {outcome: count}}}
     memory      {budget, held, refused}: bytes of requests and answers, and the number of refusals
-    models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count},
+    models      [{name, version, weight, deltas, age, mapped, ..., replaced, missing, known, unknown: {feature: count},
                 requests, latency}]: the last two in the form above, of the version's own requests
     shards      of a ranker: {calls: {outcome: count}, default_rows: {rank: count}, replicas: [{rank, address, up, ...}]}
     held        of a shard server alone: {ranks, busy, running, refused, versions: [{key, model, version, deltas, mapped}]}
@@ -44,7 +46,7 @@ Status = dict[str, Any]
 _NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
 _NOW = ("waiting", "running")  # fields of the queue that are no counts since the start
 _MEMORY_NOW = ("budget", "held")
-_BY_FEATURE = ("replaced", "missing")  # counts of a model by feature
+_BY_FEATURE = ("replaced", "missing", "known", "unknown")  # counts of a model by feature
 
 
 class ServerMetrics:
@@ -57,6 +59,8 @@ class ServerMetrics:
         queue: returns the state of the queue of requests; None before there is a queue.
         shards: returns the figures of the shard servers (see recinfer.serving.shards.fan_out); None: all tables are local.
         is_ready: whether the server can answer now.
+        security: returns the figures of the certificates and tokens (see recinfer.serving.server.security).
+        load: returns the share of the server's capacity in use.
         budget: the memory budget of the process's requests and answers.
     """
 
@@ -69,12 +73,16 @@ class ServerMetrics:
         *,
         shards: Callable[[], dict[str, Any]] | None = None,
         is_ready: Callable[[], bool] = lambda: True,
+        security: Callable[[], dict[str, Any]] = lambda: {"certificate_expiry": None, "rereads": {}},
+        load: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._stats = stats
         self._registry = registry
         self._queue = queue
         self._shards = shards
         self._is_ready = is_ready
+        self._security = security
+        self._load = load
         self._budget = budget
         self._started = time.monotonic()
         self._stages_of: dict[int, Stages] = {}  # stages of the models at the last status
@@ -87,7 +95,9 @@ class ServerMetrics:
             "uptime": time.monotonic() - self._started,
             "workers": 1,
             "ready": self._is_ready(),
+            "load": self._load(),
             **request_figures(self._stats, self._stages(), self._budget),
+            "security": self._security(),
             "queue": None if queue is None else asdict(queue),
             "models": [_described(model, weight) for model, weight in self._models()],
             "shards": None if self._shards is None else self._shards(),
@@ -153,16 +163,31 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
         "uptime": max((status["uptime"] for status in running), default=0.0),
         "workers": sum(status["workers"] for status in running),
         "ready": bool(running) and all(status["ready"] for status in running),  # the processes share the port
+        "load": sum(status["load"] for status in running) / max(1, len(running)),
         **_merge_answers(everything),
         "unnamed": _merge_answers([status["unnamed"] for status in everything]),
         "stages": _merge_histograms([status["stages"] for status in everything]),
         "samples": _merge_histograms([{"": status["samples"]} for status in everything]).get("", _NONE),
+        "security": _merge_security(running, everything),
         "queue": {name: sum(queue[name] for queue in queues) for name in queues[0]} if queues else None,
         "memory": {
             name: sum(status["memory"][name] for status in everything) for name in ("budget", "held", "refused")
         },
         "models": _merge_models(running, everything),
         "shards": _merge_shards(running, everything),
+    }
+
+
+def _merge_security(running: Sequence[Status], everything: Sequence[Status]) -> dict[str, Any]:
+    """The earliest expiry of the running processes, and summed counts."""
+    rereads: dict[str, Counter[str]] = {}
+    for status in everything:
+        for kind, outcomes in status["security"]["rereads"].items():
+            rereads.setdefault(kind, Counter()).update(outcomes)
+    left = [status["security"]["certificate_expiry"] for status in running]
+    return {
+        "certificate_expiry": min((seconds for seconds in left if seconds is not None), default=None),
+        "rereads": {kind: dict(outcomes) for kind, outcomes in rereads.items()},
     }
 
 
@@ -294,6 +319,8 @@ def _described(model: ServedModel, weight: int) -> dict[str, Any]:
         "ranks": _ranks(predictor.plan),
         "replaced": {name: intake.replaced[name] for name in intake.names},
         "missing": {name: intake.missing[name] for name in intake.names},
+        "known": intake.known,
+        "unknown": intake.unknown,
         **_answers(model.answers),
     }
 
