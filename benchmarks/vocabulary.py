@@ -53,8 +53,10 @@ def main() -> None:
             shown = ", ".join(f"{name} {ns:.0f} ns ({ns / ours:.1f}x)" for name, ns in best.items())
             print(f"{what}: {shown}")
     if args.served:
-        for batch, ratio in _served(args.rounds * 20).items():
-            print(f"lookup of 26 features from bytes, batch {batch}: {ratio:.2f} of the time without vocabularies")
+        from benchmarks.vocabulary_served import compare
+
+        for batch, ratio in compare((1, 32, 256), args.rounds * 20).items():
+            print(f"served lookup of 26 features, batch {batch}: {ratio:.2f} of the time without vocabularies")
 
 
 def _vocabulary(count: int, rng: np.random.Generator) -> TableVocabulary:
@@ -156,13 +158,6 @@ def _best(methods: dict[str, Remap], draw: Callable[[], NDArray[np.int64]], roun
             method(ids)
             best[name] = min(best[name], (time.thread_time_ns() - start) / len(ids))
     return best
-
-
-def _served(rounds: int) -> dict[int, float]:
-    """Batch -> time of a lookup of raw ids from a request's bytes, in times of the same lookup of rows."""
-    from benchmarks.vocabulary_served import compare
-
-    return {batch: compare(batch, rounds) for batch in (1, 32, 256)}
 
 
 if __name__ == "__main__":

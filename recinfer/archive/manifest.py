@@ -403,6 +403,14 @@ class Manifest:
                     result.setdefault(feature, []).append(by_key[module.path, name])
         return result
 
+    @cached_property
+    def raw_features(self) -> frozenset[str]:
+        """The features whose ids are raw: those of tables with a vocabulary."""
+        keys = {(info.module, info.table) for info in self.vocabularies}
+        return frozenset(
+            feature for table in self.tables if (table.module, table.name) in keys for feature in table.features
+        )
+
     def module_tables(self, path: str) -> list[TableInfo]:
         """The tables of one module, in its order."""
         return self._tables_of_module.get(path, [])

@@ -13,7 +13,7 @@
 
 #define SLOTS 5
 #define AHEAD 16 /* ids between the fetch of a bucket and its probe */
-#define LONG_WORK 512
+#define LONG_WORK 4096 /* ids for which other Python threads run meanwhile */
 
 typedef struct {
     int64_t ids[SLOTS];

@@ -30,7 +30,7 @@ def describe_vocabularies(archive: Archive) -> list[dict[str, Any]]:
 
 
 def unknown_text(info: VocabularyInfo) -> str:
-    """What unknown ids read, as text."""
+    """The rows that unknown ids read, as text."""
     counts = {min(segment.miss_rows, 2) for segment in info.segments}
     kinds = {0: "no row", 1: "a fixed row", 2: "a hashed row"}
     text = " or ".join(kinds[count] for count in sorted(counts, reverse=True))

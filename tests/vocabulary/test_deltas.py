@@ -87,10 +87,10 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     options = {"missing": {"*": "empty"}, "precision": DataType.INT8, "kinds": ("row_wise",)}
     archive = make_archive(folder, model=made[0][0], vocabularies={ITEM: made[0][1]}, **options)[1]  # type: ignore[arg-type]
     deltas: list[Path] = []
-    for number, (model, vocabulary) in enumerate(made[1:], 1):
+    for number, (model, now) in enumerate(made[1:], 1):
         path = folder / f"{number}.rqd"
         reader = save(model, folder / f"{number}.pt")
-        make_delta(archive.root, model, reader, path, after=deltas, vocabularies={ITEM: vocabulary}, progress=False)
+        make_delta(archive.root, model, reader, path, after=deltas, vocabularies={ITEM: now}, progress=False)
         deltas.append(path)
     return archive, deltas, made
 
@@ -103,21 +103,21 @@ def test_a_delta_takes_ids_out_and_puts_ids_in(chain: Chain) -> None:
     archive, deltas, made = chain
     predictor = load(archive.root)
     every = np.unique(np.concatenate([v.ids for _, v in made]))
-    for state, (model, vocabulary) in enumerate(made):
+    for state, (model, now) in enumerate(made):
         if state:
             delta = read_delta(deltas[state - 1])
             assert delta.info.vocabularies[0].ids == 2 * 333 or state > 1
             predictor.apply_delta(deltas[state - 1])
         found = predictor.lookup(request_of(every)).pooled.values()  # type: ignore[union-attr]
         weight = model.get_submodule("ebc.embedding_bags.item").weight
-        known = np.isin(every, vocabulary.ids)
+        known = np.isin(every, now.ids)
         expected = torch.stack([mark(int(id)) for id in every[known]])
         assert torch.equal(found[torch.from_numpy(known)], expected)
         missed = found[torch.from_numpy(~known)]
         assert not len(missed) or torch.allclose(missed, weight[1200].expand_as(missed).detach(), atol=0.05)
         entries = predictor.state.intake.steps._steps[0]._indexes[0].entries()  # type: ignore[attr-defined]
-        order = np.argsort(vocabulary.ids)
-        assert np.array_equal(entries[0], vocabulary.ids[order]) and np.array_equal(entries[1], vocabulary.rows[order])
+        order = np.argsort(now.ids)
+        assert np.array_equal(entries[0], now.ids[order]) and np.array_equal(entries[1], now.rows[order])
     for state in (2, 1, 0):
         predictor.undo_delta()
         found = predictor.lookup(request_of(made[state][1].ids)).pooled.values()  # type: ignore[union-attr]
@@ -189,7 +189,7 @@ def test_segments_do_not_change_in_a_delta(chain: Chain, tmp_path: Path) -> None
     model, now = made[1]
     other = replace(now, input_hash_size=5)
     reader = save(model, tmp_path / "w.pt")
-    with pytest.raises(ConfigError, match="'ebc.item' has another input_hash_size"):
+    with pytest.raises(ConfigError, match=r"'ebc.item' has another input_hash_size"):
         make_delta(archive.root, model, reader, tmp_path / "d.rqd", vocabularies={ITEM: other}, progress=False)
     with pytest.raises(ConfigError, match=r"tables with a vocabulary differ .*: ebc.item"):
         make_delta(archive.root, model, reader, tmp_path / "d.rqd", vocabularies={}, progress=False)

@@ -43,6 +43,7 @@ class _Model:
         predictor = model.predictor
         self._manifest, self._inputs = predictor.manifest, inputs_of(predictor)
         self._weighted = predictor.intake.weighted
+        self._raw = predictor.manifest.raw_features
         self._tables = self._manifest.feature_tables
         self._info = {feature.name: feature for feature in self._manifest.features}
         self._computed = {spec.name.split("@")[0] for spec in predictor.features if spec.computed}
@@ -167,7 +168,8 @@ class _Model:
         return array_of(one, *sizes) | {"description": f"{text}; {info.facts}." if info.facts else f"{text}."}
 
     def _id(self, name: str) -> Schema:
-        if not self._is_looked_up(name) or self._info[name].out_of_range == "default_row":
+        takes_any = name in self._raw or (name in self._info and self._info[name].out_of_range == "default_row")
+        if not self._is_looked_up(name) or takes_any:
             return {"type": "integer", "format": "int64"}
         rows = min(table.rows for table in self._tables[name])
         return {"type": "integer", "format": "int64", "minimum": 0, "maximum": rows - 1}
