@@ -88,7 +88,7 @@ parity: $(STAMP)/dev
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 	$(BIN)/python tools/gen_proto.py --check
 	$(BIN)/python tools/check_prose.py
 

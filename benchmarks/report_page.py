@@ -238,10 +238,8 @@ def context_section(runs: list[Any]) -> str:
     rows = [[f"{count:,}", *(cell(context_figure(runs, count, figure)) for figure in figures)] for count in counts]
     said = "A prediction for one user and several candidates, in one process with one thread. The model has a transformer of two layers over "
     said += "12 items, width 16, as its user tower, and was exported with `--user`. With the user in the request's context the tower runs once; "
-    said += "with the user repeated it runs for each candidate. The ratios are medians over turns of one run: the time with a context over that "
-    said += (
-        f"of {counts[0]} candidate, and the time of the repeated user over that of the context (higher is better).\n\n"
-    )
+    said += "with the user repeated it runs for each candidate. A time is the least over the turns of a run, in which all cells take turns; "
+    said += f"the ratios are of these times, to {counts[0]} candidate (lower is better) and to the context (higher is better).\n\n"
     head = ["candidates", "context, ms", f"over {counts[0]} candidate", "user repeated, ms", "repeated / context"]
     return said + table(head, rows)
 

@@ -60,6 +60,14 @@ class CaptureError(ValueError):
     """The model or the example batch cannot be traced; the message names the input or the line of forward."""
 
 
+class _CountNeeded(CaptureError):
+    """Forward takes another way by the number of values of a jagged input, at ``index`` among the tensors."""
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 Part = Literal["tensor", "values", "lengths", "weights"]
 
 
@@ -362,33 +370,48 @@ def collision_settings(module: nn.Module) -> dict[str, Any]:
     )
 
 
-class _PassOn(nn.Module):
-    """Managed collisions that leave ids as they are: a server maps them by the archive's vocabularies."""
+class _RawIds(nn.Module):
+    """A collection with managed collisions whose tables take raw ids: a server maps them by the archive's vocabularies."""
+
+    def __init__(self, module: nn.Module, lookup: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_module"] = module
+        self._embedding_module = lookup
+
+    def __deepcopy__(self, memo: Any) -> _RawIds:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            return getattr(self.__dict__["_module"], name)
 
     def forward(self, features: Any, *_: Any, **__: Any) -> Any:
-        return features
-
-    def evict(self) -> dict[str, None]:
-        return {}
+        return self._embedding_module(features), None
 
 
-def collision_stubs(model: nn.Module) -> dict[int, nn.Module]:
-    """``id`` of each managed collision collection -> the module for its place in a copy whose tables take raw ids.
+def collision_stubs(model: nn.Module, lookups: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    """``id`` of each collection with managed collisions, sharded or not -> the module for its place in a copy of ``model``.
+
+    Args:
+        lookups: ``id`` of each embedding collection -> the module for its place.
 
     Raises:
         CaptureError: a module that also returns the rows of its ids.
     """
     stubs: dict[int, nn.Module] = {}
     for path, module in model.named_modules():
-        managed = getattr(module, "_managed_collision_collection", None)
-        if managed is None:
+        if getattr(module, "_managed_collision_collection", None) is None:
             continue
         if getattr(module, "_return_remapped_features", False):
             raise CaptureError(
                 f"module {path!r} is a {type(module).__name__} that returns the rows of its ids too, which no server returns; "
                 f"build it with return_remapped_features=False"
             )
-        stubs[id(managed)] = _PassOn()
+        stubs[id(module)] = _RawIds(module, lookups[id(module._embedding_module)])
     return stubs
 
 
@@ -1139,11 +1162,13 @@ class _Whole(nn.Module):
         model: nn.Module,
         build: Callable[[Sequence[Tensor]], tuple[Any, Any]],
         batched: Sequence[bool],
+        counts: Mapping[int, int],
         keep: Callable[[tuple[str, ...], Any], None],
     ) -> None:
         super().__init__()
         self.model = model
         self._batched = [index for index, is_batch in enumerate(batched) if is_batch]
+        self._counts = dict(counts)
         self.__dict__["_build"] = build
         self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
 
@@ -1152,6 +1177,9 @@ class _Whole(nn.Module):
         for one, other in zip(self._batched, self._batched[1:]):
             if tensors[one].shape[0] != tensors[other].shape[0]:
                 raise CaptureError("the inputs of the trace differ in their numbers of samples")
+        for index, count in self._counts.items():
+            if tensors[index].shape[0] != count * tensors[self._batched[0]].shape[0]:
+                raise CaptureError(f"the inputs of the trace have not {count} values in each sample")
         args, kwargs = self.__dict__["_build"](tensors)
         outputs: dict[str, Tensor] = {}
         structure = _structure(self.model(*args, **kwargs), "", outputs)
@@ -1206,14 +1234,43 @@ def trace(
         raise CaptureError(f"got {len(batches)} example batches, expected one or two")
     read = [_read_batch(model, batch) for batch in batches]
     sampled = _sample([reader.found for reader, _ in read])
-    examples = read[0][0].found
+    counts: dict[int, int] = {}
+    while True:
+        try:
+            return _traced(model, modules, abouts, read[0], sampled, prepare, counts)
+        except _CountNeeded as error:
+            # A view of several values as one row needs the same number of values in each sample.
+            count = _count_of_each([reader.found for reader, _ in read], error.index)
+            if not count or error.index in counts:
+                raise CaptureError(str(error)) from error
+            counts[error.index] = count
+
+
+def _count_of_each(batches: Sequence[Sequence[_Example]], index: int) -> int:
+    """The number of values of each sample of a jagged input; 0 if samples differ."""
+    path = batches[0][index].path
+    found = {int(n) for batch in batches for e in batch if (e.path, e.part) == (path, "lengths") for n in e.tensor}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _traced(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    abouts: Sequence[EmbeddingModule],
+    batch: tuple[_Reader, Builder],
+    sampled: _Sampled,
+    prepare: Callable[[nn.Module], object],
+    counts: Mapping[int, int],
+) -> Captured:
+    """Trace ``model`` with ``counts`` values of each sample: index of a jagged input's values -> their number."""
+    examples, build = batch[0].found, batch[1]
     called: set[int] = set()
     stubs: dict[int, Any] = {id(m): _Lookup(i, a, m, called) for i, (m, a) in enumerate(zip(modules, abouts))}
-    stubs |= collision_stubs(model)
+    stubs |= collision_stubs(model, stubs)
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
-    whole = _Whole(body, read[0][1], sampled.batched, lambda *result: results.append(result)).eval()
+    whole = _Whole(body, build, sampled.batched, counts, lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in free} for free in sampled.free)
     notes = _Notes()
     with _patched(), torch.no_grad(), notes:
@@ -1229,6 +1286,8 @@ def trace(
     slots = _slots(program, examples, sampled, notes.length_at)
     _check_guards(program, slots)
     _check_operators(program)
+    # A loss that is no output may divide by the number of samples, which no archive may contain.
+    program.graph_module.graph.eliminate_dead_code()
     return Captured(
         program=program,
         slots=slots,
@@ -1334,9 +1393,9 @@ def _check_guards(program: ExportedProgram, slots: Sequence[Slot]) -> None:
         if _EQUAL.fullmatch(guard) or any(part in guards for part in guard.split(" or ")):
             continue
         sizes = _SIZE.sub(lambda m: f"size {m[2]} of {_title(slots[int(m[1])])}", guard)
-        raise CaptureError(
-            f"forward takes another way for other sizes ({sizes[:300]}); write it without a branch on a size (torch.where)"
-        )
+        text = f"forward takes another way for other sizes ({sizes[:300]}); write it without a branch on a size (torch.where)"
+        values = [int(m[1]) for m in _SIZE.finditer(guard) if slots[int(m[1])].part == "values"]
+        raise _CountNeeded(text, values[0]) if values else CaptureError(text)
 
 
 def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
@@ -1349,7 +1408,7 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
     # Torch also lists products such as 2*s0, whose limits follow from those of the symbol.
     ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items() if str(symbol).isidentifier()}
     at_most: dict[str, int] = {}
-    for node, slot in zip(nodes, slots, strict=True):
+    for index, (node, slot) in enumerate(zip(nodes, slots, strict=True)):
         for axis, size in enumerate(node.meta["val"].shape):
             sizes = ranges.get(str(size))
             if sizes is None or (sizes.lower <= 2 and not str(sizes.upper).isdigit()):
@@ -1359,10 +1418,11 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
                 continue
             limits = f"at least {sizes.lower}" if sizes.lower > 2 else f"at most {sizes.upper}"
             what = "the number of samples" if slot.shape[axis] == "batch" else f"size {axis} of {_title(slot)}"
-            raise CaptureError(
+            text = (
                 f"forward takes another way unless {what} is {limits}; write it without a branch on a "
                 f"size (torch.where), or give the axis a fixed size"
             )
+            raise _CountNeeded(text, index) if slot.part == "values" and not axis else CaptureError(text)
     return at_most
 
 
@@ -1466,6 +1526,8 @@ def explain(error: BaseException) -> str:
     if "DataDependent" in kind or "data-dependent" in text or "unbacked" in text.lower():
         cause = "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, a fixed size, or "
         cause += "x.item() for int(x)"
+    elif "is invalid for input of size" in text:
+        cause = f"{text}; a view of several values as one row needs as many values in each sample of the example batch"
     elif ".numpy()" in text:
         cause = "forward leaves torch by .numpy(); write it with torch's own functions"
     else:

@@ -45,6 +45,7 @@ _ARCHIVES = frozenset(
         "recinfer.serving.server",
         "recinfer.serving.workers",
         "recinfer.training.job",
+        "recinfer.training.loop",
         "tests.archive.conftest",
         "tests.e2e",
         "tests.inference.conftest",

@@ -141,6 +141,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
         ids=None,
         returns=captured.structure or {},
         user=None,
+        counts={a: b for a, b in parts.facts.counts.items() if a in known and b in known},
     )
     trials = _Trials(parts, samples, used)
     dense = trials.part("the dense part", parts.dense)
@@ -175,7 +176,9 @@ def _user_parts(parts: Split, infos: Sequence[InputInfo], names: Sequence[str], 
     if all(info.name in names for info in infos if info.kind == "ids"):
         raise ConfigError("user: all features are the user's, so that nothing tells candidates apart; name fewer")
     owned = {about.name for about in parts.dense.inputs if trials.read_by(about, infos) <= set(names)}
-    user, candidates = split_user(parts.dense, owned)
+    pooled = {about.name: trials.columns(about) for about in parts.dense.inputs if about.kind == "pooled"}
+    mixed = {name: [feature in names for feature in columns] for name, columns in pooled.items() if name not in owned}
+    user, candidates = split_user(parts.dense, owned, mixed)
     part = trials.part("the user program", user)
 
     def with_user(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -215,6 +218,7 @@ def _used_slots(captured: Captured, parts: Split) -> list[Slot]:
     used = {i.feature for program in programs for i in program.inputs if i.kind == "tensor" or "jagged" in i.kind}
     used |= {name for lookup in parts.lookups for _, name in lookup.columns}
     used |= {parts.facts.as_long_as[name] for name in used if name in parts.facts.as_long_as}
+    used |= {parts.facts.counts[name] for name in used if name in parts.facts.counts}
     return [slot for slot in captured.slots if slot.name in used]
 
 
@@ -309,6 +313,12 @@ class _Trials:
         else:
             names = {about.feature or ""}
         return names
+
+    def columns(self, about: DenseInput) -> list[str]:
+        """The feature of each column of a pooled input."""
+        (lookup,) = (lookup for lookup in self._parts.lookups if lookup.leaf.path == about.module)
+        dims = [config.embedding_dim for config in lookup.leaf.configs]
+        return [name for table, name in lookup.columns for _ in range(dims[table])]
 
     def example(self, inputs: Sequence[DenseInput], batch: int, seed: int) -> list[Tensor]:
         """Inputs for ``batch`` samples; no free size is below 2 unless the batch is."""

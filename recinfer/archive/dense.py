@@ -25,7 +25,7 @@ from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
-from recinfer.archive.subgraph import Program
+from recinfer.archive.subgraph import Program, is_assertion
 from recinfer.capture import brief
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
@@ -141,16 +141,13 @@ def export_part(part: Part) -> ExportedDense:
     return ExportedDense(data, onnx, OnnxInfo(_OPSET, error_found), None)
 
 
-_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
-
-
 def _free_sizes(program: ExportedProgram) -> None:
     """Let free axes have any size: torch assumes at least 2 of each, and asserts it."""
     for graph_module in program.graph_module.modules():
         if not isinstance(graph_module, torch.fx.GraphModule):
             continue
         for node in list(graph_module.graph.nodes):
-            if any(name in str(node.target) for name in _ASSERTIONS) and not node.users:
+            if is_assertion(node) and not node.users:
                 graph_module.graph.erase_node(node)
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()

@@ -63,16 +63,18 @@ def _dense_to_jagged(
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: Any = None) -> Tensor:
-    if output_size is None:
+    if output_size is not None:
+        return _segments(repeats, output_size)
+    if repeats.dtype == torch.int64:
         return NotImplemented
-    return _segments(repeats, output_size)
+    return torch.repeat_interleave(repeats.long()).to(repeats.dtype)  # ONNX Runtime takes no other type
 
 
 def _repeat_interleave_of(
     tensor: Tensor, repeats: Tensor, dim: int | None = None, *, output_size: Any = None
 ) -> Tensor:
     if output_size is None:
-        return NotImplemented
+        return NotImplemented if repeats.dtype == torch.int64 else tensor.repeat_interleave(repeats.long(), dim)
     if dim is None:
         tensor, dim = tensor.flatten(), 0
     return tensor.index_select(dim, _segments(repeats.expand(tensor.shape[dim]), output_size))

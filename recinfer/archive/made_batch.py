@@ -49,7 +49,7 @@ def made_batch(
     left_out = [name for name, p in inspect.signature(model.forward).parameters.items() if p.default is None]
     found = _Found(num_dense, left_out)
     stubs: dict[int, Any] = {id(leaf.module): _Stub(leaf, found) for leaf in leaves}
-    stubs |= collision_stubs(model)
+    stubs |= collision_stubs(model, stubs)
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     for _ in range(4):  # the dense input, its width, the run that succeeds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -287,6 +287,8 @@ class Signature:
         ids: the ids program; None where forward passes ids on as they are.
         returns: forward's result as plain data, with ``{"output": name}`` for each tensor.
         user: the dense program in two parts; None unless the export named the user's inputs.
+        counts: ids input -> the ids or jagged input whose values it counts: sample by sample its numbers, which are not
+            negative, sum to that input's number of values.
     """
 
     arguments: tuple[str, ...]
@@ -297,11 +299,12 @@ class Signature:
     ids: IdsInfo | None
     returns: dict[str, Any]
     user: UserInfo | None
+    counts: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
         """Whether any ids may reach the lookups as they are."""
-        return self.ids is None and not self.per_sample and not self.as_long_as
+        return self.ids is None and not self.per_sample and not self.as_long_as and not self.counts
 
 
 @dataclass(frozen=True)
@@ -327,8 +330,8 @@ class Manifest:
     """The content of ``manifest.json``; ``FORMAT.md`` defines each part and its rules.
 
     ``missing_shards`` says whether default rows may replace rows of unavailable ranks; its default is ``"reject"``.
-    ``signature`` is absent in archives of earlier versions and where there is no dense part, ``vocabularies`` where no table
-    has one. No other key is optional.
+    ``signature`` is absent in archives of earlier versions and where there is no dense part, its ``counts`` where it is
+    empty, ``vocabularies`` where no table has one. No other key is optional.
     """
 
     format: str
@@ -359,6 +362,8 @@ class Manifest:
             del values["missing_shards"]
         if self.signature is None:
             del values["signature"]
+        elif not self.signature.counts:
+            del values["signature"]["counts"]
         if not self.vocabularies:
             del values["vocabularies"]
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
@@ -397,6 +402,14 @@ class Manifest:
                 for feature in by_key[module.path, name].features:
                     result.setdefault(feature, []).append(by_key[module.path, name])
         return result
+
+    @cached_property
+    def raw_features(self) -> frozenset[str]:
+        """The features whose ids are raw: those of tables with a vocabulary."""
+        keys = {(info.module, info.table) for info in self.vocabularies}
+        return frozenset(
+            feature for table in self.tables if (table.module, table.name) in keys for feature in table.features
+        )
 
     def module_tables(self, path: str) -> list[TableInfo]:
         """The tables of one module, in its order."""

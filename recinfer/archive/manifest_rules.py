@@ -245,6 +245,12 @@ def _check_signature(m: Manifest, s: Signature, dense: DenseInfo) -> None:
     for name, other in s.as_long_as.items():
         if name not in jagged or other not in jagged or other in s.as_long_as:
             raise refuse(f"as_long_as says {excerpt(name)} is as long as {excerpt(other)}")
+    for name, other in s.counts.items():
+        given = by_name.get(name)
+        if given is None or given.kind != "ids" or other not in jagged or other == name or other in s.per_sample:
+            raise refuse(f"counts says {excerpt(name)} counts the values of {excerpt(other)}")
+    if len(set(s.counts.values())) != len(s.counts):
+        raise refuse("counts says that two inputs count the values of one")
     axes = {size for i in s.inputs if i.kind == "tensor" for size in i.shape[1:] if size != "batch"}
     for axis, largest in s.at_most.items():
         if axis not in axes or not 1 <= largest <= MAX_DENSE:

@@ -59,7 +59,16 @@ class Samples:
         for name, other in self.facts.as_long_as.items():
             if name in lengths:
                 lengths[name] = lengths[other]
-        values = {info.name: self._values(info.name, int(lengths[info.name].sum()), generator) for info in jagged}
+        values: dict[str, Tensor] = {}
+        for name, counted in self.facts.counts.items():
+            if name in lengths:
+                values[name], lengths[counted] = self._count(name, lengths[name], generator, size, edges)
+        for name, other in self.facts.as_long_as.items():
+            if name in lengths:
+                lengths[name] = lengths[other]
+        for info in jagged:
+            if info.name not in values:
+                values[info.name] = self._values(info.name, int(lengths[info.name].sum()), generator)
         if edges:
             for name in self.features:
                 ids, rows = values[name], self.rows.get(name)
@@ -99,6 +108,15 @@ class Samples:
         if edges:
             drawn[0] = 2
         return drawn.clamp(max=self.longest.get(name, _MOST))
+
+    def _count(
+        self, name: str, lengths: Tensor, generator: torch.Generator, size: int | None, edges: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Numbers of values that the input ``name`` of ``lengths`` [B] counts, and their sum of each sample."""
+        counts = self._lengths(name, int(lengths.sum()), generator, size, edges and bool(lengths.sum()))
+        total = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        ends = lengths.cumsum(0)
+        return counts, total[ends] - total[ends - lengths]
 
     def _values(self, name: str, count: int, generator: torch.Generator) -> Tensor:
         """Ids below the table's rows, or values of the example batch."""

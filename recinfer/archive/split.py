@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from recinfer.archive.jagged_aten import decompositions
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import MAX_TABLE_BYTES, DenseInput
-from recinfer.archive.subgraph import Program, subgraph
+from recinfer.archive.subgraph import Program, is_assertion, subgraph
 from recinfer.capture import Captured, Slot
 from recinfer.errors import ConfigError
 
@@ -24,13 +24,6 @@ __all__ = ["ComputedFeature", "Facts", "ModuleLookup", "Split", "input_name", "s
 _POOLED = torch.ops.recinfer.pooled.default
 _ROWS = torch.ops.recinfer.rows.default
 _TABLE = torch.ops.recinfer.table.default
-_ASSERTIONS = {
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten.sym_constrain_range.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-    torch._check,
-}
 
 
 @dataclass(frozen=True)
@@ -40,10 +33,13 @@ class Facts:
     Attributes:
         per_sample: jagged input -> the number of values of every sample.
         as_long_as: jagged input -> the input that has as many values, sample by sample.
+        counts: jagged input -> the input whose values it counts: sample by sample its numbers sum to that input's number
+            of values.
     """
 
     per_sample: dict[str, int]
     as_long_as: dict[str, str]
+    counts: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     assert isinstance(graph_module, fx.GraphModule)
     graph = graph_module.graph
     for node in list(graph.nodes):
-        if node.target in _ASSERTIONS or node.op == "call_module":
+        if is_assertion(node) or node.op == "call_module":
             graph.erase_node(node)
     slots = dict(zip([n for n in graph.nodes if n.op == "placeholder"], captured.slots, strict=True))
     calls = list(_calls(graph))
@@ -137,7 +133,7 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     outputs = dict(zip(captured.outputs, results, strict=True))
     ids = _ids_program(graph_module, slots, names, batch)
     dense = _dense_program(graph_module, slots, calls, names, outputs, batch)
-    return Split(dense, ids, names.computed(), names.lookups, facts_of(captured.slots))
+    return Split(dense, ids, names.computed(), names.lookups, facts_of(captured))
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:
@@ -156,8 +152,9 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
         return program.run_decompositions(forms)
 
 
-def facts_of(slots: Sequence[Slot]) -> Facts:
-    """The facts that the sizes of jagged inputs state."""
+def facts_of(captured: Captured) -> Facts:
+    """The facts that the sizes of jagged inputs state, and the operators that take numbers of one as sizes of another."""
+    slots = captured.slots
     per_sample: dict[str, int] = {}
     as_long_as: dict[str, str] = {}
     first: dict[int | str, str] = {}
@@ -172,7 +169,37 @@ def facts_of(slots: Sequence[Slot]) -> Facts:
             as_long_as[slot.name] = first[size]
         else:
             first[size] = slot.name
-    return Facts(per_sample, as_long_as)
+    return Facts(per_sample, as_long_as, _counts(captured, first))
+
+
+def _counts(captured: Captured, by_size: dict[int | str, str]) -> dict[str, str]:
+    """Jagged input -> the input whose values it counts; ``by_size`` names the input of each number of values."""
+    graph, names = captured.program.graph, set(captured.program.graph_signature.user_inputs)
+    slots = dict(
+        zip([n for n in graph.nodes if n.op == "placeholder" and n.name in names], captured.slots, strict=True)
+    )
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.target is not torch.ops.aten.segment_reduce.default:
+            continue
+        lengths = node.kwargs.get("lengths")
+        while lengths is not None and lengths.op == "call_function" and lengths.target in _SAME_NUMBERS:
+            lengths = lengths.args[0]
+        slot = slots.get(lengths)
+        counted = by_size.get(str(node.args[0].meta["val"].shape[0]))
+        if slot is not None and slot.part == "values" and counted not in (None, slot.name):
+            found.setdefault(slot.name, counted)
+    return found
+
+
+_SAME_NUMBERS = {
+    torch.ops.aten.to.dtype,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.contiguous.default,
+    torch.ops.aten.detach.default,
+}
 
 
 def _times_batch(size: int | str) -> int | None:

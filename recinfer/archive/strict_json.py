@@ -141,7 +141,11 @@ def _build_dataclass(kind: Any, value: Any, where: str) -> Any:
         raise _wrong(where, value, "an object")
     hints = _hints(kind)
     fields = dataclasses.fields(kind)
-    optional = {field.name for field in fields if field.default is not dataclasses.MISSING}
+    optional = {
+        field.name
+        for field in fields
+        if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    }
     names = [field.name for field in fields if field.name in value or field.name not in optional]
     if value.keys() != set(names):
         missing, unknown = [n for n in names if n not in value], [k for k in value if k not in hints]

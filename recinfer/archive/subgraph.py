@@ -12,7 +12,14 @@ from torch import fx
 
 from recinfer.archive.manifest import DenseInput
 
-__all__ = ["Program", "subgraph"]
+__all__ = ["Program", "is_assertion", "subgraph"]
+
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """Whether a node only checks what a trace assumes, such as sizes of at least 2."""
+    return node.target is torch._check or any(name in str(node.target) for name in _ASSERTIONS)
 
 
 @dataclass(frozen=True)

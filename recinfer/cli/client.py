@@ -81,7 +81,6 @@ def client_arguments(options: ServerOptions) -> dict[str, Any]:
     """The keyword arguments of InferenceClient and AsyncInferenceClient; raises ConfigError naming a file that cannot
     be read."""
     from recinfer import env
-    from recinfer.serving.wire.tls import read_token
 
     for path in (options.tls_ca, options.tls_cert, options.tls_key):
         if path is not None and not path.is_file():
@@ -91,7 +90,8 @@ def client_arguments(options: ServerOptions) -> dict[str, Any]:
         "version": options.version,
         "label": options.label if isinstance(options, ClientOptions) else "",
         "timeout": options.timeout,
-        "token": (env.token() or "") if options.token_file is None else read_token(options.token_file),
+        "token": (env.token() or "") if options.token_file is None else "",
+        "token_file": options.token_file,
         "tls_ca": options.tls_ca,
         "tls_cert": options.tls_cert,
         "tls_key": options.tls_key,

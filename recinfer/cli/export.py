@@ -113,6 +113,14 @@ def run(
             show_default="reject, or the feature contract's",
         ),
     ] = None,
+    contract: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Feature contract (JSON of FeatureContract.to_dict) by which raw rows become features.",
+            show_default="the checkpoint's",
+        ),
+    ] = None,
     reference: ReferenceOption = None,
     missing_shards: Annotated[
         MissingShards,
@@ -129,6 +137,7 @@ def run(
     """
     from recinfer.archive.captured import collections_of, read_program
     from recinfer.checkpoint import CheckpointReader, resolve_inputs
+    from recinfer.data.contract import FeatureContract
     from recinfer.inference.evaluation import EvalData
     from recinfer.inference.export import export_archive
     from recinfer.inference.recorded import RecordedReference
@@ -148,7 +157,8 @@ def run(
         module = collections_of(exported)
     chosen = _plan(module, plan, world_size, precision, table_precision)
     about = reader.model_json or {}
-    held_out = EvalData.read(eval_data, format.value, reader.contract, eval_limit) if eval_data else None
+    given = reader.contract if contract is None else FeatureContract.read(contract)
+    held_out = EvalData.read(eval_data, format.value, given, eval_limit) if eval_data else None
     recorded = None if reference is None else RecordedReference.read(reference)
     reports: list[ExportReport] = []
 
@@ -163,7 +173,7 @@ def run(
         out,
         name=name or about.get("name") or out.stem,
         version=version or about.get("version") or "1",
-        contract=reader.contract,
+        contract=given,
         inputs=resolve_inputs(inputs) if inputs else (),
         user=user or (),
         missing=_missing(missing),

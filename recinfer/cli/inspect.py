@@ -48,12 +48,19 @@ def run(
         kernel = choose_kernel(device)
     if path.is_dir():
         from recinfer.archive.reader import open_archive
+        from recinfer.vocabulary.described import describe_vocabularies
 
-        manifest = open_archive(path).manifest
+        archive = open_archive(path)
+        manifest = archive.manifest
         output.show(*archive_tables(manifest))
+        vocabularies = describe_vocabularies(archive)
+        if vocabularies:
+            output.show(_vocabulary_table(vocabularies))
         if kernel is not None:
             output.show(f"lookups on {device}: {kernel.name} ({kernel.reason})")
-        described = {} if kernel is None else {"kernel": kernel.name, "kernel_reason": kernel.reason}
+        described: dict[str, Any] = {} if kernel is None else {"kernel": kernel.name, "kernel_reason": kernel.reason}
+        if vocabularies:
+            described["vocabularies"] = vocabularies
         output.finish({**describe_archive(manifest), **described})
     elif path.suffix == ".rqd" and path.exists():
         from recinfer.archive.delta import read_delta
@@ -70,6 +77,27 @@ def run(
         output.finish(describe_plan(plan))
     else:
         raise NotFoundError(f"{path} does not exist; expected an archive folder, a plan.json or a delta (.rqd)")
+
+
+def _vocabulary_table(vocabularies: list[dict[str, Any]]) -> Table:
+    table = Table(
+        "table",
+        "ids",
+        "rows",
+        "load",
+        "bytes",
+        "segments",
+        "unknown ids read",
+        title="vocabularies",
+        title_justify="left",
+    )
+    for each in vocabularies:
+        name = f"{each['module']}.{each['table']}" if each["module"] else each["table"]
+        sizes = f"{each['ids']:,}", f"{each['rows']:,}", f"{each['load']:.2f}", size_text(each["bytes"])
+        table.add_row(name, *sizes, str(each["segments"]), each["unknown"])
+    for column in range(1, 6):
+        table.columns[column].justify = "right"
+    return table
 
 
 def describe_archive(manifest: Manifest) -> dict[str, Any]:

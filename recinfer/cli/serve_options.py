@@ -298,7 +298,10 @@ class SecurityOptions:
 
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the bearer token that every call must carry. Default: RECINFER_TOKEN."),
+        typer.Option(
+            help="File with the bearer token that every call must carry, or with two, one per line; read again when it "
+            "changes. Default: RECINFER_TOKEN."
+        ),
     ] = None
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file of the server's certificate chain.")] = None
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's private key.")] = None

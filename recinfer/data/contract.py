@@ -16,8 +16,11 @@ Shapes: ``B`` rows, ``F`` sparse features, ``N`` ids.
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -217,6 +220,21 @@ class FeatureContract:
             tuple(_build(DenseFeature, entry, "dense feature") for entry in data["dense"]),
             None if data["label"] is None else _build(Label, data["label"], "label"),
         )
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> FeatureContract:
+        """The contract in a JSON file of :meth:`to_dict`.
+
+        Raises:
+            ConfigError: the file cannot be read, or its content is not a contract.
+        """
+        try:
+            data = json.loads(Path(path).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"feature contract {str(path)!r}: {error}; expected a JSON file of FeatureContract.to_dict()"
+            ) from None
+        return cls.from_dict(data)
 
 
 # ---- to data and back

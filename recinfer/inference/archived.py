@@ -150,6 +150,8 @@ def described(info: InputInfo, manifest: Manifest) -> str:
         text = text.replace("any number a sample", f"exactly {signature.per_sample[info.name]} a sample")
     if signature is not None and info.name in signature.as_long_as:
         text += f", as many as {signature.as_long_as[info.name]}"
+    if signature is not None and info.name in signature.counts:
+        text += f", counts of the values of {signature.counts[info.name]}"
     return f"{text} (forward's {info.path})" if info.path != info.name else text
 
 

@@ -40,6 +40,7 @@ from recinfer.distributed.planner.plan.plan import misfits
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
 from recinfer.inference.float_model import FloatModel, FloatRows
+from recinfer.inference.managed_collisions import vocabularies_of
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import cut_and_export, first_manifest, read_positions, table_keys
 from recinfer.inference.progress import byte_bar, spinner
@@ -128,7 +129,8 @@ def make_delta(
     known = {file.path: file.sha256 for file in manifest.files}
     files = {path: data for path, data in files.items() if sha256(data).hexdigest() != known.get(path)}
     requests = [request for request, _ in read_requests(stored)]
-    changes = vocabulary_changes(stored, applied, vocabularies or {})
+    vocabularies = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
+    changes = vocabulary_changes(stored, applied, vocabularies)
     steps = predictor.intake.at(stored, [*applied, changes]).steps
     rows = FloatRows(manifest, [predictor.looked_up(request, steps) for request in requests])
     with delta_file(Path(out), overwrite=overwrite) as path:

@@ -41,6 +41,7 @@ from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
 from recinfer.inference.float_model import FloatModel, FloatRows, PositionWeights
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import output_names
+from recinfer.inference.managed_collisions import vocabularies_of
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
     check_precisions,
@@ -149,7 +150,7 @@ def export_archive(
             parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user, captured)
         manifest = first_manifest(name, version, plan, leaves, contract, parts, missing_shards)
         manifest = with_policies(manifest, missing, out_of_range)
-        vocabularies = vocabularies or {}
+        vocabularies = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
         manifest = replace(manifest, vocabularies=vocabulary_infos(vocabularies))
         try:
             check_before_writing(manifest)

@@ -115,6 +115,8 @@ class IdSteps:
         self._byte_steps = [step for step in self._steps if not step.decoded_only]
         self._drops = frozenset(feature for step in self._steps for feature in step.drops)
         self.in_bytes = bool(self._byte_steps)
+        only = self._byte_steps[0] if len(self._byte_steps) == 1 else None
+        self._from_bytes = only.from_bytes if isinstance(only, ByteStep) else None
 
     def apply(self, features: Bags) -> Bags:
         """The features with the ids that the lookup reads; raises InputError for an id that has no row."""
@@ -158,15 +160,16 @@ class IdSteps:
         pieces: list[bytes] = []
         places: list[BagPlaces] = []
         size = 0
-        step = self._byte_steps[0]
         for keys, bags in parts:
-            if len(self._byte_steps) == 1 and isinstance(step, ByteStep) and self._drops.isdisjoint(keys):
-                compiled = step.from_bytes(data, keys, bags)
+            if self._from_bytes is not None and not (self._drops and self._drops.intersection(keys)):
+                compiled = self._from_bytes(data, keys, bags)
                 if compiled is None:
                     return None
                 pieces.append(compiled)
-                places.append(bags._replace(lengths_at=size, ids_at=size + len(compiled) - 8 * bags.ids, wide=True))
                 size += len(compiled)
+                ids_at = size - 8 * bags.ids
+                lengths_at = size - len(compiled)
+                places.append(BagPlaces(lengths_at, ids_at, bags.ids, True, bags.keys, bags.batch))
                 continue
             ids = np.frombuffer(data, np.int64 if bags.wide else np.int32, bags.ids, bags.ids_at)
             lengths = np.frombuffer(data, np.int32, bags.keys * bags.batch, bags.lengths_at).reshape(
@@ -188,7 +191,7 @@ class IdSteps:
             ]
             places.append(bags._replace(lengths_at=size, ids_at=size + lengths_size, wide=True))
             size += lengths_size + 8 * bags.ids
-        return b"".join(pieces), places
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces), places
 
 
 def _without_dropped(features: Bags, drops: Set[str]) -> Bags:

@@ -76,9 +76,7 @@ class FeatureIntake:
         self._counts = IdCounts(
             self.count_replaced, {name: at for at, name in enumerate(read)}, np.zeros((len(read), 2), np.int64)
         )
-        self._counted = [
-            name for info in manifest.vocabularies for name in _features_of(manifest, info.module, info.table)
-        ]
+        self._counted = [name for name in self._counts.places if name in manifest.raw_features]
 
     def at(self, archive: Archive, deltas: Sequence[IdChanges]) -> FeatureIntake:
         """The intake of a state of the archive: its own steps, and the counters of all states.
@@ -160,10 +158,6 @@ class FeatureIntake:
         """Count out-of-range ids that were replaced by the default row, here or when raw rows were converted."""
         with self._lock:
             self.replaced.update(by_feature)
-
-
-def _features_of(manifest: Manifest, module: str, table: str) -> tuple[str, ...]:
-    return next(t.features for t in manifest.tables if (t.module, t.name) == (module, table))
 
 
 def _check_weights(features: Bags) -> None:

@@ -49,6 +49,7 @@ class NamedInputs:
         self._by_name = {info.name: info for info in self.infos}
         self._per_sample = {} if signature is None else signature.per_sample
         self._as_long_as = {} if signature is None else signature.as_long_as
+        self._counts = {} if signature is None else signature.counts
         self._at_most = {} if signature is None else signature.at_most
         self.dense_name = ""
         if signature is not None and manifest.dense is not None and manifest.dense.num_dense:
@@ -124,7 +125,7 @@ class NamedInputs:
         Raises:
             InputError: names the input and the sample.
         """
-        if not self._per_sample and not self._as_long_as:
+        if not self._per_sample and not self._as_long_as and not self._counts:
             return
         lengths_B: dict[str, NDArray[Any]] = {}
         for part in bags:
@@ -147,6 +148,19 @@ class NamedInputs:
                 sample = int(np.argmax(mine != theirs))
                 raise InputError(
                     f"{self._kind(name)} {name!r}: sample {sample} has {int(mine[sample])} values and {other!r} "
+                    f"{int(theirs[sample])}; this model takes as many of both"
+                )
+        for name, other in self._counts.items():
+            sums, least = next((_sums(part, name) for part in bags if name in part.keys), (none, 0))
+            mine, theirs = np.broadcast_arrays(sums, lengths_B.get(other, none))
+            if least < 0:
+                raise InputError(
+                    f"feature {name!r}: got {least}; expected counts of the values of {other!r}, 0 or more"
+                )
+            if (mine != theirs).any():
+                sample = int(np.argmax(mine != theirs))
+                raise InputError(
+                    f"feature {name!r}: sample {sample} counts {int(mine[sample])} values and {other!r} has "
                     f"{int(theirs[sample])}; this model takes as many of both"
                 )
 
@@ -217,6 +231,16 @@ class NamedInputs:
         if info.weighted and weights is None:
             weights = torch.ones(tensor.shape[0])
         return JaggedTensor.from_parts_unchecked(tensor, weights, lengths)
+
+
+def _sums(bags: Bags, name: str) -> tuple[NDArray[Any], int]:
+    """The sum of the values of the feature ``name`` in each sample, int64 [B], and the least of its values, or 0."""
+    at = bags.keys.index(name)
+    offsets = bags.offsets[at * bags.batch : (at + 1) * bags.batch + 1].astype(np.int64)
+    values = bags.values[offsets[0] : offsets[-1]]
+    total = np.concatenate((np.zeros(1, np.int64), values.cumsum(dtype=np.int64)))
+    ends = total[offsets - offsets[0]]
+    return ends[1:] - ends[:-1], int(values.min(initial=0))
 
 
 def _parts(info: InputSpec, value: Any, batch: int) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -360,7 +360,7 @@ def _lookup_samples(manifest: Manifest) -> Samples:
     return Samples(
         examples={},
         infos=[InputInfo(name, name, "ids", "int64", ("ids",), False) for name in names],
-        facts=Facts({}, {}),
+        facts=Facts({}, {}, {}),
         features=names,
         rows={name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()},
         longest=longest,

@@ -108,11 +108,12 @@ class RecordedReference:
             raise InputError(f"reference {self.path}: got no rows; record at least one batch")
         lengths = {name: self._lengths(name, rows) for name in names}
         offsets = {name: torch.cat([torch.zeros(1, dtype=torch.int64), n.cumsum(0)]) for name, n in lengths.items()}
-        tables = manifest.feature_tables
-        values = {
-            name: self._ids(name, int(offsets[name][-1]), min((t.rows for t in tables.get(name, ())), default=None))
-            for name in names
+        rows_of = {
+            name: min(t.rows for t in tables)
+            for name, tables in manifest.feature_tables.items()
+            if name not in manifest.raw_features
         }
+        values = {name: self._ids(name, int(offsets[name][-1]), rows_of.get(name)) for name in names}
         weights = {name: self._weights(name, name in weighted, len(values[name])) for name in names}
         dense = self._floats(given, (rows, manifest.dense.num_dense)) if manifest.dense.num_dense else None
         outputs = [self._floats(o.name, (rows, *o.shape)) for o in manifest.dense.outputs]
@@ -172,7 +173,7 @@ class RecordedReference:
             raise InputError(
                 f"reference {self.path}: {name}.values has {len(values)} ids, {name}.lengths sum to {count}"
             )
-        if rows is None:  # an ids program makes rows of them
+        if rows is None:  # an ids program or a vocabulary makes rows of them
             return values
         bad = ((values < 0) | (values >= rows)).nonzero()
         if len(bad):

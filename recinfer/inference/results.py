@@ -89,6 +89,7 @@ def input_specs(manifest: Manifest) -> tuple[InputSpec, ...]:
             info.weighted,
             signature.per_sample.get(info.name, 0),
             signature.as_long_as.get(info.name, ""),
+            signature.counts.get(info.name, ""),
             signature.user is not None and info.name in signature.user.names,
         )
         for info in signature.inputs

@@ -41,6 +41,8 @@ class InputSpec:
         weighted: whether each value may have a weight.
         per_sample: the number of values of every sample; 0: any number.
         as_long_as: the input that has as many values in each sample; empty: none.
+        counts: the input whose values this one counts: its numbers of a sample sum to that input's number of values;
+            empty: none.
         user: whether the export named it as the user's: forward's part of these alone runs once for a context.
     """
 
@@ -52,6 +54,7 @@ class InputSpec:
     weighted: bool = False
     per_sample: int = 0
     as_long_as: str = ""
+    counts: str = ""
     user: bool = False
 
     @property
@@ -67,6 +70,8 @@ class InputSpec:
             told.append(f"exactly {self.per_sample} per sample")
         if self.as_long_as:
             told.append(f"as many as {self.as_long_as}")
+        if self.counts:
+            told.append(f"counts of the values of {self.counts}")
         return ", ".join(told)
 
     def expected(self, batch: int | None = None) -> str:

@@ -1,7 +1,8 @@
 """Rewrites the imports and dotted uses of torchrec in one file, by their positions in the syntax tree.
 
 Formatting, comments and strings stay as they are. Every name of torchrec becomes the same name of recinfer. A name that
-recinfer lacks is rewritten and listed; the program fails at it when it runs.
+recinfer lacks is listed. Where a program imports it by ``from ... import``, a stand-in takes its place (recinfer.migrate.missing), so
+that the program is imported and fails where it uses the name; elsewhere, and inside of ``try``, the name is rewritten.
 """
 
 from __future__ import annotations
@@ -70,14 +71,18 @@ class _Uses:
         for line in self._source.splitlines(keepends=True):
             self._line_starts.append(self._line_starts[-1] + len(line))
         self._places: set[int] = set()  # bytes of the source where "torchrec" is to be replaced
+        self._edits: list[tuple[int, int, bytes]] = []  # (start, end, replacement) of bytes after that
         self._bound: dict[str, str] = {}  # name in the file -> dotted name of torchrec
         self._by_own_name = False  # whether `import torchrec` binds the name torchrec
         nodes = list(ast.walk(self.tree))
+        tried = {id(n) for node in nodes if isinstance(node, ast.Try) for part in node.body for n in ast.walk(part)}
         for node in nodes:
             if isinstance(node, ast.Import):
                 self._import(node)
             elif isinstance(node, ast.ImportFrom) and not node.level and _is_torchrec(node.module or ""):
                 self._import_from(node, node.module or "")
+                if id(node) not in tried:  # a program that catches ImportError has its own way
+                    self._stand_in(node, node.module or "")
         inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
         for node in nodes:
             if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
@@ -90,6 +95,8 @@ class _Uses:
         source = bytearray(self._source)
         for place in sorted(self._places, reverse=True):
             source[place : place + len(_THEIRS)] = _OURS.encode()
+        for start, end, text in sorted(self._edits, reverse=True):
+            source[start:end] = text
         return source.decode()
 
     def _import(self, node: ast.Import) -> None:
@@ -110,6 +117,34 @@ class _Uses:
             self.names.append((alias.lineno, name))
             self._bound[alias.asname or alias.name] = name
 
+    def _stand_in(self, node: ast.ImportFrom, module: str) -> None:
+        """Replace the names that recinfer lacks in an import that has its lines for itself."""
+        lacking = [a for a in node.names if a.name != "*" and not is_here(f"{module}.{a.name}")]
+        start, end = self._place(node), self._end(node)
+        line = self._line_starts[node.lineno - 1]
+        line_end = self._line_starts[node.end_lineno or node.lineno]
+        rest = self._source[end:line_end].strip()
+        indent = self._source[line:start]
+        if not lacking or indent.strip() or (rest and not rest.startswith(b"#")):
+            return
+        newline = b"\r\n" if self._source[line:line_end].endswith(b"\r\n") else b"\n"
+        lines = [b"from recinfer.migrate.missing import absent_name"]
+        for alias in lacking:
+            name = f"{module}.{alias.name}".removeprefix(f"{_THEIRS}.")
+            lines.append(f'{alias.asname or alias.name} = absent_name("{name}")'.encode())
+        text = (newline + indent).join(lines)
+        kept = [alias for alias in node.names if alias not in lacking]
+        if not kept:
+            self._edits.append((start, end, text))
+            return
+        starts = [*map(self._place, node.names), self._end(node.names[-1])]
+        chunks = {id(a): (starts[i], starts[i + 1]) for i, a in enumerate(node.names)}
+        names = b"".join(self._source[slice(*chunks[id(a)])] for a in kept[:-1])
+        names += self._source[self._place(kept[-1]) : self._end(kept[-1])]
+        self._edits.append((starts[0], starts[-1], names))
+        last = line_end - len(newline) if self._source[:line_end].endswith(newline) else line_end
+        self._edits.append((last, last, newline + indent + text))
+
     def _use(self, node: ast.Attribute | ast.Name) -> None:
         """Record a name, or a chain of attributes that starts with one."""
         root, *parts = reversed(list(_chain(node)))
@@ -123,6 +158,11 @@ class _Uses:
 
     def _place(self, node: ast.alias | ast.ImportFrom | ast.Name) -> int:
         return self._line_starts[node.lineno - 1] + node.col_offset
+
+    def _end(self, node: ast.alias | ast.ImportFrom) -> int:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self._line_starts[node.end_lineno - 1] + node.end_col_offset
 
     def _replace(self, node: ast.alias | ast.ImportFrom | ast.Name, place: int) -> None:
         if self._source.startswith(_THEIRS.encode(), place):

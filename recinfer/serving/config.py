@@ -220,7 +220,8 @@ class SecurityConfig:
 
     Attributes:
         token: bearer token that every call must carry; None: the token of ``token_file``.
-        token_file: file with the token; None: the token of RECINFER_TOKEN, if it is set.
+        token_file: file with the token, or with two while callers change from one to the other, one per line; None: the token
+            of RECINFER_TOKEN, if it is set.
         tls_cert, tls_key: PEM files of the server's certificate chain and key; both or neither.
         tls_client_ca: PEM file of the authority that signs client certificates (mutual TLS).
         insecure: allow a host beyond loopback without a token.
@@ -234,24 +235,25 @@ class SecurityConfig:
     insecure: bool = False
 
     def read(self, *, worker: bool = False) -> Security:
-        """The settings with the token that its file holds now.
+        """The settings with the token that its file holds now; a server reads the files of tokens and certificates again when
+        they change.
 
         Args:
-            worker: whether this process is a worker. The supervisor passes its token in the environment of its workers,
-                so that a restarted worker has the token of the others even if the file has changed.
+            worker: whether this process is a worker. The supervisor passes its token in the environment of its workers, so
+                that a restarted worker can serve while the file is bad.
 
         Raises:
             ConfigError: an unreadable file, a bad token, or settings that do not go together.
         """
         from recinfer.serving.server.security import Security
-        from recinfer.serving.wire.tls import read_token
 
-        given, environment = self.token, env.token()
-        if given is None:
-            from_environment = self.token_file is None or (worker and environment is not None)
-            given = environment if from_environment or self.token_file is None else read_token(self.token_file)
+        follows_file = self.token is None and self.token_file is not None
+        given = self.token
+        if given is None and (worker or not follows_file):
+            given = env.token()
         return Security(
             token=given,
+            token_file=self.token_file if follows_file else None,
             tls_cert=self.tls_cert,
             tls_key=self.tls_key,
             client_ca=self.tls_client_ca,
@@ -364,7 +366,9 @@ class ServeConfig:
     @property
     def reloads(self) -> bool:
         """Whether the server reads files again on SIGHUP."""
-        return self.role.shards is not None or self.models.follows_store
+        security = self.security
+        follows_files = security.token_file is not None or security.tls_cert is not None
+        return self.role.shards is not None or self.models.follows_store or follows_files
 
     def of_worker(self, port: int, http_port: int | None) -> ServeConfig:
         """The settings of a worker, which serves the ports that its supervisor holds."""

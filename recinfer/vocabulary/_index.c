@@ -13,7 +13,7 @@
 
 #define SLOTS 5
 #define AHEAD 16 /* ids between the fetch of a bucket and its probe */
-#define LONG_WORK 512
+#define LONG_WORK 4096 /* ids for which other Python threads run meanwhile */
 
 typedef struct {
     int64_t ids[SLOTS];
@@ -299,10 +299,10 @@ static PyObject *build_method(PyObject *module, PyObject *args) {
 
 /* -- checking ---------------------------------------------------------------------------------------------------------- */
 
-enum { SOUND, SLOTS_WRONG, ROW_OUTSIDE, ID_LOST, ID_TWICE };
+enum { SOUND, SLOTS_WRONG, ROW_OUTSIDE, ID_LOST, ID_TWICE, ROW_TWICE };
 
-/* What is wrong with the ids of a bucket, and the place of the first one that is. */
-static int check_bucket(const Index *index, const Segments *segments, uint64_t number, uint64_t rows, int *place) {
+/* What is wrong with the ids of a bucket, and the place of the first one that is. `taken`: a bit for each row. */
+static int check_bucket(const Index *index, const Segments *segments, uint64_t number, uint64_t rows, uint8_t *taken, int *place) {
     const Bucket *bucket = index->buckets + number;
     *place = 0;
     if (bucket->used > SLOTS || bucket->away > 1 || bucket->zero)
@@ -316,6 +316,9 @@ static int check_bucket(const Index *index, const Segments *segments, uint64_t n
         const uint64_t row = bucket->rows[i];
         if (row >= rows)
             return ROW_OUTSIDE;
+        if (taken[row >> 3] >> (row & 7) & 1)
+            return ROW_TWICE;
+        taken[row >> 3] |= (uint8_t)(1u << (row & 7));
         if (segments->count > 1) {
             const Segment *own = segments->all + segment_of(segments, id);
             if ((int64_t)row < own->first_row || (int64_t)row >= own->first_row + own->num_rows)
@@ -350,24 +353,30 @@ static int read_segments(PyObject *object, Py_buffer *view, unsigned long long b
 PyDoc_STRVAR(check_doc,
              "check(buckets, sections, section_buckets, seed, rows, segments, block)\n--\n\n"
              "(what is wrong, number of the bucket, place in it, ids): 0 if nothing is, 1 a slot, 2 a row, 3 an id that no probe\n"
-             "finds, 4 an id that occurs twice. `rows` of the table; `segments`, int64 [S, 4], with `block` ids each.");
+             "finds, 4 an id and 5 a row that occurs twice. `rows` of the table; `segments`, int64 [S, 4], with `block` ids each.");
 
 static PyObject *check_method(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *buffer, *segments_object, *result = NULL;
     unsigned long long sections, section_buckets, seed, rows, block;
     Py_buffer view = {0}, segments_view = {0};
+    uint8_t *taken = NULL;
     Index index;
     Segments segments;
     if (!PyArg_ParseTuple(args, "OKKKKOK", &buffer, &sections, &section_buckets, &seed, &rows, &segments_object, &block) ||
         PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE) < 0 || !open_index(&view, sections, section_buckets, seed, &index) ||
         !read_segments(segments_object, &segments_view, block, &segments))
         goto close;
+    taken = calloc(rows / 8 + 1, 1);
+    if (taken == NULL) {
+        PyErr_NoMemory();
+        goto close;
+    }
     uint64_t number = 0, ids = 0;
     int wrong = SOUND, place = 0;
     Py_BEGIN_ALLOW_THREADS
     for (; number < index.count; number++) {
-        wrong = check_bucket(&index, &segments, number, rows, &place);
+        wrong = check_bucket(&index, &segments, number, rows, taken, &place);
         if (wrong)
             break;
         ids += index.buckets[number].used;
@@ -375,6 +384,7 @@ static PyObject *check_method(PyObject *module, PyObject *args) {
     Py_END_ALLOW_THREADS
     result = Py_BuildValue("iKiK", wrong, (unsigned long long)number, place, (unsigned long long)ids);
 close:
+    free(taken);
     if (view.obj != NULL)
         PyBuffer_Release(&view);
     if (segments_view.obj != NULL)

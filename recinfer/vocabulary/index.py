@@ -147,6 +147,7 @@ _WRONG = {
     2: ("V6", "id {id} has row {row}, which is not a row of the id's segment of the table"),
     3: ("V6", "id {id} is where no probe finds it"),
     4: ("V6", "id {id} occurs twice"),
+    5: ("V6", "id {id} has row {row}, which another id has too"),
 }
 
 

@@ -397,6 +397,29 @@ def test_an_example_batch_shows_that_each_sample_has_one_id() -> None:
     assert cut(Target(), batches=((ones,),)).signature.per_sample == {"item": 1}
 
 
+def test_sizes_of_ids_that_forward_joins_and_hashes_are_known() -> None:
+    """Rows are taken as one a sample, which is known of the joined ids only as long as their parts are."""
+
+    class Hashed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            tables = [EmbeddingConfig(9, 4, name, feature_names=[name]) for name in ("user", "item")]
+            self.ec = EmbeddingCollection(tables=tables)
+
+        def forward(self, features: KeyedJaggedTensor) -> Tensor:
+            user, item = features["user"], features["item"]
+            ids = torch.cat([user.values(), item.values()]) * 7 % 9
+            rows = self.ec(
+                KeyedJaggedTensor(["user", "item"], ids, lengths=torch.cat([user.lengths(), item.lengths()]))
+            )
+            return (rows["user"].values() * rows["item"].values()).sum(1) + user.lengths()
+
+    ones = KeyedJaggedTensor(["user", "item"], torch.arange(6), lengths=torch.ones(6, dtype=torch.int64))
+    found = cut(Hashed(), batches=((ones,),))
+    assert found.signature.per_sample == {"user": 1, "item": 1}
+    assert [feature.name for feature in found.computed] == ["user", "item"]
+
+
 def test_a_split_of_the_sparse_input_goes_to_two_modules() -> None:
     class Split(TwoCollections):
         def forward(self, dense, sparse):

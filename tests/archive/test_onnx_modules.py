@@ -186,6 +186,13 @@ NOT_DENSE = {
     "FeatureProcessorsCollection",
     "PositionWeightedModuleCollection",
     "PositionWeightedProcessor",
+    "BaseManagedCollisionEmbeddingCollection",
+    "HashZchManagedCollisionModule",
+    "MCHManagedCollisionModule",
+    "ManagedCollisionCollection",
+    "ManagedCollisionEmbeddingBagCollection",
+    "ManagedCollisionEmbeddingCollection",
+    "ManagedCollisionModule",
 }
 
 

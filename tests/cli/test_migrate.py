@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from recinfer.errors import InputError
+from recinfer.errors import InputError, NotFoundError
 from recinfer.migrate import migrate_file
 from recinfer.migrate.absent import INSTEAD
 from recinfer.migrate.names import instead_of, is_here
@@ -96,6 +97,62 @@ def test_forms_of_import(before: str, after: str, tmp_path: Path) -> None:
     assert migrate_file(write(tmp_path / "program.py", before)).after == after
 
 
+# fmt: off
+ABSENT = "from recinfer.migrate.missing import absent_name"
+STOOD_IN = [
+    ("from torchrec.metrics.recall import RecallMetric as R  # why\n", f"{ABSENT}\nR = absent_name(\"metrics.recall.RecallMetric\")  # why\n"),
+    ("from torchrec.types import DataType, Nothing", f"from recinfer.types import DataType\n{ABSENT}\nNothing = absent_name(\"types.Nothing\")"),
+    ("from torchrec.types import Nothing, DataType as D\n", f"from recinfer.types import DataType as D\n{ABSENT}\nNothing = absent_name(\"types.Nothing\")\n"),
+    (
+        "def f():\n    from torchrec.types import (\n        Nothing,\n        DataType,  # é\n        Never,\n    )  # end\r\n    return Never\n",
+        f"def f():\n    from recinfer.types import (\n        DataType,\n    )  # end\r\n    {ABSENT}\r\n    Nothing = absent_name(\"types.Nothing\")\r\n"
+        "    Never = absent_name(\"types.Never\")\r\n    return Never\n",
+    ),
+    ("if True: from torchrec.types import Nothing\n", "if True: from recinfer.types import Nothing\n"),
+    ("from torchrec.types import Nothing; x = 1\n", "from recinfer.types import Nothing; x = 1\n"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("before", "after"), STOOD_IN)
+def test_stand_ins_for_imports_of_missing_names(before: str, after: str, tmp_path: Path) -> None:
+    change = migrate_file(write(tmp_path / "program.py", before))
+    assert change.after == after
+    assert {name.name.rpartition(".")[2] for name in change.missing} <= {"RecallMetric", "Nothing", "Never"}
+    again = migrate_file(write(tmp_path / "program.py", after))
+    assert (again.changed, again.by_hand) == (False, ())
+
+
+def test_a_program_runs_until_it_uses_a_missing_name(tmp_path: Path) -> None:
+    program = """
+from typing import Optional
+from torchrec.distributed.planner.enumerators import EmbeddingTower, ParameterConstraints
+from torchrec.metrics.recall import RecallMetric
+
+def is_tower(module: Optional[EmbeddingTower]) -> bool:
+    return isinstance(module, EmbeddingTower)
+
+class Mine(RecallMetric):
+    kind = RecallMetric.kind
+"""
+    names: dict[str, Any] = {}
+    exec(migrate_file(write(tmp_path / "program.py", program)).after, names)
+    assert not names["is_tower"](3)
+    assert names["ParameterConstraints"]
+    text = r"torchrec.distributed.planner.enumerators.EmbeddingTower is not in recinfer; two modules: an EmbeddingBag"
+    for use in (names["EmbeddingTower"], lambda: 2 * names["EmbeddingTower"], lambda: 3 in names["EmbeddingTower"]):
+        with pytest.raises(NotFoundError, match=text):
+            use()
+    with pytest.raises(
+        NotFoundError, match=r"torchrec\.metrics\.recall\.RecallMetric is not in recinfer; torchmetrics"
+    ):
+        names["Mine"]()
+    with pytest.raises(
+        NotFoundError, match=r"torchrec\.metrics\.recall\.RecallMetric\.kind is not in recinfer; torchmetrics"
+    ):
+        names["Mine"].kind()
+
+
 def test_the_encoding_stays(tmp_path: Path) -> None:
     text = "# -*- coding: latin-1 -*-\nname = 'é'; import torchrec\n"
     path = write(tmp_path / "program.py", text, "latin-1")
@@ -149,7 +206,10 @@ def test_missing_names_are_listed_and_the_files_written(tmp_path: Path) -> None:
     name = "torchrec.datasets.utils.ParallelReadConcat"
     assert said["missing"] == [{"file": str(program), "line": 1, "name": name, "instead": INSTEAD[name]}]
     assert said["changed"] == [str(program)] and said["written"] and str(broken) in said["unread"][0]
-    assert program.read_text() == "from recinfer.datasets.utils import Batch, ParallelReadConcat\n"
+    assert program.read_text() == (
+        f"from recinfer.datasets.utils import Batch\n{ABSENT}\n"
+        'ParallelReadConcat = absent_name("datasets.utils.ParallelReadConcat")\n'
+    )
     write(program, "from torchrec.nowhere import This\n")
     code, out, _ = invoke("migrate", program)
     assert code == 1

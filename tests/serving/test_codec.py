@@ -53,7 +53,7 @@ def test_field_numbers_are_the_wire_contract():
         "SequenceOutput": {"key": 1, "dim": 2, "lengths": 3, "values": 4},
         "PredictRequest": {
                 "model": 1, "version": 2, "features": 3, "dense": 4, "context": 5, "raw": 6, "inputs": 7,
-                "context_inputs": 8, "label": 15,
+                "context_inputs": 8, "raw_context": 9, "label": 15,
             },
             "NamedInput": {"name": 1, "dtype": 2, "shape": 3, "values": 4, "lengths": 5, "weights": 6},
         "NamedTensor": {"name": 1, "shape": 2, "values": 3},
@@ -64,6 +64,7 @@ def test_field_numbers_are_the_wire_contract():
             },
             "InputInfo": {
                 "name": 1, "path": 2, "kind": 3, "dtype": 4, "shape": 5, "weighted": 6, "per_sample": 7, "as_long_as": 8,
+                "user": 9, "counts": 10,
             },
         "ModelInfo": {
             "name": 1, "version": 2, "features": 3, "num_dense": 4, "precision": 5, "plan_hash": 6,

@@ -147,6 +147,7 @@ def plain(counts: list[int], **more: Any) -> dict[str, Any]:
     requests = [{"method": "Lookup", "code": "OK", "count": counts[0]}]
     answers = {"requests": requests, "latency": {"Lookup": histogram}}
     model = {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 1}, "missing": {"a": 2}, **answers}
+    model |= {"known": {"b": 4}, "unknown": {}}
     return {
         "uptime": 3.0,
         "workers": 1,
@@ -154,6 +155,7 @@ def plain(counts: list[int], **more: Any) -> dict[str, Any]:
         "load": 0.5,
         **answers,
         "unnamed": answers,
+        "security": {"certificate_expiry": float(counts[0]), "rereads": {"tls": {"ok": 1, "failed": 2}}},
         "stages": {"decode": histogram},
         "samples": histogram,
         "queue": {"waiting": 2, "running": 1, "runs": 5, "requests": 9, "samples": 9, "expired": 0, "refused": 1},
@@ -173,8 +175,10 @@ def test_statuses_are_summed():
     summed = {name: merged[name] for name in ("requests", "latency")}
     assert merged["models"] == [
         {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 3}, "missing": {"a": 6}, **summed}
+        | {"known": {"b": 12}, "unknown": {}}
     ]
     assert merged["unnamed"] == summed
+    assert merged["security"] == {"certificate_expiry": 1.0, "rereads": {"tls": {"ok": 3, "failed": 6}}}
     nobody = merge_statuses([], [only_counts(plain([1, 0]))])
     assert (nobody["workers"], nobody["models"], nobody["requests"][0]["count"]) == (0, [], 1)
     assert nobody["load"] == 0.0

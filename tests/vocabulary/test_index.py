@@ -255,6 +255,8 @@ def damaged(index: IdIndex, change: str) -> bytes:
         data[at + 63] = 1
     elif change == "row outside":
         _set(data, at + 40, index.shape.rows, 4)
+    elif change == "row twice":
+        data[at + 44 : at + 48] = data[at + 40 : at + 44]
     elif change == "lost id":
         _set(data, at, int.from_bytes(data[at : at + 8], "little", signed=True) ^ 0x10101)
     elif change == "twice":
@@ -285,6 +287,7 @@ def damaged(index: IdIndex, change: str) -> bytes:
         ("a mark", "V5"),
         ("spare bytes", "V5"),
         ("row outside", "V6"),
+        ("row twice", "V6"),
         ("lost id", "V6"),
         ("twice", "V6"),
         ("unmarked", "V6"),

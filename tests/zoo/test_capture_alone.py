@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import recinfer.capture
-from recinfer.capture import read_capture
+from recinfer.archive.captured import read_program
+from recinfer.capture import capture, read_capture
+from tests.zoo.drawing import Draw
+from tests.zoo.easyrec import VariationalDropout
 
 TYPES = """
 from dataclasses import dataclass
@@ -139,3 +142,9 @@ def test_one_file_captures_without_recinfer(tmp_path: Path) -> None:
     (module,) = captured.modules
     assert (module.path, module.features, module.dims) == ("ebc", ("user", "item", "hist"), (4, 4, 4))
     assert captured.outputs == ("output",)
+
+
+def test_a_file_has_no_operator_that_no_output_needs(tmp_path: Path) -> None:
+    """The penalty divides a number by the number of samples, which D1 refuses."""
+    capture(VariationalDropout().eval(), VariationalDropout.draw(Draw(6, 1))).save(tmp_path / "model.rqp")
+    assert "truediv" not in str(read_program(tmp_path / "model.rqp").program.graph)

@@ -25,6 +25,7 @@ from recinfer.inference.prepare import CutModel, cut_and_export
 from recinfer.modules.embedding_configs import DataType
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from tests.archive.models import make_archive
+from tests.zoo import easyrec as e
 from tests.zoo import rankers as r
 from tests.zoo import sequences as s
 from tests.zoo.drawing import Draw
@@ -41,11 +42,12 @@ class Kind:
     Attributes:
         model: has a static method ``draw`` that gives arguments of forward.
         inputs: the inputs beside ids, by name; empty where they are one matrix, which ``dense`` carries, or none.
-        per_sample, as_long_as: the facts.
+        per_sample, as_long_as, counts: the facts.
         computed: the features that the ids program computes.
         engine: of the dense program.
         batches: number of example batches; 0: the export makes one.
         int8: also export with INT8 tables.
+        user: the inputs of the user, whose part of forward is a program of its own.
         also: a further check of the archive.
     """
 
@@ -53,10 +55,12 @@ class Kind:
     inputs: tuple[str, ...] = ()
     per_sample: dict[str, int] = field(default_factory=dict)
     as_long_as: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, str] = field(default_factory=dict)
     computed: tuple[str, ...] = ()
     engine: str = "onnx"
     batches: int = 1
     int8: bool = False
+    user: tuple[str, ...] = ()
     also: Callable[[Predictor], None] = lambda _: None
 
 
@@ -68,6 +72,23 @@ def check_free_axes(predictor: Predictor) -> None:
     long = {name: value.repeat(1, 5) for name, value in (("words", words), ("seen", seen))}
     with pytest.raises(InputError, match="input 'words': got an axis of 25; this model takes at most 20"):
         predictor.predict(None, ids, inputs=long)
+
+
+def check_counts(predictor: Predictor) -> None:
+    """The numbers of ids of each step are those that the ids have."""
+    model, arguments = e.StepsOfSeveralIds(), e.StepsOfSeveralIds.draw(Draw(6, 1))
+    features = request_of(predictor.manifest, model, arguments).features
+    assert features is not None
+    columns = {key: features[key].to_dense() for key in features.keys()}  # noqa: SIM118
+    counts, tags = "batch.sequence_mulval_lengths.base.hist_tags", "batch.sparse_features.base.hist_tags"
+    more = {**columns, tags: [*columns[tags][:3], torch.cat([columns[tags][3], torch.tensor([1])]), *columns[tags][4:]]}
+    had = len(columns[tags][3])
+    with pytest.raises(InputError, match=f"'{counts}': sample 3 counts {had} values and '{tags}' has {had + 1}"):
+        predictor.predict(None, more)
+    negative = {**columns, counts: [*columns[counts][:5], columns[counts][5] - 10]}
+    with pytest.raises(InputError, match=f"'{counts}': got -.*; expected counts of the values of '{tags}', 0 or more"):
+        predictor.predict(None, negative)
+    assert f"counts of the values of {tags}" in {spec.facts for spec in predictor.inputs.specs}
 
 
 # fmt: off
@@ -111,6 +132,18 @@ KINDS = [
     Kind(s.SegmentReduce),
     Kind(s.JaggedSoftmax, per_sample={"item": 1}),
     Kind(s.FbgemmOperators, per_sample={"item": 1}),
+    # TorchEasyRec
+    Kind(
+        e.StepsOfSeveralIds,
+        counts={
+            f"batch.sequence_mulval_lengths.base.{name}": f"batch.sparse_features.base.{name}"
+            for name in ("hist_tags", "hist_words")
+        },
+        also=check_counts,
+    ),
+    Kind(e.ValuesAsColumns, per_sample={"last": 3}),
+    Kind(e.VariationalDropout),
+    Kind(e.TwoTowers, user=("user", "age")),
 ]
 # fmt: on
 
@@ -196,7 +229,9 @@ def export(kind: Kind, folder: Path, precision: DataType) -> tuple[nn.Module, Pr
     torch.manual_seed(3)
     model = kind.model().eval()
     inputs = [kind.model.draw(Draw(6 + i, 10 + i)) for i in range(kind.batches)]
-    make_archive(folder, model=model, ranks=1, precision=precision, kinds=("table_wise",), inputs=inputs)
+    make_archive(
+        folder, model=model, ranks=1, precision=precision, kinds=("table_wise",), inputs=inputs, user=kind.user
+    )
     return model, load(folder / "small.rqa")
 
 
@@ -221,9 +256,12 @@ def test_an_archive_answers_as_its_model(kind: Kind, tmp_path: Path, monkeypatch
         tuple(info.name for info in manifest.named_inputs),
         manifest.signature.per_sample,
         manifest.signature.as_long_as,
+        manifest.signature.counts,
         () if ids is None else ids.features,
         manifest.dense.engine,
-    ) == (kind.inputs, kind.per_sample, kind.as_long_as, kind.computed, kind.engine), manifest.dense.onnx_refused
+    ) == (kind.inputs, kind.per_sample, kind.as_long_as, kind.counts, kind.computed, kind.engine), (
+        manifest.dense.onnx_refused
+    )
     kind.also(predictor)
     if kind.int8:  # the programs are the same ones: tracing takes most of the time
         monkeypatch.setattr(export_module, "cut_and_export", lambda *args: programs[0])
@@ -248,6 +286,11 @@ def check_one_user(kind: Kind, model: nn.Module, predictor: Predictor) -> None:
         expected = model(*arguments)
     answer = predictor.predict(candidates.dense, candidates.features, first_sample(users.features), candidates.inputs)
     check(answer, expected, TOLERANCE)
+    signature = predictor.manifest.signature
+    assert signature is not None
+    assert (() if signature.user is None else signature.user.names) == kind.user
+    if signature.user is not None:  # the tower runs there, and nothing of the user behind it but its vector
+        assert len(signature.user.between) == 1
 
 
 def first_sample(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -27,7 +27,11 @@ def fan_out_of(config: ServeConfig, security: Security) -> FanOut | None:
     role = config.role
     if role.shards is None:
         return None
-    pool = ReplicaPool(role.shards, token=security.token, max_response_bytes=config.limits.max_response_bytes)
+    pool = ReplicaPool(
+        role.shards,
+        token=lambda: next(iter(security.tokens), None),
+        max_response_bytes=config.limits.max_response_bytes,
+    )
     return FanOut(pool, missing=role.missing_shards)
 
 

@@ -52,7 +52,7 @@ class RunningServer:
 
             log_as_json()
         security = config.security.read()
-        self._token = security.token or ""
+        self._security = security
         self._is_stopped = False
         self._service = load_service(config, security, report)
         self.ready: Ready = self._service.start()
@@ -86,7 +86,7 @@ class RunningServer:
 
         if not isinstance(self.ready, ReadyModels):
             raise InputError("client: this is a shard server; connect to a ranker")
-        return InferenceClient(self.target, **{"token": self._token, **options})
+        return InferenceClient(self.target, **{"token": next(iter(self._security.tokens), ""), **options})
 
     def stop(self, grace: float | None = None) -> None:
         """Let running requests end for up to ``grace`` seconds (None: the setting ``drain_seconds``), then close. A second

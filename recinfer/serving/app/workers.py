@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,11 @@ from recinfer.serving.app.service import Report
 from recinfer.serving.config import ServeConfig
 from recinfer.serving.engine.poll import PollLoop, StorePoller
 from recinfer.serving.server.http_server import HttpServer
-from recinfer.serving.server.security import Security
+from recinfer.serving.server.security import Security, follow_files
 from recinfer.serving.server.telemetry.metrics import Status
 from recinfer.serving.server.telemetry.metrics_http import metrics_server
 from recinfer.serving.wire.address import check_address, hold_address
-from recinfer.serving.wire.loop import run_on_loop
+from recinfer.serving.wire.loop import run_on_loop, start_on_loop
 from recinfer.serving.workers.supervisor import Supervisor
 
 __all__ = ["WorkersService", "worker_command"]
@@ -58,6 +59,8 @@ class WorkersService:
         self._config = config
         address, models = config.address, config.models
         self._loop = self._poll_loop()
+        self._security = security
+        self._follows: Future[None] | None = None
         self._metrics = self._metrics_server(security)
         self._http = None if address.http_port is None else hold_address(address.host, address.http_port)
         bound_http = None if self._http is None else int(self._http.getsockname()[1])
@@ -75,7 +78,7 @@ class WorkersService:
                 timeout=models.worker_timeout,
                 report=report,
                 one_first=models.model_store is not None,
-                environment=None if security.token is None else env.child_environment(RECINFER_TOKEN=security.token),
+                environment=env.child_environment(RECINFER_TOKEN=security.tokens[0]) if security.tokens else None,
             )
         except BaseException:
             if self._http is not None:
@@ -122,6 +125,7 @@ class WorkersService:
             metrics_port = None
             if self._metrics is not None:
                 run_on_loop(self._metrics.start())
+                self._follows = start_on_loop(follow_files(self._security))
                 metrics_port = self._metrics.port
             on_ready(replace(ReadyModels.from_json(answer), metrics_port=metrics_port))
             if self._loop is not None:
@@ -134,6 +138,8 @@ class WorkersService:
 
     def _close(self) -> None:
         """Close all but the supervisor, which closes with the end of its run."""
+        if self._follows is not None:
+            self._follows.cancel()
         if self._metrics is not None:
             run_on_loop(self._metrics.stop(), timeout=_METRICS_END_S)
         if self._loop is not None:

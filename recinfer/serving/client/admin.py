@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import grpc
+
 from recinfer.errors import InputError
-from recinfer.serving.client.calls import channel_to, invoke, security_of
+from recinfer.serving.client.calls import channel_to, invoke
+from recinfer.serving.client.credentials import ClientCredentials
 from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.arrays import parse
 from recinfer.serving.wire.proto import admin_pb2 as pb
-from recinfer.serving.wire.tls import authorization
 
 __all__ = ["AdminClient", "LoadedVersion", "ShardReplica"]
 
@@ -74,7 +76,7 @@ class AdminClient:
     takes a ``reason``, which the server writes into its log.
 
     Args:
-        target, token, tls_ca, tls_cert, tls_key: the same as in InferenceClient.
+        target, token, token_file, tls_ca, tls_cert, tls_key: the same as in InferenceClient.
         tls_name: name in the server's certificate; empty: the target's host.
         timeout: seconds until a call fails with DeadlineError; loading reads and checks a whole archive.
 
@@ -98,11 +100,13 @@ class AdminClient:
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         tls_name: str = "",
+        token_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self.target = target
         self.timeout = timeout
-        self._metadata = authorization(token)
-        self.channel = channel_to(target, *security_of(tls_ca, tls_cert, tls_key, tls_name))
+        self._credentials = ClientCredentials(token, token_file, tls_ca, tls_cert, tls_key, tls_name)
+        self.channel = channel_to(target, self._credentials.channel, self._credentials.options)
+        self._retired: list[grpc.Channel] = []
 
     def list_models(self) -> Loaded:
         """All loaded versions."""
@@ -154,7 +158,8 @@ class AdminClient:
 
     def close(self) -> None:
         """Close the channel; calls after it fail."""
-        self.channel.close()
+        for channel in (*self._retired, self.channel):
+            channel.close()
 
     def __enter__(self) -> AdminClient:
         return self
@@ -168,6 +173,9 @@ class AdminClient:
 
     def _answer(self, name: str, reason: str = "", **fields: Any) -> pb.ModelList:
         verb = VERBS[name]
+        if self._credentials.changed():
+            self._retired.append(self.channel)  # a call of another thread may still run on it
+            self.channel = channel_to(self.target, self._credentials.channel, self._credentials.options)
         request = verb.request(**fields, **({"change": pb.Change(reason=reason)} if verb.changes else {}))
         answer = invoke(
             self.channel.unary_unary(f"/{_SERVICE}/{name}"),
@@ -175,7 +183,7 @@ class AdminClient:
             self.target,
             self.timeout,
             start_with="recinfer serve --model-store DIR --admin --port N",
-            metadata=self._metadata,
+            metadata=self._credentials.metadata,
         )
         return parse(pb.ModelList, answer)
 

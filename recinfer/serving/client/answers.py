@@ -116,7 +116,10 @@ def decode_description(answer: bytes) -> ModelDescription:
         for f in info.features
     )
     inputs = tuple(
-        InputSpec(i.name, i.path, i.kind, i.dtype, _shape(i.shape), i.weighted, i.per_sample, i.as_long_as, i.user)
+        InputSpec(
+            *(i.name, i.path, i.kind, i.dtype, _shape(i.shape), i.weighted, i.per_sample),
+            *(i.as_long_as, i.counts, i.user),
+        )
         for i in info.inputs
     )
     contract = None

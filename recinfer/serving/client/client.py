@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -23,14 +24,14 @@ from recinfer.serving.client.answers import (
     torch_is_installed,
 )
 from recinfer.serving.client.bulk import ScoredRow, score, score_async
-from recinfer.serving.client.calls import channel_to, security_of, translated
+from recinfer.serving.client.calls import channel_to, translated
 from recinfer.serving.client.columns import as_raw
+from recinfer.serving.client.credentials import ClientCredentials
 from recinfer.serving.client.retry import Retries, check_timeout
 from recinfer.serving.client.throttle import Throttle
 from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.fields import bytes_field
 from recinfer.serving.wire.proto import inference_pb2 as pb
-from recinfer.serving.wire.tls import authorization
 from recinfer.serving.wire.tracing import Metadata, client_span
 
 __all__ = [
@@ -70,6 +71,7 @@ class _Client:
         tls_name: str = "",
         tensors: bool | None = None,
         label: str = "",
+        token_file: str | os.PathLike[str] | None = None,
     ) -> None:
         if retries < 0:
             raise InputError(f"retries: got {retries}, expected 0 or more")
@@ -87,11 +89,11 @@ class _Client:
         self.retries = retries
         # One throttle per call, as a server may refuse predictions while it accepts lookups.
         self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
-        self._metadata = authorization(token)
         if tensors and not torch_is_installed():
             raise UnavailableError("tensors: torch is not installed; pip install 'recinfer[cpu]', or leave tensors out")
         self.tensors = torch_is_installed() if tensors is None else tensors
-        self._credentials, self._options = security_of(tls_ca, tls_cert, tls_key, tls_name)
+        self._credentials = ClientCredentials(token, token_file, tls_ca, tls_cert, tls_key, tls_name)
+        self._longest = timeout  # seconds of the longest call so far
         self._open()
 
     def _open(self) -> None:
@@ -134,10 +136,11 @@ class InferenceClient(_Client):
             that the server names.
         throttle: hold lookups and predictions back while a full server refuses many: the client sends a twentieth more than
             the server accepts, so that the server has time to answer. Held-back calls wait and try again as refused calls do.
-        token: bearer token; empty: no token.
+        token: bearer token; empty: no token. ``token_file``: a file with the token, instead of ``token``.
         tls_ca: PEM file of the authority that signed the server's certificate; None: no TLS.
         tls_cert, tls_key: PEM files of this client's certificate, for mutual TLS.
         tls_name: name in the server's certificate; empty: the target's host.
+            The client reads the files of the token and of certificates again when they change.
         label: label of every call's version, such as ``canary``, instead of ``version``; empty: no label.
         tensors: answers hold torch's tensors (True; torch is then imported) or numpy's arrays (False); None: tensors where torch
             is installed.
@@ -149,7 +152,14 @@ class InferenceClient(_Client):
     """
 
     def _open(self) -> None:
-        self._channel = channel_to(self.target, self._credentials, self._options)
+        self._connecting = threading.Lock()
+        self._retired: list[
+            tuple[float, grpc.Channel]
+        ] = []  # channels of old certificates, and when their calls have ended
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = channel_to(self.target, self._credentials.channel, self._credentials.options)
         self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
         self._methods[_CHECK] = self._channel.unary_unary(HEALTH_CHECK)
 
@@ -242,7 +252,10 @@ class InferenceClient(_Client):
 
     def close(self) -> None:
         """Close the channel; calls after it fail."""
-        self._channel.close()
+        with self._connecting:
+            for _, channel in self._retired:
+                channel.close()
+            self._channel.close()
 
     def __enter__(self) -> InferenceClient:
         return self
@@ -251,11 +264,14 @@ class InferenceClient(_Client):
         self.close()
 
     def _call(self, call: str, request: bytes, timeout: float | None, *, retries: int | None = None) -> bytes:
-        with client_span(call, self._metadata) as metadata:
+        if self._credentials.changed():
+            self._reconnect()
+        with client_span(call, self._credentials.metadata) as metadata:
             return self._tried(call, request, self.timeout if timeout is None else timeout, retries, metadata)
 
     def _tried(self, call: str, request: bytes, seconds: float, retries: int | None, metadata: Metadata) -> bytes:
         tries = self._tries(call, seconds, retries)
+        self._longest = max(self._longest, seconds)
         while True:
             if (wait := tries.held_back()) is None:
                 try:
@@ -270,6 +286,17 @@ class InferenceClient(_Client):
                     return answer
             time.sleep(wait)
 
+    def _reconnect(self) -> None:
+        """Use the new certificates from now on; running calls end on the old channel."""
+        with self._connecting:
+            now = time.monotonic()
+            for until, channel in self._retired:
+                if until <= now:
+                    channel.close()
+            self._retired = [(until, channel) for until, channel in self._retired if until > now]
+            self._retired.append((now + self._longest, self._channel))
+            self._connect()
+
 
 class AsyncInferenceClient(_Client):
     """An :class:`InferenceClient` for asyncio with the same arguments. All calls are awaited on the event loop of the first.
@@ -282,6 +309,7 @@ class AsyncInferenceClient(_Client):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: grpc.aio.Channel | None = None
         self._methods: dict[str, Any] = {}
+        self._closing: set[asyncio.Task[None]] = set()  # tasks that close channels with old certificates
         self._closed = False
 
     async def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
@@ -347,6 +375,8 @@ class AsyncInferenceClient(_Client):
     async def close(self) -> None:
         """Close the channel; running and later calls fail."""
         self._closed = True
+        for task in self._closing:
+            task.cancel()
         if self._channel is not None:
             await self._channel.close()
 
@@ -357,11 +387,14 @@ class AsyncInferenceClient(_Client):
         await self.close()
 
     async def _call(self, call: str, request: bytes, timeout: float | None, *, retries: int | None = None) -> bytes:
-        with client_span(call, self._metadata) as metadata:
+        if self._credentials.changed():
+            self._retire()
+        with client_span(call, self._credentials.metadata) as metadata:
             return await self._tried(call, request, self.timeout if timeout is None else timeout, retries, metadata)
 
     async def _tried(self, call: str, request: bytes, seconds: float, retries: int | None, metadata: Metadata) -> bytes:
         tries = self._tries(call, seconds, retries)
+        self._longest = max(self._longest, seconds)
         while True:
             if (wait := tries.held_back()) is None:
                 try:
@@ -390,15 +423,24 @@ class AsyncInferenceClient(_Client):
             raise self._is_closed()
         if self._channel is None:
             self._loop = loop
-            if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(self.target, options=self._options)
+            credentials, options = self._credentials.channel, self._credentials.options
+            if credentials is None:
+                self._channel = grpc.aio.insecure_channel(self.target, options=options)
             else:
-                self._channel = grpc.aio.secure_channel(self.target, self._credentials, options=self._options)
+                self._channel = grpc.aio.secure_channel(self.target, credentials, options=options)
             self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
             self._methods[_CHECK] = self._channel.unary_unary(HEALTH_CHECK)
         elif loop is not self._loop:
             raise InputError("this client made its first call on another event loop; make one for each loop")
         return self._methods[call]
+
+    def _retire(self) -> None:
+        """Open a channel with the new certificates at the next call; running calls end on the old channel."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            task = asyncio.create_task(channel.close(self._longest))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     def _is_closed(self) -> UnavailableError:
         return UnavailableError(f"{self.target}: the client is closed; make a new client")

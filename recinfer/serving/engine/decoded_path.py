@@ -209,6 +209,7 @@ class InferenceService:
                 weighted=i.weighted,
                 per_sample=i.per_sample,
                 as_long_as=i.as_long_as,
+                counts=i.counts,
                 user=i.user,
             )
             for i in predictor.inputs.specs

@@ -151,6 +151,7 @@ class HttpServer:
         allows: whether a request with this ``Authorization: Bearer`` header may pass; open paths need no header. A browser,
             which prompts its user for a name and a password, passes with the token as the password.
         tls: the server's TLS context; None: plain HTTP.
+        needs_certificate: requests need a client certificate, which ``tls`` has checked if there is one; open paths need none.
         reuse_port: share the port with other processes.
         grace: seconds that ``stop`` gives to running requests.
         idle_s: seconds after which a connection without a request is closed; None: 75.
@@ -169,6 +170,7 @@ class HttpServer:
         *,
         allows: Callable[[str | None], bool] = lambda authorization: True,
         tls: ssl.SSLContext | None = None,
+        needs_certificate: bool = False,
         reuse_port: bool = False,
         grace: float = 10.0,
         idle_s: float | None = None,
@@ -182,6 +184,7 @@ class HttpServer:
         self.host = host
         self.port = port
         self._tls = tls
+        self._needs_certificate = needs_certificate
         self._reuse_port = reuse_port
         self._grace = grace
         self._idle_s = idle_s
@@ -262,6 +265,10 @@ class HttpServer:
             trace = self._begin(call, headers)
             trace_of_task.set(trace or no_trace)
             try:
+                if not is_open and self._needs_certificate and not request.get_extra_info("peercert"):
+                    code = "UNAUTHENTICATED"
+                    text = "TLS: got no client certificate, expected one of an authority that this server trusts"
+                    return web.json_response({"error": text}, status=401, headers={"WWW-Authenticate": scheme})
                 if not is_open and not self._allows(_as_bearer(request.headers.get("Authorization"))):
                     code = "UNAUTHENTICATED"
                     text = "authorization: got no valid bearer token; send the header Authorization: Bearer TOKEN"

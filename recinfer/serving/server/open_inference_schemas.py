@@ -75,6 +75,7 @@ def _example(model: ServedModel) -> list[dict[str, Any]]:
 
 def _count(specs: Mapping[str, InputSpec], name: str) -> int:
     """The number of values of a sample that forward relies on; 1 for any number."""
+    name = next((counts.name for counts in specs.values() if counts.counts == name), name)
     spec = specs.get(name)
     if spec is None:
         return 1

@@ -7,13 +7,12 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from recinfer.serving.wire.tls import fits_a_header
+from recinfer.serving.wire.tracing import is_request_id
 
 __all__ = ["REQUEST_ID", "RequestIds"]
 
 REQUEST_ID = "x-request-id"
 """The header of HTTP, and key of gRPC's metadata, that holds a request's id."""
-_MAX_LENGTH = 128
 _PREFIX, _DIGITS = 20, 12  # hexadecimal digits: random ones of a server, and a number
 
 
@@ -27,8 +26,8 @@ class RequestIds:
 
     def of(self, given: Any) -> str:
         """``given`` if it is an id of 1 to 128 characters that a header can hold, else a new id of 32 characters."""
-        if isinstance(given, str) and 0 < len(given) <= _MAX_LENGTH and fits_a_header(given):
-            return given
+        if is_request_id(given):
+            return str(given)
         return f"{self._prefix}{next(self._numbers):0{_DIGITS}x}"
 
     def in_metadata(self, metadata: Sequence[tuple[str, Any]]) -> tuple[str, Sequence[tuple[str, Any]]]:

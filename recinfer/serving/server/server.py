@@ -44,7 +44,7 @@ from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
 from recinfer.serving.server.load import Load
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
-from recinfer.serving.server.security import Security
+from recinfer.serving.server.security import Security, follow_files
 from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import most_connections, tell_open_files
@@ -175,6 +175,7 @@ class Server:
             self._queue_state,
             shards=shown,
             is_ready=self.is_ready,
+            security=self._security.figures,
             load=lambda: 0.0 if self._load is None else self._load.now(),
         )
         self.status = metrics.status
@@ -262,6 +263,7 @@ class Server:
             self._socket_file.listen(server.add_insecure_port)
         await server.start()
         self._server = server
+        self._tasks = [asyncio.create_task(work) for work in (tell_open_files(), follow_files(self._security))]
         threads = [
             server.thread_id,
             threading.get_native_id(),
@@ -270,7 +272,6 @@ class Server:
         self._load = Load(
             dispatcher.scheduler, most_runs=self._threads, most_fan_outs=MOST_FAN_OUTS, thread_ids=threads
         )
-        self._tells_files = asyncio.create_task(tell_open_files())
         if self.http_port is not None:
             await self._start_http(self.http_port)
         if self.metrics_port is not None:
@@ -308,7 +309,8 @@ class Server:
         server, self._server = self._server, None
         if server is None or self._health is None or self._dispatcher is None:
             return
-        self._tells_files.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._health.end()
         if self._socket_file is not None:
             self._socket_file.remove()
@@ -342,13 +344,14 @@ class Server:
         protocols = [kind(registry, limits, self._answer, self.is_ready) for kind in kinds]
         http = HttpServer(
             # The last protocol's paths stand first in the error about an unknown path.
-            [*reversed(protocols), ApiDocs(protocols, registry, limits, needs_token=security.token is not None)],
+            [*reversed(protocols), ApiDocs(protocols, registry, limits, needs_token=bool(security.tokens))],
             self.budget,
             limits.max_message_bytes,
             self.host,
             port,
             allows=security.allows,
-            tls=security.tls_context(),
+            tls=security.tls_context(lets_probes_in=True),
+            needs_certificate=security.client_ca is not None,
             reuse_port=self._share_port,
             grace=self._drain_s,
             idle_s=self._idle_s,

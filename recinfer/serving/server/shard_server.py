@@ -24,7 +24,7 @@ from recinfer.serving.server.grpc_methods import (
     connection_options,
     generic_handler,
 )
-from recinfer.serving.server.security import Security
+from recinfer.serving.server.security import Security, follow_files
 from recinfer.serving.server.telemetry.metrics import Status, request_figures
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import most_connections, tell_open_files
@@ -141,6 +141,7 @@ class ShardServer:
             "load": busy,
             "ready": self._server is not None and self._health.is_ready(),
             **request_figures(self.stats, self._stages.state(), self.budget),
+            "security": self._security.figures(),
             "queue": None,
             "models": [],
             "shards": None,
@@ -191,7 +192,7 @@ class ShardServer:
             self.socket_port,
             self._take,
             self._refuse,
-            token=self._security.token,
+            tokens=lambda: self._security.tokens,
             max_request_bytes=self._limits.max_message_bytes,
             tls=self._security.tls_context(),
             budget=self.budget,
@@ -199,7 +200,7 @@ class ShardServer:
         self.socket_port = self._listener.port
         await server.start()
         self._server = server
-        self._tells_files = asyncio.create_task(tell_open_files())
+        self._tasks = [asyncio.create_task(work) for work in (tell_open_files(), follow_files(self._security))]
         # The reading thread answers small requests, the pool long requests.
         reads = self._listener.thread.thread_id or 0
         self._busy = [
@@ -214,7 +215,8 @@ class ShardServer:
         server, self._server = self._server, None
         if server is None:
             return
-        self._tells_files.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._health.end()
         # A ranker that is notified now may have sent a request before; gRPC's own grace would be for all calls, State's too.
         end = time.monotonic() + grace

@@ -51,6 +51,8 @@ class ShardCredentials:
                 load_pem(tls, cert, key, ca)
             if settings.token_file is not None:
                 token = read_token(Path(settings.token_file))
+                if not token:
+                    raise ConfigError(f"{settings.token_file} holds no token, expected the token of the shard servers")
             files = tuple(None if path is None else path.read_bytes() for path in (ca, cert, key))
         except InputError as error:
             raise ConfigError(f"shards: {error}") from None

@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,8 +36,8 @@ class ReplicaPool:
     """The replicas of each rank. Any thread may construct and close the pool; use it on the serving loop otherwise.
 
     Args:
-        path: shards.json; read again when it changes.
-        token: bearer token of the shard servers, unless the file names another token.
+        path: shards.json; read again when it, a file that it names, or the token changes.
+        token: returns the bearer token of the shard servers, unless the file names another token.
         max_response_bytes: most bytes of a rank's rows for one request.
 
     Raises:
@@ -45,14 +45,18 @@ class ReplicaPool:
     """
 
     def __init__(
-        self, path: Path, *, token: str | None = None, max_response_bytes: int = Limits.max_response_bytes
+        self,
+        path: Path,
+        *,
+        token: Callable[[], str | None] = lambda: None,
+        max_response_bytes: int = Limits.max_response_bytes,
     ) -> None:
         self._path = path
         self._token = token
         self._max_response_bytes = max_response_bytes
         self.config = read_shards(path)
-        self._credentials = ShardCredentials.of(self.config.settings, token)
-        self._seen = _stamp(path)
+        self._seen = self._stamps()
+        self._credentials = ShardCredentials.of(self.config.settings, token())
         self._last_error = ""  # the reason why the file was not followed
         self._read_again = False
         self._replicas: dict[str, Replica] = {}
@@ -161,9 +165,9 @@ class ReplicaPool:
                 for replica in self.everyone():
                     replica.renew()
             try:
-                stamp = _stamp(self._path)
-                if self._read_again or self._last_error or stamp != self._seen:
-                    self._read_again, self._seen = False, stamp
+                stamps = self._stamps()
+                if self._read_again or self._last_error or stamps != self._seen:
+                    self._read_again, self._seen = False, stamps
                     await self._read_config_again()
                 else:
                     await self._list(self.config, self._credentials)
@@ -176,6 +180,12 @@ class ReplicaPool:
             except Exception:
                 _log.exception("following %s failed", self._path)
 
+    def _stamps(self) -> tuple[object, ...]:
+        """A value that changes with shards.json, the files that it names, and the token."""
+        settings = self.config.settings
+        named = (settings.token_file, settings.tls_ca, settings.tls_cert, settings.tls_key)
+        return (_stamp(self._path), self._token(), *(None if path is None else _stamp(Path(path)) for path in named))
+
     async def _read_config_again(self) -> None:
         config = read_shards(self._path)
         needed = max((spec.world_size for spec in self.wanted()), default=0)
@@ -183,7 +193,7 @@ class ReplicaPool:
         if lost:
             ranks = ", ".join(map(str, lost))
             raise ConfigError(f"{self._path}: no address of rank {ranks}; what is served is cut for {needed} ranks")
-        await self._list(config, ShardCredentials.of(config.settings, self._token))
+        await self._list(config, ShardCredentials.of(config.settings, self._token()))
         self._last_error = ""
         _log.info("%s was read again", self._path)
 

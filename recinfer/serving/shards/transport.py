@@ -17,7 +17,7 @@ import socket
 import ssl
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ class ShardListener:
         answer: answers a request.
         refuse: returns the response to a request that exceeds the memory budget, or whose connection has too many unanswered
             requests.
-        token: the token that rankers must have; None: any ranker may connect.
+        tokens: returns the tokens of which a new connection's ranker must have one; empty: any ranker may connect.
         max_request_bytes: largest size of one request, and of all unanswered requests of one connection together.
         tls: TLS context with the server's certificate; None: no TLS.
         budget: memory budget of requests and responses; None: a budget of the default size.
@@ -85,7 +85,7 @@ class ShardListener:
         answer: Answer,
         refuse: Callable[[bytes], bytes],
         *,
-        token: str | None,
+        tokens: Callable[[], Sequence[str]] = tuple,
         max_request_bytes: int,
         tls: ssl.SSLContext | None = None,
         budget: MemoryBudget | None = None,
@@ -93,7 +93,7 @@ class ShardListener:
         self.budget = budget or MemoryBudget(Limits.memory_budget_bytes)
         self.answer = answer
         self.refuse = refuse
-        self.token = token
+        self.tokens = tokens
         self.max_request_bytes = max_request_bytes
         self.server_id = secrets.token_bytes(_ID_BYTES)
         try:
@@ -122,7 +122,7 @@ class _RankerConnection(FrameProtocol):
     def __init__(self, listener: ShardListener) -> None:
         super().__init__(listener.thread, _PROOF_BYTES)
         self._listener = listener
-        self._proof: bytes | None = None  # the expected proof, until it has come
+        self._proofs: tuple[bytes, ...] | None = None  # the proofs that are accepted, until one has come
         self._unanswered = self._unanswered_bytes = 0
         self._is_unread = False  # whether the ranker reads too slowly
         self._unread: list[Ticket] = []  # tickets of responses that were sent since
@@ -138,17 +138,17 @@ class _RankerConnection(FrameProtocol):
             listener.unproved.popitem(last=False)[0].end("it proved nothing")
         listener.unproved[self] = None
         greeting = listener.server_id + secrets.token_bytes(_ID_BYTES)
-        self._proof = _HELLO + _proof(listener.token, greeting)
+        self._proofs = tuple(_HELLO + _proof(token, greeting) for token in listener.tokens())
         self._transport.set_write_buffer_limits(high=_UNREAD_BYTES)
         self.send(0, _HELLO + greeting)
 
     def take_message(self, number: int, message: bytes | bytearray) -> None:
         """See FrameProtocol."""
         listener = self._listener
-        if self._proof is not None:
+        if (proofs := self._proofs) is not None:
             listener.unproved.pop(self, None)
-            if listener.token is None or hmac.compare_digest(message, self._proof):
-                self._proof, self.most = None, listener.max_request_bytes
+            if not proofs or any(hmac.compare_digest(message, proof) for proof in proofs):
+                self._proofs, self.most = None, listener.max_request_bytes
             else:
                 self.end("it has not proved that it has the token")
             return
@@ -180,7 +180,7 @@ class _RankerConnection(FrameProtocol):
 
     def begins(self, size: int) -> bool:
         """See FrameProtocol. A request counts in the memory budget from its first byte, however slowly it comes."""
-        if self._proof is not None:
+        if self._proofs is not None:
             return True  # a proof has a few bytes
         self._coming = self._admitted(size)
         return self._coming is not None

@@ -10,15 +10,31 @@ import grpc
 
 from recinfer.errors import ConfigError, InputError
 
-__all__ = ["File", "authorization", "credentials_of", "fits_a_header", "load_pem", "read_file", "read_token"]
+__all__ = [
+    "File",
+    "authorization",
+    "credentials_of",
+    "fits_a_header",
+    "load_pem",
+    "read_file",
+    "read_token",
+    "read_tokens",
+]
 
 File = str | os.PathLike[str]
 """Path of a PEM or token file."""
 
 
 def read_token(path: File) -> str:
-    """The token in a file, without the white space around it; raises ConfigError."""
-    return read_file(path).decode("ascii", "replace").strip()
+    """The token in a file that a caller sends, the first if the file has several lines; empty for an empty file. Raises
+    ConfigError."""
+    return next(iter(read_tokens(path)), "")
+
+
+def read_tokens(path: File) -> tuple[str, ...]:
+    """The tokens in a file, one per line, without white space around them; raises ConfigError."""
+    lines = read_file(path).decode("ascii", "replace").splitlines()
+    return tuple(line.strip() for line in lines if line.strip())
 
 
 def load_pem(context: ssl.SSLContext, cert: File | None, key: File | None, authority: File | None) -> None:

@@ -15,7 +15,17 @@ from typing import Any
 from recinfer.errors import InputError
 from recinfer.serving.wire.tls import fits_a_header
 
-__all__ = ["Fields", "Metadata", "SpanFields", "Tracer", "client_span", "has_provider", "no_trace", "request_id"]
+__all__ = [
+    "Fields",
+    "Metadata",
+    "SpanFields",
+    "Tracer",
+    "client_span",
+    "has_provider",
+    "is_request_id",
+    "no_trace",
+    "request_id",
+]
 
 SpanFields = Mapping[str, str]
 """``traceparent``, ``tracestate`` and ``x-request-id`` of a call, as far as they are known."""
@@ -44,6 +54,11 @@ def has_provider() -> bool:
     return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
+def is_request_id(given: Any) -> bool:
+    """Whether ``given`` is text of 1 to 128 characters that a header can hold."""
+    return isinstance(given, str) and 0 < len(given) <= _MAX_ID and fits_a_header(given)
+
+
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
@@ -59,7 +74,7 @@ def request_id(given: str) -> Iterator[None]:
     >>> with request_id("checkout-17"):                                         # doctest: +SKIP
     ...     client.predict(dense, features)
     """
-    if not 0 < len(given) <= _MAX_ID or not fits_a_header(given):
+    if not is_request_id(given):
         raise InputError(f"request_id: got {given!r:.160}, expected 1 to {_MAX_ID} characters that a header can hold")
     token = _request_id.set(given)
     try:

@@ -72,9 +72,16 @@ class Answers:
 def listening(
     token: str | None = None, tls: Any = None, budget: MemoryBudget | None = None
 ) -> Iterator[tuple[Answers, ShardListener]]:
-    answers = Answers()
+    answers, tokens = Answers(), () if token is None else (token,)
     listener = ShardListener(
-        "127.0.0.1", 0, answers.answer, lambda _: REFUSED, token=token, max_request_bytes=MOST, tls=tls, budget=budget
+        "127.0.0.1",
+        0,
+        answers.answer,
+        lambda _: REFUSED,
+        tokens=lambda: tokens,
+        max_request_bytes=MOST,
+        tls=tls,
+        budget=budget,
     )
     try:
         yield answers, listener
@@ -414,7 +421,7 @@ def test_a_port_that_is_taken_is_named():
         listening() as (answers, listener),
         pytest.raises(UnavailableError, match=f"127.0.0.1:{listener.port}"),
     ):
-        ShardListener("127.0.0.1", listener.port, answers.answer, lambda _: b"", token=None, max_request_bytes=MOST)
+        ShardListener("127.0.0.1", listener.port, answers.answer, lambda _: b"", max_request_bytes=MOST)
 
 
 # -- the thread -------------------------------------------------------------------------------------------------------

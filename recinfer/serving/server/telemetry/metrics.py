@@ -12,8 +12,9 @@ A status is a JSON object. Its counts only grow, so that two statuses give a rat
     stages      {stage: histogram}, in the order a request goes through them
     samples     histogram of the samples of a request
     queue       {waiting, running, runs, requests, samples, expired, refused}, or None
+    security    {certificate_expiry: seconds until it expires or None, rereads: {files: {outcome: count}}}
     memory      {budget, held, refused}: bytes of requests and answers, and the number of refusals
-    models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count},
+    models      [{name, version, weight, deltas, age, mapped, ..., replaced, missing, known, unknown: {feature: count},
                 requests, latency}]: the last two in the form above, of the version's own requests
     shards      of a ranker: {calls: {outcome: count}, default_rows: {rank: count}, replicas: [{rank, address, up, ...}]}
     held        of a shard server alone: {ranks, busy, running, refused, versions: [{key, model, version, deltas, mapped}]}
@@ -45,7 +46,7 @@ Status = dict[str, Any]
 _NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
 _NOW = ("waiting", "running")  # fields of the queue that are no counts since the start
 _MEMORY_NOW = ("budget", "held")
-_BY_FEATURE = ("replaced", "missing")  # counts of a model by feature
+_BY_FEATURE = ("replaced", "missing", "known", "unknown")  # counts of a model by feature
 
 
 class ServerMetrics:
@@ -58,6 +59,7 @@ class ServerMetrics:
         queue: returns the state of the queue of requests; None before there is a queue.
         shards: returns the figures of the shard servers (see recinfer.serving.shards.fan_out); None: all tables are local.
         is_ready: whether the server can answer now.
+        security: returns the figures of the certificates and tokens (see recinfer.serving.server.security).
         load: returns the share of the server's capacity in use.
         budget: the memory budget of the process's requests and answers.
     """
@@ -71,6 +73,7 @@ class ServerMetrics:
         *,
         shards: Callable[[], dict[str, Any]] | None = None,
         is_ready: Callable[[], bool] = lambda: True,
+        security: Callable[[], dict[str, Any]] = lambda: {"certificate_expiry": None, "rereads": {}},
         load: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._stats = stats
@@ -78,6 +81,7 @@ class ServerMetrics:
         self._queue = queue
         self._shards = shards
         self._is_ready = is_ready
+        self._security = security
         self._load = load
         self._budget = budget
         self._started = time.monotonic()
@@ -93,6 +97,7 @@ class ServerMetrics:
             "ready": self._is_ready(),
             "load": self._load(),
             **request_figures(self._stats, self._stages(), self._budget),
+            "security": self._security(),
             "queue": None if queue is None else asdict(queue),
             "models": [_described(model, weight) for model, weight in self._models()],
             "shards": None if self._shards is None else self._shards(),
@@ -163,12 +168,26 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
         "unnamed": _merge_answers([status["unnamed"] for status in everything]),
         "stages": _merge_histograms([status["stages"] for status in everything]),
         "samples": _merge_histograms([{"": status["samples"]} for status in everything]).get("", _NONE),
+        "security": _merge_security(running, everything),
         "queue": {name: sum(queue[name] for queue in queues) for name in queues[0]} if queues else None,
         "memory": {
             name: sum(status["memory"][name] for status in everything) for name in ("budget", "held", "refused")
         },
         "models": _merge_models(running, everything),
         "shards": _merge_shards(running, everything),
+    }
+
+
+def _merge_security(running: Sequence[Status], everything: Sequence[Status]) -> dict[str, Any]:
+    """The earliest expiry of the running processes, and summed counts."""
+    rereads: dict[str, Counter[str]] = {}
+    for status in everything:
+        for kind, outcomes in status["security"]["rereads"].items():
+            rereads.setdefault(kind, Counter()).update(outcomes)
+    left = [status["security"]["certificate_expiry"] for status in running]
+    return {
+        "certificate_expiry": min((seconds for seconds in left if seconds is not None), default=None),
+        "rereads": {kind: dict(outcomes) for kind, outcomes in rereads.items()},
     }
 
 
@@ -300,6 +319,8 @@ def _described(model: ServedModel, weight: int) -> dict[str, Any]:
         "ranks": _ranks(predictor.plan),
         "replaced": {name: intake.replaced[name] for name in intake.names},
         "missing": {name: intake.missing[name] for name in intake.names},
+        "known": intake.known,
+        "unknown": intake.unknown,
         **_answers(model.answers),
     }
 

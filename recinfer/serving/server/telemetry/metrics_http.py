@@ -44,10 +44,19 @@ def metrics_server(status: Callable[[], Awaitable[Status]], host: str, port: int
         host, port: address to listen on; port 0 takes a free port.
         security: TLS and token of the port. ``/ready`` and ``/live`` are open to all, as gRPC's health is.
     """
-    budget, tls = MemoryBudget(_BUDGET_BYTES), security.tls_context()
     history = History(status)
-    pages = [_Pages(status, history)]
-    return MetricsServer(history, pages, budget, 0, host, port, allows=security.allows, tls=tls, grace=_GRACE_S)
+    return MetricsServer(
+        history,
+        [_Pages(status, history)],
+        MemoryBudget(_BUDGET_BYTES),
+        0,
+        host,
+        port,
+        allows=security.allows,
+        tls=security.tls_context(lets_probes_in=True),
+        needs_certificate=security.client_ca is not None,
+        grace=_GRACE_S,
+    )
 
 
 class History:

@@ -41,6 +41,7 @@ class _Families(Collector):
         if status["queue"] is not None:
             yield from _queue_metrics(status["queue"])
         yield from _memory_metrics(status["memory"])
+        yield from _security_metrics(status["security"])
         yield from _model_metrics(status["models"])
         if status.get("shards") is not None:
             yield from _ranker_metrics(status["shards"])
@@ -88,6 +89,23 @@ def _memory_metrics(memory: dict[str, int]) -> Iterator[Metric]:
     )
 
 
+def _security_metrics(security: dict[str, Any]) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "recinfer_certificate_expiry_seconds",
+        "Seconds until the server's certificate expires; negative afterwards.",
+        value=security["certificate_expiry"],  # None, without TLS: no sample
+    )
+    rereads = CounterMetricFamily(
+        "recinfer_security_rereads",
+        "How often changed files of certificates or tokens were read again, by outcome: with failed, the old ones stay.",
+        labels=["files", "outcome"],
+    )
+    for kind, outcomes in security["rereads"].items():
+        for outcome, count in outcomes.items():
+            rereads.add_metric([kind, outcome], count)
+    yield rereads
+
+
 def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:
     labels = ["model", "version"]
     info = GaugeMetricFamily("recinfer_model_info", "1 for each model.", labels=[*labels, "precision", "plan"])
@@ -105,6 +123,11 @@ def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:
         "Predictions that lacked a feature and had it filled in.",
         labels=[*labels, "feature"],
     )
+    vocabulary = CounterMetricFamily(
+        "recinfer_vocabulary_ids",
+        "Ids of features with a vocabulary: known or unknown.",
+        labels=[*labels, "feature", "outcome"],
+    )
     for model in models:
         own = [model["name"], model["version"]]
         info.add_metric([*own, model["precision"], model["plan"]], 1)
@@ -115,7 +138,10 @@ def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:
         for family, counts in ((replaced, model["replaced"]), (missing, model["missing"])):
             for feature, count in counts.items():
                 family.add_metric([*own, feature], count)
-    yield from (info, mapped, age, weight, deltas, replaced, missing)
+        for outcome in ("known", "unknown"):
+            for feature, count in model[outcome].items():
+                vocabulary.add_metric([*own, feature, outcome], count)
+    yield from (info, mapped, age, weight, deltas, replaced, missing, vocabulary)
 
 
 def _ranker_metrics(shards: dict[str, Any]) -> Iterator[Metric]:

@@ -43,6 +43,7 @@ class _Model:
         predictor = model.predictor
         self._manifest, self._inputs = predictor.manifest, inputs_of(predictor)
         self._weighted = predictor.intake.weighted
+        self._raw = predictor.manifest.raw_features
         self._tables = self._manifest.feature_tables
         self._info = {feature.name: feature for feature in self._manifest.features}
         self._computed = {spec.name.split("@")[0] for spec in predictor.features if spec.computed}
@@ -167,7 +168,8 @@ class _Model:
         return array_of(one, *sizes) | {"description": f"{text}; {info.facts}." if info.facts else f"{text}."}
 
     def _id(self, name: str) -> Schema:
-        if not self._is_looked_up(name) or self._info[name].out_of_range == "default_row":
+        takes_any = name in self._raw or (name in self._info and self._info[name].out_of_range == "default_row")
+        if not self._is_looked_up(name) or takes_any:
             return {"type": "integer", "format": "int64"}
         rows = min(table.rows for table in self._tables[name])
         return {"type": "integer", "format": "int64", "minimum": 0, "maximum": rows - 1}
@@ -189,6 +191,7 @@ class _Model:
 
     def _count(self, name: str) -> int:
         """The number of values of a sample in an example."""
+        name = next((counts.name for counts in self._specs.values() if counts.counts == name), name)
         spec = self._specs.get(name)
         if spec is None:
             return 1
@@ -204,7 +207,8 @@ class _Model:
                 if not with_dense and not self._is_looked_up(name):
                     continue
                 rows_of = min((table.rows for table in self._tables.get(name, ())), default=3)
-                ids = [(at + 1) % rows_of] * self._count(name)
+                counts = name in self._specs and self._specs[name].counts
+                ids = [1 if counts else (at + 1) % rows_of] * self._count(name)
                 if name in self._weighted:
                     row[name] = {"ids": ids, "weights": [1.0] * len(ids)}
                     continue

@@ -157,7 +157,7 @@ class FeatureInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ..., missing: _Optional[str] = ..., weighted: _Optional[bool] = ..., computed: _Optional[bool] = ...) -> None: ...
 
 class InputInfo(_message.Message):
-    __slots__ = ("name", "path", "kind", "dtype", "shape", "weighted", "per_sample", "as_long_as", "user")
+    __slots__ = ("name", "path", "kind", "dtype", "shape", "weighted", "per_sample", "as_long_as", "user", "counts")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class InputInfo(_message.Message):
     PER_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     AS_LONG_AS_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     kind: str
@@ -176,7 +177,8 @@ class InputInfo(_message.Message):
     per_sample: int
     as_long_as: str
     user: bool
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[str]] = ..., weighted: _Optional[bool] = ..., per_sample: _Optional[int] = ..., as_long_as: _Optional[str] = ..., user: _Optional[bool] = ...) -> None: ...
+    counts: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[str]] = ..., weighted: _Optional[bool] = ..., per_sample: _Optional[int] = ..., as_long_as: _Optional[str] = ..., user: _Optional[bool] = ..., counts: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract", "needs_weights", "inputs")
