@@ -21,15 +21,24 @@ from tests.serving.conftest import make_request
 
 @pytest.mark.parametrize(
     ("requests_s", "fan_outs_s", "expected"),
-    [(0.0, 0.0, 0.0), (2.0, 0.0, 0.25), (2.0, 64.0, 0.5), (2.0, 8.0, 0.25), (80.0, 0.0, 1.0)],
+    [(0.0, 0.0, 0.0), (5.0, 0.0, 0.25), (5.0, 160.0, 0.5), (5.0, 20.0, 0.25), (200.0, 0.0, 1.0)],
 )
 def test_the_load_is_the_largest_share(requests_s: float, fan_outs_s: float, expected: float):
-    """Of two runs at a time in four seconds, and of 32 fan-outs; more in flight than that is full."""
+    """Of two runs at a time in ten seconds, and of 32 fan-outs; more in flight than that is full."""
     now, scheduler = [0.0], SimpleNamespace(occupied_s=(0.0, 0.0))
     served: Any = scheduler
     found = Load(served, most_runs=2, most_fan_outs=32, thread_ids=[None], clock=lambda: now[0])
-    now[0], scheduler.occupied_s = 4.0, (requests_s, fan_outs_s)
+    now[0], scheduler.occupied_s = 10.0, (requests_s, fan_outs_s)
     assert found.now() == pytest.approx(expected)
+
+
+def test_a_server_that_starts_is_idle():
+    now, scheduler = [0.0], SimpleNamespace(occupied_s=(0.0, 0.0))
+    served: Any = scheduler
+    found = Load(served, most_runs=1, most_fan_outs=32, thread_ids=[], clock=lambda: now[0])
+    assert found.now() == 0.0
+    now[0], scheduler.occupied_s = 1.0, (1.0, 0.0)
+    assert found.now() == pytest.approx(0.1)
 
 
 def test_operations_count_while_they_last():

@@ -407,7 +407,7 @@ def test_a_method_that_is_no_string_is_refused_over_grpc(server: Server, kind: s
 
 UNKNOWN: dict[str, tuple[str, str, int, str]] = {
     "nothing": ("GET", "/v2/nothing", 404, "'/v2/nothing'"),
-    "root": ("GET", "/", 404, "expected /v2"),
+    "top": ("GET", "/nothing", 404, "expected /v2"),
     "no model": ("POST", "/v2/models//infer", 404, "'/v2/models//infer'"),
     "two parts": ("GET", "/v2/models/a/b", 404, "MODEL"),
     "long": ("GET", "/v2/" + "x" * 4000, 404, "(4004 characters)"),

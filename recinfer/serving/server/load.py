@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from recinfer.serving.engine.scheduler import Scheduler
-from recinfer.serving.shards.busy import BusyShare, thread_seconds
+from recinfer.serving.shards.busy import WINDOW_S, BusyShare, thread_seconds
 
 __all__ = ["Load"]
 
@@ -39,6 +39,7 @@ class Load:
         thread_ids: Iterable[int | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock, self._since = clock, clock()
         self._shares = [
             BusyShare(lambda: scheduler.occupied_s[0] / most_runs, clock),
             BusyShare(lambda: scheduler.occupied_s[1] / most_fan_outs, clock),
@@ -46,5 +47,7 @@ class Load:
         ]
 
     def now(self) -> float:
-        """The load; any thread may call."""
-        return max(share.now() for share in self._shares)
+        """The load; any thread may call. The time before the construction counts as idle: the work of a server's start is no
+        load."""
+        passed = self._clock() - self._since
+        return max(share.now() for share in self._shares) * min(1.0, passed / WINDOW_S)

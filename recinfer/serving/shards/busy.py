@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["BusyShare", "thread_seconds"]
+__all__ = ["WINDOW_S", "BusyShare", "thread_seconds"]
 
-_WINDOW_S = 10.0
+WINDOW_S = 10.0
+"""Seconds over which the share is a mean."""
 _LOOKS = 32  # looks of a window that are kept
 _NS = 1e9
 
@@ -52,9 +53,9 @@ class BusyShare:
         """The busy share, 0 to 1; 0 right after the construction."""
         with self._lock:
             now, busy = self._clock(), self._seconds()
-            while len(self._looks) > 1 and self._looks[1][0] <= now - _WINDOW_S:
+            while len(self._looks) > 1 and self._looks[1][0] <= now - WINDOW_S:
                 self._looks.popleft()
             since, before = self._looks[0]
-            if now - self._looks[-1][0] >= _WINDOW_S / _LOOKS:
+            if now - self._looks[-1][0] >= WINDOW_S / _LOOKS:
                 self._looks.append((now, busy))
             return min(1.0, max(0.0, (busy - before) / (now - since))) if now > since else 0.0
