@@ -210,7 +210,7 @@ def _explain(error: Exception) -> str | None:
 
 def where_rules_are(message: str) -> str:
     """A pointer to the format specification for rules that a message names, as in [C2]; empty if it names none."""
-    rules = list(dict.fromkeys(re.findall(r"\[([FJMPSDCX]\d)\]", message)))
+    rules = list(dict.fromkeys(re.findall(r"\[([FJMPSDCVX]\d+)\]", message)))
     files = list(dict.fromkeys("DELTA.md" if rule.startswith("X") else "FORMAT.md" for rule in rules))
     folder = Path(recinfer.__file__).parent / "archive"
     paths = " and ".join(str(folder / file) for file in files)
