@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["certified", "need_openssl", "self_signed"]
 
-_NEW = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+_NEW = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "90"]
 
 
 def need_openssl() -> None:

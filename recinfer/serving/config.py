@@ -16,6 +16,7 @@ from recinfer.errors import ConfigError
 from recinfer.remote.location import is_url, mirror_folder
 from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.wire.address import plain_host
+from recinfer.serving.wire.followed_files import is_pipe
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.unix_socket import check_socket_path
 
@@ -367,7 +368,8 @@ class ServeConfig:
     def reloads(self) -> bool:
         """Whether the server reads files again on SIGHUP."""
         security = self.security
-        follows_files = security.token_file is not None or security.tls_cert is not None
+        token_file = security.token_file
+        follows_files = (token_file is not None and not is_pipe(token_file)) or security.tls_cert is not None
         return self.role.shards is not None or self.models.follows_store or follows_files
 
     def of_worker(self, port: int, http_port: int | None) -> ServeConfig:

@@ -27,8 +27,8 @@ from recinfer.serving.server.ending import Ending
 from recinfer.serving.server.grpc_call import CoreCall
 from recinfer.serving.wire.address import plain_host
 from recinfer.serving.wire.certificates import expiry_of
-from recinfer.serving.wire.followed_files import FollowedFiles
-from recinfer.serving.wire.tls import File, fits_a_header, load_pem, read_file, read_tokens
+from recinfer.serving.wire.followed_files import FollowedFiles, is_pipe
+from recinfer.serving.wire.tls import File, fits_a_header, load_pem, read_file, tokens_of
 
 __all__ = ["NO_TOKEN", "Security", "follow_files"]
 
@@ -77,8 +77,9 @@ class Security:
             self._live.tokens = (self.token,)
         if self.token_file is not None:
             try:
-                self._live.token_file.used = read_file(self.token_file)
-                self._live.tokens = _tokens_in(self.token_file)
+                content = read_file(self.token_file)  # once: a pipe gives its content once
+                self._live.token_file.used = content
+                self._live.tokens = _tokens_in(self.token_file, content)
             except ConfigError as error:
                 if self.token is None:
                     raise
@@ -214,15 +215,20 @@ class Security:
     @property
     def has_files(self) -> bool:
         """Whether there are files that :meth:`look` reads again."""
-        return self.token_file is not None or self.uses_tls
+        return self._follows_token or self.uses_tls
+
+    @property
+    def _follows_token(self) -> bool:
+        return self.token_file is not None and not is_pipe(self.token_file)
 
     def look(self) -> None:
         """Read the files again, and use them if they have changed and are sound; otherwise the old ones stay. The log and
         :meth:`figures` have the outcome. Safe on any thread."""
         live = self._live
-        if self.token_file is not None:
+        if self._follows_token:
             path = self.token_file
-            live.token_file.look(lambda: read_file(path), lambda found: live.use_tokens(_tokens_in(path)))
+            assert path is not None
+            live.token_file.look(lambda: read_file(path), lambda found: live.use_tokens(_tokens_in(path, found)))
         if live.tls is not None:
             live.tls_files.look(self._read_tls, lambda found: live.use_tls(self._made(found)))
 
@@ -290,9 +296,9 @@ async def follow_files(security: Security) -> None:
             await asyncio.to_thread(security.look)
 
 
-def _tokens_in(path: File) -> tuple[str, ...]:
+def _tokens_in(path: File, content: bytes) -> tuple[str, ...]:
     """The one or two tokens in a file; raises ConfigError."""
-    tokens = read_tokens(path)
+    tokens = tokens_of(content)
     if not 1 <= len(tokens) <= 2:
         raise ConfigError(f"{path}: got {len(tokens)} lines with a token, expected one, or two while callers change")
     for token in tokens:

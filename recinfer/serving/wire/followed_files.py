@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -10,9 +12,17 @@ from typing import Generic, TypeVar
 
 from recinfer.errors import ConfigError, InputError
 
-__all__ = ["FollowedFiles"]
+__all__ = ["FollowedFiles", "is_pipe"]
 
 T = TypeVar("T")
+
+
+def is_pipe(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a pipe, such as bash's ``<(command)``: it gives its content once, and a second read would wait forever."""
+    try:
+        return stat.S_ISFIFO(os.stat(path).st_mode)
+    except OSError:
+        return False
 
 
 class FollowedFiles(Generic[T]):

@@ -18,7 +18,7 @@ __all__ = [
     "load_pem",
     "read_file",
     "read_token",
-    "read_tokens",
+    "tokens_of",
 ]
 
 File = str | os.PathLike[str]
@@ -28,12 +28,12 @@ File = str | os.PathLike[str]
 def read_token(path: File) -> str:
     """The token in a file that a caller sends, the first if the file has several lines; empty for an empty file. Raises
     ConfigError."""
-    return next(iter(read_tokens(path)), "")
+    return next(iter(tokens_of(read_file(path))), "")
 
 
-def read_tokens(path: File) -> tuple[str, ...]:
-    """The tokens in a file, one per line, without white space around them; raises ConfigError."""
-    lines = read_file(path).decode("ascii", "replace").splitlines()
+def tokens_of(content: bytes) -> tuple[str, ...]:
+    """The tokens in a file's content, one per line, without white space around them."""
+    lines = content.decode("ascii", "replace").splitlines()
     return tuple(line.strip() for line in lines if line.strip())
 
 
