@@ -75,7 +75,8 @@ class Security:
         object.__setattr__(self, "_live", _Live())
         if self.token is not None:
             self._live.tokens = (self.token,)
-        if self.token_file is not None:
+        # A worker has its supervisor's token, which was the content of the pipe.
+        if self.token_file is not None and (self.token is None or not is_pipe(self.token_file)):
             try:
                 content = read_file(self.token_file)  # once: a pipe gives its content once
                 self._live.token_file.used = content
