@@ -50,7 +50,8 @@ class Observer:
         Args:
             headers: see :meth:`answered`.
         """
-        if self._tracer is None and not self._sends_on:
+        # Sending the id on costs a small request of a ranker some percent: only a log of requests or a trace needs it.
+        if self._tracer is None and not (self._sends_on and (_log.isEnabledFor(logging.INFO) or _is_traced(headers))):
             return None
         return CallTrace(call, headers, self._tracer)
 
@@ -115,6 +116,11 @@ class Observer:
                 span = self._tracer.start(call, found, end - int(seconds * 1e9))
             of_version = {} if served is None else {"recinfer.model": served.name, "recinfer.version": served.version}
             self._tracer.end(span, code, {"recinfer.request_id": request_id, **of_version}, end)
+
+
+def _is_traced(headers: Any) -> bool:
+    """Whether the caller sent a trace; True for headers of HTTP, which are not read here."""
+    return callable(headers) or any(key == "traceparent" for key, _ in headers)
 
 
 def lowered(headers: Any) -> dict[str, str]:
