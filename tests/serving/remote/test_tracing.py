@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from recinfer.serving.shards._ranks import read_find
 
 from recinfer.errors import InputError
 from recinfer.serving.client import InferenceClient, request_id
+from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.shards.messages import join_request, trace_field, trace_headers
 from recinfer.serving.shards.rank_structs import PlainFind
 from tests.serving.remote.test_direct import make_archive
@@ -118,6 +121,20 @@ def test_an_id_is_in_all_logs_without_a_tracer(archive: Path, tmp_path: Path) ->
     assert sorted(ids) == sorted(
         [("Predict", "checkout-17"), ("Lookup", "checkout-17"), *[("Find", "checkout-17")] * 4]
     )
+
+
+def test_a_ranker_sends_on_what_a_log_or_a_trace_needs(caplog: pytest.LogCaptureFixture) -> None:
+    observer = Observer(RequestStats(), trace=False, sends_on=True)
+    plain = (("x-request-id", "r"),)
+    traced = (*plain, ("traceparent", PARENT))
+    with caplog.at_level(logging.WARNING, logger="recinfer.requests"):
+        assert observer.begin("Predict", lambda: plain) is None
+        found = observer.begin("Predict", lambda: traced)
+        assert found is not None and found() == dict(traced)
+    with caplog.at_level(logging.INFO, logger="recinfer.requests"):
+        logged = observer.begin("Predict", lambda: plain)
+        assert logged is not None and logged() == dict(plain)
+    assert Observer(RequestStats(), trace=False).begin("Predict", lambda: traced) is None  # no ranker
 
 
 def test_a_message_with_a_trace_is_plain() -> None:

@@ -51,7 +51,9 @@ class Observer:
             headers: see :meth:`answered`.
         """
         # Sending the id on costs a small request of a ranker some percent: only a log of requests or a trace needs it.
-        if self._tracer is None and not (self._sends_on and (_log.isEnabledFor(logging.INFO) or _is_traced(headers))):
+        if self._tracer is None and not (
+            self._sends_on and (_log.isEnabledFor(logging.INFO) or "traceparent" in lowered(headers))
+        ):
             return None
         return CallTrace(call, headers, self._tracer)
 
@@ -116,11 +118,6 @@ class Observer:
                 span = self._tracer.start(call, found, end - int(seconds * 1e9))
             of_version = {} if served is None else {"recinfer.model": served.name, "recinfer.version": served.version}
             self._tracer.end(span, code, {"recinfer.request_id": request_id, **of_version}, end)
-
-
-def _is_traced(headers: Any) -> bool:
-    """Whether the caller sent a trace; True for headers of HTTP, which are not read here."""
-    return callable(headers) or any(key == "traceparent" for key, _ in headers)
 
 
 def lowered(headers: Any) -> dict[str, str]:
