@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 from recinfer.archive.strict_json import MAX_JSON_BYTES
@@ -18,6 +19,7 @@ from recinfer.remote.location import Location, mirror_folder
 
 __all__ = ["StoreMirror"]
 
+_AGAIN_S = 600.0  # after which a damaged version is downloaded again: it may have been uploaded anew
 _STAMPS = ".stamps.json"  # names with a dot are no models
 
 
@@ -44,7 +46,7 @@ class StoreMirror:
         self.url = self._location.url
         self.folder = mirror_folder(url, cache.folder)
         self._lock = threading.Lock()
-        self._damaged: dict[tuple[str, str, bytes], str] = {}  # the error by version and manifest
+        self._damaged: dict[tuple[str, str, bytes], tuple[float, str]] = {}  # time and error by version and manifest
 
     def refresh(self) -> None:
         """Make the mirror's manifests those of the store now.
@@ -81,12 +83,13 @@ class StoreMirror:
         if not text:
             raise NotFoundError(f"version: {self._location.url} has no {quoted(version)} of model {quoted(model)}")
         key = (model, version, hashlib.sha256(text).digest())
-        if key in self._damaged:
-            raise ArchiveError(self._damaged[key])
+        since, why = self._damaged.get(key, (0.0, ""))
+        if why and time.monotonic() - since < _AGAIN_S:
+            raise ArchiveError(why)
         try:
             return self._cache.archive(self._location, f"{model}/{version}", manifest=text)
-        except ArchiveError as error:  # another download of the same files would fail too
-            self._damaged[key] = str(error)
+        except ArchiveError as error:  # each poll would download the damaged file again
+            self._damaged[key] = (time.monotonic(), str(error))
             raise
 
     def delta(self, model: str, name: str) -> Path:

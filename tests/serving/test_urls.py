@@ -312,8 +312,11 @@ def test_a_store_that_does_not_answer_changes_nothing(bucket: Path, storage: Sto
     assert set(files_of(mirror.folder)) == {".stamps.json", "other/1/manifest.json"}
 
 
-def test_a_damaged_version_is_downloaded_once(bucket: Path, storage: Storage, cache: ArchiveCache) -> None:
+def test_a_damaged_version_is_downloaded_once(
+    bucket: Path, storage: Storage, cache: ArchiveCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shard = bucket / "store/tiny/1/shards/rank-00000.safetensors"
+    sound = shard.read_bytes()
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     mirror = StoreMirror(f"{storage.url}/store", cache)
     mirror.refresh()
@@ -322,6 +325,11 @@ def test_a_damaged_version_is_downloaded_once(bucket: Path, storage: Storage, ca
             mirror.archive("tiny", "1")
     size = shard.stat().st_size
     assert storage.reads.count("/store/tiny/1/shards/rank-00000.safetensors") <= -(-size // 1000)
+    shard.write_bytes(sound)  # uploaded again under the same manifest
+    with pytest.raises(ArchiveError, match="F5"):
+        mirror.archive("tiny", "1")
+    monkeypatch.setattr("recinfer.remote.store._AGAIN_S", 0.0)
+    mirror.archive("tiny", "1")
 
 
 def test_settings_that_do_not_go_together() -> None:
