@@ -247,5 +247,5 @@ class HttpSite:
         finally:
             if request.transport is not None:
                 self._close_in(self._idle_s + self._header_s, request.protocol)
-                if request.content.is_eof():  # else the rest of the body follows, which aiohttp reads before it closes
+                if request.content.is_eof():  # otherwise aiohttp reads the rest of the body, and closes
                     self._heads[request.protocol] = 0, b""
