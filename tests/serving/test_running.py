@@ -76,7 +76,9 @@ def test_a_server_answers_inside_the_block_and_is_gone_after_it(archive: Path, p
     assert not is_open(server.target)
     server.stop()  # a second stop has no effect
     with recinfer.serve(str(archive)) as server:
-        assert server.url is server.metrics_url is None
+        assert model_over_http(server) == "tiny" and server.metrics_url is None
+    with recinfer.serve(str(archive), http_port=None) as server:
+        assert server.url is None
 
 
 def test_a_server_runs_inside_an_event_loop(archive: Path, predictor: Predictor):
@@ -173,6 +175,7 @@ def test_workers_that_do_not_start(tmp_path: Path):
     ("arguments", "says"),
     [
         ({}, "nothing to serve"),
+        ({"config": ServeConfig(), "http_port": 0}, "expected them in the ServeConfig"),
         ({"config": ServeConfig(), "port": 5}, "expected them in the ServeConfig"),
         ({"config": "a.rqa", "poll": 1.0}, "give --model-store DIR"),
         ({"config": "a.rqa", "host": "0.0.0.0"}, "there is no token"),
