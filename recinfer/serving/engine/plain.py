@@ -17,13 +17,12 @@ from recinfer.inference.byte_tables import PreparedLookup, ReadyLookup
 from recinfer.inference.predictor import Predictor
 from recinfer.quant.bags import BagPlaces
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.wire import codec
 from recinfer.serving.wire._wire import read_request
-from recinfer.serving.wire.fields import field_head
+from recinfer.serving.wire.arrays import field_head, lookup_head
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
-__all__ = ["PlainReader", "PlainRequest", "lookup_head"]
+__all__ = ["PlainReader", "PlainRequest", "answer_head"]
 
 # Fewer samples run faster than a handoff to another thread takes.
 _LEAST_PART = 64
@@ -82,7 +81,7 @@ class PlainRequest(NamedTuple):
         order, key = self.order, (self.batch, self.model.version)
         found: bytes | None = order.heads[key]
         if found is None:
-            found = order.heads[key] = lookup_head(order, *key)
+            found = order.heads[key] = answer_head(order, *key)
         return found
 
     def can_predict(self) -> bool:
@@ -167,8 +166,6 @@ def _keys(block: bytes) -> tuple[str, ...]:
         return ()
 
 
-def lookup_head(order: PreparedLookup, batch: int, version: str, missing: tuple[int, ...] = ()) -> bytes:
+def answer_head(order: PreparedLookup, batch: int, version: str, missing: tuple[int, ...] = ()) -> bytes:
     """A serialized LookupResponse without the floats at its end."""
-    return codec.lookup_head(order.names, order.dims, batch, version, missing) + field_head(
-        4, 4 * batch * order.columns
-    )
+    return lookup_head(order.names, order.dims, batch, version, missing) + field_head(4, 4 * batch * order.columns)
