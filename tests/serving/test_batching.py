@@ -103,7 +103,7 @@ def own_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("recinfer.serving.engine.scheduler.time", clock)
-    monkeypatch.setattr("recinfer.serving.engine.queue_budget.time", clock)
+    monkeypatch.setattr("recinfer.serving.engine.scheduler.time", clock)
     return now
 
 
