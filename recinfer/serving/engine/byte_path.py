@@ -20,10 +20,9 @@ from recinfer.inference.byte_tables import ReadyLookup
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.parallel_parts import ParallelParts
 from recinfer.serving.engine.plain import PlainRequest
+from recinfer.serving.engine.registry import RequestStats, RunCost
 from recinfer.serving.engine.request import Request
-from recinfer.serving.engine.run_cost import RunCost
 from recinfer.serving.engine.scheduler import Entry, Scheduler
-from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.wire.arrays import encode_output_arrays
 
 __all__ = ["Fill", "Predictions", "lookup_now"]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.engine.registry import RequestStats
 from recinfer.serving.wire.tracing import SpanFields, Tracer, has_provider
 
 if TYPE_CHECKING:
