@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from recinfer.inference.byte_tables import ReadyLookup
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.parallel_parts import ParallelParts
-from recinfer.serving.engine.plain import PlainRequest
 from recinfer.serving.engine.registry import RequestStats, RunCost
-from recinfer.serving.engine.request import Request
+from recinfer.serving.engine.request import PlainRequest, Request
 from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.wire.arrays import encode_output_arrays
 

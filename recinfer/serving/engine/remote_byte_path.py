@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 from recinfer.inference.byte_tables import AwaitedLookup, Rows
 from recinfer.serving.engine.byte_path import Predictions
-from recinfer.serving.engine.plain import PlainRequest, answer_head
 from recinfer.serving.engine.registry import RequestStats
-from recinfer.serving.engine.request import Request
+from recinfer.serving.engine.request import PlainRequest, Request, answer_head
 from recinfer.serving.engine.scheduler import Entry, Scheduler
 
 __all__ = ["MOST_FAN_OUTS", "FanOuts"]
