@@ -10,7 +10,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from recinfer.errors import OverloadedError
 from recinfer.serving.engine.scheduler import QueueBudget
-from recinfer.serving.server.ending import Ending, ending_of
+from recinfer.serving.server.grpc_call import Ending, ending_of
 from recinfer.serving.server.security import NO_TOKEN, Security
 from recinfer.serving.server.telemetry.observe import Observer
 

@@ -24,10 +24,8 @@ import grpc
 
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.scheduler import Scheduler
-from recinfer.serving.server.call_ticket import Bounds
-from recinfer.serving.server.ending import CANCELLED, FAILED, Ending
 from recinfer.serving.server.grpc_binding import cygrpc
-from recinfer.serving.server.grpc_call import CoreCall, Dispatch, Method
+from recinfer.serving.server.grpc_call import CANCELLED, FAILED, Bounds, CoreCall, Dispatch, Ending, Method
 from recinfer.serving.server.request_id import RequestIds
 from recinfer.serving.wire.limits import Limits
 

@@ -19,8 +19,7 @@ from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.memory_budget import ticket_of_task
 from recinfer.serving.engine.request import CallName, Request, served_of_task, trace_of_task
-from recinfer.serving.server.ending import Ending, ending_of
-from recinfer.serving.server.grpc_call import CoreCall, Dispatch
+from recinfer.serving.server.grpc_call import CoreCall, Dispatch, Ending, ending_of
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.reflection import add_reflection
