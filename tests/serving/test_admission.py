@@ -20,8 +20,7 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine import scheduler
 from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.registry import RequestStats
-from recinfer.serving.server.admission import Admission
-from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.server.grpc_core import Admission, CoreServer
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server

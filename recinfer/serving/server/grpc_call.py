@@ -17,11 +17,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from recinfer.errors import DeadlineError, InputError, RecinferError
+from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
+from recinfer.serving.engine.request import CallName, Request
 from recinfer.serving.server.grpc_binding import cygrpc
-from recinfer.serving.server.request_id import REQUEST_ID
+from recinfer.serving.server.telemetry.observe import REQUEST_ID, Observer
 from recinfer.serving.wire.retry import trailing_of
 from recinfer.serving.wire.status import status_of
+from recinfer.serving.wire.tracing import no_trace
 
 __all__ = [
     "CANCELLED",
@@ -33,7 +36,9 @@ __all__ = [
     "Ending",
     "Method",
     "Owner",
+    "dispatched",
     "ending_of",
+    "logged_ending",
 ]
 
 _log = logging.getLogger("recinfer.serving.server")
@@ -70,6 +75,14 @@ def ending_of(error: Exception) -> Ending:
     """The status of a call that failed with ``error``."""
     status = status_of(error)
     return Ending(status.code, status.message, trailing_of(error, status.message))
+
+
+def logged_ending(call: str, data: bytes, error: Exception) -> Ending:
+    """:func:`ending_of`; an error of the server itself goes to the log."""
+    ending = ending_of(error)
+    if ending.code == "INTERNAL":
+        _log.error("%s failed on a request of %d bytes", call, len(data), exc_info=error)
+    return ending
 
 
 CANCELLED = Ending("CANCELLED", "")
@@ -503,6 +516,42 @@ class CoreCall:
     def invocation_metadata(self) -> Sequence[tuple[str, Any]]:
         """The call's metadata."""
         return self._metadata
+
+
+def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Dispatch:
+    """The Dispatch of the method ``call``: dispatches each message on gRPC's thread; the reply ends the call."""
+
+    def dispatch(data: bytes, until: float, core: CoreCall) -> None:
+        start = time.perf_counter()
+        trace = observer.begin(call, core.invocation_metadata)
+
+        def answered(code: str) -> None:
+            spent, served = time.perf_counter() - start, request.served
+            metadata, size = core.invocation_metadata, len(data)
+            observer.answered(call, code, spent, headers=metadata, num_bytes=size, served=served, trace=trace)
+
+        def reply(answer: bytes | Exception) -> None:
+            if not isinstance(answer, Exception):
+                try:
+                    core.ticket.resize(len(answer))  # frees the message
+                except RecinferError as error:
+                    answer = error
+            if isinstance(answer, Exception):
+                ending = logged_ending(call, data, answer)
+                answered(ending.code)
+                core.end(ending)
+            else:
+                answered("OK")
+                core.answer(answer)
+
+        def gone() -> None:
+            dispatcher.scheduler.forget(request)
+            answered("CANCELLED")
+
+        request = Request(call, data, until, reply, lambda: core.listen(gone), core.ticket, trace or no_trace)
+        dispatcher.dispatch(request)
+
+    return dispatch
 
 
 def _set(future: asyncio.Future[Any], value: Any) -> None:

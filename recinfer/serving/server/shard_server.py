@@ -16,8 +16,7 @@ from recinfer.errors import ArchiveError, InputError, OverloadedError
 from recinfer.inference.stages import Stages
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.registry import RequestStats
-from recinfer.serving.server.admission import Admission, names_of
-from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.server.grpc_core import Admission, CoreServer, names_of
 from recinfer.serving.server.grpc_methods import (
     add_standard_services,
     bind,
