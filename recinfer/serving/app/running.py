@@ -16,6 +16,7 @@ from recinfer.serving.app.run import load_service
 from recinfer.serving.app.service import Report
 from recinfer.serving.config import AddressConfig, ModelsConfig, ServeConfig, TablesConfig
 from recinfer.serving.wire.address import join_address
+from recinfer.serving.wire.loop import run_on_loop
 
 if TYPE_CHECKING:
     from recinfer.serving.client.client import InferenceClient
@@ -88,6 +89,10 @@ class RunningServer:
         if not isinstance(self.ready, ReadyModels):
             raise InputError("client: this is a shard server; connect to a ranker")
         return InferenceClient(self.target, **{"token": next(iter(self._security.tokens), ""), **options})
+
+    def status(self) -> dict[str, Any]:
+        """The figures of ``/status.json`` on a metrics port; the server needs no such port. Waits for the serving loop."""
+        return run_on_loop(self._service.status())
 
     def stop(self, grace: float | None = None) -> None:
         """Let running requests end for up to ``grace`` seconds (None: the setting ``drain_seconds``), then close. A second
