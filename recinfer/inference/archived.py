@@ -77,7 +77,7 @@ class ArchivedModel(Printed):
         return self.predictor.lookup_many(requests)
 
     def apply_delta(self, path: str | os.PathLike[str]) -> None:
-        """Update the model to a later checkpoint; see :meth:`recinfer.inference.states.States.apply_delta`."""
+        """Update the model to a later checkpoint; see :meth:`recinfer.inference.model.States.apply_delta`."""
         self.predictor.apply_delta(path)
 
     def undo_delta(self) -> None:

@@ -13,9 +13,8 @@ from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher
-from recinfer.serving.engine.plain import PlainReader, PlainRequest
 from recinfer.serving.engine.remote_byte_path import FanOuts
-from recinfer.serving.engine.request import CallName, Request
+from recinfer.serving.engine.request import CallName, PlainReader, PlainRequest, Request
 from recinfer.serving.engine.scheduler import Scheduler
 
 LONG = 90.0

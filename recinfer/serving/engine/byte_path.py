@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from recinfer.inference.byte_tables import ReadyLookup
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.parallel_parts import ParallelParts
-from recinfer.serving.engine.plain import PlainRequest
-from recinfer.serving.engine.request import Request
-from recinfer.serving.engine.run_cost import RunCost
+from recinfer.serving.engine.registry import RequestStats, RunCost
+from recinfer.serving.engine.request import PlainRequest, Request
 from recinfer.serving.engine.scheduler import Entry, Scheduler
-from recinfer.serving.engine.stats import RequestStats
-from recinfer.serving.wire import codec
+from recinfer.serving.wire.arrays import encode_output_arrays
 
 __all__ = ["Fill", "Predictions", "lookup_now"]
 
@@ -205,7 +203,7 @@ class Predictions:
             if odd and _has_nan(mine):
                 continue
             version = work.plain.model.version
-            answers[at] = codec.encode_output_arrays(state.output_names, mine, version, work.missing)
+            answers[at] = encode_output_arrays(state.output_names, mine, version, work.missing)
         self._stats.stages.add("encode", time.perf_counter() - start)
 
     def _in_parts(self, work: _Prediction, threads: int) -> tuple[bytes | None, float]:
@@ -240,7 +238,7 @@ class Predictions:
         joined = [np.concatenate(pieces) for pieces in zip(*outputs, strict=True)]
         if _has_nan(joined):
             return None, elsewhere
-        answer = codec.encode_output_arrays(state.output_names, joined, plain.model.version, work.missing)
+        answer = encode_output_arrays(state.output_names, joined, plain.model.version, work.missing)
         state.stages.add("lookup", given[0][0] - (work.since or start))
         state.stages.add("dense", end - given[0][0])
         self._stats.stages.add("encode", time.perf_counter() - end)

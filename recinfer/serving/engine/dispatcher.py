@@ -22,9 +22,8 @@ from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
-from recinfer.serving.engine.plain import PlainReader, PlainRequest
 from recinfer.serving.engine.remote_byte_path import FanOuts
-from recinfer.serving.engine.request import CallName, Request, trace_of_task
+from recinfer.serving.engine.request import CallName, PlainReader, PlainRequest, Request, trace_of_task
 from recinfer.serving.engine.scheduler import Scheduler
 
 __all__ = ["Dispatcher", "LoopCaller"]

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 
 from recinfer.inference.byte_tables import AwaitedLookup, Rows
 from recinfer.serving.engine.byte_path import Predictions
-from recinfer.serving.engine.plain import PlainRequest, lookup_head
-from recinfer.serving.engine.request import Request
+from recinfer.serving.engine.registry import RequestStats
+from recinfer.serving.engine.request import PlainRequest, Request, answer_head
 from recinfer.serving.engine.scheduler import Entry, Scheduler
-from recinfer.serving.engine.stats import RequestStats
 
 __all__ = ["MOST_FAN_OUTS", "FanOuts"]
 
@@ -142,7 +141,7 @@ class FanOuts:
         """The serialized answer to a lookup."""
         head = plain.head()
         if missing:
-            head = lookup_head(plain.order, plain.batch, plain.model.version, missing)
+            head = answer_head(plain.order, plain.batch, plain.model.version, missing)
         joined = rows.after(head)
         plain.state.stages.add("lookup", time.perf_counter() - start)
         self._stats.batch.add(plain.batch)

@@ -32,8 +32,7 @@ from recinfer.errors import InputError
 from recinfer.input_arrays import InputArrays
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.arrays import decode_lookup, decode_predict, encode_input
-from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field
+from recinfer.serving.wire.arrays import Buffer, array_bytes, bytes_field, decode_lookup, decode_predict, encode_input
 from recinfer.serving.wire.json_codec import text_of
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb

@@ -25,7 +25,7 @@ from recinfer.serving.server.http_server import Described, Get, Post, Route, cou
 from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
 from recinfer.serving.server.open_inference_grpc import OpenInference, raw_array
 from recinfer.serving.server.open_inference_schemas import add_schemas
-from recinfer.serving.wire.fields import Buffer
+from recinfer.serving.wire.arrays import Buffer
 from recinfer.serving.wire.json_codec import (
     json_pieces,
     json_text,

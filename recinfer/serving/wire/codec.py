@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,20 @@ from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.results import Outputs
 from recinfer.serving.wire.arrays import (
+    Buffer,
     M,
     array_of,
+    bytes_field,
     decode_lookup,
     decode_predict,
     encode_lookup_request,
     encode_predict_request,
+    lookup_head,
     parse,
+    predict_head,
+    tensor_bytes,
+    tensor_head,
 )
-from recinfer.serving.wire.fields import Buffer, bytes_field, tensor_bytes
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
@@ -41,10 +45,8 @@ __all__ = [
     "decode_predict_response",
     "encode_lookup_request",
     "encode_lookup_response",
-    "encode_output_arrays",
     "encode_predict_request",
     "encode_predict_response",
-    "lookup_head",
     "parse",
 ]
 
@@ -256,43 +258,12 @@ def encode_lookup_response(
     return b"".join(parts)
 
 
-@lru_cache(maxsize=256)
-def lookup_head(
-    keys: tuple[str, ...], dims: tuple[int, ...], batch: int, version: str, missing: tuple[int, ...]
-) -> bytes:
-    """A serialized LookupResponse without its embeddings."""
-    return pb.LookupResponse(
-        keys=keys, dims=dims, batch_size=batch, model_version=version, missing_ranks=missing
-    ).SerializeToString()
-
-
-@lru_cache(maxsize=256)
-def _tensor_head(name: str, shape: tuple[int, ...]) -> bytes:
-    return pb.NamedTensor(name=name, shape=shape).SerializeToString()
-
-
-@lru_cache(maxsize=64)
-def _predict_head(version: str, missing: tuple[int, ...]) -> bytes:
-    return pb.PredictResponse(model_version=version, missing_ranks=missing).SerializeToString()
-
-
 def encode_predict_response(outputs: dict[str, Tensor], version: str, missing: tuple[int, ...] = ()) -> bytes:
     """A serialized PredictResponse of float32 tensors by name; ``missing``: ranks whose rows were zero."""
-    parts: list[Buffer] = [_predict_head(version, missing)]
+    parts: list[Buffer] = [predict_head(version, missing)]
     for name, tensor in outputs.items():
-        small = _tensor_head(name, tuple(tensor.shape))
+        small = tensor_head(name, tuple(tensor.shape))
         parts += bytes_field(1, small, *bytes_field(3, tensor_bytes(tensor, _FLOAT32)))
-    return b"".join(parts)
-
-
-def encode_output_arrays(
-    names: Sequence[str], arrays: Sequence[NDArray[Any]], version: str, missing: tuple[int, ...] = ()
-) -> bytes:
-    """:func:`encode_predict_response` of float32 arrays, C-contiguous."""
-    parts: list[Buffer] = [_predict_head(version, missing)]
-    for name, array in zip(names, arrays):
-        small = _tensor_head(name, array.shape)
-        parts += bytes_field(1, small, *bytes_field(3, array.tobytes()))
     return b"".join(parts)
 
 
