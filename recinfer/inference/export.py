@@ -278,11 +278,9 @@ def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: 
                 f"checkpoint is damaged"
                 if broken
                 else (
-                    "the weights are finite, so forward computes it from the golden request's random inputs (dense "
-                    "values are "
-                    "normal, also negative; bags may be empty, all of them too): find the logarithm, root, division or overflow in "
-                    "forward and "
-                    "clamp its input"
+                    "the weights are finite, so forward computes it from the golden request's inputs (random ids, bags "
+                    "of 0 to 3 where the example batch has empty bags; dense values of the example batch, or normal without one): "
+                    "find the logarithm, root, division or overflow in forward and clamp its input"
                 )
             )
             raise ConfigError(f"the model's output {output.name!r} is {odd} of golden request {index}; {cause}")
