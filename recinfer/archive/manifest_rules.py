@@ -373,7 +373,7 @@ def _check_contract(m: Manifest) -> None:
         raise ArchiveError(f"the contract's features are not the archive's; differs in {odd}", rule="M8")
     for feature in contract.sparse:
         rows = min(table.rows for table in m.feature_tables[feature.name])
-        if feature.num_embeddings > rows:
+        if feature.num_embeddings > rows and feature.name not in m.raw_features:
             raise ArchiveError(
                 f"the contract makes {feature.num_embeddings} ids of feature {feature.name!r}; its table has {rows} "
                 "rows",
