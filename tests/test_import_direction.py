@@ -111,7 +111,7 @@ ALLOWED: dict[str, set[str]] = {
     "serving.app": SERVED | SERVING | {"serving.config"},
     "serving": SERVED | SERVING,
     "sizing": SERVED | SERVING,
-    "deploy": SERVED | SERVING,
+    "deploy": SERVED | SERVING | {"serving.config", "serving.app"},
     "api": SERVED | SERVING,
     "cli": SERVED | SERVING | {"serving.config", "serving.app", "training", "sizing", "deploy", "migrate"},
 }
