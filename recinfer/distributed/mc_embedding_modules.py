@@ -126,7 +126,7 @@ class BaseShardedManagedCollisionEmbeddingCollection(
         rows = self._rows(ctx, input)
         return self._embedding_module.compute_and_output_dist(ctx, rows), self._remapped(ctx)
 
-    def _remapped(self, ctx: Any) -> Awaitable[KeyedJaggedTensor | None]:
+    def _remapped(self, ctx: Any) -> Awaitable[Any]:
         if not self._return_remapped_features:
             return NoWait(None)
         return self._managed_collision_collection.output_dist(ctx, ctx.remapped_kjt, ctx.features, self._places(ctx))

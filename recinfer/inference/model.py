@@ -45,6 +45,7 @@ from recinfer.quant.transfers import to_device, to_host
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
+    from recinfer.vocabulary.strings import StringRows
 
 __all__ = ["LoadedModel", "States", "at_one_state"]
 
@@ -228,7 +229,7 @@ class LoadedModel(States):
         self.loaded_at = time.time()
         self.stages = Stages("lookup", "dense")
         self.device = torch.device(device)
-        self.contract: FeatureContract | None = _contract(manifest)
+        self.contract: FeatureContract | None = None
         self._mapping: dict[str, Any] = {"preload": preload, "lock": lock}
         self._lookup_options: dict[str, Any] = {"threads": lookup_threads, "join_columns": join_columns}
         self._lookups_of = lookups
@@ -246,6 +247,8 @@ class LoadedModel(States):
     def _assemble(self, archive: Archive, edit: Callable[[MappedShards], None] | None = None) -> None:
         manifest = archive.manifest
         self.intake = self.intake.at(archive, self._deltas)
+        if self.contract is None:
+            self.contract = _contract(manifest, self.intake.strings)
         self.lookups: Lookups
         if self._lookups_of is None:
             mapped = archive.map_shards(**self._mapping, edit=edit)
@@ -493,9 +496,11 @@ def _check_unchanged(archive: Archive) -> None:
         raise ArchiveError(f"{str(archive.root)!r} was replaced since it was loaded; load it again", rule="X5")
 
 
-def _contract(manifest: Manifest) -> FeatureContract | None:
+def _contract(manifest: Manifest, strings: StringRows | None) -> FeatureContract | None:
     if manifest.contract is None:
         return None
     from recinfer.data.contract import FeatureContract
+    from recinfer.inference.string_features import indexed_contract
 
-    return FeatureContract.from_dict(manifest.contract)
+    contract = FeatureContract.from_dict(manifest.contract)
+    return contract if strings is None else indexed_contract(contract, strings)

@@ -223,6 +223,7 @@ class InferenceService:
             feature_contract=json.dumps(contract) if contract is not None else "",
             needs_weights=predictor.intake.needs_weights,
             inputs=inputs,
+            string_features=[name for name in predictor.intake.names if name in predictor.manifest.string_features],
         ).SerializeToString()
 
     def _parse(self, kind: type[codec.M], data: bytes) -> codec.M:

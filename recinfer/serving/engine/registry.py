@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AnswerCounts", "ModelRegistry", "RequestStats", "RunCost", "ServedModel"]
 
-_DECAY = 0.8  # Earlier runs weigh so much less with each new run.
+_DECAY = 0.8  # by which each run multiplies the weight of earlier ones
 
 
 class RunCost:

@@ -29,6 +29,7 @@ from recinfer.serving.wire.tracing import Fields, no_trace
 __all__ = [
     "AnswerCall",
     "CallName",
+    "Fill",
     "PlainReader",
     "PlainRequest",
     "Reply",
@@ -112,6 +113,11 @@ class Request:
         self._reply = self.waits = None
 
 
+Fill = Callable[[NDArray[np.float32], "tuple[int, int] | None"], bool]
+"""Writes pooled vectors, float32 ``[samples, columns]``, for all samples (None), or for ``count`` samples from ``first``
+(``(first, count)``); returns False where the decoded path has to answer."""
+
+
 class RequestParts(NamedTuple):
     """Offsets of the parts of a request in its bytes: RequestParts in ``wire/_wire.c``.
 
@@ -155,7 +161,7 @@ class PlainRequest(NamedTuple):
         return self.bags.batch
 
     def fill(self, into: NDArray[np.float32], part: tuple[int, int] | None) -> bool:
-        """Write vectors of rows in this process, see recinfer.serving.engine.byte_path.Fill."""
+        """Write vectors of rows in this process, see :data:`Fill`."""
         assert isinstance(self.order, ReadyLookup)
         return self.order.fill(into, self.bag_data, self.bags, part, self.context)
 

@@ -352,6 +352,7 @@ class Admission:
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.security = security
+        self._needs_token = bool(security.tokens)  # a server never changes from tokens to none, or back
         self._observer = observer
         self._queue = queue
         self._methods = dict(methods or {})
@@ -361,7 +362,7 @@ class Admission:
     def admit(self, path: str, deadline: float, metadata: Sequence[tuple[str, Any]]) -> Ending | None:
         """The status of a call that is not admitted; see :data:`Admit`."""
         call = self._methods.get(path)
-        if not self.security.admits(path, metadata):
+        if self._needs_token and not self.security.admits(path, metadata):
             self.refused(path, NO_TOKEN.code, metadata)
             return NO_TOKEN
         if call is None or self._queue is None or (error := self._queue.refused(deadline)) is None:

@@ -136,21 +136,28 @@ def _request_head(model: str, version: str, label: str) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _features_head(keys: tuple[str, ...], batch: int, weighted: tuple[str, ...]) -> bytes:
+def _features_head(
+    keys: tuple[str, ...], batch: int, weighted: tuple[str, ...], strings: tuple[str, ...] = ()
+) -> bytes:
     try:
-        return pb.JaggedFeatures(keys=keys, batch_size=batch, weighted_keys=weighted).SerializeToString()
+        return pb.JaggedFeatures(
+            keys=keys, batch_size=batch, weighted_keys=weighted, string_keys=strings
+        ).SerializeToString()
     except (TypeError, UnicodeEncodeError):
         raise InputError(f"features: got names {str(list(keys))[:80]}, expected each to be text") from None
 
 
 def _encode_features(features: FeatureArrays, number: int = 3) -> list[Buffer]:
-    values, weights = features.values, features.weights
-    parts: list[Buffer] = [_features_head(features.keys, features.batch, features.weighted)]
+    values, weights, strings = features.values, features.weights, features.strings
+    string_keys = () if strings is None else strings.keys
+    parts: list[Buffer] = [_features_head(features.keys, features.batch, features.weighted, string_keys)]
     parts += bytes_field(3, array_bytes(features.lengths, _INT32))
     wide = values.dtype == np.int64
     parts += bytes_field(4 if wide else 6, array_bytes(values, _INT64 if wide else _INT32))
     if weights is not None:
         parts += bytes_field(5, array_bytes(weights, _FLOAT32))
+    if strings is not None:
+        parts += [*bytes_field(9, strings.data), *bytes_field(10, array_bytes(strings.lengths, _INT32))]
     return bytes_field(number, *parts)
 
 

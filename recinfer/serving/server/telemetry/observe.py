@@ -43,7 +43,7 @@ class RequestIds:
 
     def of(self, given: Any) -> str:
         """``given`` if it is an id of 1 to 128 characters that a header can hold, else a new id of 32 characters."""
-        if is_request_id(given):
+        if given is not None and is_request_id(given):
             return str(given)
         return f"{self._prefix}{next(self._numbers):0{_DIGITS}x}"
 
