@@ -142,7 +142,15 @@ def find(text: str, first_line: int = 1, *, page: bool = False) -> Iterator[tupl
 @functools.lru_cache(maxsize=1)
 def _nodes(source: str) -> tuple[ast.AST, ...]:
     """The module and all nodes below it; two checks read each module one after the other."""
-    return tuple(ast.walk(ast.parse(source)))
+    nodes: list[ast.AST] = [ast.parse(source)]
+    for node in nodes:  # which grows; ast.walk() takes three times as long
+        for field in node._fields:
+            value = getattr(node, field)
+            if isinstance(value, list):
+                nodes += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST):
+                nodes.append(value)
+    return tuple(nodes)
 
 
 def user_strings(source: str) -> Iterator[tuple[int, str]]:
