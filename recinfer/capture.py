@@ -23,6 +23,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import traceback
 import warnings
 import zipfile
@@ -1339,14 +1340,17 @@ class _IntType(type):
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, int)
 
-    def __call__(cls, value: Any = 0, *base: Any) -> Any:
-        if isinstance(value, Tensor) and not value.is_floating_point():
-            value = value.item()
-        return value if isinstance(value, torch.SymInt) else int(value, *base)
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, int)
+
+    def __call__(cls, *value: Any, **base: Any) -> Any:
+        if value and isinstance(value[0], Tensor) and not value[0].is_floating_point():
+            value = (value[0].item(), *value[1:])
+        return value[0] if value and isinstance(value[0], torch.SymInt) else int(*value, **base)
 
 
-class _Int(metaclass=_IntType):
-    """``int`` for the model's own files while a trace runs."""
+class _Int(int, metaclass=_IntType):
+    """``int`` for the model's own files while a trace runs; other threads that use it there get Python's own numbers."""
 
 
 def _slots(
@@ -1469,49 +1473,45 @@ def _title(slot: Slot) -> str:
     return slot.path if slot.part == "tensor" else f"the {slot.part} of {slot.path}"
 
 
+_TRACE = threading.Lock()
+"""Held while functions are replaced: of two traces, the second would put back those of the first."""
+
+
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
-    """Replaces functions that a trace cannot follow, of all packages that are loaded."""
-    saved: list[tuple[Any, str, Any]] = []
+    """Replaces functions that a trace cannot follow, of all packages that are loaded; one trace at a time does."""
+    with contextlib.ExitStack() as undo:
 
-    def put(owner: Any, name: str, value: Any) -> None:
-        saved.append((owner, name, inspect.getattr_static(owner, name)))
-        setattr(owner, name, value)
-
-    for package in ("torchrec", "recinfer"):
-        module = sys.modules.get(f"{package}.sparse.jagged_tensor")
-        if module is not None:
-            kjt = module.KeyedJaggedTensor
-            put(kjt, "concat", staticmethod(_concat(kjt, kjt.concat)))
-            put(module.KeyedTensor, "regroup", staticmethod(_regroup))
-            if hasattr(module.KeyedTensor, "regroup_as_dict"):
-                put(module.KeyedTensor, "regroup_as_dict", staticmethod(_regroup_as_dict))
-    regroup = sys.modules.get("torchrec.modules.regroup")
-    if regroup is not None:
-        put(
-            regroup.KTRegroupAsDict,
-            "forward",
-            lambda self, tensors: _regroup_as_dict(tensors, self._groups, self._keys),
-        )
-    put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
-    detect = nn.modules.transformer._detect_is_causal_mask
-    put(
-        nn.modules.transformer, "_detect_is_causal_mask", lambda *args: False if args[1:2] != (True,) else detect(*args)
-    )
-    sizes_log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = sizes_log.level
-    sizes_log.setLevel(logging.ERROR)  # warnings about lines of code that torch cannot find help no user
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # torch prints graphs there
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        sizes_log.setLevel(level)
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for owner, name, value in reversed(saved):
+        def put(owner: Any, name: str, value: Any) -> None:
+            undo.callback(setattr, owner, name, inspect.getattr_static(owner, name))
             setattr(owner, name, value)
+
+        undo.enter_context(_TRACE)
+        for package in ("torchrec", "recinfer"):
+            module = sys.modules.get(f"{package}.sparse.jagged_tensor")
+            if module is not None:
+                kjt = module.KeyedJaggedTensor
+                put(kjt, "concat", staticmethod(_concat(kjt, kjt.concat)))
+                put(module.KeyedTensor, "regroup", staticmethod(_regroup))
+                if hasattr(module.KeyedTensor, "regroup_as_dict"):
+                    put(module.KeyedTensor, "regroup_as_dict", staticmethod(_regroup_as_dict))
+        regroup = sys.modules.get("torchrec.modules.regroup")
+        if regroup is not None:
+            forward = lambda self, tensors: _regroup_as_dict(tensors, self._groups, self._keys)  # noqa: E731
+            put(regroup.KTRegroupAsDict, "forward", forward)
+        put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
+        undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
+        detect = nn.modules.transformer._detect_is_causal_mask
+        causal = lambda *args: False if args[1:2] != (True,) else detect(*args)  # noqa: E731
+        put(nn.modules.transformer, "_detect_is_causal_mask", causal)
+        sizes_log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+        undo.callback(sizes_log.setLevel, sizes_log.level)
+        sizes_log.setLevel(logging.ERROR)  # warnings about lines of code that torch cannot find help no user
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        undo.enter_context(contextlib.redirect_stderr(io.StringIO()))  # torch prints graphs there
+        yield
 
 
 # ------------------------------------------------------------------------------------------------- errors
