@@ -1106,8 +1106,9 @@ def _batch_size(batch: Sequence[_Example]) -> int:
     if len(distinct) > 1 and any(e.part == "lengths" for e in batch):
         one, two = (next(p for p, n in sizes.items() if n == size) for size in (distinct[0], distinct[-1]))
         raise CaptureError(
-            f"the example batch has {sizes[one]} samples in {one} and {sizes[two]} in {two}; give one batch size (the "
-            f"features of one user for many candidates go into requests as context)"
+            f"the example batch has {sizes[one]} samples in {one} and {sizes[two]} in {two}; give one batch size "
+            f"(negatives that a sampler added are for training: leave them out, or export the towers; the features of one user "
+            f"for many candidates go into requests as context)"
         )
     count = [list(sizes.values()).count(size) for size in distinct]
     size = distinct[count.index(max(count))]
@@ -1439,7 +1440,8 @@ def _check_operators(program: ExportedProgram) -> None:
         if node.users and _is_random(node):
             raise CaptureError(
                 f"forward draws random numbers by {node.target}{place}; an archive gives the same answer each time: draw "
-                f"only where self.training holds (nn.Dropout does), or take the numbers as an input"
+                f"only where self.training holds (nn.Dropout does), draw once and keep the numbers (register_buffer), or take "
+                f"them as an input"
             )
         if node.target.namespace not in ("aten", "prims", "fbgemm", "recinfer"):
             raise CaptureError(
