@@ -333,14 +333,14 @@ def open_dense(
             raise ConfigError(f"this archive has no ONNX program: {info.onnx_refused}; use dense_engine='torch'")
         if torch.device(device).type != "cpu":
             raise ConfigError(f"the ONNX engine runs on the CPU; got device {device!r}; use dense_engine='torch'")
-    names = [i.name for i in info.inputs], [o.name for o in info.outputs]
-    return open_program(archive, "dense/model", *names, chosen, device=device, num_threads=num_threads)
+    outputs = [output.name for output in info.outputs]
+    return open_info(archive, "dense/model", info, outputs, device=device, num_threads=num_threads, engine=chosen)
 
 
 def open_info(
     archive: Archive,
     path: str,
-    info: ProgramInfo,
+    info: DenseInfo | ProgramInfo,
     outputs: Sequence[str],
     *,
     device: str = "cpu",

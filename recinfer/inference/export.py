@@ -157,7 +157,7 @@ def export_archive(
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model cannot be stored in an archive: {error}") from None
         _check_output_names(manifest)
-        requests = raw_requests(manifest, vocabularies, make_requests(manifest, parts.cut))
+        requests = raw_requests(manifest, vocabularies, make_requests(leaves, parts.cut))
         for path, data in index_files(vocabularies):
             folder.add(path, data)
         recorded = reference.batches(manifest) if reference else []
