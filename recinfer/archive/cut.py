@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recinfer.archive.check import Request, input_tensor
+from recinfer.archive.check import Request, golden_requests, input_tensor
 from recinfer.archive.dense import Part
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.made_batch import made_batch
@@ -129,6 +129,9 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
     trials = _Trials(parts, samples, used)
     dense = trials.part("the dense part", parts.dense)
     user_part, candidates = _user_parts(parts, infos, user, trials) if user else (None, None)
+    outputs = _check_outputs(dense)
+    if not trials.finite(parts.dense):  # a mean or a softmax over no ids
+        samples = replace(samples, never_empty=True)
     return Cut(
         dense=dense,
         ids=None if parts.ids is None else trials.part("the program that computes ids", parts.ids),
@@ -139,7 +142,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
         signature=signature,
         lookups=parts.lookups,
         num_dense=num_dense,
-        outputs=_check_outputs(dense),
+        outputs=outputs,
         samples=samples,
     )
 
@@ -317,6 +320,16 @@ class _Trials:
         """Inputs of two samples without ids, but for features that need some."""
         generator = torch.Generator().manual_seed(0)
         return self._tensors(inputs, self._samples.request(2, generator, size=0), generator)
+
+    def finite(self, program: Program) -> bool:
+        """Whether the program gives finite outputs for the golden requests, with random vectors."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            return all(
+                bool(torch.isfinite(output).all())
+                for request in golden_requests(self._samples)
+                for output in program.module(*self._tensors(program.inputs, request, generator)).values()
+            )
 
     def _tensors(self, inputs: Sequence[DenseInput], request: Request, generator: torch.Generator) -> list[Tensor]:
         computed: dict[str, Tensor] = {}

@@ -31,6 +31,7 @@ class Samples:
         longest: longest bag of features that have a limit.
         weighted: whether requests carry weights.
         num_dense: columns of ``dense``; 0 where requests name their tensors.
+        never_empty: whether bags that the example batch never has empty get an id at least.
     """
 
     examples: Mapping[tuple[str, str], Tensor]
@@ -41,6 +42,7 @@ class Samples:
     longest: Mapping[str, int]
     weighted: bool
     num_dense: int
+    never_empty: bool = False
 
     def request(
         self, batch: int, generator: torch.Generator, *, size: int | None = None, edges: bool = False
@@ -105,7 +107,11 @@ class Samples:
             drawn = torch.randint(0, _MOST + 1, (batch,), generator=generator)
         if edges:
             drawn[0] = 2
-        return drawn.clamp(max=self.longest.get(name, _MOST))
+        return drawn.clamp(min=self._fewest(name), max=self.longest.get(name, _MOST))
+
+    def _fewest(self, name: str) -> int:
+        example = self.examples.get((name, "lengths"))
+        return int(self.never_empty and example is not None and bool((example > 0).all()))
 
     def _count(
         self, name: str, lengths: Tensor, generator: torch.Generator, size: int | None, edges: bool

@@ -18,8 +18,7 @@ from torch import nn
 from recinfer.errors import InputError, NotFoundError, RecinferError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.registry import ServedModel
-from recinfer.serving.engine.stats import AnswerCounts, RequestStats
+from recinfer.serving.engine.registry import AnswerCounts, RequestStats, ServedModel
 from recinfer.serving.server.server import Server
 from recinfer.serving.server.telemetry.metrics import merge_statuses, only_counts, sum_ended
 from recinfer.serving.server.telemetry.observe import JsonLines

@@ -21,7 +21,7 @@ from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.stages import Histogram
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.engine.registry import RequestStats
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.telemetry.observe import JsonLines, Observer

@@ -115,6 +115,10 @@ class WorkersService:
         assert isinstance(first, ReadyModels)
         return first
 
+    async def status(self) -> Status:
+        """See Service; waits for the workers in a thread."""
+        return await asyncio.to_thread(self._supervisor.status)
+
     def stop(self, grace: float) -> None:
         """See Service. The workers have the supervisor's grace period."""
         self._supervisor.stop()
@@ -179,8 +183,5 @@ class WorkersService:
         if port is None:
             return None
 
-        async def summed() -> Status:
-            return await asyncio.to_thread(self._supervisor.status)  # waits for the workers
-
         check_address(host, port)
-        return metrics_server(summed, host, port, security)
+        return metrics_server(self.status, host, port, security)

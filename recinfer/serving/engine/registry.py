@@ -1,25 +1,88 @@
-"""The models and versions that a server has, and the choice of one for a request."""
+"""The models and versions that a server has, the choice of one for a request, and the answers and run costs of each."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.excerpts import quoted
-from recinfer.serving.engine.run_cost import RunCost
+from recinfer.inference.stages import BATCH_BOUNDS, Histogram, HistogramState, Stages, sum_histograms
 from recinfer.serving.engine.state import Spread
-from recinfer.serving.engine.stats import AnswerCounts
 
 if TYPE_CHECKING:
     from recinfer.inference.archived import ArchivedModel
     from recinfer.inference.predictor import Predictor
 
-__all__ = ["ModelRegistry", "ServedModel"]
+__all__ = ["AnswerCounts", "ModelRegistry", "RequestStats", "RunCost", "ServedModel"]
+
+_DECAY = 0.8  # by which each run multiplies the weight of earlier ones
+
+
+class RunCost:
+    """Smoothed CPU seconds per sample of one version of a model, weighted by samples.
+
+    A sample costs less in a large run than alone: a rate that was learned from single samples is too high for the first
+    merged run, and right after it. Any thread may call; of two simultaneous calls, one figure may be lost.
+    """
+
+    __slots__ = ("_samples", "_seconds")
+
+    def __init__(self) -> None:
+        self._seconds = self._samples = 0.0
+
+    def expected(self, samples: int) -> float:
+        """Expected CPU seconds of a run of ``samples`` samples; 0 before the first run."""
+        return self._seconds / self._samples * samples if self._samples else 0.0
+
+    def learn(self, samples: int, seconds: float) -> None:
+        """Record a run of ``samples`` samples that took ``seconds`` CPU seconds."""
+        self._seconds = _DECAY * self._seconds + seconds
+        self._samples = _DECAY * self._samples + samples
+
+
+class AnswerCounts:
+    """Answers by call and gRPC code name, and their seconds by call: of one served version, or of no version. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._codes: Counter[tuple[str, str]] = Counter()
+        self._latency: dict[str, Histogram] = {}
+
+    def add(self, call: str, code: str, seconds: float | None) -> None:
+        """Count one answer; None: an answer without a duration."""
+        with self._lock:
+            self._codes[call, code] += 1
+            if seconds is None:
+                return
+            latency = self._latency.get(call)
+            if latency is None:
+                latency = self._latency[call] = Histogram()
+        latency.add(seconds)
+
+    def take(self) -> AnswerCounts:
+        """Move the counts to a new object, so that answers that are counted later are not counted twice."""
+        taken = AnswerCounts()
+        with self._lock:
+            taken._codes, self._codes = self._codes, taken._codes
+            taken._latency, self._latency = self._latency, taken._latency
+        return taken
+
+    def codes(self) -> dict[tuple[str, str], int]:
+        """Answers by (call, code)."""
+        with self._lock:
+            return dict(self._codes)
+
+    def latency(self) -> dict[str, HistogramState]:
+        """Histograms of seconds by call."""
+        with self._lock:
+            latency = dict(self._latency)
+        return {call: histogram.state() for call, histogram in latency.items()}
 
 
 @dataclass(frozen=True)
@@ -322,3 +385,64 @@ class ModelRegistry:
             known = ", ".join(map(repr, versions.by_name))
             of = name or next(iter(self._models))
             raise NotFoundError(f"version: got {quoted(version)} of model {of!r}, expected one of {known}")
+
+
+class RequestStats:
+    """Requests answered since the start. Thread-safe.
+
+    Args:
+        served: returns the counts of the versions that are served now.
+
+    Attributes:
+        stages: seconds of decode, queue and encode; each predictor counts its own lookup and dense.
+        batch: samples of a request.
+        unnamed: answers to requests that name nothing served.
+    """
+
+    def __init__(self, served: Callable[[], Collection[AnswerCounts]] = tuple) -> None:
+        self.stages = Stages("decode", "queue", "encode")
+        self.batch = Histogram(BATCH_BOUNDS)
+        self.unnamed = AnswerCounts()
+        self._served = served
+        self._lock = threading.Lock()
+        self._counted = {self.unnamed}  # all counts that may have an answer and are not part of the next two
+        self._past_codes: Counter[tuple[str, str]] = Counter()
+        self._past_latency: dict[str, HistogramState] = {}
+
+    def add(self, call: str, code: str, seconds: float | None, version: AnswerCounts | None = None) -> None:
+        """Count one answer to ``call`` with ``code`` after ``seconds`` in the server.
+
+        Args:
+            seconds: None: the call was refused when it arrived.
+            version: the counts of the version that the request got; None: the request names nothing served.
+        """
+        counts = self.unnamed if version is None else version
+        counts.add(call, code, seconds)
+        if counts not in self._counted:
+            with self._lock:
+                self._counted.add(counts)
+
+    def requests(self) -> dict[tuple[str, str], int]:
+        """Answers by (call, code), of unloaded versions too."""
+        with self._lock:
+            self._fold()
+            return dict(sum((Counter(counts.codes()) for counts in self._counted), self._past_codes))
+
+    def latency(self) -> dict[str, HistogramState]:
+        """Histograms of the seconds from the request's arrival in Python to its answer, by call, of unloaded versions too."""
+        with self._lock:
+            self._fold()
+            return _sum([self._past_latency, *(counts.latency() for counts in self._counted)])
+
+    def _fold(self) -> None:
+        """Add the counts of unloaded versions to the past."""
+        for gone in self._counted - {self.unnamed, *self._served()}:
+            self._counted.discard(gone)
+            taken = gone.take()
+            self._past_codes.update(taken.codes())
+            self._past_latency = _sum([self._past_latency, taken.latency()])
+
+
+def _sum(found: Collection[Mapping[str, HistogramState]]) -> dict[str, HistogramState]:
+    names = dict.fromkeys(name for states in found for name in states)
+    return {name: sum_histograms([states[name] for states in found if name in states]) for name in names}

@@ -26,16 +26,14 @@ from recinfer.serving.engine.remote_byte_path import MOST_FAN_OUTS
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.engine.scheduler import Scheduler, SchedulerState
 from recinfer.serving.engine.store import ModelStore, StoreManager
-from recinfer.serving.server.admission import Admission, names_of
-from recinfer.serving.server.grpc_call import Dispatch
-from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.server.grpc_call import Dispatch, dispatched
+from recinfer.serving.server.grpc_core import Admission, CoreServer, names_of
 from recinfer.serving.server.grpc_methods import (
     Answer,
     add_standard_services,
     bind,
     connection_options,
     deadline,
-    dispatched,
     generic_handler,
     signed,
 )

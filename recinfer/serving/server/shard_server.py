@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from recinfer.errors import ArchiveError, InputError, OverloadedError
 from recinfer.inference.stages import Stages
 from recinfer.serving.engine.memory_budget import MemoryBudget
-from recinfer.serving.engine.stats import RequestStats
-from recinfer.serving.server.admission import Admission, names_of
-from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.engine.registry import RequestStats
+from recinfer.serving.server.grpc_core import Admission, CoreServer, names_of
 from recinfer.serving.server.grpc_methods import (
     add_standard_services,
     bind,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recinfer.errors import InputError
 from recinfer.inference.bags import offsets_of
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field, field_head
+from recinfer.serving.wire.arrays import Buffer, array_bytes, bytes_field, field_head
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import shards_pb2 as pb
 

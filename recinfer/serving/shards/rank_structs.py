@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.serving.wire.fields import Buffer
+from recinfer.serving.wire.arrays import Buffer
 
 __all__ = ["PACKED_ANSWER", "PlainFind", "PlainPart", "RankAnswer", "RankStreams"]
 

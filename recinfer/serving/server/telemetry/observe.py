@@ -1,32 +1,61 @@
 """Records each request: counts, a JSON line in the log, and a span if OpenTelemetry is installed.
 
-A request's id is its ``x-request-id`` metadata (or HTTP header), else a new one.
+A request's id is its ``x-request-id`` metadata (or HTTP header), else a new one; answers and errors return it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from recinfer.serving.engine.stats import RequestStats
-from recinfer.serving.wire.tracing import SpanFields, Tracer, has_provider
+from recinfer.serving.engine.registry import RequestStats
+from recinfer.serving.wire.tracing import SpanFields, Tracer, has_provider, is_request_id
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.registry import ServedModel
 
-__all__ = ["CallTrace", "JsonLines", "Observer", "log_as_json", "lowered"]
+__all__ = ["REQUEST_ID", "CallTrace", "JsonLines", "Observer", "RequestIds", "log_as_json", "lowered"]
 
 _log = logging.getLogger("recinfer.requests")
 _MAX_ID = 128
 _SENT_ON = ("x-request-id", "traceparent", "tracestate")
 _OF_A_CHANGE = ("change", "model", "version", "who", "reason")
 _EXTRA = ("request_id", "call", "code", "ms", "bytes", "protocol", *_OF_A_CHANGE)
+REQUEST_ID = "x-request-id"
+"""The header of HTTP, and key of gRPC's metadata, that holds a request's id."""
+_PREFIX, _DIGITS = 20, 12  # hexadecimal digits: random ones of a server, and a number
+
+
+class RequestIds:
+    """Ids of one server's requests. Any thread may call it."""
+
+    def __init__(self) -> None:
+        # A random number per request would take a noticeable part of a small request's time.
+        self._prefix = uuid.uuid4().hex[:_PREFIX]
+        self._numbers = itertools.count()
+
+    def of(self, given: Any) -> str:
+        """``given`` if it is an id of 1 to 128 characters that a header can hold, else a new id of 32 characters."""
+        if given is not None and is_request_id(given):
+            return str(given)
+        return f"{self._prefix}{next(self._numbers):0{_DIGITS}x}"
+
+    def in_metadata(self, metadata: Sequence[tuple[str, Any]]) -> tuple[str, Sequence[tuple[str, Any]]]:
+        """The id of a call, and its metadata with that id."""
+        given = None
+        for key, value in metadata:
+            if key == REQUEST_ID:
+                given = value
+                break
+        found = self.of(given)
+        return found, metadata if found is given else (*metadata, (REQUEST_ID, found))
 
 
 class Observer:
