@@ -175,6 +175,6 @@ class WorkersService:
             lambda: self._supervisor.changes.state,
             models.model_config,
             is_ranker=is_ranker,
-            mirror=store_mirror(models),
+            mirror=store_mirror(self._config),
         )
         return PollLoop(poller, models.poll)
