@@ -26,10 +26,8 @@ _PROCESSES = frozenset(
     {
         "concurrent.futures.process",
         "multiprocessing",
-        "recinfer.deploy.ray.process",
         "recinfer.training.launch",
         "subprocess",
-        "tests.deploy.local",
         "tests.warm",
         "tests.warm_shell",
     }

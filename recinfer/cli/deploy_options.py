@@ -85,8 +85,7 @@ class RayOptions:
     tls_ca: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the certificate authority of --tls-cert. Rankers verify shard servers with it, Ray's "
-            "replicas their own server.",
+            help="PEM file of the certificate authority of --tls-cert. Rankers verify shard servers with it.",
             show_default=False,
         ),
     ] = None

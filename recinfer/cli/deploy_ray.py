@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from recinfer.deploy.ray.spec import Bounds
 
-__all__ = ["run_ray"]
+__all__ = ["cores", "run_ray"]
 
 
 def run_ray(options: DeployOptions, output: Output) -> None:
@@ -69,11 +70,15 @@ def run_ray(options: DeployOptions, output: Output) -> None:
 
 def _spec(archive: Path, options: DeployOptions) -> Any:
     from recinfer.deploy.groups import footprint
-    from recinfer.deploy.ray.spec import cores, deployment_of
-    from recinfer.deploy.ray.tls import Tls
+    from recinfer.deploy.ray.spec import deployment_of
+    from recinfer.serving.config import SecurityConfig
     from recinfer.serving.wire.tls import read_token
 
     ray, servers = options.ray, options.servers
+    cert, key, client_ca, ca = (
+        None if path is None else path.absolute() for path in (ray.tls_cert, ray.tls_key, ray.tls_client_ca, ray.tls_ca)
+    )
+    token = env.token() if ray.token_file is None else read_token(ray.token_file)
     return deployment_of(
         footprint(archive, servers.ranks_per_shard),
         archive,
@@ -86,10 +91,18 @@ def _spec(archive: Path, options: DeployOptions) -> Any:
         queue_depth=servers.queue_depth,
         busy_percent=servers.busy_percent,
         cool_down=ray.cool_down,
-        token=env.token() if ray.token_file is None else read_token(ray.token_file),
-        insecure=ray.insecure,
-        tls=Tls.of(ray.tls_cert, ray.tls_key, ray.tls_client_ca, ray.tls_ca, ray.tls_name),
+        security=SecurityConfig(token, None, cert, key, client_ca, ray.insecure),
+        tls_ca=ca,
+        tls_name=ray.tls_name,
     )
+
+
+def cores(text: str) -> float:
+    """``"2"``, ``"0.5"`` or ``"500m"`` as a number; raises ConfigError."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m?)", text)
+    if found is None:
+        raise ConfigError(f"cpus: got {text!r}, expected a number as in 2, 0.5 or 500m")
+    return float(found[1]) / (1000 if found[2] else 1)
 
 
 def _bounds(count: int | None, least: int | None, most: int | None) -> Bounds:

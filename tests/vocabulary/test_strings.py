@@ -468,7 +468,9 @@ def test_the_command_line_takes_strings(served_archive: Served, tmp_path: Path) 
             assert said["failed"] == 0, (name, said)
             found = [float(row["output"]) for row in csv.DictReader(out.open())]
             assert np.allclose(found, expected, rtol=1e-5), name
-        said = run_json("lookup", "--target", server.target, "--feature", "f_cat=paris,nowhere;東京", "--strings", "f_cat")
+        said = run_json(
+            "lookup", "--target", server.target, "--feature", "f_cat=paris,nowhere;東京", "--strings", "f_cat"
+        )
         assert np.allclose(said["pooled"]["f_cat"], predictor.lookup({"f_cat": [[0, 296], [3]]})["f_cat"].numpy())
     said = run_json("inspect", root)["string_vocabularies"]
     assert [(one["features"], one["strings"], one["unknown"]) for one in said] == [
