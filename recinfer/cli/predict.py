@@ -360,7 +360,11 @@ def _from_rows(path: Path, kind: InputFormat, client: InferenceClient, context: 
     else:
         shared = {name: [value] for name, value in read_context(context).items()}
         dense, features, own = about.contract.apply_with_context(columns, shared)
-        parsed = _Input(dense, features, own if own.keys else None)
+        if features.keys:
+            parsed = _Input(dense, features, own if own.keys else None)
+        else:  # the rows differ in numbers alone, and a request has features in its rows
+            repeated = {name: values * features.batch for name, values in shared.items()}
+            parsed = _Input(*about.contract.apply_arrays({**columns, **repeated}))
     if not parsed.features.batch:
         raise InputError(f"{path}: got no rows, expected at least one")
     return parsed
