@@ -48,7 +48,7 @@ def _deployment(spec: Deployment, group: int | None) -> Any:
         ray_actor_options={
             "num_cpus": spec.cpus,
             "memory": need,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}},
         },
         max_replicas_per_node=spec.per_node(group),
         health_check_period_s=1.0,
