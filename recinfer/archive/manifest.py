@@ -420,6 +420,12 @@ class Manifest:
         """The features of requests whose ids may be strings."""
         return frozenset(feature for info in self.string_vocabularies for feature in info.features)
 
+    @cached_property
+    def string_examples(self) -> dict[str, list[str]]:
+        """Some known strings of each feature whose ids may be strings; no entry for a feature without any."""
+        infos = [info for info in self.string_vocabularies if info.examples]
+        return {feature: list(info.examples) for info in infos for feature in info.features}
+
     def module_tables(self, path: str) -> list[TableInfo]:
         """The tables of one module, in its order."""
         return self._tables_of_module.get(path, [])

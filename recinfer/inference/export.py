@@ -56,6 +56,7 @@ from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
 from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.report import ExportReport, make_report
+from recinfer.inference.results import computed_features
 from recinfer.inference.string_features import Strings, string_vocabularies
 from recinfer.vocabulary.golden import raw_requests
 from recinfer.vocabulary.strings import string_files, string_indexes
@@ -163,8 +164,9 @@ def export_archive(
             check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model cannot be stored in an archive: {error}") from None
+        _check_input_names(manifest)
         _check_output_names(manifest)
-        requests = raw_requests(manifest, vocabularies, make_requests(manifest, parts.cut))
+        requests = raw_requests(manifest, vocabularies, make_requests(leaves, parts.cut))
         for path, data in index_files(vocabularies):
             folder.add(path, data)
         for path, data in string_files(by_string):
@@ -204,6 +206,20 @@ def export_archive(
         written.check_request(0)
         written.check_user()
     return open_archive(out)
+
+
+def _check_input_names(manifest: Manifest) -> None:
+    """Raises ConfigError if an input has the name under which requests and files hold a part of another input."""
+    computed = computed_features(manifest)
+    features = {feature.name for feature in manifest.features} - computed
+    names = [*sorted(features), *(info.name for info in manifest.named_inputs)]
+    for name in names:
+        stem, _, part = name.rpartition(".")
+        if part in ("values", "lengths", "weights") and stem in names:
+            raise ConfigError(
+                f"{'feature' if name in features else 'input'} {name!r} has the name that requests give the {part} of "
+                f"{stem!r}; rename one of them"
+            )
 
 
 def _check_output_names(manifest: Manifest) -> None:

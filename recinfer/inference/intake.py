@@ -17,7 +17,6 @@ import numpy as np
 
 from recinfer.archive.manifest import FeatureInfo, Manifest
 from recinfer.archive.reader import Archive
-from recinfer.columns import Strings
 from recinfer.errors import InputError
 from recinfer.excerpts import some
 from recinfer.inference.bags import Bags, offsets_of
@@ -130,7 +129,7 @@ class FeatureIntake:
         if need_all and order.rejected and (missing := [name for name in order.rejected if name not in elsewhere]):
             raise InputError(_missing_message(missing, (*key, *sorted(elsewhere))))
         if features.strings is not None:
-            features = self._with_rows(features, features.strings)
+            features = self.with_rows(features)
         if features.weighted and (strange := [key for key in features.weighted if key not in self.weighted]):
             which = some(sorted(self.weighted)) if self.weighted else "none"
             raise InputError(f"weights[{strange[0]!r}]: this feature takes no weights; features with weights: {which}")
@@ -148,8 +147,11 @@ class FeatureIntake:
                 features = _fill(features, {k: row for k, row in order.defaults.items() if k not in elsewhere})
         return TakenFeatures(features, order.present)
 
-    def _with_rows(self, features: Bags, strings: Strings) -> Bags:
+    def with_rows(self, features: Bags) -> Bags:
         """The features with the row of each string; raises InputError for strings of a feature that takes integers."""
+        strings = features.strings
+        if strings is None:
+            return features
         assert self.strings is not None
         edges = dict(zip(features.keys, pairwise(features.offsets[:: features.batch].tolist())))
         places = [edges[key] for key in strings.keys]

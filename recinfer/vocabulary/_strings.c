@@ -138,46 +138,46 @@ PyDoc_STRVAR(split_doc,
              "The bytes of `count` strings, one after another, and the bytes of their lengths, int32 [count], from `data`, where each\n"
              "string follows its length of 4 bytes, little-endian. None if `data` is no such strings.");
 
-static PyObject *split_method(PyObject *module, PyObject *args) {
-    (void)module;
-    const char *data;
-    Py_ssize_t size, count;
-    if (!PyArg_ParseTuple(args, "y#n", &data, &size, &count))
-        return NULL;
-    if (count < 0 || count > size / 4)
-        Py_RETURN_NONE;
-    PyObject *joined = PyBytes_FromStringAndSize(NULL, size - 4 * count), *lengths = PyBytes_FromStringAndSize(NULL, 4 * count);
-    if (joined == NULL || lengths == NULL)
-        goto fail;
-    char *to = PyBytes_AsString(joined), *sizes = PyBytes_AsString(lengths);
-    Py_ssize_t left = size;
+/* Move the bytes and lengths of `count` strings from `data` to `to` and `sizes`; 0 if `data` is no such strings. */
+static int take_apart(const char *data, Py_ssize_t left, Py_ssize_t count, char *to, char *sizes) {
     for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t length = 0;
-        /* 4 bytes are left for the length of each following string. */
-        const Py_ssize_t most = left - 4 * (count - i);
-        if (most >= 0)
-            memcpy(&length, data, 4);
-        if (most < 0 || (Py_ssize_t)length > most || length > INT32_MAX) {
-            Py_DECREF(joined);
-            Py_DECREF(lengths);
-            Py_RETURN_NONE;
-        }
+        uint32_t length;
+        const Py_ssize_t most = left - 4 * (count - i); /* 4 bytes are left for the length of each following string */
+        if (most < 0)
+            return 0;
+        memcpy(&length, data, 4);
+        if ((Py_ssize_t)length > most || length > INT32_MAX)
+            return 0;
         memcpy(sizes + 4 * i, &length, 4);
         memcpy(to, data + 4, length);
         to += length;
         data += 4 + (Py_ssize_t)length;
         left -= 4 + (Py_ssize_t)length;
     }
-    if (left) {
-        Py_DECREF(joined);
-        Py_DECREF(lengths);
-        Py_RETURN_NONE;
+    return left == 0;
+}
+
+static PyObject *split_method(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer data;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "y*n", &data, &count))
+        return NULL;
+    PyObject *joined = NULL, *lengths = NULL, *result = NULL;
+    if (count < 0 || count > data.len / 4) {
+        result = Py_NewRef(Py_None);
+    } else {
+        joined = PyBytes_FromStringAndSize(NULL, data.len - 4 * count);
+        lengths = PyBytes_FromStringAndSize(NULL, 4 * count);
+        if (joined != NULL && lengths != NULL)
+            result = take_apart(data.buf, data.len, count, PyBytes_AsString(joined), PyBytes_AsString(lengths))
+                         ? PyTuple_Pack(2, joined, lengths)
+                         : Py_NewRef(Py_None);
     }
-    return Py_BuildValue("NN", joined, lengths);
-fail:
     Py_XDECREF(joined);
     Py_XDECREF(lengths);
-    return NULL;
+    PyBuffer_Release(&data);
+    return result;
 }
 
 static PyMethodDef methods[] = {

@@ -205,6 +205,14 @@ def test_a_feature_with_the_name_of_another_output_is_refused(tmp_path: Path, ot
         make_archive(tmp_path, model=Shared(other))
 
 
+@pytest.mark.parametrize("part", ["values", "lengths", "weights"])
+def test_a_feature_with_the_name_of_a_part_of_another_is_refused(tmp_path: Path, part: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"feature 'x.{part}' has the name that requests give the {part} of 'x'; rename"
+    ):
+        make_archive(tmp_path, model=Shared(f"x.{part}"))
+
+
 def test_a_contract_says_what_ids_out_of_range_become(tmp_path: Path) -> None:
     contract = make_contract()
     _, archive = make_archive(tmp_path, contract=contract)

@@ -80,7 +80,7 @@ class InferenceService:
         self, registry: ModelRegistry, limits: Limits | None = None, stats: RequestStats | None = None
     ) -> None:
         self.registry = registry
-        self.stats = stats or RequestStats(registry.answers)
+        self.stats = stats or RequestStats()
         self.limits = limits or Limits()
 
     def decode(

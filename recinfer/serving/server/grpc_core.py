@@ -371,12 +371,12 @@ class Admission:
         if error is not last_error:
             ending = ending_of(error)
             self._last_refusal = error, ending
-        self._observer.refused(call, ending.code, metadata)
+        self._observer.answered(call, ending.code, None, headers=metadata)
         return ending
 
     def refused(self, path: str, code: str, metadata: Sequence[tuple[str, Any]]) -> None:
         """Count a call that was ended; see :data:`Refused`."""
-        self._observer.refused(self._names.get(path, "other"), code, metadata)
+        self._observer.answered(self._names.get(path, "other"), code, None, headers=metadata)
 
 
 def names_of(*services: ServiceDescriptor) -> dict[str, str]:
