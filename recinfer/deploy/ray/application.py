@@ -16,7 +16,7 @@ __all__ = ["application", "servers_needed"]
 
 _WINDOW_S, _UP_S = 15.0, 5.0  # replicas push their metrics every ten seconds
 _TOLERANCE = 0.1
-_ANSWER_S = 3.0  # Serve replaces a replica after three such times
+_ANSWER_S = 10.0  # Serve replaces a replica after three such times
 # A server may wait 15 s for rankers to drop it, then finishes requests for 10 s; it is killed after twice that.
 _STOP_S = 60.0
 

@@ -216,7 +216,10 @@ class Agent:
         spec, server = self._spec, self.server
         needed = {spec.version, spec.previous, spec.candidate}
         server.refused = {version: why for version, why in server.refused.items() if version == spec.candidate}
-        missing = {spec.version, spec.candidate} - {None, *server.loaded, *server.refused}
+        others = [each for each in self._records.servers(self._name) if each.group is None and each.serving]
+        # One ranker loads at a time, in the order of their names, so that callers reach the others.
+        waits = any(each.name < server.name and spec.candidate not in each.loaded for each in others)
+        missing = {spec.version, None if waits else spec.candidate} - {None, *server.loaded, *server.refused}
         if not missing and server.version == spec.version and needed.issuperset(server.loaded):
             return
         settings: dict[str, Any] = {"token": spec.security.token or "", **spec.client_settings()}
