@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recinfer.serving.wire._wire import read_request
 from recinfer.vocabulary._strings import keys, split
 
 import recinfer
@@ -44,6 +45,7 @@ from recinfer.vocabulary.table import TableVocabulary
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive
 from tests.e2e.commands import run_json
 from tests.hostile.damage import edit_manifest, rewrite
+from tests.serving.paths import BytePath, decoded
 from tests.serving.remote import test_direct as remote
 from tests.vocabulary.strings import CITIES, ITEMS, STRINGS, both_requests, string_archive
 
@@ -269,6 +271,21 @@ def test_a_server_from_before_strings_refuses_them(served_archive: Served) -> No
         request.features.ClearField(field)
     with pytest.raises(InputError, match=r"features\.values: got 8 bytes"):
         codec.decode_bags(request.features, Limits())
+
+
+def test_requests_with_integers_are_answered_from_their_bytes(served_archive: Served) -> None:
+    """As without strings; a request with strings has fields that the byte paths leave to the decoded path."""
+    service = InferenceService(ModelRegistry({"m": served_archive[1]}))
+    paths = BytePath(service, threads=2)
+    for batch in (1, 40):
+        dense, strings, rows = both_requests(batch, batch)
+        message = codec.encode_predict_request(dense, rows, "m")
+        assert read_request(message) is not None
+        assert paths.predict(message) == [decoded(service, "Predict", message)]
+        by_string = codec.encode_predict_request(dense, strings, "m")
+        assert read_request(by_string) is None
+        assert decoded(service, "Predict", by_string) == decoded(service, "Predict", message)
+    paths.close()
 
 
 def test_json_of_torchserve_takes_strings(served_archive: Served) -> None:
