@@ -121,6 +121,15 @@ def run(
             show_default="the checkpoint's",
         ),
     ] = None,
+    vocabulary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FEATURE=FILE",
+            help="File with one string per line: requests may then give the feature's ids as strings, the first line for row 0. Other "
+            "strings read the row behind the last line's. Repeatable. A feature contract's vocabularies need no option.",
+            show_default=False,
+        ),
+    ] = None,
     reference: ReferenceOption = None,
     missing_shards: Annotated[
         MissingShards,
@@ -176,6 +185,7 @@ def run(
         contract=given,
         inputs=resolve_inputs(inputs) if inputs else (),
         user=user or (),
+        strings=_strings(vocabulary),
         missing=_missing(missing),
         out_of_range=_out_of_range(out_of_range),
         missing_shards=missing_shards.in_manifest,
@@ -197,6 +207,27 @@ def run(
     output.finish(
         {**describe_archive(manifest), "archive": str(out), "report": reports[0].to_dict(), "seconds": seconds}
     )
+
+
+def _strings(pairs: list[str] | None) -> dict[str, list[str]]:
+    """``["city=cities.txt"]`` as {feature: strings}."""
+    found: dict[str, list[str]] = {}
+    for pair in pairs or ():
+        feature, path = parse_pair(pair, "--vocabulary", "FEATURE=FILE", at_first=True)
+        if feature in found:
+            raise ConfigError(f"--vocabulary: got feature {feature!r} twice; expected it once")
+        try:
+            text = Path(path).read_bytes().decode("utf-8-sig")
+        except OSError as error:
+            raise ConfigError(
+                f"--vocabulary {path}: {error.strerror}; expected a file with one string per line"
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"--vocabulary {path}: byte {error.start} is no UTF-8; expected one string per line"
+            ) from None
+        found[feature] = text.removesuffix("\n").replace("\r\n", "\n").split("\n") if text else []
+    return found
 
 
 def _missing(pairs: list[str] | None) -> dict[str, str | int]:

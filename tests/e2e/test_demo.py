@@ -42,6 +42,14 @@ def test_made_up_rows(tmp_path: Path) -> None:
     assert report["rows"] == {"train": 900, "test": 100}
 
 
+def test_managed_collisions_are_compared_exported_and_served() -> None:
+    with starting_warm(server_process):
+        report = run_json("demo", "--limit", 600, "--world-size", 1, "--vocabulary", "managed")
+    assert [found["name"] for found in report["vocabularies"]] == ["full", "hashed", "managed"]
+    assert report["quality"]["float"]["auc"] == pytest.approx(report["vocabularies"][2]["auc"], abs=1e-5)
+    assert report["max_logit_difference"] < 0.1
+
+
 def test_criteo_sample(sample_data: Path) -> None:
     with starting_warm(server_process):
         report = run_json("demo", "--data", sample_data / "criteo_sample.csv", "--format", "criteo")

@@ -23,6 +23,7 @@ from recinfer.quant.rows import PACKED_TYPES, slice_packed_columns
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'recinfer[triton]'")
 from recinfer.quant import triton_lookup
 from recinfer.quant.triton_lookup import Launch, Read, TritonTables
+from tests.matrix import by_pairs
 
 SUM, MEAN, NONE = PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,9 +89,7 @@ def check(
         torch.testing.assert_close(found[key].cpu().float(), want, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("data_type", PACKED_TYPES, ids=lambda t: t.value)
-@pytest.mark.parametrize("pooling", [SUM, MEAN, NONE], ids=lambda p: p.value)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("data_type", "pooling", "dim"), by_pairs(PACKED_TYPES, [SUM, MEAN, NONE], DIMS))
 def test_every_precision_pooling_and_width(data_type: DataType, pooling: PoolingType, dim: int) -> None:
     alignment = 16 if dim % 8 else 1
     check([(data_type, dim)], [pooling], batch=5, weighted=pooling is not NONE and dim % 16 == 0, alignment=alignment)

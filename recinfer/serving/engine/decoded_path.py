@@ -17,10 +17,9 @@ from recinfer.inference.bags import Bags, bags_of
 from recinfer.inference.lookups import Steps, run_now, run_steps
 from recinfer.inference.results import Outputs
 from recinfer.inference.together import PredictInputs
-from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.engine.registry import ModelRegistry, RequestStats, ServedModel
 from recinfer.serving.engine.request import CallName, Request, served_of_task
 from recinfer.serving.engine.scheduler import Entry, Scheduler
-from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
@@ -77,11 +76,9 @@ class InferenceService:
     A wrong request raises InputError or NotFoundError; recinfer.serving.wire.status maps errors to codes.
     """
 
-    def __init__(
-        self, registry: ModelRegistry, limits: Limits | None = None, stats: RequestStats | None = None
-    ) -> None:
+    def __init__(self, registry: ModelRegistry, limits: Limits | None = None) -> None:
         self.registry = registry
-        self.stats = stats or RequestStats(registry.answers)
+        self.stats = RequestStats()
         self.limits = limits or Limits()
 
     def decode(
@@ -224,6 +221,7 @@ class InferenceService:
             feature_contract=json.dumps(contract) if contract is not None else "",
             needs_weights=predictor.intake.needs_weights,
             inputs=inputs,
+            string_features=[name for name in predictor.intake.names if name in predictor.manifest.string_features],
         ).SerializeToString()
 
     def _parse(self, kind: type[codec.M], data: bytes) -> codec.M:

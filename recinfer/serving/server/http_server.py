@@ -24,7 +24,7 @@ from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema
 from recinfer.serving.server.cors import Cors
 from recinfer.serving.server.http_site import HttpSite
 from recinfer.serving.server.packing import packed
-from recinfer.serving.server.request_id import REQUEST_ID, RequestIds
+from recinfer.serving.server.telemetry.observe import REQUEST_ID, RequestIds
 from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.status import status_of

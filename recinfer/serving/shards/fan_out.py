@@ -93,9 +93,12 @@ class FanOut:
 
     def status(self) -> dict[str, Any]:
         """Figures for metrics, as JSON."""
+        ranks = sorted(self.pool.config.ranks)
+        # Prometheus sees no increase in a counter that begins above zero, so each rank has one from the start.
+        default_rows = dict.fromkeys(ranks, 0) | dict(self.default_rows)
         return {
             "calls": dict(self.calls),
-            "default_rows": {str(rank): count for rank, count in dict(self.default_rows).items()},
+            "default_rows": {str(rank): count for rank, count in default_rows.items()},
             "replicas": [
                 {
                     "rank": rank,
@@ -105,7 +108,7 @@ class FanOut:
                     "versions": sorted(replica.versions),
                     "why": replica.lack_of(rank) or ("" if replica.up else replica.why),
                 }
-                for rank in sorted(self.pool.config.ranks)
+                for rank in ranks
                 for replica in self.pool.listed(rank)
             ],
         }

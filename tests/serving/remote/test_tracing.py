@@ -12,7 +12,7 @@ from recinfer.serving.shards._ranks import read_find
 
 from recinfer.errors import InputError
 from recinfer.serving.client import InferenceClient, request_id
-from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.engine.registry import RequestStats
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.shards.messages import join_request, trace_field, trace_headers
 from recinfer.serving.shards.rank_structs import PlainFind

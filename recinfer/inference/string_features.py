@@ -1,0 +1,96 @@
+"""Features whose ids may be strings: those of vocabularies in the feature contract, and of vocabularies given to an export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.data.tokens import Tokens
+from recinfer.data.transforms import Vocabulary
+from recinfer.errors import ArchiveError, ConfigError
+from recinfer.excerpts import some
+from recinfer.vocabulary.strings import StringRows, StringVocabulary, check_rows
+
+if TYPE_CHECKING:
+    from recinfer.archive.manifest import Manifest
+    from recinfer.data.contract import FeatureContract
+
+__all__ = ["Strings", "indexed_contract", "string_vocabularies"]
+
+Strings = Mapping[str, StringVocabulary | Sequence[str]]
+"""Feature -> its strings, each with the row of its position, or a vocabulary of them."""
+
+
+def string_vocabularies(
+    manifest: Manifest, contract: FeatureContract | None, given: Strings | None
+) -> dict[str, StringVocabulary]:
+    """The vocabulary of each feature whose requests may have strings: those in ``given``, and those of the contract.
+
+    Raises:
+        ConfigError: a feature that the model lacks, whose ids are raw, or of which the contract has a vocabulary too.
+        InputError: a string that occurs twice, or no strings.
+    """
+    found = {}
+    for feature in () if contract is None else contract.sparse:
+        made = feature.transform
+        if isinstance(made, Vocabulary) and feature.name not in manifest.raw_features:
+            found[feature.name] = StringVocabulary(made.tokens, made.out_of_vocabulary)
+    for name, strings in (given or {}).items():
+        if name not in manifest.request_features:
+            raise ConfigError(
+                f"strings: the model has no feature {name!r}; its features are {some(list(manifest.request_features), 20)}"
+            )
+        if name in manifest.raw_features:
+            raise ConfigError(
+                f"strings: the table of feature {name!r} has a vocabulary of raw ids; give it one of the two"
+            )
+        if name in found:
+            raise ConfigError(
+                f"strings: the feature contract has a vocabulary of feature {name!r}; leave it out of strings"
+            )
+        vocabulary = strings if isinstance(strings, StringVocabulary) else StringVocabulary(tuple(strings))
+        rows = min((table.rows for table in manifest.feature_tables.get(name, ())), default=vocabulary.rows)
+        if vocabulary.rows > rows:
+            raise ConfigError(
+                f"strings: feature {name!r} has {len(vocabulary.strings)} strings, and unknown ones read row "
+                f"{vocabulary.unknown_row}; its table has {rows} rows. Leave strings out, or give unknown strings a row "
+                "of the table"
+            )
+        found[name] = vocabulary
+    return found
+
+
+def indexed_contract(contract: FeatureContract, strings: StringRows) -> FeatureContract:
+    """The contract whose vocabularies read the archive's indexes.
+
+    Raises:
+        ArchiveError: V9, for a vocabulary that is not the index's.
+    """
+    sparse = []
+    for feature in contract.sparse:
+        made = feature.transform
+        if not isinstance(made, Vocabulary) or feature.name not in strings.features:
+            sparse.append(feature)
+            continue
+        info, shape = strings.info(feature.name)
+        where = f"the contract's vocabulary of feature {feature.name!r}"
+        own = StringVocabulary(made.tokens, made.out_of_vocabulary)
+        if shape.ids != len(own.strings) or info.unknown != own.unknown_row:
+            raise ArchiveError(
+                f"{where} has {len(own.strings)} tokens, and unknown ones read row {own.unknown_row}; the index has {shape.ids} "
+                f"strings and row {info.unknown}",
+                rule="V9",
+            )
+        check_rows(strings, feature.name, own.strings, range(len(own.strings)), where, "V9")
+        ids_of = partial(_row_of_each, strings, feature.name)
+        sparse.append(replace(feature, transform=made.reading(ids_of)))
+    return replace(contract, sparse=tuple(sparse))
+
+
+def _row_of_each(strings: StringRows, feature: str, tokens: Tokens) -> NDArray[np.int64]:
+    return strings.rows_of(feature, tokens.data, tokens.starts, tokens.lengths)
