@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,22 +207,19 @@ def lookup_now(request: PlainRequest, stats: RequestStats) -> bytes | None:
     return answer
 
 
-class _Prediction:
+class _Prediction(NamedTuple):
     """A queued plain Predict.
 
-    Args:
+    Attributes:
         fill: writes its vectors.
         since: ``time.perf_counter()`` when the lookup of its vectors began; None: the run looks them up.
         missing: ranks that gave no rows.
     """
 
-    __slots__ = ("fill", "missing", "plain", "since")
-
-    def __init__(self, plain: PlainRequest, fill: Fill, since: float | None, missing: tuple[int, ...]) -> None:
-        self.plain = plain
-        self.fill = fill
-        self.since = since
-        self.missing = missing
+    plain: PlainRequest
+    fill: Fill
+    since: float | None
+    missing: tuple[int, ...]
 
 
 class Predictions:

@@ -33,11 +33,8 @@ _STDIN = 0
 
 
 class WorkerLink:
-    """Waits for the supervisor's first message, then answers its requests. All answers come from the event loop, so that an
+    """Waits for the supervisor's first message on stdin, then answers its requests. All answers come from the event loop, so that an
     answer shows that the loop runs.
-
-    Args:
-        connection: the connection to the supervisor; None: this process's stdin.
 
     Raises:
         ConfigError: there is no supervisor at the other end.
@@ -47,13 +44,13 @@ class WorkerLink:
         restore: for a replacement, the state of a running worker; None for the first workers.
     """
 
-    def __init__(self, connection: Connection | None = None) -> None:
+    def __init__(self) -> None:
         self.gone = threading.Event()
         self._server: Server | None = None
         self._manager: StoreManager | None = None
         # (restore,), or an empty tuple where the supervisor went first.
         self._begun: queue.SimpleQueue[tuple[ServedState | None, ...]] = queue.SimpleQueue()
-        self._peer = PeerConnection(connection or _from_stdin(), self._answer, on_gone=self._end)
+        self._peer = PeerConnection(_from_stdin(), self._answer, on_gone=self._end)
         begun = self._begun.get()
         if not begun:
             raise _no_supervisor()
