@@ -111,6 +111,12 @@ def pytest_runtest_setup() -> None:
         from tests.programs import kept_in
 
         prepare.export_part = kept_in(_programs, prepare.export_part)
+    for name in ("recinfer.inference.export", "recinfer.inference.delta"):
+        module: Any = sys.modules.get(name)
+        if _programs is not None and module is not None and not hasattr(module.cut_and_export, "__wrapped__"):
+            from tests.programs import traced_once
+
+            module.cut_and_export = traced_once(module.cut_and_export)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from recinfer import env
+from recinfer.archive.strict_json import build
 from recinfer.serving.app.ready import Ready, ReadyModels
 from recinfer.serving.app.remote_archives import store_mirror
 from recinfer.serving.app.service import Report
@@ -133,7 +134,7 @@ class WorkersService:
                 run_on_loop(self._metrics.start())
                 self._follows = start_on_loop(follow_files(self._security))
                 metrics_port = self._metrics.port
-            on_ready(replace(ReadyModels.from_json(answer), metrics_port=metrics_port))
+            on_ready(replace(build(ReadyModels, answer, "a worker's first line"), metrics_port=metrics_port))
             if self._loop is not None:
                 self._loop.start()
 

@@ -180,12 +180,12 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def log_as_json(*, requests: bool = True) -> None:
-    """Write the package's log to stderr as JSON lines, with one line per request unless ``requests`` is False."""
+def log_as_json() -> None:
+    """Write the package's log to stderr as JSON lines, with one line per request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     package = logging.getLogger("recinfer")
     package.handlers[:] = [handler]
     package.propagate = False
     package.setLevel(logging.INFO)
-    _log.setLevel(logging.INFO if requests else logging.WARNING)
+    _log.setLevel(logging.INFO)
