@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from recinfer.archive.manifest import Manifest, shard_path
-from recinfer.archive.reader import open_archive
 from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recinfer.archive.manifest import Manifest
 
 __all__ = ["Footprint", "RankGroup", "check_label", "dns_label", "footprint", "mebibytes"]
 
@@ -82,6 +84,11 @@ def footprint(archive: Path, ranks_per_shard: int = 1) -> Footprint:
     """
     if ranks_per_shard < 1:
         raise ConfigError(f"ranks per shard server: got {ranks_per_shard}, expected at least 1")
+    from recinfer.archive.manifest import (
+        shard_path,
+    )  # brings torch along, which a node of Ray does not need for a check
+    from recinfer.archive.reader import open_archive
+
     manifest = open_archive(archive, ranks=(), dense=False).manifest
     sizes = {file.path: file.bytes for file in manifest.files}
     groups = []
