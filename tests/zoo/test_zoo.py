@@ -143,6 +143,7 @@ KINDS = [
     ),
     Kind(e.ValuesAsColumns, per_sample={"last": 3}),
     Kind(e.VariationalDropout),
+    Kind(e.Interests),
     Kind(e.TwoTowers, user=("user", "age")),
 ]
 # fmt: on
