@@ -471,7 +471,9 @@ def _ids(name: str, values: NDArray[Any]) -> NDArray[np.int64]:
     if not values.size:
         return np.zeros(0, np.int64)
     if values.dtype == object and any(type(value) in _TEXTS for value in values.flat):
-        raise InputError(f"features[{name!r}]: got strings and other values together, expected ids of one kind")
+        raise InputError(
+            f"features[{name!r}]: got strings and other values together, expected integer ids, or strings alone"
+        )
     if values.dtype == object and all(isinstance(value, int) for value in values.flat):
         raise InputError(f"features[{name!r}]: got an integer of more than 64 bits, expected ids of 64 bits")
     if values.ndim != 1 or values.dtype.kind not in "iu" or (values.dtype == np.uint64 and values.max() >= 1 << 63):

@@ -104,7 +104,7 @@ ALLOWED: dict[str, set[str]] = {
     "serving.wire": SERVED,
     "serving.engine": SERVED | {"remote", "serving.wire"},
     "serving.client": SERVED | {"serving.wire"},
-    "serving.shards": SERVED | {"serving.wire", "serving.engine"},
+    "serving.shards": SERVED | {"remote", "serving.wire", "serving.engine"},
     "serving.server": SERVED | {"serving.wire", "serving.engine", "serving.shards"},
     "serving.workers": SERVED | {"serving.wire", "serving.engine", "serving.server"},
     "serving.config": {"env", "errors", "archive", "remote", "serving.wire", "serving.engine", "serving.server"},

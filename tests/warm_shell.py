@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
 import importlib
 import json
 import os
@@ -27,25 +26,6 @@ from typing import Any
 __all__ = ["warm_tools"]
 
 ROOT = Path(__file__).resolve().parent.parent
-# Nothing that starts threads when it is imported, as grpc and onnxruntime do: they do not live on in a fork.
-_PRELOAD = (
-    "numpy",
-    "torch",
-    "torch._dynamo",
-    "torch.export._trace",
-    "torch.onnx._internal.exporter._core",
-    "onnxscript.function_libs.torch_lib.ops",
-    "fbgemm_gpu",
-    "torchmetrics",
-    "recinfer.archive.writer",
-    "recinfer.checkpoint",
-    "recinfer.inference.delta",
-    "recinfer.inference.export",
-    "recinfer.inference.predictor",
-    "recinfer.inference.reshard",
-    "recinfer.models.dlrm",
-    "recinfer.training.loop",
-)
 # A command: it hands its streams to the server, passes signals on, and ends as the process there ends.
 _CLIENT = """#!{python} -ISE
 import json, os, signal, socket, sys
@@ -130,9 +110,7 @@ def _watch(connection: socket.socket, child: int) -> None:
 
 
 def _main() -> None:
-    for name in _PRELOAD:
-        importlib.import_module(name)
-    gc.freeze()  # so that a collection in a command passes over what was imported, and copies none of its pages
+    importlib.import_module("tests.preloaded")
     command = _next_command(sys.argv[1])
     code = 1  # of an exception
 

@@ -18,9 +18,9 @@ from recinfer.sizes import size_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from recinfer.deploy.ray.spec import Bounds
+    from recinfer.deploy.ray.spec import Bounds, Deployment
 
-__all__ = ["cores", "run_ray"]
+__all__ = ["cores", "run_ray", "spec_of_options"]
 
 
 def run_ray(options: DeployOptions, output: Output) -> None:
@@ -30,7 +30,7 @@ def run_ray(options: DeployOptions, output: Output) -> None:
     from recinfer.deploy.ray import client
 
     version = None if not action.roll or archive is None else archive.resolve().name
-    spec = _spec(archive, options) if archive is not None and not action.roll else None
+    spec = spec_of_options(archive, options) if archive is not None and not action.roll else None
     with client.connected(options.ray.ray or "auto"):
         if action.status:
             found = client.status(name) if name or len(client.deployments()) == 1 else None
@@ -68,7 +68,8 @@ def run_ray(options: DeployOptions, output: Output) -> None:
             _show(found, output)
 
 
-def _spec(archive: Path, options: DeployOptions) -> Any:
+def spec_of_options(archive: Path, options: DeployOptions) -> Deployment:
+    """The deployment that the options describe; paths become absolute. Raises ConfigError."""
     from recinfer.deploy.groups import footprint
     from recinfer.deploy.ray.spec import deployment_of
     from recinfer.serving.config import SecurityConfig

@@ -138,7 +138,9 @@ def _parse_bag(text: str, whole: str) -> list[tuple[int, float | None]]:
         try:
             bag.append((int(id_), float(weight) if weight else None))
         except ValueError:
-            raise ConfigError(f"--feature {whole!r}: {part!r} is not an id; expected {_EXPECTED}") from None
+            raise ConfigError(
+                f"--feature {whole!r}: {part!r} is not an id; expected {_EXPECTED}, or --strings NAME for ids that are strings"
+            ) from None
     return bag
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recinfer.deploy import BUSY_PERCENT, LOAD_PERCENT, check_percent
+from recinfer.deploy import BUSY_PERCENT, IMAGE, LOAD_PERCENT, check_percent
 from recinfer.deploy.groups import Footprint, check_label, dns_label
 from recinfer.deploy.objects import STORE, Objects, Role, Values, shards_of
 from recinfer.deploy.yaml import to_yaml
@@ -52,7 +52,7 @@ class K8sOptions:
     """
 
     namespace: str = "recinfer"
-    image: str = "recinfer:0.2.0-cpu"
+    image: str = IMAGE
     name: str | None = None
     replicas: int = 2
     rankers: int = 2
@@ -74,7 +74,7 @@ class K8sOptions:
             if value is not None and not _SUBDOMAIN.match(value):
                 raise ConfigError(f"{what}: got {value[:80]!r}, expected a name of a-z, 0-9, '-' and '.'")
         if not _IMAGE.match(self.image):
-            raise ConfigError(f"image: got {self.image[:80]!r}, expected one as in registry/recinfer:0.2.0-cpu")
+            raise ConfigError(f"image: got {self.image[:80]!r}, expected one as in registry/{IMAGE}")
         if not _CPUS.match(self.cpus):
             raise ConfigError(f"cpus: got {self.cpus!r}, expected more than 0, as in 2, 0.5 or 500m")
         for what, least, most in (

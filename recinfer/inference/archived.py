@@ -155,7 +155,8 @@ def described(info: InputInfo, manifest: Manifest) -> str:
     signature = manifest.signature
     text = f"{info.dtype} [{', '.join(map(str, info.shape))}]"
     if info.kind == "ids":
-        text = "ids, any number a sample"
+        kind = "strings or rows" if info.name in manifest.string_features else "ids"
+        text = f"{kind}, any number a sample"
     elif info.kind == "jagged":
         rest = f" [{', '.join(map(str, info.shape[1:]))}]" if info.shape[1:] else ""
         text = f"{info.dtype}{rest}, any number a sample"

@@ -500,7 +500,7 @@ def _contract(manifest: Manifest, strings: StringRows | None) -> FeatureContract
     if manifest.contract is None:
         return None
     from recinfer.data.contract import FeatureContract
-    from recinfer.inference.string_features import indexed_contract
+    from recinfer.inference.plain_vocabularies import indexed_contract
 
     contract = FeatureContract.from_dict(manifest.contract)
     return contract if strings is None else indexed_contract(contract, strings)

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from recinfer.archive.strict_json import MAX_JSON_BYTES
@@ -31,6 +32,7 @@ class StoreMirror:
 
     Args:
         url: the store, with archives at ``<model>/<version>``.
+        wanted: whether a file of an archive is needed; other files are not downloaded.
 
     Attributes:
         url: of the store, as messages show it.
@@ -40,9 +42,10 @@ class StoreMirror:
         ConfigError: as Location.
     """
 
-    def __init__(self, url: str, cache: ArchiveCache) -> None:
+    def __init__(self, url: str, cache: ArchiveCache, wanted: Callable[[str], bool] = lambda _: True) -> None:
         self._location = Location(url)
         self._cache = cache
+        self._wanted = wanted
         self.url = self._location.url
         self.folder = mirror_folder(url, cache.folder)
         self._lock = threading.Lock()
@@ -87,10 +90,21 @@ class StoreMirror:
         if why and time.monotonic() - since < _AGAIN_S:
             raise ArchiveError(why)
         try:
-            return self._cache.archive(self._location, f"{model}/{version}", manifest=text)
+            return self._cache.archive(self._location, f"{model}/{version}", manifest=text, wanted=self._wanted)
         except ArchiveError as error:  # each poll would download the damaged file again
             self._damaged[key] = (time.monotonic(), str(error))
             raise
+
+    def folder_of(self, manifest_sha256: str) -> str | None:
+        """``<model>/<version>`` of an archive of the store, by the SHA-256 of its manifest; None if the mirror has none."""
+        for path in sorted(self.folder.glob("*/*/manifest.json")):
+            try:
+                found = hashlib.sha256(path.read_bytes()).hexdigest()
+            except OSError:  # removed since it was listed
+                continue
+            if found == manifest_sha256:
+                return f"{path.parent.parent.name}/{path.parent.name}"
+        return None
 
     def delta(self, model: str, name: str) -> Path:
         """The file of a delta, downloaded; raises NotFoundError, and else as :meth:`refresh`."""

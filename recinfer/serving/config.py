@@ -333,11 +333,6 @@ class ServeConfig:
                 f"got --device {device} with --shards: a ranker runs on the CPU and its shard servers hold the "
                 f"tables; leave --device out"
             )
-        if self.models.store_url is not None and (self.role.ranks is not None or self.role.shards is not None):
-            raise ConfigError(
-                "--model-store: got a URL with --ranks or --shards; shard servers and rankers take archives by URL, and a "
-                "store on disk"
-            )
         if self.role.ranks is None:
             self.models.check_store()
         elif odd := self._options_of_whole_models():

@@ -16,7 +16,7 @@ import pytest
 from recinfer.deploy.groups import footprint
 from recinfer.deploy.ray import replica
 from recinfer.deploy.ray.replica import shards_file
-from recinfer.deploy.ray.rollout import roll, version_to_roll
+from recinfer.deploy.ray.rollout import roll
 from recinfer.deploy.ray.spec import Bounds, Deployment, deployment_of
 from recinfer.errors import ConfigError, RecinferError, UnavailableError
 from recinfer.serving.client.client import InferenceClient
@@ -158,9 +158,9 @@ def test_a_version_rolls_out_and_back(running: Running):
     spec = running.records.deployment(running.spec.name)
     assert spec is not None and (spec.previous, spec.candidate) == ("1", None)
     with pytest.raises(ConfigError, match="model store"):
-        version_to_roll(replace(spec, store=None), "2")
+        roll(running.records, replace(spec, store=None), "2")
     with pytest.raises(ConfigError, match="no previous version"):
-        version_to_roll(replace(spec, previous=None), None)
+        roll(running.records, replace(spec, previous=None), None)
     until(
         lambda: all(
             set(agent.server.loaded) == {"1", "2"} for agent in running.agents.values() if agent.server.group is None

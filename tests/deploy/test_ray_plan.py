@@ -14,8 +14,9 @@ from recinfer.cli.deploy_ray import cores
 from recinfer.deploy.groups import MIB, Footprint, RankGroup
 from recinfer.deploy.ray.application import servers_needed
 from recinfer.deploy.ray.records import Server, requests_in
+from recinfer.deploy.ray.rollout import roll
 from recinfer.deploy.ray.spec import Bounds, Deployment, check_room, deployment_of
-from recinfer.errors import ConfigError, UnavailableError
+from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.serving.config import SecurityConfig
 from tests.deploy.local import LocalRecords
 
@@ -140,6 +141,41 @@ def test_a_replica_takes_the_name_of_an_ended_one_and_its_port_on_the_same_host(
     assert Counter(each.state for each in records.servers("ctr")) == {"starting": 3}
     records.forget("ctr")
     assert not records.local.values
+
+
+def test_a_version_is_served_once_all_rankers_have_it_and_not_if_one_refuses_it():
+    records, made = LocalRecords(), spec()
+    records.save(made)
+    with pytest.raises(UnavailableError, match="no ranker is serving"):
+        roll(records, made, "8")
+    records.alive |= {"a", "b"}
+    rankers = [Server(f"ranker-{n}", None, actor, "n", "h", "serving") for n, actor in enumerate("ab")]
+    rankers[0].loaded, rankers[0].version = ["7", "8"], "8"
+    rankers[1].refused = {"8": "it is not sound"}
+    for each in rankers:
+        records.write("ctr", each)
+    with pytest.raises(InputError, match="ranker-1 on h: it is not sound"):
+        roll(records, made, "8")
+    assert records.deployment("ctr") == made, "nothing changed, and no ranker loads the version any more"
+    rankers[1].loaded, rankers[1].version, rankers[1].refused = ["7", "8"], "8", {}
+    records.write("ctr", rankers[1])
+    assert roll(records, made, "8") == "8"
+    after = records.deployment("ctr")
+    assert after is not None and (after.version, after.previous, after.candidate) == ("8", "7", None)
+
+
+def test_a_later_rollout_takes_over():
+    class Later(LocalRecords):
+        def servers(self, deployment: str) -> list[Server]:
+            found = self.deployment(deployment)
+            assert found is not None
+            self.save(replace(found, candidate="9"))
+            return [Server("ranker-0", None, state="serving")]
+
+    records, made = Later(), spec()
+    with pytest.raises(UnavailableError, match="took over"):
+        roll(records, made, "8")
+    assert records.deployment("ctr") == replace(made, candidate="9"), "the later one goes on"
 
 
 # ---------------------------------------------------------------- load

@@ -14,6 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from recinfer.cli.deploy_options import Action, DeployOptions, ManifestOptions, RayOptions, ServerOptions
+from recinfer.cli.deploy_ray import spec_of_options
 from recinfer.cli.main import app
 from recinfer.deploy.groups import footprint
 from recinfer.deploy.ray import replica
@@ -138,3 +140,12 @@ def test_settings_of_servers_and_rankers(store: Path, pem: Path):
 def test_options_that_lack_another(archive: Path, options: list[str], message: str):
     done = CliRunner().invoke(app, ["deploy", str(archive), "--ray", "127.0.0.1:1", *options, "--json"])
     assert done.exit_code == 2 and message in json.loads(done.stdout.splitlines()[-1])["error"]["message"]
+
+
+def test_paths_are_made_absolute(archive: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    files = {option: Path(f"{option}.pem") for option in ("tls_cert", "tls_key", "tls_ca")}
+    options = DeployOptions(
+        ray=RayOptions(**files), action=Action(), k8s=ManifestOptions(), servers=ServerOptions(), name="one"
+    )
+    assert spec_of_options(archive, options).files == [tmp_path / file for file in files.values()]

@@ -10,12 +10,12 @@ import pytest
 
 from recinfer.serving import server_process
 from tests.e2e.commands import run_json
-from tests.warm import RECINFER, run_program, starting_warm
+from tests.warm import run_program, starting_warm, warm_workers
 
 
 def demo(*args: object) -> tuple[dict[str, Any], str]:
-    """What ``recinfer demo --json`` printed last, and what it printed for people: a process of its own."""
-    code, out, err = run_program(RECINFER, "demo", "--json", *args)
+    """What ``recinfer demo --json`` printed last, and what it printed for people: a process of its own, as its server is."""
+    code, out, err = run_program(warm_workers(), "demo", "--json", *args)
     assert code == 0, err
     return json.loads(out), err
 

@@ -159,7 +159,7 @@ def test_requests_are_logged_as_json_with_their_id():
         observer = Observer(RequestStats(), trace=False)
         observer.answered("Predict", "OK", 0.0021, headers=(("X-Request-Id", "abc"),), num_bytes=12)
         observer.answered("Predict", "NOT_FOUND", 0.001, headers=lambda: None)
-        observer.refused("Predict", "RESOURCE_EXHAUSTED", (("x-request-id", "def"),))
+        observer.answered("Predict", "RESOURCE_EXHAUSTED", None, headers=(("x-request-id", "def"),))
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)

@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import urllib.request
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ from recinfer.serving.config import (
     ServeConfig,
     TablesConfig,
 )
+from recinfer.serving.engine.batch_config import BatchConfig
 from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import write_shards
@@ -211,6 +213,23 @@ def default_options() -> ServeOptions:
         SecurityOptions(),
         RoleOptions(),
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "renamed"),
+    [
+        (AddressOptions, AddressConfig, {"cors_origin"}),
+        (TableOptions, TablesConfig, set()),
+        (ModelOptions, ModelsConfig, {"delta"}),
+        (BatchOptions, BatchConfig, set()),
+        (SecurityOptions, SecurityConfig, set()),
+        (RoleOptions, RoleConfig, set()),
+    ],
+)
+def test_an_option_has_the_name_of_its_setting(options: type, config: type, renamed: set[str]):
+    """An option of another name would have no effect."""
+    names = {option.name for option in fields(options)}
+    assert renamed <= names and names - renamed <= {setting.name for setting in fields(config)}
 
 
 def test_options_have_the_defaults_of_the_configuration():

@@ -333,8 +333,6 @@ def test_a_damaged_version_is_downloaded_once(
 
 
 def test_settings_that_do_not_go_together() -> None:
-    with pytest.raises(ConfigError, match="got a URL with --ranks or --shards"):
-        ServeConfig(models=ModelsConfig(model_store="s3://b/store"), role=RoleConfig(ranks=(0,)))
     with pytest.raises(ConfigError, match="--cache-bytes: got 0"):
         ModelsConfig(cache_bytes=0)
     config = ServeConfig(("s3://b/one",), models=ModelsConfig(model_store="s3://b/store", cache_dir=Path("/c")))

@@ -18,12 +18,14 @@ import torch
 from recinfer.vocabulary._strings import keys, split
 
 import recinfer
+from recinfer.cli import export as export_command
 from recinfer.cli.lookup import parse_features
 from recinfer.cli.rows import read_rows
 from recinfer.columns import as_features
 from recinfer.data.contract import FeatureContract, SparseFeature, Vocabulary
 from recinfer.data.features import DenseFeature
 from recinfer.errors import ArchiveError, ConfigError, InputError
+from recinfer.inference.plain_vocabularies import id_vocabularies
 from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.verify import verify
 from recinfer.serving.engine.decoded_path import InferenceService
@@ -36,7 +38,7 @@ from recinfer.vocabulary import strings as own
 from recinfer.vocabulary.index import HEADER_BYTES
 from recinfer.vocabulary.info import string_index_path
 from recinfer.vocabulary.strings import StringVocabulary, string_indexes, string_keys
-from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive
+from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive
 from tests.e2e.commands import run_json
 from tests.hostile.damage import edit_manifest, rewrite
 from tests.serving.remote import test_direct as remote
@@ -555,6 +557,52 @@ def test_exports_refuse_vocabularies_that_do_not_fit(tmp_path: Path) -> None:
     assert torch.equal(
         load(archive.root).lookup({"f_cat": ["a"]})["f_cat"], load(archive.root).lookup({"f_cat": [0]})["f_cat"]
     )
+
+
+def test_a_file_of_ids_makes_a_vocabulary_of_its_table(tmp_path: Path) -> None:
+    ids = np.array([9_000_000_000_000_000_001, -5, 42], np.int64)
+    np.save(tmp_path / "ids.npy", ids)
+    (tmp_path / "names.txt").write_bytes("\ufeffparis\r\nnew york\n\n東京".encode())
+    given = [f"f_cat={tmp_path}/ids.npy", f"f_user={tmp_path}/names.txt"]
+    strings, found = export_command._vocabularies(given)
+    assert strings == {"f_user": ["paris", "new york", "", "東京"]}
+    model = Ranker()
+    made = id_vocabularies(model, found, None)
+    archive = make_archive(tmp_path, model=model, vocabularies=made, strings=strings)[1]
+    predictor = load(archive.root)
+    plain = load(make_archive(tmp_path / "plain", model=model)[1].root)
+    found_vectors = predictor.lookup(
+        {"f_cat": [-5, 42, 7, 9_000_000_000_000_000_001], "f_user": ["東京", "x", "paris", ""]}
+    )
+    wanted = plain.lookup({"f_cat": [1, 2, 3, 0], "f_user": [3, 4, 0, 2]})
+    assert all(torch.equal(found_vectors[name], wanted[name]) for name in ("f_cat", "f_user"))
+    with pytest.raises(InputError, match=r"features\['f_cat'\]: got strings, expected integer ids"):
+        predictor.lookup({"f_cat": ["paris"]})
+    for vocabularies, message in (
+        ({"none": ids}, "0 tables read it"),
+        ({"f_item": ids, "f_hist": ids}, "another feature has one of table 'item'"),
+        ({"f_user": np.arange(53)}, "53 ids; its table 'users' has 53 rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            id_vocabularies(model, vocabularies, None)
+    with pytest.raises(ConfigError, match="the feature contract makes rows"):
+        id_vocabularies(model, {"f_cat": ids}, contract_of(("a",)))
+    with pytest.raises(ConfigError, match="the table of feature 'f_cat' has a vocabulary of raw ids"):
+        make_archive(tmp_path / "both", model=model, vocabularies=made, strings={"f_cat": ["a"]})
+    np.save(tmp_path / "floats.npy", np.zeros(3))
+    (tmp_path / "text.npy").write_text("1 2 3")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    for name, message in (
+        ("none.txt", "No such file"),
+        ("none.npy", "No such file"),
+        ("floats.npy", r"got float64 \[3\]; expected int64 \[N\]"),
+        ("text.npy", "no array of numbers"),
+        ("latin.txt", "byte 3 is no UTF-8"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            export_command._vocabularies([f"f_cat={tmp_path}/{name}"])
+    with pytest.raises(ConfigError, match="'f_cat' twice"):
+        export_command._vocabularies([given[0], given[0]])
 
 
 # ---- archives that break a rule

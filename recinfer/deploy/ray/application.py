@@ -16,7 +16,7 @@ __all__ = ["application", "servers_needed"]
 
 _WINDOW_S, _UP_S = 15.0, 5.0  # replicas push their metrics every ten seconds
 _TOLERANCE = 0.1
-_ANSWER_S = 3.0  # Serve replaces a replica after three such times
+_ANSWER_S = 10.0  # Serve replaces a replica after three such times
 # A server may wait 15 s for rankers to drop it, then finishes requests for 10 s; it is killed after twice that.
 _STOP_S = 60.0
 
@@ -48,7 +48,7 @@ def _deployment(spec: Deployment, group: int | None) -> Any:
         ray_actor_options={
             "num_cpus": spec.cpus,
             "memory": need,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}},
         },
         max_replicas_per_node=spec.per_node(group),
         health_check_period_s=1.0,

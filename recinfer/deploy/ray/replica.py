@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from recinfer import env
+from recinfer.archive.mapping import name_files_at_sigbus
 from recinfer.deploy.ray.records import Records, requests_in
 from recinfer.deploy.ray.spec import Deployment
 from recinfer.errors import RecinferError, UnavailableError
@@ -18,7 +20,7 @@ from recinfer.files import write_file
 from recinfer.serving.app.running import RunningServer
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.engine.change_log import show_changes
-from recinfer.serving.server.tuning import tune_process
+from recinfer.serving.server.tuning import raise_open_files, tune_process
 from recinfer.serving.shards.config import shards_json
 from recinfer.serving.wire.address import join_address
 
@@ -49,8 +51,12 @@ class ServerReplica:
         node = ray.get_runtime_context().get_node_id()
         host = next(found["NodeManagerAddress"] for found in ray.nodes() if found["NodeID"] == node)
         actor = serve.get_replica_context().replica_id.to_full_id_str()
+        # This process runs the server alone, so it gets the settings of `recinfer serve`.
+        env.share_heaps()
+        raise_open_files()
+        name_files_at_sigbus()
+        tune_process()
         show_changes()
-        tune_process()  # this process runs the server alone
         self._agent = Agent(Records(), deployment, group, actor, node, host)
 
     def check_health(self) -> None:
@@ -210,7 +216,10 @@ class Agent:
         spec, server = self._spec, self.server
         needed = {spec.version, spec.previous, spec.candidate}
         server.refused = {version: why for version, why in server.refused.items() if version == spec.candidate}
-        missing = {spec.version, spec.candidate} - {None, *server.loaded, *server.refused}
+        others = [each for each in self._records.servers(self._name) if each.group is None and each.serving]
+        # One ranker loads at a time, in the order of their names, so that callers reach the others.
+        waits = any(each.name < server.name and spec.candidate not in each.loaded for each in others)
+        missing = {spec.version, None if waits else spec.candidate} - {None, *server.loaded, *server.refused}
         if not missing and server.version == spec.version and needed.issuperset(server.loaded):
             return
         settings: dict[str, Any] = {"token": spec.security.token or "", **spec.client_settings()}

@@ -9,7 +9,7 @@ from recinfer.deploy.ray.records import Records, Server
 from recinfer.deploy.ray.spec import Deployment
 from recinfer.errors import ConfigError, InputError, UnavailableError
 
-__all__ = ["roll", "version_to_roll"]
+__all__ = ["roll"]
 
 _LOAD_S, _SWITCH_S = 3600.0, 60.0
 _LOOK_S = 0.1
@@ -25,7 +25,13 @@ def roll(records: Records, spec: Deployment, version: str | None) -> str:
         InputError: a ranker refused the version; the served version is unchanged.
         UnavailableError: no ranker serves, loading takes too long, or another rollout took over.
     """
-    wanted = version_to_roll(spec, version)
+    if spec.store is None:
+        raise ConfigError(
+            f"versions: {spec.archive} is not in a model store; deploy an archive at STORE/{spec.servers.model}/VERSION"
+        )
+    wanted = version or spec.previous
+    if wanted is None:
+        raise ConfigError(f"rollback: {spec.name} has served only version {spec.version}; there is no previous version")
     if wanted == spec.version:
         return wanted
     records.save(replace(spec, candidate=wanted))
@@ -41,18 +47,6 @@ def roll(records: Records, spec: Deployment, version: str | None) -> str:
     end = time.monotonic() + _SWITCH_S
     while time.monotonic() < end and any(each.version != wanted for each in _serving(records, spec.name)):
         time.sleep(_LOOK_S)
-    return wanted
-
-
-def version_to_roll(spec: Deployment, version: str | None) -> str:
-    """The version to switch to. Raises ConfigError if there is no store, or no previous version."""
-    if spec.store is None:
-        raise ConfigError(
-            f"versions: {spec.archive} is not in a model store; deploy an archive at STORE/{spec.servers.model}/VERSION"
-        )
-    wanted = version or spec.previous
-    if wanted is None:
-        raise ConfigError(f"rollback: {spec.name} has served only version {spec.version}; there is no previous version")
     return wanted
 
 

@@ -46,7 +46,7 @@ class StoreFollower:
                 self._state,
                 models.model_config,
                 is_ranker=is_ranker,
-                mirror=None if is_worker else store_mirror(models),
+                mirror=None if is_worker else store_mirror(config),
             )
         except ConfigError:
             if not is_worker:  # a restarted worker serves the versions of the other workers

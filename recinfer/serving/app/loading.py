@@ -7,14 +7,13 @@ from collections.abc import Callable
 
 from recinfer.errors import ArchiveError, ConfigError, NotFoundError
 from recinfer.inference.predictor import load
-from recinfer.serving.app.ranker import ranker_predictor, version_in
+from recinfer.serving.app.ranker import lookups_of_store, ranker_predictor, version_in
 from recinfer.serving.app.remote_archives import refresh_or_go_on, store_mirror
 from recinfer.serving.config import ServeConfig
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.engine.state import ServedState
-from recinfer.serving.engine.store import ModelStore, restore
+from recinfer.serving.engine.store import UNSOUND, ModelStore, restore
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.lookups import MakeLookups
 
 __all__ = ["load_models", "open_store"]
 
@@ -28,10 +27,10 @@ def open_store(config: ServeConfig, fan_out: FanOut | None) -> ModelStore | None
     folder = config.models.store
     if folder is None:
         return None
-    mirror = store_mirror(config.models)
+    mirror = store_mirror(config)
     if mirror is not None:
         refresh_or_go_on(mirror)
-    lookups = None if fan_out is None else MakeLookups(fan_out, str(folder))
+    lookups = None if fan_out is None else lookups_of_store(fan_out, folder, mirror)
     return ModelStore(folder, mirror, lookups=lookups, **config.tables.load_options())
 
 
@@ -54,12 +53,12 @@ def load_models(
         ArchiveError: an archive breaks a rule of its format, or answers a golden request wrongly.
         UnavailableError: a restarted worker lacks the default model of the others.
     """
-    models = _named(config, fan_out, is_restarted=state is not None)
+    models = _named(config, fan_out, store, is_restarted=state is not None)
     if state is not None:
         models = restore(state, models, store)
     elif store is not None and fan_out is not None:
         # A ranker serves the named archives, like a shard server; without any, it takes the versions of the store.
-        models += [] if config.archives else _newest_of_ranker(config, fan_out, store, choose)
+        models += [] if config.archives else _newest_of_ranker(fan_out, store, choose)
     elif store is not None:
         models += _newest(store, models, choose, every=config.models.follows_store)
     if not models:
@@ -67,9 +66,11 @@ def load_models(
     return models
 
 
-def _named(config: ServeConfig, fan_out: FanOut | None, *, is_restarted: bool) -> list[ServedModel]:
+def _named(
+    config: ServeConfig, fan_out: FanOut | None, store: ModelStore | None, *, is_restarted: bool
+) -> list[ServedModel]:
     """The archives of the configuration; a restarted worker skips those that no longer exist."""
-    tables, folder, deltas = config.tables, config.models.store, config.models.deltas
+    tables, deltas = config.tables, config.models.deltas
     models = []
     if deltas and len(config.archives) != 1:
         raise ConfigError(f"--delta: got {len(config.archives)} archives; a delta applies to exactly one archive")
@@ -77,8 +78,8 @@ def _named(config: ServeConfig, fan_out: FanOut | None, *, is_restarted: bool) -
         version = ""
         try:
             if fan_out is not None:
-                predictor = ranker_predictor(archive, fan_out, folder, deltas)
-                version = version_in(folder, archive)
+                predictor = ranker_predictor(archive, fan_out, store, deltas)
+                version = version_in(store, archive)
             else:
                 predictor = load(archive, lock=tables.lock, **tables.load_options())
         except (ArchiveError, NotFoundError) as error:
@@ -109,9 +110,9 @@ def _newest(store: ModelStore, named: list[ServedModel], choose: Choose, *, ever
     return [model for model in found if model is not None]
 
 
-def _newest_of_ranker(config: ServeConfig, fan_out: FanOut, store: ModelStore, choose: Choose) -> list[ServedModel]:
+def _newest_of_ranker(fan_out: FanOut, store: ModelStore, choose: Choose) -> list[ServedModel]:
     def opened(name: str, version: str) -> ServedModel:
-        predictor = ranker_predictor(store.folder / name / version, fan_out, config.models.store)
+        predictor = store.opened(name, version, lambda path: ranker_predictor(path, fan_out, store))
         return ServedModel.of(name, predictor, version)
 
-    return store.newest_of_all(opened, ArchiveError, choose=choose)
+    return store.newest_of_all(opened, UNSOUND, choose=choose)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,14 +11,16 @@ from recinfer.archive.delta import read_delta
 from recinfer.archive.reader import open_archive
 from recinfer.errors import ConfigError, RecinferError
 from recinfer.inference.predictor import Predictor
+from recinfer.remote.store import StoreMirror
 from recinfer.serving.app.service import Report
 from recinfer.serving.config import ServeConfig
+from recinfer.serving.engine.store import ModelStore
 from recinfer.serving.server.security import Security
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.lookups import MakeLookups, RemoteLookups
 from recinfer.serving.shards.replicas import ReplicaPool
 
-__all__ = ["fan_out_of", "ranker_predictor", "serve_when_reachable", "version_in"]
+__all__ = ["fan_out_of", "lookups_of_store", "ranker_predictor", "serve_when_reachable", "version_in"]
 
 _LOOK_S, _TRY_AGAIN_S = 0.1, 2.0
 
@@ -35,8 +38,21 @@ def fan_out_of(config: ServeConfig, security: Security) -> FanOut | None:
     return FanOut(pool, missing=role.missing_shards)
 
 
-def ranker_predictor(path: Path, fan_out: FanOut, store: Path | None, deltas: Sequence[Path] = ()) -> Predictor:
+def lookups_of_store(
+    fan_out: FanOut, store: Path | None, mirror: StoreMirror | None, *, wait: bool = True
+) -> MakeLookups:
+    """Makes lookups of archives on shard servers, which find the archives in their own store, or by their own mirror of it."""
+    folder = None if store is None else str(store)
+    if mirror is None:
+        return MakeLookups(fan_out, folder, wait=wait)
+    return MakeLookups(fan_out, folder, wait=wait, folder_of=mirror.folder_of)
+
+
+def ranker_predictor(path: Path, fan_out: FanOut, store: ModelStore | None, deltas: Sequence[Path] = ()) -> Predictor:
     """A ranker's predictor after ``deltas``, whose golden requests run once its shards answer.
+
+    Args:
+        store: the model store, from which shard servers prepare the archive.
 
     Raises:
         ArchiveError: manifest, dense part or a delta break a rule.
@@ -48,7 +64,8 @@ def ranker_predictor(path: Path, fan_out: FanOut, store: Path | None, deltas: Se
         raise ConfigError(
             f"shards: it lists ranks {', '.join(map(str, listed))}; {path} is cut for {world}, expected 0 to {world - 1}"
         )
-    lookups = MakeLookups(fan_out, None if store is None else str(store), wait=False)
+    folder, mirror = (None, None) if store is None else (store.folder, store.mirror)
+    lookups = lookups_of_store(fan_out, folder, mirror, wait=False)
     predictor = Predictor(archive, lookups=lookups)
     for delta in deltas:
         predictor.apply(read_delta(delta), check=False)
@@ -56,9 +73,14 @@ def ranker_predictor(path: Path, fan_out: FanOut, store: Path | None, deltas: Se
     return predictor
 
 
-def version_in(store: Path | None, archive: Path) -> str:
+def version_in(store: ModelStore | None, archive: Path) -> str:
     """The version that a model store calls ``archive``, its folder's name; empty if it is in no store."""
-    inside = store is not None and archive.resolve().parent.parent == store.resolve()
+    if store is None:
+        return ""
+    if store.mirror is not None:
+        found = store.mirror.folder_of(hashlib.sha256((archive / "manifest.json").read_bytes()).hexdigest())
+        return "" if found is None else found.rpartition("/")[2]
+    inside = archive.resolve().parent.parent == store.folder.resolve()
     return archive.resolve().name if inside else ""
 
 

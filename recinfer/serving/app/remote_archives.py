@@ -14,7 +14,7 @@ from recinfer.remote.cache import ArchiveCache, CachedArchive
 from recinfer.remote.location import Location
 from recinfer.remote.store import StoreMirror
 from recinfer.serving.app.service import Report
-from recinfer.serving.config import ModelsConfig, RoleConfig, ServeConfig
+from recinfer.serving.config import RoleConfig, ServeConfig
 
 __all__ = ["refresh_or_go_on", "store_mirror", "with_local_archives"]
 
@@ -58,11 +58,15 @@ def _wanted(role: RoleConfig) -> Callable[[str], bool]:
     return lambda _: True
 
 
-def store_mirror(models: ModelsConfig) -> StoreMirror | None:
-    """The mirror of a model store behind a URL; None for a store on disk; raises ConfigError for a bad URL."""
+def store_mirror(config: ServeConfig) -> StoreMirror | None:
+    """The mirror of a model store behind a URL, which downloads the files that a server of this role reads; None for a store
+    on disk; raises ConfigError for a bad URL."""
+    models = config.models
     if models.store_url is None:
         return None
-    return StoreMirror(models.store_url, ArchiveCache(models.cache_dir, models.cache_bytes, report=_log.info))
+    return StoreMirror(
+        models.store_url, ArchiveCache(models.cache_dir, models.cache_bytes, report=_log.info), _wanted(config.role)
+    )
 
 
 def refresh_or_go_on(mirror: StoreMirror) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from recinfer.errors import ArchiveError, ConfigError
+from recinfer.errors import ConfigError
 from recinfer.serving.app.ready import Ready, ReadyRanks
+from recinfer.serving.app.remote_archives import refresh_or_go_on, store_mirror
 from recinfer.serving.config import ServeConfig
-from recinfer.serving.engine.store import ModelStore
+from recinfer.serving.engine.store import UNSOUND, ModelStore
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.server.telemetry.metrics import Status
@@ -83,7 +84,12 @@ def _load(config: ServeConfig) -> ShardTables:
     archives, store, deltas = config.folders, config.models.store, config.models.deltas
     if not archives and store is None:
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
-    tables = ShardTables(config.role.ranks, store, preload=config.tables.preload, lock=config.tables.lock)
+    mirror = store_mirror(config)
+    if mirror is not None:
+        refresh_or_go_on(mirror)
+    tables = ShardTables(
+        config.role.ranks, store, mirror=mirror, preload=config.tables.preload, lock=config.tables.lock
+    )
 
     def added(path: Path) -> Path:
         tables.add(path)
@@ -92,7 +98,7 @@ def _load(config: ServeConfig) -> ShardTables:
     if archives or store is None:
         paths = [added(path) for path in archives]
     else:
-        paths = ModelStore(store).newest_of_all(lambda name, version: added(store / name / version), ArchiveError)
+        paths = ModelStore(store).newest_of_all(tables.add_of_store, UNSOUND)
     if deltas and len(paths) != 1:
         raise ConfigError(f"--delta: got {len(paths)} archives; a delta applies to exactly one archive")
     if deltas:

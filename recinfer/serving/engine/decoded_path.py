@@ -76,11 +76,9 @@ class InferenceService:
     A wrong request raises InputError or NotFoundError; recinfer.serving.wire.status maps errors to codes.
     """
 
-    def __init__(
-        self, registry: ModelRegistry, limits: Limits | None = None, stats: RequestStats | None = None
-    ) -> None:
+    def __init__(self, registry: ModelRegistry, limits: Limits | None = None) -> None:
         self.registry = registry
-        self.stats = stats or RequestStats(registry.answers)
+        self.stats = RequestStats()
         self.limits = limits or Limits()
 
     def decode(

@@ -21,7 +21,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +32,15 @@ from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
-from recinfer.serving.engine.parallel_parts import ParallelParts
 from recinfer.serving.engine.registry import RequestStats, RunCost
 from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, Fill, PlainReader, PlainRequest, Request, trace_of_task
 from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.wire.arrays import encode_output_arrays
 
-__all__ = ["Dispatcher", "LoopCaller", "Predictions"]
+__all__ = ["Dispatcher", "LoopCaller", "ParallelParts", "Predictions"]
+
+T = TypeVar("T")
 
 _FLOAT_BYTES = 4
 _FEW_BYTES = 64 << 10
@@ -205,22 +207,19 @@ def lookup_now(request: PlainRequest, stats: RequestStats) -> bytes | None:
     return answer
 
 
-class _Prediction:
+class _Prediction(NamedTuple):
     """A queued plain Predict.
 
-    Args:
+    Attributes:
         fill: writes its vectors.
         since: ``time.perf_counter()`` when the lookup of its vectors began; None: the run looks them up.
         missing: ranks that gave no rows.
     """
 
-    __slots__ = ("fill", "missing", "plain", "since")
-
-    def __init__(self, plain: PlainRequest, fill: Fill, since: float | None, missing: tuple[int, ...]) -> None:
-        self.plain = plain
-        self.fill = fill
-        self.since = since
-        self.missing = missing
+    plain: PlainRequest
+    fill: Fill
+    since: float | None
+    missing: tuple[int, ...]
 
 
 class Predictions:
@@ -415,3 +414,56 @@ def _has_nan(outputs: Sequence[NDArray[Any]]) -> bool:
     # Squares are never negative, so their sum is NaN only if an element is NaN; the sum may be infinite. See
     # PlainRequest.dense.
     return any(math.isnan(np.vdot(output, output)) for output in outputs)
+
+
+class ParallelParts:
+    """Runs the parts of a request in parallel, on the caller's thread and on a pool. Several threads may call at a time.
+
+    The caller runs each part that no other thread has begun when the caller reaches it: on a machine that is busy otherwise
+    the parts take no longer than in sequence.
+
+    Args:
+        threads: number of threads for a caller's works, its own thread included.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="recinfer-part")
+
+    def run(self, works: Sequence[Callable[[], T]]) -> tuple[list[T], float]:
+        """Run ``works``; returns their results and the CPU seconds that other threads spent on them.
+
+        Raises:
+            Exception: the error of the first of the failed works; raised when all works have ended.
+        """
+        parts = [None, *map(self._offer, works[1:])]
+        parts = [_run_here(work) if part is None or part.cancel() else part for work, part in zip(works, parts)]
+        wait(part for part in parts if part is not None)
+        results = [part.result() for part in parts if part is not None]
+        return [result for result, _ in results], sum(seconds for _, seconds in results)
+
+    def close(self) -> None:
+        """End the threads; later works run on their callers' threads."""
+        self._pool.shutdown(wait=False)
+
+    def _offer(self, work: Callable[[], T]) -> Future[tuple[T, float]] | None:
+        """Offer a work to the pool; None if the pool is closed."""
+        try:
+            return self._pool.submit(_timed, work)
+        except RuntimeError:
+            return None
+
+
+def _timed(work: Callable[[], T]) -> tuple[T, float]:
+    """The result of ``work`` and its CPU seconds."""
+    begun = time.thread_time()
+    return work(), time.thread_time() - begun
+
+
+def _run_here(work: Callable[[], T]) -> Future[tuple[T, float]]:
+    """The outcome of ``work`` on this thread, with 0 seconds."""
+    done: Future[tuple[T, float]] = Future()
+    try:
+        done.set_result((work(), 0.0))
+    except Exception as error:
+        done.set_exception(error)
+    return done

@@ -6,13 +6,13 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.excerpts import quoted
-from recinfer.inference.stages import BATCH_BOUNDS, Histogram, HistogramState, Stages, sum_histograms
+from recinfer.inference.stages import BATCH_BOUNDS, Histogram, HistogramState, Stages
 from recinfer.serving.engine.state import Spread
 
 if TYPE_CHECKING:
@@ -64,14 +64,6 @@ class AnswerCounts:
             if latency is None:
                 latency = self._latency[call] = Histogram()
         latency.add(seconds)
-
-    def take(self) -> AnswerCounts:
-        """Move the counts to a new object, so that answers that are counted later are not counted twice."""
-        taken = AnswerCounts()
-        with self._lock:
-            taken._codes, self._codes = self._codes, taken._codes
-            taken._latency, self._latency = self._latency, taken._latency
-        return taken
 
     def codes(self) -> dict[tuple[str, str], int]:
         """Answers by (call, code)."""
@@ -191,10 +183,6 @@ class ModelRegistry:
         """The versions of a model in the order of their loading; raises NotFoundError."""
         return dict(self._of(name).by_name)
 
-    def answers(self) -> list[AnswerCounts]:
-        """The counts of all versions of all models."""
-        return [model.answers for versions in self._models.values() for model in versions.by_name.values()]
-
     def weights(self, name: str) -> dict[str, int]:
         """The versions that requests without a version go to, each with its weight; raises NotFoundError."""
         return dict(self._of(name).weights)
@@ -247,7 +235,7 @@ class ModelRegistry:
                 new = _Versions({model.version: model}, {model.version: 1})
             else:
                 new = replace(here, by_name={**here.by_name, model.version: model})
-            self._models = {**self._models, model.name: new}
+            self._replace(model.name, new)
 
     def remove(self, name: str, version: str) -> None:
         """Remove a version and its labels; running requests finish with the version.
@@ -295,7 +283,7 @@ class ModelRegistry:
             # A caller without an answer repeats its call; the version to roll back to stays the same.
             before = versions.before if positive == versions.weights else versions.weights
             new = replace(versions, weights=positive, before=before)
-            self._models = {**self._models, name or next(iter(self._models)): new}
+            self._replace(name, new)
 
     def set_labels(self, name: str, labels: Mapping[str, str]) -> None:
         """Give a model these labels, each the name of a version, and no others.
@@ -311,7 +299,7 @@ class ModelRegistry:
                     raise InputError(f"labels: got an empty one for version {quoted(version)}, expected a name")
                 self._check_version(name, versions, version)
             new = replace(versions, labels=dict(labels))
-            self._models = {**self._models, name or next(iter(self._models)): new}
+            self._replace(name, new)
 
     def set_fault(self, name: str, version: str, why: str) -> None:
         """Note the reason ``why`` a version may answer wrongly; an empty reason clears the fault. Raises NotFoundError."""
@@ -319,7 +307,7 @@ class ModelRegistry:
             versions = self._of(name)
             self._check_version(name, versions, version)
             faults = {of: said for of, said in {**versions.faults, version: why}.items() if said}
-            self._models = {**self._models, name or next(iter(self._models)): replace(versions, faults=faults)}
+            self._replace(name, replace(versions, faults=faults))
 
     def faults(self, name: str) -> dict[str, str]:
         """The versions of a model that may answer wrongly, each with the reason; raises NotFoundError."""
@@ -336,7 +324,7 @@ class ModelRegistry:
             if versions.before is None:
                 raise InputError(f"model: {name!r} has nothing to go back to")
             new = replace(versions, weights=versions.before, before=versions.weights)
-            self._models = {**self._models, name or next(iter(self._models)): new}
+            self._replace(name, new)
 
     def spreads(self) -> dict[str, Spread]:
         """The spread of each model, by its name."""
@@ -365,6 +353,9 @@ class ModelRegistry:
                     models[name] = replace(models[name], weights=left, before=back, labels=named)
             self._models = models
 
+    def _replace(self, name: str, new: _Versions) -> None:
+        self._models = {**self._models, name or next(iter(self._models)): new}
+
     def _of(self, name: str) -> _Versions:
         models = self._models
         versions = models.get(name) if name else next(iter(models.values()))
@@ -390,24 +381,17 @@ class ModelRegistry:
 class RequestStats:
     """Requests answered since the start. Thread-safe.
 
-    Args:
-        served: returns the counts of the versions that are served now.
-
     Attributes:
         stages: seconds of decode, queue and encode; each predictor counts its own lookup and dense.
         batch: samples of a request.
         unnamed: answers to requests that name nothing served.
     """
 
-    def __init__(self, served: Callable[[], Collection[AnswerCounts]] = tuple) -> None:
+    def __init__(self) -> None:
         self.stages = Stages("decode", "queue", "encode")
         self.batch = Histogram(BATCH_BOUNDS)
         self.unnamed = AnswerCounts()
-        self._served = served
-        self._lock = threading.Lock()
-        self._counted = {self.unnamed}  # all counts that may have an answer and are not part of the next two
-        self._past_codes: Counter[tuple[str, str]] = Counter()
-        self._past_latency: dict[str, HistogramState] = {}
+        self._all = AnswerCounts()
 
     def add(self, call: str, code: str, seconds: float | None, version: AnswerCounts | None = None) -> None:
         """Count one answer to ``call`` with ``code`` after ``seconds`` in the server.
@@ -416,33 +400,13 @@ class RequestStats:
             seconds: None: the call was refused when it arrived.
             version: the counts of the version that the request got; None: the request names nothing served.
         """
-        counts = self.unnamed if version is None else version
-        counts.add(call, code, seconds)
-        if counts not in self._counted:
-            with self._lock:
-                self._counted.add(counts)
+        self._all.add(call, code, seconds)
+        (self.unnamed if version is None else version).add(call, code, seconds)
 
     def requests(self) -> dict[tuple[str, str], int]:
         """Answers by (call, code), of unloaded versions too."""
-        with self._lock:
-            self._fold()
-            return dict(sum((Counter(counts.codes()) for counts in self._counted), self._past_codes))
+        return self._all.codes()
 
     def latency(self) -> dict[str, HistogramState]:
         """Histograms of the seconds from the request's arrival in Python to its answer, by call, of unloaded versions too."""
-        with self._lock:
-            self._fold()
-            return _sum([self._past_latency, *(counts.latency() for counts in self._counted)])
-
-    def _fold(self) -> None:
-        """Add the counts of unloaded versions to the past."""
-        for gone in self._counted - {self.unnamed, *self._served()}:
-            self._counted.discard(gone)
-            taken = gone.take()
-            self._past_codes.update(taken.codes())
-            self._past_latency = _sum([self._past_latency, taken.latency()])
-
-
-def _sum(found: Collection[Mapping[str, HistogramState]]) -> dict[str, HistogramState]:
-    names = dict.fromkeys(name for states in found for name in states)
-    return {name: sum_histograms([states[name] for states in found if name in states]) for name in names}
+        return self._all.latency()

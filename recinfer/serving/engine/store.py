@@ -21,9 +21,12 @@ from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.state import ServedState, ServedVersion
 from recinfer.serving.engine.store_folder import StoreFolder
 
-__all__ = ["ModelStore", "StoreManager", "restore", "served_state"]
+__all__ = ["UNSOUND", "ModelStore", "StoreManager", "restore", "served_state"]
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Predictor)
+UNSOUND = (ArchiveError, NotFoundError, UnavailableError)
+"""Errors of one version, whose damaged or missing files do not concern others: a mirrored version is downloaded first."""
 _MAX_NAME = 255  # bytes of a file's name
 _log = logging.getLogger(__name__)
 
@@ -36,6 +39,9 @@ class ModelStore:
         mirror: of a store behind a URL, whose folder is ``folder``; archives and deltas are downloaded when they are opened.
         load_options: further arguments of recinfer.inference.predictor.load (``device``, ``preload``, ``lookups`` ...).
 
+    Attributes:
+        folder, mirror: as given.
+
     Raises:
         ConfigError: ``folder`` is no folder.
     """
@@ -45,13 +51,13 @@ class ModelStore:
             raise ConfigError(f"model store {folder} is not a folder")
         self.folder = folder
         self._load_options = load_options
-        self._mirror = mirror
+        self.mirror = mirror
         self._listed = StoreFolder(folder)
 
     def refresh(self) -> None:
         """Read a store behind a URL again; raises UnavailableError or ConfigError if it cannot be read."""
-        if self._mirror is not None:
-            self._mirror.refresh()
+        if self.mirror is not None:
+            self.mirror.refresh()
 
     def models(self) -> list[str]:
         """Names of the models that have a version; a folder that cannot be read, such as a disk's lost+found, has none.
@@ -79,19 +85,25 @@ class ModelStore:
         if version not in self.versions(model):
             known = ", ".join(self.versions(model)) or "none"
             raise NotFoundError(f"version: the store has no {version[:80]!r} of model {model[:80]!r}; it has {known}")
-        path = self._inside(self._inside(self.folder, model), version)
-        cached = None if self._mirror is None else self._mirror.archive(model, version)
-        try:
-            predictor = load(path if cached is None else cached.path, check_hashes=True, **self._load_options)
-        except BaseException:
-            if cached is not None:
-                cached.release()
-            raise
-        if cached is not None:
-            weakref.finalize(predictor, cached.release)
+        predictor = self.opened(model, version, lambda path: load(path, check_hashes=True, **self._load_options))
         for index in range(predictor.manifest.check.num_requests):
             predictor.check_request(index)
         return predictor
+
+    def opened(self, model: str, version: str, opens: Callable[[Path], P]) -> P:
+        """The result of ``opens`` for the folder of a version, which is downloaded before, and in use until the result is
+        freed."""
+        path = self._inside(self._inside(self.folder, model), version)
+        if self.mirror is None:
+            return opens(path)
+        cached = self.mirror.archive(model, version)
+        try:
+            made = opens(cached.path)
+        except BaseException:
+            cached.release()
+            raise
+        weakref.finalize(made, cached.release)
+        return made
 
     def manifest_sha256(self, model: str, version: str) -> str | None:
         """The SHA-256 of a version's manifest, which lists the hashes of all other files; None if the manifest is
@@ -105,8 +117,8 @@ class ModelStore:
     def delta(self, model: str, name: str) -> Path:
         """The file of a delta; raises NotFoundError, or InputError for a name that leads out of the model's folder."""
         path = self._inside(self._inside(self.folder, model), name)
-        if self._mirror is not None:
-            return self._mirror.delta(model, name)
+        if self.mirror is not None:
+            return self.mirror.delta(model, name)
         if path.suffix != ".rqd" or not path.is_file():
             found = ", ".join(sorted(file.name for file in path.parent.glob("*.rqd"))) or "none"
             raise NotFoundError(f"delta: the store has no {name[:80]!r} of model {model[:80]!r}; it has {found}")
@@ -115,7 +127,7 @@ class ModelStore:
     def newest_of_all(
         self,
         opens: Callable[[str, str], T],
-        broken: type[RecinferError] = RecinferError,
+        broken: type[RecinferError] | tuple[type[RecinferError], ...] = RecinferError,
         *,
         needed: bool = True,
         every: bool = False,
@@ -125,7 +137,7 @@ class ModelStore:
 
         Args:
             opens: (model, version) -> the result for a sound version.
-            broken: the type of RecinferErrors that mean an unsound version; other RecinferErrors are raised. Any other
+            broken: the types of RecinferErrors that mean an unsound version; other RecinferErrors are raised. Any other
                 exception means an unsound version too.
             needed: raise where no model has a sound version, instead of returning nothing.
             every: open all versions that ``choose`` returns, instead of the newest alone.

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -297,7 +297,7 @@ class CoreServer:
         found = self._methods.get(path, _UNSEEN)
         if found is _UNSEEN:
             name = path.decode("utf-8", "replace")
-            details = _Details(name, tuple(metadata))
+            details: Any = SimpleNamespace(method=name, invocation_metadata=tuple(metadata))
             handler = next((h for each in self._handlers if (h := each.service(details)) is not None), None)
             bounds = self._bounds_of_open if name.startswith(_OPEN_TO_ALL) else self._bounds
             dispatch = self._dispatch.get(name)
@@ -317,14 +317,6 @@ class CoreServer:
     @property
     def _has_requested(self) -> bool:
         return self._requested > 0 or self._requested_late > self._given_late
-
-
-@dataclass(frozen=True)
-class _Details:
-    """The fields of grpc.HandlerCallDetails."""
-
-    method: str
-    invocation_metadata: tuple[Any, ...] = ()
 
 
 _END, _UNSEEN = object(), object()
@@ -371,12 +363,12 @@ class Admission:
         if error is not last_error:
             ending = ending_of(error)
             self._last_refusal = error, ending
-        self._observer.refused(call, ending.code, metadata)
+        self._observer.answered(call, ending.code, None, headers=metadata)
         return ending
 
     def refused(self, path: str, code: str, metadata: Sequence[tuple[str, Any]]) -> None:
         """Count a call that was ended; see :data:`Refused`."""
-        self._observer.refused(self._names.get(path, "other"), code, metadata)
+        self._observer.answered(self._names.get(path, "other"), code, None, headers=metadata)
 
 
 def names_of(*services: ServiceDescriptor) -> dict[str, str]:

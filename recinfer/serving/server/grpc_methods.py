@@ -23,9 +23,11 @@ from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.reflection import add_reflection
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.server.tuning import most_connections
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.address import grpc_address
 from recinfer.serving.wire.admin_verbs import VERBS
+from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.tracing import no_trace
 
 __all__ = [
@@ -58,13 +60,23 @@ Answer = Callable[[bytes], Awaitable[bytes]]
 _Handler = Callable[[bytes, CoreCall], Awaitable[bytes]]
 
 
-def connection_options(idle_s: float | None = None) -> list[tuple[str, int]]:
-    """The options for connections of every gRPC server of recinfer.
+def connection_options(
+    limits: Limits | None = None, idle_s: float | None = None, *, share_port: bool = False
+) -> list[tuple[str, int]]:
+    """The options of every gRPC server of recinfer.
 
     Args:
+        limits: bounds on messages and calls; None: the default ones.
         idle_s: seconds after which a connection without a call is closed; None: never.
+        share_port: other processes may listen on the same port; without, a second server on a taken port fails.
     """
+    limits = limits or Limits()
     return [
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
+        ("grpc.so_reuseport", int(share_port)),
+        ("grpc.max_concurrent_streams", limits.max_concurrent),
+        ("grpc.max_allowed_incoming_connections", most_connections()),
         *([] if idle_s is None else [("grpc.max_connection_idle_ms", max(1, int(idle_s * 1e3)))]),
         # Timeouts for clients that are slow in the handshake, or that fail silently.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),

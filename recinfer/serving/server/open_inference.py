@@ -60,18 +60,6 @@ __all__ = [
     "to_call",
 ]
 
-_DTYPES: dict[str, np.dtype] = {
-    "INT64": np.dtype("<i8"),
-    "INT32": np.dtype("<i4"),
-    "FP32": np.dtype("<f4"),
-    "BOOL": np.dtype("u1"),
-    "INT8": np.dtype("i1"),
-    "UINT8": np.dtype("u1"),
-    "INT16": np.dtype("<i2"),
-    "FP16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),  # the bits, as numpy lacks the type
-    "FP64": np.dtype("<f8"),
-}
 DATATYPES = {
     "int64": "INT64",
     "int32": "INT32",
@@ -88,6 +76,7 @@ DATATYPES = {
 BYTES = "BYTES"
 """The datatype of strings, by convention in UTF-8."""
 _NAMES = {datatype: name for name, datatype in DATATYPES.items()}
+_DTYPES = {datatype: codec.DTYPES[name] for datatype, name in _NAMES.items()}
 _INTEGERS = ("INT64", "INT32")
 _MAX_RANK = 8
 CONTEXT = "context."

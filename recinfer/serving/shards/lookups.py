@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -222,16 +222,26 @@ class MakeLookups:
         store: the ranker's model store: paths are sent relative to it, and shard servers look for them in their own store.
         wait: have all replicas prepare the version first, and fail if a replica cannot; False: replicas prepare the version
             later. The attribute may be changed for later calls.
+        folder_of: SHA-256 of a manifest -> the archive's folder in the store, where archives are elsewhere on this host.
     """
 
-    def __init__(self, fan_out: FanOut, store: str | None = None, *, wait: bool = True) -> None:
+    def __init__(
+        self,
+        fan_out: FanOut,
+        store: str | None = None,
+        *,
+        wait: bool = True,
+        folder_of: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
         self._fan_out = fan_out
         self._store = store
+        self._folder_of = folder_of
         self.wait = wait
 
     def __call__(self, archive: Archive, deltas: Sequence[Delta] = ()) -> RemoteLookups:
         """The tables of ``archive`` after ``deltas``."""
-        made = RemoteLookups(archive, VersionSpec.of(archive, deltas, self._store), self._fan_out)
+        folder = self._folder_of(archive.manifest_sha256)
+        made = RemoteLookups(archive, VersionSpec.of(archive, deltas, self._store, folder), self._fan_out)
         if self.wait:
             run_on_loop(self._fan_out.pool.prepare(made.spec, made.ranks))
         return made

@@ -5,13 +5,13 @@ Shapes: S streams, B samples, N ids.
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +21,9 @@ from recinfer.archive.mapping import MappedShards
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.errors import InputError, NotFoundError, NotPreparedError
 from recinfer.quant.bags import BagPlaces
+from recinfer.remote.store import StoreMirror
 from recinfer.serving.shards._ranks import read_find
+from recinfer.serving.shards.host_store import HostStore
 from recinfer.serving.shards.messages import (
     PACKED_HEAD,
     decode_part,
@@ -85,6 +87,7 @@ class ShardTables:
     Args:
         ranks: the ranks to map.
         store: folder from which versions may be prepared; None: :meth:`add` maps all versions.
+        mirror: of a store behind a URL, whose folder is ``store``; versions are downloaded when they are prepared.
         preload, lock: see recinfer.inference.predictor.load.
 
     Raises:
@@ -92,12 +95,18 @@ class ShardTables:
     """
 
     def __init__(
-        self, ranks: Sequence[int], store: Path | None = None, *, preload: bool = False, lock: bool = False
+        self,
+        ranks: Sequence[int],
+        store: Path | None = None,
+        *,
+        mirror: StoreMirror | None = None,
+        preload: bool = False,
+        lock: bool = False,
     ) -> None:
         self.ranks = tuple(sorted(set(ranks)))
         if not self.ranks:
             raise InputError("ranks: got none, expected at least one")
-        self._store = store
+        self._store = None if store is None else HostStore(store, mirror)
         self._mapping = {"preload": preload, "lock": lock}
         self._versions: dict[str, _Version] = {}  # ordered by last use, the latest at the end
         self._wanted: dict[str, float] = {}  # by version, the time.monotonic() until which a ranker wants it
@@ -108,6 +117,12 @@ class ShardTables:
         """Map an archive, with deltas applied; returns its key. Raises ArchiveError, InputError."""
         archive = open_archive(path, ranks=self.ranks, dense=False)
         return self._add(archive, [read_delta(delta) for delta in deltas]).key
+
+    def add_of_store(self, model: str, version: str) -> Path:
+        """Map a version of the store; returns its folder. Raises as :meth:`add` and :meth:`HostStore.archive`."""
+        path, release = self._of_host().archive(f"{model}/{version}")
+        self._add(self._opened(path, release), ())
+        return path
 
     def keys(self) -> list[str]:
         """The keys of the mapped versions."""
@@ -139,7 +154,7 @@ class ShardTables:
             if self._get(key) is not None:
                 return
             archive = self._base(key, folder)
-            found = [read_delta(self._inside(name)) for name in deltas]
+            found = [read_delta(self._of_host().delta(name)) for name in deltas]
             if version_key(archive.manifest_sha256, found) != key:
                 raise NotFoundError(f"version: {folder} {list(deltas)} of this host's store is not {key}; copy it here")
             self._add(archive, found)
@@ -225,30 +240,27 @@ class ShardTables:
             for version in self._versions.values():
                 if not version.deltas and version.key == base_of(key):
                     return version.archive
-        archive = open_archive(self._inside(folder), ranks=self.ranks, dense=False)
+        path, release = self._of_host().archive(folder, base_of(key))
+        archive = self._opened(path, lambda: None)
         if version_key(archive.manifest_sha256) != base_of(key):
+            release()
             raise NotFoundError(f"version: {folder} of this host's store is not {base_of(key)}; copy it here")
-        return open_archive(archive.root, ranks=self.ranks, dense=False, check_hashes=True)
+        return self._opened(path, release, check_hashes=True)
 
-    def _inside(self, name: str) -> Path:
+    def _of_host(self) -> HostStore:
         if self._store is None:
             raise NotFoundError("version: this server has no store to prepare versions from; start it with one")
-        parts = PurePosixPath(name).parts
-        if not parts or any(part in ("..", "/") or "\0" in part for part in parts):
-            raise InputError(f"folder: got {name[:80]!r}, expected a path inside the store")
-        path = self._store.joinpath(*parts)
+        return self._store
+
+    def _opened(self, path: Path, release: Callable[[], None], *, check_hashes: bool = False) -> Archive:
+        """Open this server's ranks of an archive, which is in use until the result is freed."""
         try:
-            leads_out, exists = not path.resolve().is_relative_to(self._store.resolve()), path.exists()
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            text = f"folder: got {name[:80]!r}... ({len(name)} characters), which is longer than a file's name can be"
-            raise InputError(text) from None
-        if leads_out:
-            raise InputError(f"folder: {name[:80]!r} leads out of the store")
-        if not exists:
-            raise NotFoundError(f"version: the store of this host has no {name[:80]!r}; copy it here")
-        return path
+            archive = open_archive(path, ranks=self.ranks, dense=False, check_hashes=check_hashes)
+        except BaseException:
+            release()
+            raise
+        weakref.finalize(archive, release)
+        return archive
 
     def _get(self, key: str) -> _Version | None:
         with self._lock:  # other threads add and remove versions

@@ -52,9 +52,16 @@ class VersionSpec:
         return f"{self.folder}{after} ({self.key[:_SHOWN_DIGITS]})"
 
     @classmethod
-    def of(cls, archive: Archive, deltas: Sequence[Delta], store: str | None = None) -> VersionSpec:
+    def of(
+        cls, archive: Archive, deltas: Sequence[Delta], store: str | None = None, folder: str | None = None
+    ) -> VersionSpec:
         """The version of ``archive`` after ``deltas``; paths below ``store`` become relative to it, other paths their
-        last part."""
+        last part.
+
+        Args:
+            folder: the archive's folder below the store, where it is not the archive's own: archives of a store behind a URL
+                are in the cache.
+        """
         root = None if store is None else Path(store).resolve()
 
         def name(path: Path) -> str:
@@ -63,4 +70,4 @@ class VersionSpec:
 
         files = tuple(name(delta.path) for delta in deltas if delta.path is not None)
         key = version_key(archive.manifest_sha256, deltas)
-        return cls(key, name(archive.root), files, archive.manifest.world_size)
+        return cls(key, folder or name(archive.root), files, archive.manifest.world_size)

@@ -38,6 +38,7 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 __all__ = [
+    "DTYPES",
     "M",
     "decode_bags",
     "decode_dense",
@@ -183,7 +184,7 @@ def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
     return torch.from_numpy(values).view(batch, num_dense)
 
 
-_DTYPES: dict[str, np.dtype[Any]] = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
     "float16": np.dtype("<f2"),
@@ -195,6 +196,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("u1"),
     "bool": np.dtype("u1"),
 }
+"""The dtype of each input's bytes, by its name in archives and messages."""
 _MAX_RANK, _MAX_SIZE = 8, (1 << 31) - 1
 
 
@@ -228,9 +230,9 @@ def decode_inputs(items: Iterable[pb.NamedInput], batch: int, limits: Limits) ->
 
 def _decode_values_of(item: pb.NamedInput) -> Tensor:
     where, shape = f"input {item.name!r}", tuple(item.shape)
-    dtype = _DTYPES.get(item.dtype)
+    dtype = DTYPES.get(item.dtype)
     if dtype is None:
-        raise InputError(f"{where}: got dtype {item.dtype[:40]!r}, expected one of {', '.join(_DTYPES)}")
+        raise InputError(f"{where}: got dtype {item.dtype[:40]!r}, expected one of {', '.join(DTYPES)}")
     sizes_fit = len(shape) <= _MAX_RANK and all(0 <= size <= _MAX_SIZE for size in shape)
     # With one size 0 the others may be anything, and torch counts the steps between rows in 63 bits.
     if not sizes_fit or math.prod(max(size, 1) for size in shape) > _MAX_SIZE:

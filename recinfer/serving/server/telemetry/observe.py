@@ -90,7 +90,7 @@ class Observer:
         self,
         call: str,
         code: str,
-        seconds: float,
+        seconds: float | None,
         *,
         headers: Any = None,
         num_bytes: int = 0,
@@ -103,7 +103,7 @@ class Observer:
         Args:
             call: the method's name.
             code: name of its gRPC status code.
-            seconds: seconds from its arrival to its answer.
+            seconds: seconds from its arrival to its answer; None: it was refused on arrival.
             headers: its metadata, a mapping or pairs, or a function that returns them; read only if needed.
             num_bytes: size of the request.
             protocol: ``"grpc"`` or ``"http"``.
@@ -111,24 +111,7 @@ class Observer:
             trace: the result of :meth:`begin`; None: the span is written as a whole now.
         """
         self.stats.add(call, code, seconds, None if served is None else served.answers)
-        self._log_and_trace(call, code, seconds, headers, num_bytes, protocol, served, trace)
-
-    def refused(self, call: str, code: str, headers: Any = None) -> None:
-        """Count, log and trace a request that was refused on arrival, with a duration of 0."""
-        self.stats.add(call, code, None)
-        self._log_and_trace(call, code, 0.0, headers, 0, "grpc")
-
-    def _log_and_trace(
-        self,
-        call: str,
-        code: str,
-        seconds: float,
-        headers: Any,
-        num_bytes: int,
-        protocol: str,
-        served: ServedModel | None = None,
-        trace: CallTrace | None = None,
-    ) -> None:
+        seconds = seconds or 0.0
         logged = _log.isEnabledFor(logging.INFO)
         if not logged and self._tracer is None:
             return
@@ -197,12 +180,12 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def log_as_json(*, requests: bool = True) -> None:
-    """Write the package's log to stderr as JSON lines, with one line per request unless ``requests`` is False."""
+def log_as_json() -> None:
+    """Write the package's log to stderr as JSON lines, with one line per request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     package = logging.getLogger("recinfer")
     package.handlers[:] = [handler]
     package.propagate = False
     package.setLevel(logging.INFO)
-    _log.setLevel(logging.INFO if requests else logging.WARNING)
+    _log.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Features whose ids may be strings: those of vocabularies in the feature contract, and of vocabularies given to an export."""
+"""Plain vocabularies of an export: of strings, from the feature contract or as given, and of 64-bit ids, as given."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.archive.leaves import find_leaves
 from recinfer.data.tokens import Tokens
 from recinfer.data.transforms import Vocabulary
 from recinfer.errors import ArchiveError, ConfigError
 from recinfer.excerpts import some
 from recinfer.vocabulary.strings import StringRows, StringVocabulary, check_rows
+from recinfer.vocabulary.table import Segment, TableVocabulary
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from recinfer.archive.manifest import Manifest
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["Strings", "indexed_contract", "string_vocabularies"]
+__all__ = ["Strings", "id_vocabularies", "indexed_contract", "string_vocabularies"]
 
 Strings = Mapping[str, StringVocabulary | Sequence[str]]
 """Feature -> its strings, each with the row of its position, or a vocabulary of them."""
@@ -62,6 +66,48 @@ def string_vocabularies(
                 "of the table"
             )
         found[name] = vocabulary
+    return found
+
+
+def id_vocabularies(
+    model: nn.Module, given: Mapping[str, NDArray[np.int64]], contract: FeatureContract | None
+) -> dict[tuple[str, str], TableVocabulary]:
+    """(module path, table) -> the vocabulary of the table that each feature reads: its ids have the rows of their positions, and all
+    others the row behind them.
+
+    Args:
+        model: its tables may be on meta.
+        given: feature -> its ids, int64 ``[N]``, each once; N below the table's rows.
+        contract: the feature contract of the export.
+
+    Raises:
+        ConfigError: a feature that no table reads, or several; two features of one table; too many ids; a contract, which has rows of
+            the feature.
+    """
+    found: dict[tuple[str, str], TableVocabulary] = {}
+    leaves = find_leaves(model)
+    for feature, ids in given.items():
+        if contract is not None:
+            raise ConfigError(
+                f"vocabulary of feature {feature!r}: the feature contract makes rows of its values, not raw ids; leave one of the two "
+                "out"
+            )
+        tables = [(leaf.path, config) for leaf in leaves for config in leaf.configs if feature in config.feature_names]
+        if len(tables) != 1:
+            raise ConfigError(f"vocabulary of feature {feature!r}: {len(tables)} tables read it; expected one")
+        ((path, config),) = tables
+        if (path, config.name) in found:
+            raise ConfigError(
+                f"vocabulary of feature {feature!r}: another feature has one of table {config.name!r}, too"
+            )
+        rows = config.num_embeddings
+        if len(ids) >= rows:
+            raise ConfigError(
+                f"vocabulary of feature {feature!r}: {len(ids)} ids; its table {config.name!r} has {rows} rows, of which unknown ids read "
+                "the one behind the last id's"
+            )
+        segments = (Segment(0, rows, len(ids)),)
+        found[path, config.name] = TableVocabulary(ids, np.arange(len(ids), dtype=np.int64), rows, segments)
     return found
 
 
