@@ -32,7 +32,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml | head -
 STAMP := $(VENV)/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check parity lint format bench bench-report docs proto clean install install-dev
+.PHONY: help demo test test-all check check-tests parity lint format bench bench-report docs proto clean install install-dev
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -77,8 +77,12 @@ test: $(STAMP)/dev
 test-all: $(STAMP)/dev
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --full-matrix -o faulthandler_timeout=2400
 
+# mypy has one core for a while, and the tests what is left.
+check: $(STAMP)/dev
+	$(MAKE) --no-print-directory --jobs 2 lint check-tests
+
 # tests/tiers.py says which tests these are.
-check: lint
+check-tests: $(STAMP)/dev
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -m "(pure or in_process) and not slow and not nightly"
 
 # A test here runs some 300 cases, which may take longer than the suite's limit for one test.

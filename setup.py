@@ -95,6 +95,7 @@ setup(
         extension("serving/shards/_ranks", *ROWS, "recinfer/serving/wire/_reader.h"),
         extension("serving/wire/_wire", "recinfer/serving/wire/_reader.h"),
         extension("vocabulary/_index"),
+        extension("vocabulary/_strings"),
     ],
     # One wheel for Python 3.11 and later: what Py_LIMITED_API says in the sources.
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

@@ -51,7 +51,7 @@ from recinfer.serving.server.grpc_methods import connection_options
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.tuning import tune_process
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.fields import bytes_field
+from recinfer.serving.wire.arrays import bytes_field
 from recinfer.serving.wire.loop import new_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import io
@@ -23,11 +24,12 @@ import logging
 import os
 import re
 import sys
+import threading
 import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,6 +130,11 @@ class EmbeddingModule:
     positions: tuple[tuple[str, str, int], ...] = ()
     collisions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the collection's ids carry weights, the request's or those of positions."""
+        return self.weighted or self.processed
+
 
 @dataclass
 class Captured:
@@ -157,29 +164,26 @@ class Captured:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the program, its description and the example's tensors to one file, without tables."""
-        buffer, examples = io.BytesIO(), io.BytesIO()
-        self.program._example_inputs = None
-        self.program._guards_code = []
-        for module in self.program.graph_module.modules():
-            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-                node.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
-        torch.export.save(self.program, buffer)
+        examples = io.BytesIO()
         torch.save(list(self.examples), examples)
-        about = {
-            "capture": CAPTURE_VERSION,
-            "torch": torch.__version__,
-            "slots": [asdict(slot) for slot in self.slots],
-            "modules": [asdict(module) for module in self.modules],
-            "outputs": list(self.outputs),
-            "structure": self.structure,
-            "arguments": list(self.arguments),
-            "called": list(self.called),
-            "at_most": self.at_most,
-        }
+        about = {"capture": CAPTURE_VERSION, "torch": torch.__version__}
+        about |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("program", "examples")}
         with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("capture.json", json.dumps(about, indent=1))
-            archive.writestr("program.pt2", buffer.getvalue())
+            archive.writestr("capture.json", json.dumps(about, indent=1, default=asdict))
+            archive.writestr("program.pt2", saved(self.program))
             archive.writestr("examples.pt", examples.getvalue())
+
+
+def saved(program: ExportedProgram) -> bytes:
+    """``program`` as a file of ``torch.export.save``, without example inputs, source locations and guards."""
+    program._example_inputs = None
+    program._guards_code = []
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    return buffer.getvalue()
 
 
 def read_capture(path: str | os.PathLike[str], check: Callable[[bytes], object] = lambda _: None) -> Captured:
@@ -313,7 +317,7 @@ def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool
     positions = []
     for name, parameter in processors.named_parameters() if processors is not None else ():
         feature = name.removesuffix(".position_weight").removeprefix("_feature_processors.")
-        positions.append((feature.removeprefix("position_weights."), name, int(parameter.shape[0])))
+        positions.append((feature.removeprefix("position_weights."), name, parameter.numel()))
     return EmbeddingModule(
         path,
         pooled,
@@ -370,24 +374,32 @@ def collision_settings(module: nn.Module) -> dict[str, Any]:
     )
 
 
-class _RawIds(nn.Module):
-    """A collection with managed collisions whose tables take raw ids: a server maps them by the archive's vocabularies."""
+class Stub(nn.Module):
+    """A module that replaces another one in a copy of its model, and has its attributes; the other is not copied."""
 
-    def __init__(self, module: nn.Module, lookup: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.__dict__["_module"] = module
-        self._embedding_module = lookup
 
-    def __deepcopy__(self, memo: Any) -> _RawIds:
+    def __deepcopy__(self, memo: Any) -> Stub:
         return self
 
     def __getattr__(self, name: str) -> Any:
+        # Models read dims and names from their embedding modules, which needs no rows.
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name.startswith("__"):
                 raise
             return getattr(self.__dict__["_module"], name)
+
+
+class _RawIds(Stub):
+    """A collection with managed collisions whose tables take raw ids: a server maps them by the archive's vocabularies."""
+
+    def __init__(self, module: nn.Module, lookup: nn.Module) -> None:
+        super().__init__(module)
+        self._embedding_module = lookup
 
     def forward(self, features: Any, *_: Any, **__: Any) -> Any:
         return self._embedding_module(features), None
@@ -458,33 +470,18 @@ class _TableRows:
         return rows
 
 
-class _Lookup(nn.Module):
+class _Lookup(Stub):
     """An embedding module whose forward is one operator."""
 
     def __init__(self, index: int, about: EmbeddingModule, module: nn.Module, called: set[int]) -> None:
-        super().__init__()
-        self.__dict__["_module"] = module
-        self._index = index
-        self._about = about
-        self.__dict__["called"] = called
-
-    def __deepcopy__(self, memo: Any) -> _Lookup:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        # Models read dims and names from their embedding modules, which needs no rows.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__"):
-                raise
-            if name in ("embeddings", "embedding_bags"):
-                return {t.name: _TableRows(self._index, i, t) for i, t in enumerate(self._about.tables)}
-            return getattr(self.__dict__["_module"], name)
+        super().__init__(module)
+        self.__dict__.update(_index=index, _about=about, _called=called)
+        tables = {table.name: _TableRows(index, i, table) for i, table in enumerate(about.tables)}
+        self.__dict__["embedding_bags" if about.pooled else "embeddings"] = tables
 
     def forward(self, features: Any) -> Any:
         about = self._about
-        self.__dict__["called"].add(self._index)
+        self._called.add(self._index)
         title = f"the embedding module {about.path or type(self.__dict__['_module']).__name__!r}"
         if not _is_kjt(features):
             raise CaptureError(f"{title} is called with a {type(features).__name__}, expected a KeyedJaggedTensor")
@@ -832,12 +829,21 @@ def _has_read_size(tensor: Tensor) -> bool:
 
 @dataclass
 class _Example:
-    """One tensor of an example batch before the trace."""
+    """One tensor of an example batch.
+
+    Attributes:
+        sample: the tensor for the trace, of other samples.
+        free: its free axes.
+        batched: whether its first axis is the batch.
+    """
 
     name: str
     path: str
     part: Part
     tensor: Tensor
+    sample: Tensor = field(init=False)
+    free: tuple[int, ...] = (0,)
+    batched: bool = False
 
 
 Builder = Callable[[Sequence[Tensor]], Any]
@@ -866,23 +872,21 @@ class _Reader:
             return self._keyed(value, path, name)
         if isinstance(value, nn.Module) or not _holds_tensors(value):
             return lambda _: value
+        rebuilt: Callable[[dict[Any, Any]], Any]
         if isinstance(value, Mapping):
-            items = {k: self.read(v, f"{path}[{k!r}]", _joined_name(name, k), depth + 1) for k, v in value.items()}
-            return lambda tensors: _same_mapping(value, {k: build(tensors) for k, build in items.items()})
-        if isinstance(value, list | tuple):
-            fields: Any = getattr(value, "_fields", None)
-            places = (
-                [(f"{path}.{f}", f) for f in fields] if fields else [(f"{path}[{i}]", i) for i in range(len(value))]
-            )
-            parts = [self.read(v, p, _joined_name(name, n), depth + 1) for v, (p, n) in zip(value, places)]
-            kind = type(value)
-            return lambda tensors: (
-                kind(*(build(tensors) for build in parts)) if fields else kind(build(tensors) for build in parts)
-            )
-        attributes = {
-            key: self.read(v, f"{path}.{key}", _joined_name(name, key), depth + 1) for key, v in vars(value).items()
-        }
-        return lambda tensors: _copied(value, {key: build(tensors) for key, build in attributes.items()})
+            parts = [(k, f"{path}[{k!r}]", v) for k, v in value.items()]
+            rebuilt = functools.partial(_same_mapping, value)
+        elif isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            parts = [(i, f"{path}[{i}]", v) for i, v in enumerate(value)]
+            rebuilt = lambda items: type(value)(items.values())  # noqa: E731
+        elif isinstance(value, tuple):
+            parts = [(f, f"{path}.{f}", v) for f, v in zip(value._fields, value)]  # type: ignore[attr-defined]
+            rebuilt = lambda items: type(value)(*items.values())  # noqa: E731
+        else:
+            parts = [(k, f"{path}.{k}", v) for k, v in vars(value).items()]
+            rebuilt = functools.partial(_copied, value)
+        builds = {key: self.read(v, at, _joined_name(name, key), depth + 1) for key, at, v in parts}
+        return lambda tensors: rebuilt({key: build(tensors) for key, build in builds.items()})
 
     def _tensor(self, value: Tensor, path: str, name: str, part: Part) -> Builder:
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
@@ -950,21 +954,25 @@ def _copied(original: Any, attributes: Mapping[str, Any]) -> Any:
 
 def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``batch`` as the arguments of forward: a tuple of them, ``(args, kwargs)``, or the only one."""
-    if not isinstance(batch, tuple):
-        return (batch,), {}
-    if len(batch) == 2 and isinstance(batch[0], tuple | list) and isinstance(batch[1], dict):
-        args, kwargs = tuple(batch[0]), batch[1]
-        if all(isinstance(key, str) for key in kwargs) and _binds(model, args, kwargs):
+    signature = inspect.signature(model.forward)
+    ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(batch if isinstance(batch, tuple) else (batch,), {})]
+    if (
+        isinstance(batch, tuple)
+        and len(batch) == 2
+        and isinstance(batch[0], tuple | list)
+        and isinstance(batch[1], dict)
+    ):
+        ways.append((tuple(batch[0]), batch[1]))
+    for args, kwargs in reversed(ways):
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            reason = error
+        else:
             return args, kwargs
-    return batch, {}
-
-
-def _binds(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
+    raise CaptureError(
+        f"the example batch does not fit forward{signature}: {reason}; give a tuple of its arguments, or (args, kwargs)"
+    )
 
 
 def read_arguments(
@@ -992,13 +1000,6 @@ def read_arguments(
 
 def _read_batch(model: nn.Module, batch: Any) -> tuple[_Reader, Callable[[Sequence[Tensor]], tuple[Any, Any]]]:
     args, kwargs = _arguments(model, batch)
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise CaptureError(
-            f"the example batch does not fit forward{inspect.signature(model.forward)}: {error}; give a tuple of its "
-            f"arguments, or (args, kwargs)"
-        ) from None
     names = _positional(model)
     names += [f"args[{i}]" for i in range(len(names), len(args))]
     reader = _Reader()
@@ -1028,43 +1029,27 @@ def _shorten(found: Sequence[_Example]) -> None:
             example.name = short
 
 
-@dataclass
-class _Sampled:
-    """The tensors of the trace, the free axes of each, and whether its first axis is the batch."""
-
-    tensors: list[Tensor]
-    free: list[tuple[int, ...]]
-    batched: list[bool]
-
-
-def _sample(batches: Sequence[Sequence[_Example]]) -> _Sampled:
-    """Tensors for the trace: samples of the first batch, as many as no fixed axis has."""
+def _sample(batches: Sequence[Sequence[_Example]]) -> None:
+    """Give each tensor of the first batch its sample: of as many samples as no fixed axis has."""
     first = batches[0]
     for other in batches[1:]:
         _check_same(first, other)
     sizes = [_batch_size(batch) for batch in batches]
     fixed = {size for example in first if example.part == "tensor" for size in example.tensor.shape[1:]}
     count = next(size for size in _SIZES if size not in fixed)
-    tensors: list[Tensor] = []
-    free: list[tuple[int, ...]] = []
-    batched: list[bool] = []
     picked = torch.arange(count) % sizes[0]
     lengths = {example.path: example.tensor for example in first if example.part == "lengths"}
     for index, example in enumerate(first):
-        tensor = example.tensor
-        if example.part == "tensor":
-            given = [batch[index].tensor for batch in batches]
-            axes = _free_axes(given, sizes)
-            if len(set(sizes)) == 1 and 0 not in axes:
-                _check_fixed(example, sizes[0], first)
-            batched.append(0 in axes and all(len(t) == size for t, size in zip(given, sizes)))
-            tensors.append(tensor.index_select(0, picked).clone() if batched[-1] else tensor.clone())
-        else:
-            axes = (0,)
-            batched.append(example.part == "lengths")
-            tensors.append(_sampled_bag(example, lengths[example.path], picked))
-        free.append(axes)
-    return _Sampled(tensors, free, batched)
+        if example.part != "tensor":
+            example.batched = example.part == "lengths"
+            example.sample = _sampled_bag(example, lengths[example.path], picked)
+            continue
+        given = [batch[index].tensor for batch in batches]
+        example.free = _free_axes(given, sizes)
+        if len(set(sizes)) == 1 and 0 not in example.free:
+            _check_fixed(example, sizes[0], first)
+        example.batched = 0 in example.free and all(len(t) == size for t, size in zip(given, sizes))
+        example.sample = (example.tensor.index_select(0, picked) if example.batched else example.tensor).clone()
 
 
 def _sampled_bag(example: _Example, lengths: Tensor, picked: Tensor) -> Tensor:
@@ -1105,8 +1090,9 @@ def _batch_size(batch: Sequence[_Example]) -> int:
     if len(distinct) > 1 and any(e.part == "lengths" for e in batch):
         one, two = (next(p for p, n in sizes.items() if n == size) for size in (distinct[0], distinct[-1]))
         raise CaptureError(
-            f"the example batch has {sizes[one]} samples in {one} and {sizes[two]} in {two}; give one batch size (the "
-            f"features of one user for many candidates go into requests as context)"
+            f"the example batch has {sizes[one]} samples in {one} and {sizes[two]} in {two}; give one batch size "
+            f"(negatives that a sampler added are for training: leave them out, or export the towers; the features of one user "
+            f"for many candidates go into requests as context)"
         )
     count = [list(sizes.values()).count(size) for size in distinct]
     size = distinct[count.index(max(count))]
@@ -1161,13 +1147,13 @@ class _Whole(nn.Module):
         self,
         model: nn.Module,
         build: Callable[[Sequence[Tensor]], tuple[Any, Any]],
-        batched: Sequence[bool],
+        examples: Sequence[_Example],
         counts: Mapping[int, int],
         keep: Callable[[tuple[str, ...], Any], None],
     ) -> None:
         super().__init__()
         self.model = model
-        self._batched = [index for index, is_batch in enumerate(batched) if is_batch]
+        self._batched = [index for index, example in enumerate(examples) if example.batched]
         self._counts = dict(counts)
         self.__dict__["_build"] = build
         self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
@@ -1197,16 +1183,15 @@ def _structure(value: Any, name: str, outputs: dict[str, Tensor]) -> Any:
         return {"output": name or "output"}
     if "KeyedTensor" in kinds:
         value = value.to_dict()
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    elif hasattr(value, "__dataclass_fields__"):
+        value = {k: getattr(value, k) for k in value.__dataclass_fields__}
     if isinstance(value, Mapping):
         return {"dict": {str(k): _structure(v, _joined_name(name, k), outputs) for k, v in value.items()}}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"dict": {k: _structure(v, _joined_name(name, k), outputs) for k, v in zip(value._fields, value)}}
     if isinstance(value, tuple | list):
         items = [_structure(v, f"{name or 'output'}_{i}", outputs) for i, v in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": items}
-    if hasattr(value, "__dataclass_fields__"):
-        fields = {k: getattr(value, k) for k in value.__dataclass_fields__}
-        return {"dict": {k: _structure(v, _joined_name(name, k), outputs) for k, v in fields.items()}}
     raise CaptureError(
         f"forward returns a {type(value).__name__}{f' as {name!r}' if name else ''}; expected a tensor, or a dict, tuple or "
         f"KeyedTensor of them"
@@ -1233,11 +1218,11 @@ def trace(
     if not 1 <= len(batches) <= 2:
         raise CaptureError(f"got {len(batches)} example batches, expected one or two")
     read = [_read_batch(model, batch) for batch in batches]
-    sampled = _sample([reader.found for reader, _ in read])
+    _sample([reader.found for reader, _ in read])
     counts: dict[int, int] = {}
     while True:
         try:
-            return _traced(model, modules, abouts, read[0], sampled, prepare, counts)
+            return _traced(model, modules, abouts, read[0], prepare, counts)
         except _CountNeeded as error:
             # A view of several values as one row needs the same number of values in each sample.
             count = _count_of_each([reader.found for reader, _ in read], error.index)
@@ -1258,7 +1243,6 @@ def _traced(
     modules: Sequence[nn.Module],
     abouts: Sequence[EmbeddingModule],
     batch: tuple[_Reader, Builder],
-    sampled: _Sampled,
     prepare: Callable[[nn.Module], object],
     counts: Mapping[int, int],
 ) -> Captured:
@@ -1270,12 +1254,12 @@ def _traced(
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
-    whole = _Whole(body, build, sampled.batched, counts, lambda *result: results.append(result)).eval()
-    axes = tuple({axis: Dim.AUTO for axis in free} for free in sampled.free)
+    whole = _Whole(body, build, examples, counts, lambda *result: results.append(result)).eval()
+    axes = tuple({axis: Dim.AUTO for axis in example.free} for example in examples)
     notes = _Notes()
     with _patched(), torch.no_grad(), notes:
         try:
-            program = _exported(whole, tuple(sampled.tensors), axes)
+            program = _exported(whole, tuple(example.sample for example in examples), axes)
         except CaptureError:
             raise
         except Exception as error:
@@ -1283,7 +1267,7 @@ def _traced(
     outputs, structure = results[-1]
     if not outputs:
         raise CaptureError("forward returns no tensor; expected at least one output")
-    slots = _slots(program, examples, sampled, notes.length_at)
+    slots = _slots(program, examples, notes.length_at)
     _check_guards(program, slots)
     _check_operators(program)
     # A loss that is no output may divide by the number of samples, which no archive may contain.
@@ -1339,44 +1323,47 @@ class _IntType(type):
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, int)
 
-    def __call__(cls, value: Any = 0, *base: Any) -> Any:
-        if isinstance(value, Tensor) and not value.is_floating_point():
-            value = value.item()
-        return value if isinstance(value, torch.SymInt) else int(value, *base)
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, int)
+
+    def __call__(cls, *value: Any, **base: Any) -> Any:
+        if value and isinstance(value[0], Tensor) and not value[0].is_floating_point():
+            value = (value[0].item(), *value[1:])
+        return value[0] if value and isinstance(value[0], torch.SymInt) else int(*value, **base)
 
 
-class _Int(metaclass=_IntType):
-    """``int`` for the model's own files while a trace runs."""
+class _Int(int, metaclass=_IntType):
+    """``int`` for the model's own files while a trace runs; other threads that use it there get Python's own numbers."""
 
 
-def _slots(
-    program: ExportedProgram, examples: Sequence[_Example], sampled: _Sampled, length_at: str
-) -> tuple[Slot, ...]:
+def _slots(program: ExportedProgram, examples: Sequence[_Example], length_at: str) -> tuple[Slot, ...]:
     """Describe the inputs of ``program``; refuses a free axis that forward fixes, maybe by a len() ``length_at``."""
-    nodes = _input_nodes(program)
+    nodes = input_nodes(program)
     # An axis that forward never compares with others has a symbol of its own.
-    batch = {str(node.meta["val"].shape[0]) for node, is_batch in zip(nodes, sampled.batched) if is_batch}
+    batch = {str(node.meta["val"].shape[0]) for node, example in zip(nodes, examples) if example.batched}
     slots = []
-    for example, tensor, free, node in zip(examples, sampled.tensors, sampled.free, nodes, strict=True):
+    for example, node in zip(examples, nodes, strict=True):
         shape: list[int | str] = []
         for axis, size in enumerate(node.meta["val"].shape):
             text = str(size)
             fixed = text.lstrip("-").isdigit()
-            if axis in free and fixed:
+            if axis in example.free and fixed:
                 what = {"values": "number of values", "lengths": "number of samples", "weights": "number of weights"}
                 raise CaptureError(
                     f"forward works only where the {what.get(example.part, f'size of axis {axis}')} of {example.path} is "
-                    f"{tensor.shape[axis]}{length_at}; take sizes from the tensors, as x.shape[0], not from numbers, len(x) "
+                    f"{example.sample.shape[axis]}{length_at}; take sizes from the tensors, as x.shape[0], not from numbers, len(x) "
                     f"or int()"
                 )
             shape.append(int(size) if fixed else re.sub(r"\w+", lambda m: "batch" if m[0] in batch else m[0], text))
         slots.append(
-            Slot(example.name, example.path, example.part, str(tensor.dtype).removeprefix("torch."), tuple(shape))
+            Slot(
+                example.name, example.path, example.part, str(example.tensor.dtype).removeprefix("torch."), tuple(shape)
+            )
         )
     return tuple(slots)
 
 
-def _input_nodes(program: ExportedProgram) -> list[torch.fx.Node]:
+def input_nodes(program: ExportedProgram) -> list[torch.fx.Node]:
     names = set(program.graph_signature.user_inputs)
     return [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
 
@@ -1404,7 +1391,7 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
     Raises:
         CaptureError: the trace holds only for some numbers of samples or values, or from some size on.
     """
-    nodes = _input_nodes(program)
+    nodes = input_nodes(program)
     # Torch also lists products such as 2*s0, whose limits follow from those of the symbol.
     ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items() if str(symbol).isidentifier()}
     at_most: dict[str, int] = {}
@@ -1435,7 +1422,8 @@ def _check_operators(program: ExportedProgram) -> None:
         if node.users and _is_random(node):
             raise CaptureError(
                 f"forward draws random numbers by {node.target}{place}; an archive gives the same answer each time: draw "
-                f"only where self.training holds (nn.Dropout does), or take the numbers as an input"
+                f"only where self.training holds (nn.Dropout does), draw once and keep the numbers (register_buffer), or take "
+                f"them as an input"
             )
         if node.target.namespace not in ("aten", "prims", "fbgemm", "recinfer"):
             raise CaptureError(
@@ -1469,49 +1457,45 @@ def _title(slot: Slot) -> str:
     return slot.path if slot.part == "tensor" else f"the {slot.part} of {slot.path}"
 
 
+_TRACE = threading.Lock()
+"""Held while functions are replaced: of two traces, the second would put back those of the first."""
+
+
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
-    """Replaces functions that a trace cannot follow, of all packages that are loaded."""
-    saved: list[tuple[Any, str, Any]] = []
+    """Replaces functions that a trace cannot follow, of all packages that are loaded; one trace at a time does."""
+    with contextlib.ExitStack() as undo:
 
-    def put(owner: Any, name: str, value: Any) -> None:
-        saved.append((owner, name, inspect.getattr_static(owner, name)))
-        setattr(owner, name, value)
-
-    for package in ("torchrec", "recinfer"):
-        module = sys.modules.get(f"{package}.sparse.jagged_tensor")
-        if module is not None:
-            kjt = module.KeyedJaggedTensor
-            put(kjt, "concat", staticmethod(_concat(kjt, kjt.concat)))
-            put(module.KeyedTensor, "regroup", staticmethod(_regroup))
-            if hasattr(module.KeyedTensor, "regroup_as_dict"):
-                put(module.KeyedTensor, "regroup_as_dict", staticmethod(_regroup_as_dict))
-    regroup = sys.modules.get("torchrec.modules.regroup")
-    if regroup is not None:
-        put(
-            regroup.KTRegroupAsDict,
-            "forward",
-            lambda self, tensors: _regroup_as_dict(tensors, self._groups, self._keys),
-        )
-    put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
-    detect = nn.modules.transformer._detect_is_causal_mask
-    put(
-        nn.modules.transformer, "_detect_is_causal_mask", lambda *args: False if args[1:2] != (True,) else detect(*args)
-    )
-    sizes_log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = sizes_log.level
-    sizes_log.setLevel(logging.ERROR)  # warnings about lines of code that torch cannot find help no user
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # torch prints graphs there
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        sizes_log.setLevel(level)
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for owner, name, value in reversed(saved):
+        def put(owner: Any, name: str, value: Any) -> None:
+            undo.callback(setattr, owner, name, inspect.getattr_static(owner, name))
             setattr(owner, name, value)
+
+        undo.enter_context(_TRACE)
+        for package in ("torchrec", "recinfer"):
+            module = sys.modules.get(f"{package}.sparse.jagged_tensor")
+            if module is not None:
+                kjt = module.KeyedJaggedTensor
+                put(kjt, "concat", staticmethod(_concat(kjt, kjt.concat)))
+                put(module.KeyedTensor, "regroup", staticmethod(_regroup))
+                if hasattr(module.KeyedTensor, "regroup_as_dict"):
+                    put(module.KeyedTensor, "regroup_as_dict", staticmethod(_regroup_as_dict))
+        regroup = sys.modules.get("torchrec.modules.regroup")
+        if regroup is not None:
+            forward = lambda self, tensors: _regroup_as_dict(tensors, self._groups, self._keys)  # noqa: E731
+            put(regroup.KTRegroupAsDict, "forward", forward)
+        put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
+        undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history
+        detect = nn.modules.transformer._detect_is_causal_mask
+        causal = lambda *args: False if args[1:2] != (True,) else detect(*args)  # noqa: E731
+        put(nn.modules.transformer, "_detect_is_causal_mask", causal)
+        sizes_log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+        undo.callback(sizes_log.setLevel, sizes_log.level)
+        sizes_log.setLevel(logging.ERROR)  # warnings about lines of code that torch cannot find help no user
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        undo.enter_context(contextlib.redirect_stderr(io.StringIO()))  # torch prints graphs there
+        yield
 
 
 # ------------------------------------------------------------------------------------------------- errors

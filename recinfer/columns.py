@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from recinfer.arrow import pyarrow_array, pyarrow_for, pyarrow_table, speaks_arrow
 from recinfer.errors import InputError
 
-__all__ = ["DENSE", "WEIGHTS_SUFFIX", "FeatureArrays", "as_features", "as_matrix", "dense_name", "free_name"]
+__all__ = [
+    "DENSE",
+    "WEIGHTS_SUFFIX",
+    "FeatureArrays",
+    "Strings",
+    "as_features",
+    "as_matrix",
+    "dense_name",
+    "free_name",
+    "strings_of",
+]
 
 DENSE = "dense"
 """Name of a sample's dense numbers where they stand among its features by name; see :func:`dense_name`."""
@@ -25,6 +35,51 @@ WEIGHTS_SUFFIX = ".weights"
 
 
 _BOOLS = frozenset((bool, np.bool_))
+_TEXTS = frozenset((str, bytes, bytearray, np.str_, np.bytes_))
+_TEXT = "UST"  # numpy's kinds of arrays of strings
+
+
+@dataclass(frozen=True, slots=True)
+class Strings:
+    """Strings as bytes, by convention of UTF-8.
+
+    Attributes:
+        keys: the features whose ids are strings, in the request's order; empty for strings of no feature.
+        data: the bytes of all strings, one after another.
+        lengths: int32 ``[N]``, number of bytes of each.
+    """
+
+    keys: tuple[str, ...]
+    data: bytes
+    lengths: NDArray[np.int32]
+
+    @property
+    def size(self) -> int:
+        """Number of strings."""
+        return int(self.lengths.size)
+
+    def picked(self, pieces: Sequence[tuple[int, int]]) -> Strings:
+        """The strings of each range (first, stop), one after another."""
+        ends = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64))).tolist()
+        data = b"".join(self.data[ends[first] : ends[stop]] for first, stop in pieces)
+        lengths = [self.lengths[first:stop] for first, stop in pieces]
+        return Strings(self.keys, data, np.concatenate(lengths) if lengths else self.lengths[:0])
+
+
+def strings_of(where: str, values: Sequence[Any], keys: tuple[str, ...] = ()) -> Strings:
+    """Strings from str, as UTF-8, and from bytes, as they are; raises InputError, which begins with ``where``, for others."""
+    try:
+        if set(map(type, values)) == {str}:
+            joined = "".join(values)
+            data = joined.encode()
+            if len(data) == len(joined):  # a byte per character
+                return Strings(keys, data, np.fromiter(map(len, values), np.int32, len(values)))
+        encoded = [value.encode() if isinstance(value, str) else bytes(memoryview(value)) for value in values]
+    except UnicodeEncodeError:
+        raise InputError(f"{where}: got text with a lone surrogate, expected valid Unicode") from None
+    except TypeError:
+        raise InputError(f"{where}: got strings and other values together, expected one kind") from None
+    return Strings(keys, b"".join(encoded), np.fromiter(map(len, encoded), np.int32, len(encoded)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +90,10 @@ class FeatureArrays:
         keys: names of the features.
         batch: B.
         lengths: int32 ``[F * B]``, key-major: how many ids each sample has.
-        values: ids ``[N]``, int64 or int32.
+        values: ids ``[N]``, int64 or int32, of the features that are not in ``strings``.
         weights: float32, one an id, of the features in ``weighted``, or of all where that is empty; None: each is 1.
         weighted: the features that ``weights`` are of, in the order of ``keys``.
+        strings: the ids of features whose ids are strings; None without such a feature.
     """
 
     keys: tuple[str, ...]
@@ -46,9 +102,17 @@ class FeatureArrays:
     values: NDArray[Any]
     weights: NDArray[np.float32] | None = None
     weighted: tuple[str, ...] = ()
+    strings: Strings | None = None
+
+    @property
+    def num_ids(self) -> int:
+        """Number of ids, strings included."""
+        return int(self.values.size) + (0 if self.strings is None else self.strings.size)
 
     def rows(self, start: int, stop: int) -> FeatureArrays:
         """The samples ``start`` to ``stop``, or to the end."""
+        if self.strings is not None:
+            return self._rows_with_strings(self.strings, start, min(stop, self.batch))
         count = len(self.keys)
         stop, ends = min(stop, self.batch), np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
         edges = [(int(ends[f * self.batch + start]), int(ends[f * self.batch + stop])) for f in range(count)]
@@ -65,6 +129,31 @@ class FeatureArrays:
             at += last - first
         return FeatureArrays(self.keys, stop - start, lengths, values, np.concatenate(parts), self.weighted)
 
+    def _rows_with_strings(self, strings: Strings, start: int, stop: int) -> FeatureArrays:
+        """:meth:`rows`, with features whose ids are strings."""
+        lengths_FB = self.lengths.reshape(len(self.keys), self.batch)
+        per_feature: dict[str, list[tuple[int, int]]] = {"values": [], "strings": [], "weights": []}
+        at = dict.fromkeys(per_feature, 0)
+        for key, lengths in zip(self.keys, lengths_FB):
+            before, inside, total = int(lengths[:start].sum()), int(lengths[start:stop].sum()), int(lengths.sum())
+            kinds = ["strings" if key in strings.keys else "values"]
+            if self.weights is not None and (not self.weighted or key in self.weighted):
+                kinds.append("weights")
+            for kind in kinds:
+                per_feature[kind].append((at[kind] + before, at[kind] + before + inside))
+                at[kind] += total
+        values = [self.values[first:last] for first, last in per_feature["values"]]
+        weights = [] if self.weights is None else [self.weights[first:last] for first, last in per_feature["weights"]]
+        return FeatureArrays(
+            self.keys,
+            stop - start,
+            lengths_FB[:, start:stop].reshape(-1),
+            np.concatenate(values) if values else self.values[:0],
+            np.concatenate(weights) if weights else None,
+            self.weighted,
+            strings.picked(per_feature["strings"]),
+        )
+
 
 def as_features(data: Any) -> FeatureArrays:
     """The features of ``data``, which is
@@ -78,6 +167,7 @@ def as_features(data: Any) -> FeatureArrays:
     A column has one entry a sample: an id, a list of ids, or None (in pandas NA and NaN, what numpy masks) for no ids. It is a list, a
     tensor or numpy array ``[B]`` or ``[B, n]``, a pandas Series, or an Arrow array (of pyarrow, polars) of integers or of lists
     of them. Where pandas has made floats of ids because some are missing, they are ids again. An id without a weight weighs 1.
+    The ids of a column may be strings instead of integers (str, or bytes in UTF-8), for a feature that takes strings.
 
     Raises:
         InputError: a column that holds something else or is there twice, columns of different length, or weights of
@@ -200,6 +290,7 @@ def _of_lists(columns: Mapping[str, Any]) -> FeatureArrays | None:
 
 def _of_columns(columns: Mapping[str, Any]) -> FeatureArrays:
     values, lengths, weights, weighted = [], [], [], []
+    texts: dict[str, Strings] = {}
     batch, first = -1, ""
     for name, column in columns.items():
         pair = column if type(column) is tuple and len(column) == 2 else (column, None)
@@ -208,15 +299,21 @@ def _of_columns(columns: Mapping[str, Any]) -> FeatureArrays:
             batch, first = own.size, name
         if own.size != batch:
             raise InputError(f"features[{name!r}]: got {own.size} samples, expected {batch} as in {first!r}")
-        values.append(ids)
+        if isinstance(ids, Strings):
+            texts[name] = ids
+        else:
+            values.append(ids)
         lengths.append(own)
         if pair[1] is not None:
             weights.append(_weights(name, pair[1], own))
             weighted.append(name)
     joined = np.concatenate(weights) if weights else None
-    return FeatureArrays(
-        tuple(columns), batch, np.concatenate(lengths), np.concatenate(values), joined, tuple(weighted)
-    )
+    ids = np.concatenate(values) if values else np.zeros(0, np.int64)
+    strings = None
+    if texts:
+        data, sizes = b"".join(text.data for text in texts.values()), [text.lengths for text in texts.values()]
+        strings = Strings(tuple(texts), data, np.concatenate(sizes))
+    return FeatureArrays(tuple(columns), batch, np.concatenate(lengths), ids, joined, tuple(weighted), strings)
 
 
 def _of_keyed_jagged_tensor(features: Any) -> FeatureArrays:
@@ -264,10 +361,30 @@ def _columns(data: Any) -> Mapping[str, Any]:
     return columns
 
 
-def _jagged(name: str, column: Any) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Ids int64 ``[N]`` and lengths int32 ``[B]``."""
+def _jagged(name: str, column: Any) -> tuple[NDArray[Any] | Strings, NDArray[np.int32]]:
+    """Ids, int64 or strings ``[N]``, and lengths int32 ``[B]``."""
+    if type(column) is list and (found := _of_plain_list(name, column)) is not None:
+        return found
     values, lengths = _flat(name, column)
+    if values.ndim == 1 and (values.dtype.kind in _TEXT or (values.dtype == object and _is_text(values))):
+        return strings_of(f"features[{name!r}]", values.tolist()), lengths
     return _ids(name, values), lengths
+
+
+def _of_plain_list(name: str, column: list[Any]) -> tuple[NDArray[Any] | Strings, NDArray[np.int32]] | None:
+    """Ids and lengths of a list of str, of lists of str, of int or of lists of int; None for any others."""
+    kinds = set(map(type, column))
+    flat = column if kinds == {str} else list(chain.from_iterable(column)) if kinds == {list} else []
+    if flat and set(map(type, flat)) == {str}:
+        lengths = np.fromiter(map(len, column), np.int32, len(column)) if flat is not column else None
+        strings = strings_of(f"features[{name!r}]", flat)
+        return strings, np.ones(len(column), np.int32) if lengths is None else lengths
+    found = _of_lists({name: column})
+    return None if found is None else (found.values, found.lengths)
+
+
+def _is_text(values: NDArray[Any]) -> bool:
+    return values.size > 0 and set(map(type, values)) <= _TEXTS
 
 
 def _weights(name: str, column: Any, lengths: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -306,8 +423,15 @@ def _flat(name: str, column: Any, field: str = "features") -> tuple[NDArray[Any]
 
 
 def _array(values: list[Any]) -> NDArray[Any]:
-    if _BOOLS & set(map(type, values)):
+    kinds = set(map(type, values))
+    if _BOOLS & kinds:
         return np.array([True])  # numpy would make 1 of True beside numbers
+    if _TEXTS & kinds:
+        array = np.empty(
+            len(values), object
+        )  # numpy's own strings end before their last NUL, and are all as wide as the longest
+        array[:] = values
+        return array
     try:
         return np.array(values)
     except ValueError:
@@ -365,6 +489,10 @@ def _arrow(name: str, column: Any, field: str) -> tuple[NDArray[Any], NDArray[np
 def _ids(name: str, values: NDArray[Any]) -> NDArray[np.int64]:
     if not values.size:
         return np.zeros(0, np.int64)
+    if values.dtype == object and any(type(value) in _TEXTS for value in values.flat):
+        raise InputError(
+            f"features[{name!r}]: got strings and other values together, expected integer ids, or strings alone"
+        )
     if values.dtype == object and all(isinstance(value, int) for value in values.flat):
         raise InputError(f"features[{name!r}]: got an integer of more than 64 bits, expected ids of 64 bits")
     if values.ndim != 1 or values.dtype.kind not in "iu" or (values.dtype == np.uint64 and values.max() >= 1 << 63):

@@ -15,6 +15,7 @@ COMPILED = (
     "serving/shards/_ranks",
     "serving/wire/_wire",
     "vocabulary/_index",
+    "vocabulary/_strings",
 )
 """Paths inside the package, without suffix, of the sources and the modules built from them."""
 

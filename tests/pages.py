@@ -32,9 +32,9 @@ _CHANGES = {
     "wait_until_ready(60)": "wait_until_ready(600)",
 }
 _PORTS = ("8500", "8501", "9500")
-FRESH = {"README.md", "deltas.md"}
-"""Pages whose commands start as a reader's do, from nothing: the others run in processes that are forked with what takes long to
-import, and would not show an import that is missing."""
+FRESH = {"README.md"}
+"""Pages whose commands start as a reader's do, from nothing: by day the others run in processes that are forked with what takes long
+to import, and would not show an import that is missing."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -138,25 +138,26 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def finished(page: Path, shared: Path) -> tuple[Path, str]:
+def finished(page: Path, shared: Path, *, fresh: bool = False) -> tuple[Path, str]:
     """The folder in which a page's blocks were run, and what they printed. Must not be changed: copy it.
 
     Pages that start from the same page share one run of it, over the processes of a test run.
 
     Args:
         shared: a folder that all processes of the test run have.
+        fresh: commands start from nothing, also where the page is not one of ``FRESH``.
 
     Raises:
         AssertionError: with the end of what was printed, if a command failed.
     """
     before = starts_from(page)
-    begin = finished(before, shared)[0] if before else None
+    begin = finished(before, shared, fresh=fresh)[0] if before else None
     home = shared / f"page-{page.stem}"
     with _locked(shared / f"{home.name}.lock"):
         if not (home / "printed").exists():
             shutil.rmtree(home, ignore_errors=True)
             home.mkdir()
-            done = run_page(script_of(page)[0], home, begin=begin, fresh=page.name in FRESH)
+            done = run_page(script_of(page)[0], home, begin=begin, fresh=fresh or page.name in FRESH)
             assert done.returncode == 0, f"{page.name}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
             (home / "printed").write_text(done.stdout)
     return home / "work", (home / "printed").read_text()

@@ -43,7 +43,9 @@ BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.types", "distributed.planne
 PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "plan", "solve")}
 PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
-VOCABULARY = {f"vocabulary.{part}" for part in ("_index", "index", "info", "table")}  # data and files of vocabularies
+VOCABULARY = {
+    f"vocabulary.{part}" for part in ("_index", "_strings", "index", "info", "table")
+}  # data and files of vocabularies
 SERVED = RUNTIME | VOCABULARY | {"models", "data", "capture", "checkpoint", "archive", "inference", "vocabulary"}
 SERVING = {"serving", "remote"} | {
     f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")
@@ -67,8 +69,9 @@ ALLOWED: dict[str, set[str]] = {
     "threads": set(),
     "version": set(),
     "vocabulary._index": set(),  # compiled
+    "vocabulary._strings": set(),  # compiled
     "vocabulary.index": {"errors", "vocabulary._index", "vocabulary.table"},
-    "vocabulary.info": {"errors", "vocabulary.table"},
+    "vocabulary.info": {"errors", "excerpts", "vocabulary.table"},
     "vocabulary.table": {"errors", "excerpts"},
     "capture": set(),  # usable as a single file
     "migrate": {"errors", "files"},
@@ -108,7 +111,7 @@ ALLOWED: dict[str, set[str]] = {
     "serving.app": SERVED | SERVING | {"serving.config"},
     "serving": SERVED | SERVING,
     "sizing": SERVED | SERVING,
-    "deploy": SERVED | SERVING,
+    "deploy": SERVED | SERVING | {"serving.config", "serving.app"},
     "api": SERVED | SERVING,
     "cli": SERVED | SERVING | {"serving.config", "serving.app", "training", "sizing", "deploy", "migrate"},
 }

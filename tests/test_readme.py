@@ -46,8 +46,13 @@ def test_the_commands_and_the_example_of_the_readme_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in RUN if page.name not in ELSEWHERE], ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """From an empty folder, or the files that the page it names leaves, with nothing but what the page says."""
+def test_the_blocks_of_a_page_run_in_order(
+    page: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> None:
+    """From an empty folder, or the files that the page it names leaves, with nothing but what the page says.
+
+    At night each command is an interpreter of its own.
+    """
     for needed in ("onnx", "aiohttp", "pyarrow", "tritonclient.grpc", "torchmetrics"):
         pytest.importorskip(needed)
     script, skipped = script_of(page)
@@ -59,7 +64,7 @@ def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path_factory: pytest.
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     if script:
-        _, printed = finished(page, shared)
+        _, printed = finished(page, shared, fresh=request.config.getoption("--full-matrix"))
         if page.name == "monitor.md":
             assert 'recinfer_requests_total{code="OK"' in printed
 

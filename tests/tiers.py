@@ -26,14 +26,13 @@ _PROCESSES = frozenset(
     {
         "concurrent.futures.process",
         "multiprocessing",
-        "recinfer.deploy.ray.process",
         "recinfer.training.launch",
         "subprocess",
-        "tests.deploy.local",
         "tests.warm",
         "tests.warm_shell",
     }
 )
+_IMPORTED_LATE = _RANKS | _PROCESSES
 _ARCHIVES = frozenset(
     {
         "benchmarks",
@@ -95,7 +94,7 @@ def _named(function: Callable[..., Any]) -> Iterator[Any]:
         elif isinstance(value, ModuleType) and value.__name__ == "recinfer":
             yield from (getattr(value, name) for name in names if name in value.__all__)
     # Imports within a function.
-    yield from (sys.modules[name] for name in names if name in _PROCESSES | _RANKS and name in sys.modules)
+    yield from (sys.modules[name] for name in names if name in _IMPORTED_LATE and name in sys.modules)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -124,6 +123,7 @@ def _module_of(value: Any) -> str:
     return getattr(value, "__module__", None) or ""
 
 
+@functools.cache
 def _tier_of_module(name: str) -> int:
     if _in(name, _PROCESSES):
         return TIERS.index("processes")

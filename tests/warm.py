@@ -31,24 +31,7 @@ __all__ = [
 ]
 
 # Modules that a process has imported when it starts.
-_PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "fbgemm_gpu",
-    "recinfer.checkpoint",
-    "recinfer.distributed.model_parallel",
-    "recinfer.inference.delta",
-    "recinfer.inference.export",
-    "recinfer.inference.predictor",
-    "recinfer.inference.reshard",
-    "recinfer.models.dlrm",
-    "recinfer.training.batches",
-    "tests.distributed.spawn",
-    __name__,
-]
+_PRELOAD = ["tests.distributed.spawn", __name__, "tests.preloaded"]
 
 LONGEST_S = 200.0
 """Of one such process: less than what pytest waits for a test."""

@@ -35,7 +35,7 @@ class Cluster:
         path = self._folder / f"{host}.log"
         with path.open("wb") as log:
             self.nodes[host] = subprocess.Popen([*command, *sizes, "--block"], stdout=log, stderr=log)
-        wait(lambda: b"Ray runtime started" in path.read_bytes(), 240, f"the node {host}")
+        wait(lambda: b"Ray runtime started" in path.read_bytes(), 600, f"the node {host}")
 
     def kill(self, host: str) -> int:
         """Kill all processes of a node at once, as on a power failure; returns their number."""

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))  # also where recinfer is not installed
 sys.path.insert(0, str(ROOT / "tools"))
 # For the nodes too: they are started from here. No usage report, and no killing of workers when memory is short.
 os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0")
-os.environ.setdefault("RAY_raylet_start_wait_time_s", "240")  # a minute is too little on a busy machine
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "600")  # a minute is too little on a busy machine
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 from ray_cluster import HEAD, MEMORY, NODES, Cluster, listening, wait  # noqa: E402
@@ -91,7 +91,7 @@ class Trial:
         stack.enter_context(client.connected(HEAD))
         import ray
 
-        wait(lambda: len(ray.nodes()) == NODES, 240, "the nodes of the cluster")
+        wait(lambda: len(ray.nodes()) == NODES, 600, "the nodes of the cluster")
         self.follower = threading.Thread(target=self._follow, daemon=True)
         self.follower.start()
         stack.callback(self._end)
@@ -113,7 +113,7 @@ class Trial:
         """The servers in the status."""
         return [server for server in self.ray.status(NAME)["servers"] if server["name"].startswith(prefix)]
 
-    def wait_ready(self, seconds: float = 300) -> float:
+    def wait_ready(self, seconds: float = 600) -> float:
         """Wait until all wanted servers serve in two consecutive status reports."""
 
         def is_ready() -> bool:

@@ -75,7 +75,7 @@ def _collection(about: EmbeddingModule) -> nn.Module:
             tables.append(EmbeddingConfig(**common))
     if not about.pooled:
         return EmbeddingCollection(tables=tables, device=_META)
-    collection = EmbeddingBagCollection(tables=tables, is_weighted=about.weighted or about.processed, device=_META)
+    collection = EmbeddingBagCollection(tables=tables, is_weighted=about.is_weighted, device=_META)
     if not about.processed:
         return collection
     lengths = {feature: count for feature, _, count in about.positions}

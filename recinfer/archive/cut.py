@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recinfer.archive.check import Request, input_tensor
+from recinfer.archive.check import Request, golden_requests, input_tensor
 from recinfer.archive.dense import Part
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.made_batch import made_batch
 from recinfer.archive.manifest import DenseInput, InputInfo, Signature
-from recinfer.archive.samples import Samples
-from recinfer.archive.split import ComputedFeature, ModuleLookup, Split, input_name, split
+from recinfer.archive.samples import Samples, samples_of
+from recinfer.archive.split import ModuleLookup, Split, input_name, split
 from recinfer.archive.subgraph import Program
 from recinfer.archive.user_axis import split_user
 from recinfer.capture import Captured, CaptureError, Slot, brief, trace
@@ -32,7 +32,7 @@ class Cut:
 
     Attributes:
         dense: the program behind the lookups.
-        ids: the program before them, which computes the features ``computed``; None where forward passes its ids on.
+        ids: the program before them, which computes the features ``computed`` (-> whether their ids carry weights); None where forward passes its ids on.
         user: names of the user's inputs, as the caller gave them.
         user_part, candidates: the dense program in two parts; None without ``user``.
         signature: what forward takes and returns, without programs.
@@ -44,7 +44,7 @@ class Cut:
 
     dense: Part
     ids: Part | None
-    computed: tuple[ComputedFeature, ...]
+    computed: dict[str, bool]
     user: tuple[str, ...]
     user_part: Part | None
     candidates: Part | None
@@ -110,27 +110,10 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
     used = _used_slots(captured, parts)
     infos = tuple(_infos(used))
     parts, num_dense = _with_plain_dense(parts, infos)
-    computed = {feature.name for feature in parts.computed}
-    rows: dict[str, int] = {}
-    longest: dict[str, int] = {}
-    for lookup in parts.lookups:
-        for table, name in lookup.columns:
-            if name not in computed:
-                size = lookup.leaf.configs[table].num_embeddings
-                rows[name] = min(size, rows.get(name, size))
-        for name, (_, positions) in (lookup.leaf.position_weights or {}).items():
-            longest[name] = min(positions, longest.get(name, positions))
-    given = [info.name for info in infos if info.kind == "ids"]
-    samples = Samples(
-        {(slot.name, slot.part): tensor for slot, tensor in zip(captured.slots, captured.examples)},
-        infos,
-        parts.facts,
-        tuple(dict.fromkeys([*(name for name in rows if name in given), *given])),
-        rows,
-        longest,
-        any(lookup.leaf.about.weighted for lookup in parts.lookups),
-        num_dense,
-    )
+    examples: dict[tuple[str, str], Tensor] = {
+        (slot.name, slot.part): tensor for slot, tensor in zip(captured.slots, captured.examples)
+    }
+    samples = samples_of(parts.lookups, infos, parts.facts, examples, num_dense)
     known = {info.name for info in infos}
     signature = Signature(
         arguments=captured.arguments,
@@ -146,6 +129,9 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
     trials = _Trials(parts, samples, used)
     dense = trials.part("the dense part", parts.dense)
     user_part, candidates = _user_parts(parts, infos, user, trials) if user else (None, None)
+    outputs = _check_outputs(dense)
+    if not trials.finite(parts.dense):  # a mean or a softmax over no ids
+        samples = replace(samples, never_empty=True)
     return Cut(
         dense=dense,
         ids=None if parts.ids is None else trials.part("the program that computes ids", parts.ids),
@@ -156,7 +142,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
         signature=signature,
         lookups=parts.lookups,
         num_dense=num_dense,
-        outputs=_check_outputs(dense),
+        outputs=outputs,
         samples=samples,
     )
 
@@ -170,7 +156,7 @@ def _user_parts(parts: Split, infos: Sequence[InputInfo], names: Sequence[str], 
         )
     if parts.computed:
         raise ConfigError(
-            f"user: forward computes the ids of {parts.computed[0].name!r}, and the user's part runs once only where forward passes "
+            f"user: forward computes the ids of {next(iter(parts.computed))!r}, and the user's part runs once only where forward passes "
             f"all ids on; compute them before the request, or leave user out"
         )
     if all(info.name in names for info in infos if info.kind == "ids"):
@@ -278,7 +264,7 @@ class _Trials:
         self._features = {  # output of a sequence module -> the feature of its ids
             (lookup.leaf.path, output): feature
             for lookup in parts.lookups
-            if not lookup.leaf.pooled
+            if not lookup.leaf.about.pooled
             for output, (_, feature) in zip(lookup.leaf.output_names(lookup.features), lookup.columns)
         }
 
@@ -334,6 +320,16 @@ class _Trials:
         """Inputs of two samples without ids, but for features that need some."""
         generator = torch.Generator().manual_seed(0)
         return self._tensors(inputs, self._samples.request(2, generator, size=0), generator)
+
+    def finite(self, program: Program) -> bool:
+        """Whether the program gives finite outputs for the golden requests, with random vectors."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            return all(
+                bool(torch.isfinite(output).all())
+                for request in golden_requests(self._samples)
+                for output in program.module(*self._tensors(program.inputs, request, generator)).values()
+            )
 
     def _tensors(self, inputs: Sequence[DenseInput], request: Request, generator: torch.Generator) -> list[Tensor]:
         computed: dict[str, Tensor] = {}

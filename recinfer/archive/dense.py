@@ -21,6 +21,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from recinfer import env
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo, ProgramInfo
 from recinfer.archive.onnx_bfloat16 import compute_in_float32
+from recinfer.archive.onnx_export import OPSET, to_onnx
 from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
@@ -41,7 +42,6 @@ __all__ = [
     "open_program",
 ]
 
-_OPSET = 18
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TRIAL_BATCHES = (1, 3, 64)
 
@@ -121,8 +121,8 @@ def export_part(part: Part) -> ExportedDense:
                 part.module, tuple(part.example(5, 1)), dynamic_shapes=axes if count else None, strict=False
             )
             _free_sizes(program)
-            onnx, refused = _to_onnx(program, part)
             data = program_bytes(program)
+            onnx, refused = _to_onnx(program, part)
     except ArchiveError as error:
         raise ConfigError(f"{part.title} uses operations that an archive may not contain: {error}") from error
     except Exception as error:
@@ -138,7 +138,7 @@ def export_part(part: Part) -> ExportedDense:
         return ExportedDense(
             data, None, None, f"its outputs differ from torch by {error_found:.2g}, over {MAX_ONNX_ERROR}"
         )
-    return ExportedDense(data, onnx, OnnxInfo(_OPSET, error_found), None)
+    return ExportedDense(data, onnx, OnnxInfo(OPSET, error_found), None)
 
 
 def _free_sizes(program: ExportedProgram) -> None:
@@ -156,17 +156,9 @@ def _free_sizes(program: ExportedProgram) -> None:
 
 
 def _to_onnx(program: ExportedProgram, part: Part) -> tuple[bytes | None, str | None]:
-    """The ONNX bytes, or the reason why the export failed."""
+    """The ONNX bytes, or the reason why the export failed; the program cannot be used afterwards."""
     try:
-        exported: Any = torch.onnx.export(
-            program,
-            dynamo=True,
-            input_names=part.inputs,
-            output_names=part.outputs,
-            opset_version=_OPSET,
-            verbose=False,
-        )
-        model = exported.model_proto
+        model = to_onnx(program, part.inputs, part.outputs)
         fold_gathers(model)
         gather_rows(model)
         compute_in_float32(model)
@@ -341,14 +333,14 @@ def open_dense(
             raise ConfigError(f"this archive has no ONNX program: {info.onnx_refused}; use dense_engine='torch'")
         if torch.device(device).type != "cpu":
             raise ConfigError(f"the ONNX engine runs on the CPU; got device {device!r}; use dense_engine='torch'")
-    names = [i.name for i in info.inputs], [o.name for o in info.outputs]
-    return open_program(archive, "dense/model", *names, chosen, device=device, num_threads=num_threads)
+    outputs = [output.name for output in info.outputs]
+    return open_info(archive, "dense/model", info, outputs, device=device, num_threads=num_threads, engine=chosen)
 
 
 def open_info(
     archive: Archive,
     path: str,
-    info: ProgramInfo,
+    info: DenseInfo | ProgramInfo,
     outputs: Sequence[str],
     *,
     device: str = "cpu",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from recinfer.archive.leaves import Leaf
-from recinfer.capture import collision_stubs
+from recinfer.capture import Stub, collision_stubs
 from recinfer.errors import ConfigError
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -48,7 +48,7 @@ def made_batch(
     """
     left_out = [name for name, p in inspect.signature(model.forward).parameters.items() if p.default is None]
     found = _Found(num_dense, left_out)
-    stubs: dict[int, Any] = {id(leaf.module): _Stub(leaf, found) for leaf in leaves}
+    stubs: dict[int, Any] = {id(leaf.module): _Vectors(leaf, found) for leaf in leaves}
     stubs |= collision_stubs(model, stubs)
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
@@ -70,9 +70,6 @@ def made_batch(
         raise ConfigError(
             f"no Linear layer or matrix product reads the dense input {_text(found.dense)!r}, so its width is not known; {_ADVICE}"
         )
-    missing = [leaf.module_path for leaf in leaves if leaf.module_path not in found.called]
-    if missing:
-        raise ConfigError(f"forward never calls the embedding module {missing[0]!r}; remove it or use it")
     return _batch(body, found)
 
 
@@ -100,7 +97,6 @@ class _Found:
     left_out: Sequence[str]  # arguments whose default is None
     dense: Path | None = None
     use: str = ""
-    called: set[str] = field(default_factory=set)  # paths of the modules that forward calls
     features: dict[Path, dict[str, Leaf]] = field(default_factory=dict)  # input -> feature -> a module that reads it
     weighted: set[Path] = field(default_factory=set)  # inputs whose ids need weights
     unpooled: bool = False  # whether forward has read unpooled vectors
@@ -189,44 +185,32 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return result
 
 
-class _Stub(nn.Module):
+class _Vectors(Stub):
     """An embedding module that returns random vectors and notes its input."""
 
     def __init__(self, leaf: Leaf, found: _Found) -> None:
-        super().__init__()
+        super().__init__(leaf.module)
         self.__dict__.update(_leaf=leaf, _found=found)
 
-    def __deepcopy__(self, memo: Any) -> _Stub:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__"):
-                raise
-            return getattr(self.__dict__["_leaf"].module, name)
-
     def forward(self, features: Any) -> Any:
-        leaf, found = self.__dict__["_leaf"], self.__dict__["_found"]
-        title = leaf.module_path or type(leaf.module).__name__
+        leaf, found = self._leaf, self._found
+        title = leaf.about.path or type(leaf.module).__name__
         if not isinstance(features, _Unknown):
             came = f"a {type(features).__name__} that forward computes" + found.about_defaults() * (features is None)
             raise ConfigError(f"the embedding module {title!r} gets {came}; {_ADVICE}")
-        found.called.add(leaf.module_path)
         mine = found.features.setdefault(features._path, {})
-        for feature in leaf.features:
+        for feature in leaf.about.features:
             mine.setdefault(feature, leaf)
         if leaf.about.weighted:
             found.weighted.add(features._path)
-        if leaf.pooled:
-            return KeyedTensor(leaf.outputs, leaf.dims, torch.randn(4, sum(leaf.dims)))
+        if leaf.about.pooled:
+            return KeyedTensor(leaf.about.outputs, leaf.about.dims, torch.randn(4, sum(leaf.about.dims)))
         found.unpooled = True
         need_indices: Any = getattr(leaf.module, "need_indices", None)
         ids = torch.arange(_STUB_IDS) if callable(need_indices) and need_indices() else None
         lengths = torch.tensor([2, 0, 1, _STUB_IDS - 3])
-        values = [torch.randn(_STUB_IDS, dim) for dim in leaf.dims]
-        return {name: JaggedTensor(v, ids, lengths) for name, v in zip(leaf.outputs, values)}
+        values = [torch.randn(_STUB_IDS, dim) for dim in leaf.about.dims]
+        return {name: JaggedTensor(v, ids, lengths) for name, v in zip(leaf.about.outputs, values)}
 
 
 class _FindWidth(TorchFunctionMode):

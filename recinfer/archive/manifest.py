@@ -10,7 +10,7 @@ from typing import Any, Literal
 from recinfer.archive.paths import FORMAT, FileInfo, shard_path
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.formats.names import Precision
-from recinfer.vocabulary.info import VocabularyInfo, index_path
+from recinfer.vocabulary.info import StringInfo, VocabularyInfo, index_path, string_index_path
 
 __all__ = [
     "ENGINE_PACKAGES",
@@ -322,7 +322,8 @@ class Manifest:
 
     ``missing_shards`` says whether default rows may replace rows of unavailable ranks; its default is ``"reject"``.
     ``signature`` is absent in archives of earlier versions and where there is no dense part, its ``counts`` where it is
-    empty, ``vocabularies`` where no table has one. No other key is optional.
+    empty, ``vocabularies`` where no table has one, ``string_vocabularies`` where no feature has one. No other key is
+    optional.
     """
 
     format: str
@@ -345,6 +346,7 @@ class Manifest:
     missing_shards: MissingShards = "reject"
     signature: Signature | None = None
     vocabularies: tuple[VocabularyInfo, ...] = ()
+    string_vocabularies: tuple[StringInfo, ...] = ()
 
     def to_json(self) -> str:
         """Readable, deterministic JSON."""
@@ -357,6 +359,8 @@ class Manifest:
             del values["signature"]["counts"]
         if not self.vocabularies:
             del values["vocabularies"]
+        if not self.string_vocabularies:
+            del values["string_vocabularies"]
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
     @property
@@ -401,6 +405,17 @@ class Manifest:
         return frozenset(
             feature for table in self.tables if (table.module, table.name) in keys for feature in table.features
         )
+
+    @cached_property
+    def string_features(self) -> frozenset[str]:
+        """The features of requests whose ids may be strings."""
+        return frozenset(feature for info in self.string_vocabularies for feature in info.features)
+
+    @cached_property
+    def string_examples(self) -> dict[str, list[str]]:
+        """Some known strings of each feature whose ids may be strings; no entry for a feature without any."""
+        infos = [info for info in self.string_vocabularies if info.examples]
+        return {feature: list(info.examples) for info in infos for feature in info.features}
 
     def module_tables(self, path: str) -> list[TableInfo]:
         """The tables of one module, in its order."""
@@ -456,6 +471,7 @@ def required_files(manifest: Manifest) -> list[str]:
     if any(module.position_weights is not None for module in manifest.modules):
         paths.append("dense/position_weights.safetensors")
     paths += [index_path(number) for number in range(len(manifest.vocabularies))]
+    paths += [string_index_path(number) for number in range(len(manifest.string_vocabularies))]
     return [*paths, "check/requests.safetensors", "check/answers.safetensors"]
 
 

@@ -1,4 +1,4 @@
-"""Checks the manifest: rules J3, M1 to M10, V1 and V2 of FORMAT.md, and F2 and F7 for the files that it lists."""
+"""Checks the manifest: rules J3, M1 to M10, V1, V2 and V7 of FORMAT.md, and F2 and F7 for the files that it lists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from recinfer.archive.strict_json import build, loads
 from recinfer.distributed.planner.plan import MAX_RANKS
 from recinfer.errors import ArchiveError, RecinferError
 from recinfer.excerpts import excerpt
-from recinfer.vocabulary.info import check_vocabularies
+from recinfer.vocabulary.info import check_strings, check_vocabularies
 
 __all__ = ["check_before_writing", "check_rules", "read_manifest"]
 
@@ -53,13 +53,13 @@ def read_manifest(data: bytes) -> Manifest:
 
 
 def check_rules(m: Manifest) -> None:
-    """Raise ArchiveError unless rules F2, F7, M2 to M10, V1 and V2 hold."""
+    """Raise ArchiveError unless rules F2, F7, M2 to M10, V1, V2 and V7 hold."""
     check_before_writing(m)
     _check_files(m)
 
 
 def check_before_writing(m: Manifest) -> None:
-    """Raise ArchiveError unless rules M2 to M8, M10, V1 and V2 hold, which need no files."""
+    """Raise ArchiveError unless rules M2 to M8, M10, V1, V2 and V7 hold, which need no files."""
     for name, kind in _names(m):
         _check_name(name, kind)
     _check_numbers(m)
@@ -78,6 +78,8 @@ def check_before_writing(m: Manifest) -> None:
         {feature.name: feature.missing for feature in m.features},
         frozenset(module.path for module in m.modules if module.kind == "sequence"),
     )
+    rows = {name: min(t.rows for t in tables) for name, tables in m.feature_tables.items()}
+    check_strings(m.string_vocabularies, {name: rows.get(name) for name in m.request_features}, m.raw_features)
 
 
 def _names(m: Manifest) -> Iterator[tuple[str, str]]:
@@ -371,7 +373,7 @@ def _check_contract(m: Manifest) -> None:
         raise ArchiveError(f"the contract's features are not the archive's; differs in {odd}", rule="M8")
     for feature in contract.sparse:
         rows = min(table.rows for table in m.feature_tables[feature.name])
-        if feature.num_embeddings > rows:
+        if feature.num_embeddings > rows and feature.name not in m.raw_features:
             raise ArchiveError(
                 f"the contract makes {feature.num_embeddings} ids of feature {feature.name!r}; its table has {rows} "
                 "rows",

@@ -15,6 +15,7 @@ import torch
 from torch.export import ExportedProgram
 
 from recinfer.archive.strict_json import loads
+from recinfer.capture import saved
 from recinfer.errors import ArchiveError
 
 __all__ = ["check_program", "load_program", "program_bytes"]
@@ -40,17 +41,9 @@ _ARITHMETIC = re.compile(r"[\d\s(),=<>!+*/%-]*")
 
 def program_bytes(program: ExportedProgram) -> bytes:
     """``program`` as the bytes of ``model.pt2``: without example inputs, source locations and guards."""
-    for module in program.graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                node.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
-    program._example_inputs = None
-    program._guards_code = []
     for parameter in program.state_dict.values():
         parameter.requires_grad_(False)
-    buffer = io.BytesIO()
-    torch.export.save(program, buffer)
-    data = buffer.getvalue()
+    data = saved(program)
     check_program(data)
     return data
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from recinfer.archive.check import Request
 from recinfer.archive.manifest import InputInfo
-from recinfer.archive.split import Facts
+from recinfer.archive.split import Facts, ModuleLookup
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-__all__ = ["Samples"]
+__all__ = ["Samples", "samples_of"]
 
 _MOST = 3  # ids of a random bag
 
@@ -31,6 +31,7 @@ class Samples:
         longest: longest bag of features that have a limit.
         weighted: whether requests carry weights.
         num_dense: columns of ``dense``; 0 where requests name their tensors.
+        never_empty: whether bags that the example batch never has empty get an id at least.
     """
 
     examples: Mapping[tuple[str, str], Tensor]
@@ -41,6 +42,7 @@ class Samples:
     longest: Mapping[str, int]
     weighted: bool
     num_dense: int
+    never_empty: bool = False
 
     def request(
         self, batch: int, generator: torch.Generator, *, size: int | None = None, edges: bool = False
@@ -56,14 +58,12 @@ class Samples:
         jagged = [info for info in self.infos if info.kind != "tensor"]
         for info in jagged:
             lengths[info.name] = self._lengths(info.name, batch, generator, size, edges)
-        for name, other in self.facts.as_long_as.items():
-            if name in lengths:
-                lengths[name] = lengths[other]
-        values: dict[str, Tensor] = {}
+        as_long_as, values = self.facts.as_long_as, {}
         for name, counted in self.facts.counts.items():
             if name in lengths:
+                lengths[name] = lengths[as_long_as.get(name, name)]
                 values[name], lengths[counted] = self._count(name, lengths[name], generator, size, edges)
-        for name, other in self.facts.as_long_as.items():
+        for name, other in as_long_as.items():
             if name in lengths:
                 lengths[name] = lengths[other]
         for info in jagged:
@@ -107,7 +107,11 @@ class Samples:
             drawn = torch.randint(0, _MOST + 1, (batch,), generator=generator)
         if edges:
             drawn[0] = 2
-        return drawn.clamp(max=self.longest.get(name, _MOST))
+        return drawn.clamp(min=self._fewest(name), max=self.longest.get(name, _MOST))
+
+    def _fewest(self, name: str) -> int:
+        example = self.examples.get((name, "lengths"))
+        return int(self.never_empty and example is not None and bool((example > 0).all()))
 
     def _count(
         self, name: str, lengths: Tensor, generator: torch.Generator, size: int | None, edges: bool
@@ -133,3 +137,26 @@ class Samples:
         if info.shape[:1] != ("batch",):
             return example.clone()
         return example[torch.randint(0, len(example), (batch,), generator=generator)]
+
+
+def samples_of(
+    lookups: Sequence[ModuleLookup],
+    infos: Sequence[InputInfo],
+    facts: Facts,
+    examples: Mapping[tuple[str, str], Tensor],
+    num_dense: int,
+) -> Samples:
+    """Requests for a model with these lookups and inputs, see :class:`Samples`."""
+    given = [info.name for info in infos if info.kind == "ids"]
+    rows: dict[str, int] = {}
+    longest: dict[str, int] = {}
+    for lookup in lookups:
+        for table, name in lookup.columns:
+            if name in given:
+                size = lookup.leaf.configs[table].num_embeddings
+                rows[name] = min(size, rows.get(name, size))
+        for name, (_, positions) in (lookup.leaf.position_weights or {}).items():
+            longest[name] = min(positions, longest.get(name, positions))
+    features = tuple(dict.fromkeys([*rows, *given]))
+    weighted = any(lookup.leaf.about.weighted for lookup in lookups)
+    return Samples(examples, infos, facts, features, rows, longest, weighted, num_dense)

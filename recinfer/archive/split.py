@@ -16,10 +16,10 @@ from recinfer.archive.jagged_aten import decompositions
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import MAX_TABLE_BYTES, DenseInput
 from recinfer.archive.subgraph import Program, is_assertion, subgraph
-from recinfer.capture import Captured, Slot
+from recinfer.capture import Captured, Slot, input_nodes
 from recinfer.errors import ConfigError
 
-__all__ = ["ComputedFeature", "Facts", "ModuleLookup", "Split", "input_name", "split"]
+__all__ = ["Facts", "ModuleLookup", "Split", "input_name", "split"]
 
 _POOLED = torch.ops.recinfer.pooled.default
 _ROWS = torch.ops.recinfer.rows.default
@@ -40,14 +40,6 @@ class Facts:
     per_sample: dict[str, int]
     as_long_as: dict[str, str]
     counts: dict[str, str]
-
-
-@dataclass(frozen=True)
-class ComputedFeature:
-    """A feature of a lookup whose ids the ids program computes."""
-
-    name: str
-    weighted: bool
 
 
 @dataclass(frozen=True)
@@ -81,14 +73,14 @@ class Split:
         dense: the program behind the lookups; returns forward's outputs as float32 tensors.
         ids: the program before them; returns values, lengths and weights of each computed feature; None where forward
             passes its ids on.
-        computed: the features that the ids program computes.
+        computed: features that the ids program computes -> whether their ids carry weights.
         lookups: the lookups of each module, in module order.
         facts: facts about the inputs.
     """
 
     dense: Program
     ids: Program | None
-    computed: tuple[ComputedFeature, ...]
+    computed: dict[str, bool]
     lookups: tuple[ModuleLookup, ...]
     facts: Facts
 
@@ -122,18 +114,33 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     for node in list(graph.nodes):
         if is_assertion(node) or node.op == "call_module":
             graph.erase_node(node)
+        elif _keeps_dtype(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     slots = dict(zip([n for n in graph.nodes if n.op == "placeholder"], captured.slots, strict=True))
     calls = list(_calls(graph))
     _check_stages(graph, calls, leaves)
     for index, leaf in enumerate(leaves):
         if index not in captured.called:
-            raise ConfigError(f"forward never calls the embedding module {leaf.module_path!r}; remove it or use it")
+            raise ConfigError(f"forward never calls the embedding module {leaf.about.path!r}; remove it or use it")
     names, batch = _FeatureNames(slots, calls, leaves), _batch_symbols(slots)
     results: Any = next(node.args[0] for node in graph.nodes if node.op == "output")
     outputs = dict(zip(captured.outputs, results, strict=True))
     ids = _ids_program(graph_module, slots, names, batch)
     dense = _dense_program(graph_module, slots, calls, names, outputs, batch)
-    return Split(dense, ids, names.computed(), names.lookups, facts_of(captured))
+    return Split(dense, ids, names.computed, names.lookups, facts_of(captured))
+
+
+def _keeps_dtype(node: fx.Node) -> bool:
+    """Whether a node converts a computed tensor to the dtype that it has, which ONNX has no form for.
+
+    Such a node stays where it makes an output of another output.
+    """
+    if node.target is not torch.ops.aten.to.dtype:
+        return False
+    source: Any = node.args[0]
+    same = source.op == "call_function" and source.meta["val"].dtype == node.meta["val"].dtype
+    return same and all(user.op != "output" for user in source.users)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:
@@ -174,12 +181,9 @@ def facts_of(captured: Captured) -> Facts:
 
 def _counts(captured: Captured, by_size: dict[int | str, str]) -> dict[str, str]:
     """Jagged input -> the input whose values it counts; ``by_size`` names the input of each number of values."""
-    graph, names = captured.program.graph, set(captured.program.graph_signature.user_inputs)
-    slots = dict(
-        zip([n for n in graph.nodes if n.op == "placeholder" and n.name in names], captured.slots, strict=True)
-    )
+    slots = dict(zip(input_nodes(captured.program), captured.slots, strict=True))
     found: dict[str, str] = {}
-    for node in graph.nodes:
+    for node in captured.program.graph.nodes:
         if node.target is not torch.ops.aten.segment_reduce.default:
             continue
         lengths = node.kwargs.get("lengths")
@@ -236,7 +240,7 @@ def _check_stages(graph: fx.Graph, calls: Sequence[_Call], leaves: Sequence[Leaf
             source[node] = node.args[0]
         elif node in by_node:
             if before:
-                one, two = leaves[before[0]].module_path, leaves[by_node[node].module].module_path
+                one, two = leaves[before[0]].about.path, leaves[by_node[node].module].about.path
                 raise ConfigError(
                     f"the ids of {two!r} are computed from the vectors of {one!r}; an archive looks up once, so split the "
                     f"model in two and export each"
@@ -253,7 +257,7 @@ class _FeatureNames:
         self._slots = slots
         self.bags: dict[str, Bag] = {}  # computed feature -> its nodes
         self.of: dict[tuple[fx.Node, int], str] = {}  # (call, place in its outputs) -> feature
-        self._weighted: dict[str, bool] = {}
+        self.computed: dict[str, bool] = {}  # computed feature -> whether its ids carry weights
         passed = {self._passed_on(bag) for call in calls for bag in call.bags}
         by_nodes: dict[tuple[fx.Node, fx.Node], str] = {}
         for call in calls:
@@ -263,14 +267,14 @@ class _FeatureNames:
                 if name is None:
                     name = by_nodes.get(bag[:2])
                 if name is None:
-                    name = leaf.features[output]
+                    name = leaf.about.features[output]
                     if name in passed or name in self.bags:
-                        name = f"{leaf.module_path}.{name}"
+                        name = f"{leaf.about.path}.{name}"
                     while name in passed or name in self.bags:
                         name += "'"
                     by_nodes[bag[:2]] = name
                     self.bags[name] = bag
-                    self._weighted[name] = leaf.is_weighted
+                    self.computed[name] = leaf.about.is_weighted
                 self.of[call.node, place] = name
         self.lookups = tuple(self._lookup(i, leaf, calls) for i, leaf in enumerate(leaves))
 
@@ -306,14 +310,11 @@ class _FeatureNames:
         for config, mine in zip(leaf.configs, features):
             if not mine and not given.issuperset(config.feature_names):
                 raise ConfigError(
-                    f"forward reads no vector of table {config.name!r} in {leaf.module_path!r}; remove the table"
+                    f"forward reads no vector of table {config.name!r} in {leaf.about.path!r}; remove the table"
                 )
             if not mine:  # forward leaves its vectors unused
                 mine += config.feature_names
         return ModuleLookup(leaf, tuple(tuple(mine) for mine in features))
-
-    def computed(self) -> tuple[ComputedFeature, ...]:
-        return tuple(ComputedFeature(name, self._weighted[name]) for name in self.bags)
 
 
 # ------------------------------------------------------------------------------------------------- the two programs
@@ -372,7 +373,7 @@ def _dense_program(
         leaf, columns = lookup.leaf, lookup.columns
         mine = [call for call in calls if call.module == index]
         dims = [leaf.configs[table].embedding_dim for table, _ in columns]
-        if leaf.pooled:
+        if leaf.about.pooled:
             lengths = mine[0].bags[0][1] if mine else slot_of(columns[0][1], "lengths")
             vectors = placeholder(_rows_of(lengths, sum(dims)))
             given[vectors] = DenseInput(f"pooled_{index}", "pooled", leaf.path, None, sum(dims))

@@ -8,9 +8,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, get_type_hints
 
-__all__ = ["takes"]
+__all__ = ["settings", "takes"]
 
-O = TypeVar("O")  # noqa: E741 - of options
+C = TypeVar("C")  # the class of a configuration
+O = TypeVar("O")  # noqa: E741 - the class of options
 
 
 def takes(options: type[O]) -> Callable[[Callable[[O], None]], Callable[..., None]]:
@@ -59,3 +60,15 @@ def _build(options: Any, given: Mapping[str, Any]) -> Any:
             for field in dataclasses.fields(options)
         }
     )
+
+
+def settings(config: type[C], options: object, **changed: Any) -> C:
+    """Build a configuration from options.
+
+    Args:
+        config: a dataclass; each field has the value of the option of its name, or else its default.
+        changed: fields whose option has another name or type.
+    """
+    fields = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
+    given = {name: getattr(options, name) for name in fields if hasattr(options, name)}
+    return config(**{**given, **changed})

@@ -69,7 +69,8 @@ def run(
     vocabulary: Annotated[
         VocabularyKind,
         typer.Option(
-            help="managed: also train with a tenth of the rows, with hashed ids and with managed collisions, and compare."
+            help="managed: train with a row for each id, then with a tenth of the rows, with hashed ids and with managed "
+            "collisions, compare the three, and export and serve the last, which takes raw 64-bit ids."
         ),
     ] = VocabularyKind.full,
     seed: Annotated[int, typer.Option(help="Random seed of the rows, the split and the initial weights.")] = 0,
@@ -80,41 +81,46 @@ def run(
     Prints the plan, AUC and log-loss of the float model and of the served INT8 archive, file sizes and latencies.
     """
     from recinfer.data.dataset import load_dataset
+    from recinfer.training import train
 
     started = time.perf_counter()
     output = Output(as_json)
     output.note(f"rows: {data or 'synthetic, in the Criteo format'}")
     dataset = load_dataset(data, format.value, limit=limit or _LIMITS.get(format), seed=seed)
+    epochs = epochs or _EPOCHS[format]
     with _folder(out) as folder:
-        report = _pipeline(output, folder, dataset, world_size, epochs or _EPOCHS[format], embedding_dim, seed)
-    if vocabulary is VocabularyKind.managed:
-        report["vocabularies"] = _vocabularies(output, dataset, epochs or _EPOCHS[format], embedding_dim, seed)
+        checkpoint = folder / "model.ckpt"
+        compared: dict[str, Any] = {}
+        output.note(f"train: {len(dataset.train):,} rows, {len(dataset.test):,} held out, {epochs} epochs")
+        if vocabulary is VocabularyKind.managed:
+            compared["vocabularies"] = _vocabularies(output, dataset, checkpoint, epochs, embedding_dim, seed)
+        else:
+            train(dataset, embedding_dim=embedding_dim, epochs=epochs, seed=seed, out=checkpoint)
+        report = _pipeline(output, folder, dataset, checkpoint, world_size) | compared
     report["seconds"] = time.perf_counter() - started
     kept = f"checkpoint, plan and archive are in {out}" if out else "--out DIR keeps checkpoint, plan and archive"
     output.show(styled("green", "done", f" in {report['seconds']:.1f} s; the server has stopped; {kept}"))
     output.finish(report)
 
 
-def _pipeline(
-    output: Output, folder: Path, dataset: Dataset, world_size: int, epochs: int, embedding_dim: int, seed: int
-) -> dict[str, Any]:
-    """Run the stages in order, show the summary and return it as plain data."""
-    from recinfer.checkpoint import CheckpointReader
+def _pipeline(output: Output, folder: Path, dataset: Dataset, checkpoint: Path, world_size: int) -> dict[str, Any]:
+    """Run the stages from a checkpoint on in order, show the summary and return it as plain data."""
+    from recinfer.checkpoint import CheckpointReader, load_into
     from recinfer.distributed.planner import plan_inference
     from recinfer.inference.export import export_archive
     from recinfer.inference.verify import verify
     from recinfer.serving.client.client import InferenceClient
-    from recinfer.training import train
     from recinfer.training.batches import Examples
     from recinfer.training.model import predict_logits
 
-    output.note(f"train: {len(dataset.train):,} rows, {len(dataset.test):,} held out, {epochs} epochs")
-    trained = train(dataset, embedding_dim=embedding_dim, epochs=epochs, seed=seed, out=folder / "model.ckpt")
-    held_out = Examples.from_columns(dataset.contract, dataset.take(dataset.test))
-    float_logits = predict_logits(trained.model, held_out)
+    reader = CheckpointReader(checkpoint)
+    assert reader.contract is not None, "training stores its contract"
+    held_out = Examples.from_columns(reader.contract, dataset.take(dataset.test))
+    live = reader.build_model(device="cpu").eval()
+    load_into(reader, live)
+    float_logits = predict_logits(live, held_out)
 
     output.note(f"plan: {world_size} ranks on CPU, INT8")
-    reader = CheckpointReader(folder / "model.ckpt")
     module = reader.build_model(device="meta")
     plan = plan_inference(module, world_size=world_size)
     plan.save(folder / "plan.json")
@@ -161,8 +167,11 @@ def _pipeline(
     }
 
 
-def _vocabularies(output: Output, dataset: Dataset, epochs: int, embedding_dim: int, seed: int) -> list[dict[str, Any]]:
-    """Train with three vocabularies, show their quality side by side and return it as plain data."""
+def _vocabularies(
+    output: Output, dataset: Dataset, checkpoint: Path, epochs: int, embedding_dim: int, seed: int
+) -> list[dict[str, Any]]:
+    """Train with three vocabularies, show their quality side by side and return it as plain data; the last one's checkpoint is
+    written."""
     from recinfer.training.vocabularies import compare_vocabularies
 
     output.note(
@@ -171,7 +180,7 @@ def _vocabularies(output: Output, dataset: Dataset, epochs: int, embedding_dim: 
     shown = Table("vocabulary", "rows", "AUC", "log-loss", "ids admitted", "evicted", title="held-out rows")
     for column in shown.columns[1:]:
         column.justify = "right"
-    results = list(compare_vocabularies(dataset, embedding_dim=embedding_dim, epochs=epochs, seed=seed))
+    results = list(compare_vocabularies(dataset, embedding_dim=embedding_dim, epochs=epochs, seed=seed, out=checkpoint))
     for result in results:
         moved = (f"{n:,}" if result.ids_admitted else "" for n in (result.ids_admitted, result.ids_evicted))
         shown.add_row(result.name, f"{result.rows:,}", f"{result.auc:.5f}", f"{result.log_loss:.5f}", *moved)

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from recinfer.cli.console import JsonOption
-from recinfer.deploy import BUSY_PERCENT, LOAD_PERCENT
+from recinfer.deploy import BUSY_PERCENT, IMAGE, LOAD_PERCENT
 from recinfer.errors import ConfigError
 
 __all__ = ["Action", "DeployOptions", "ManifestOptions", "RayOptions", "ServerOptions"]
@@ -85,8 +85,7 @@ class RayOptions:
     tls_ca: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the certificate authority of --tls-cert. Rankers verify shard servers with it, Ray's "
-            "replicas their own server.",
+            help="PEM file of the certificate authority of --tls-cert. Rankers verify shard servers with it.",
             show_default=False,
         ),
     ] = None
@@ -171,9 +170,7 @@ class ManifestOptions:
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for the manifests or the chart.", show_default=False)
     ] = None
-    image: Annotated[str, typer.Option(help="Container image with recinfer; docker/ builds one.")] = (
-        "recinfer:0.2.0-cpu"
-    )
+    image: Annotated[str, typer.Option(help="Container image with recinfer; docker/ builds one.")] = IMAGE
     namespace: Annotated[str, typer.Option(help="Namespace of all objects.")] = "recinfer"
     claim: Annotated[
         str,

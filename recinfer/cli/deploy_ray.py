@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from recinfer.sizes import size_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from recinfer.deploy.ray.spec import Bounds
+    from recinfer.deploy.ray.spec import Bounds, Deployment
 
-__all__ = ["run_ray"]
+__all__ = ["cores", "run_ray", "spec_of_options"]
 
 
 def run_ray(options: DeployOptions, output: Output) -> None:
@@ -29,7 +30,7 @@ def run_ray(options: DeployOptions, output: Output) -> None:
     from recinfer.deploy.ray import client
 
     version = None if not action.roll or archive is None else archive.resolve().name
-    spec = _spec(archive, options) if archive is not None and not action.roll else None
+    spec = spec_of_options(archive, options) if archive is not None and not action.roll else None
     with client.connected(options.ray.ray or "auto"):
         if action.status:
             found = client.status(name) if name or len(client.deployments()) == 1 else None
@@ -67,13 +68,18 @@ def run_ray(options: DeployOptions, output: Output) -> None:
             _show(found, output)
 
 
-def _spec(archive: Path, options: DeployOptions) -> Any:
+def spec_of_options(archive: Path, options: DeployOptions) -> Deployment:
+    """The deployment that the options describe; paths become absolute. Raises ConfigError."""
     from recinfer.deploy.groups import footprint
-    from recinfer.deploy.ray.spec import cores, deployment_of
-    from recinfer.deploy.ray.tls import Tls
+    from recinfer.deploy.ray.spec import deployment_of
+    from recinfer.serving.config import SecurityConfig
     from recinfer.serving.wire.tls import read_token
 
     ray, servers = options.ray, options.servers
+    cert, key, client_ca, ca = (
+        None if path is None else path.absolute() for path in (ray.tls_cert, ray.tls_key, ray.tls_client_ca, ray.tls_ca)
+    )
+    token = env.token() if ray.token_file is None else read_token(ray.token_file)
     return deployment_of(
         footprint(archive, servers.ranks_per_shard),
         archive,
@@ -86,10 +92,18 @@ def _spec(archive: Path, options: DeployOptions) -> Any:
         queue_depth=servers.queue_depth,
         busy_percent=servers.busy_percent,
         cool_down=ray.cool_down,
-        token=env.token() if ray.token_file is None else read_token(ray.token_file),
-        insecure=ray.insecure,
-        tls=Tls.of(ray.tls_cert, ray.tls_key, ray.tls_client_ca, ray.tls_ca, ray.tls_name),
+        security=SecurityConfig(token, None, cert, key, client_ca, ray.insecure),
+        tls_ca=ca,
+        tls_name=ray.tls_name,
     )
+
+
+def cores(text: str) -> float:
+    """``"2"``, ``"0.5"`` or ``"500m"`` as a number; raises ConfigError."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m?)", text)
+    if found is None:
+        raise ConfigError(f"cpus: got {text!r}, expected a number as in 2, 0.5 or 500m")
+    return float(found[1]) / (1000 if found[2] else 1)
 
 
 def _bounds(count: int | None, least: int | None, most: int | None) -> Bounds:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from recinfer.cli.console import JsonOption, Output
 from recinfer.errors import ConfigError, NotFoundError
@@ -48,7 +49,7 @@ def run(
         kernel = choose_kernel(device)
     if path.is_dir():
         from recinfer.archive.reader import open_archive
-        from recinfer.vocabulary.described import describe_vocabularies
+        from recinfer.vocabulary.described import describe_strings, describe_vocabularies
 
         archive = open_archive(path)
         manifest = archive.manifest
@@ -56,11 +57,16 @@ def run(
         vocabularies = describe_vocabularies(archive)
         if vocabularies:
             output.show(_vocabulary_table(vocabularies))
+        strings = describe_strings(archive)
+        if strings:
+            output.show(_string_table(strings))
         if kernel is not None:
             output.show(f"lookups on {device}: {kernel.name} ({kernel.reason})")
         described: dict[str, Any] = {} if kernel is None else {"kernel": kernel.name, "kernel_reason": kernel.reason}
         if vocabularies:
             described["vocabularies"] = vocabularies
+        if strings:
+            described["string_vocabularies"] = strings
         output.finish({**describe_archive(manifest), **described})
     elif path.suffix == ".rqd" and path.exists():
         from recinfer.archive.delta import read_delta
@@ -96,6 +102,27 @@ def _vocabulary_table(vocabularies: list[dict[str, Any]]) -> Table:
         sizes = f"{each['ids']:,}", f"{each['rows']:,}", f"{each['load']:.2f}", size_text(each["bytes"])
         table.add_row(name, *sizes, str(each["segments"]), each["unknown"])
     for column in range(1, 6):
+        table.columns[column].justify = "right"
+    return table
+
+
+def _string_table(vocabularies: list[dict[str, Any]]) -> Table:
+    table = Table(
+        "features",
+        "strings",
+        "rows",
+        "load",
+        "bytes",
+        "unknown strings read",
+        "for example",
+        title="vocabularies of strings",
+        title_justify="left",
+    )
+    for each in vocabularies:
+        sizes = f"{each['strings']:,}", f"{each['rows']:,}", f"{each['load']:.2f}", size_text(each["bytes"])
+        examples = ", ".join(repr(one) for one in each["examples"][:3])
+        table.add_row(", ".join(each["features"]), *sizes, each["unknown"], Text(examples))
+    for column in range(1, 5):
         table.columns[column].justify = "right"
     return table
 

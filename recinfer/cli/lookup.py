@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +40,14 @@ class LookupOptions:
             help="Ids of a feature, as in C1=3,7. Separate samples by ';' and give weights after ':'. Repeatable.",
         ),
     ]
+    strings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strings",
+            metavar="NAME",
+            help="Feature whose ids in --feature are strings, as in city=paris,rome, without weights. Repeatable.",
+        ),
+    ] = None
     client: ClientOptions
     as_json: JsonOption = False
 
@@ -49,7 +58,7 @@ def run(options: LookupOptions) -> None:
     from rich.table import Table
 
     output = Output(options.as_json)
-    features = parse_features(options.feature)
+    features = parse_features(options.feature, options.strings or ())
     with open_client(options.target, options.client) as client:
         result = client.lookup(features)
     pooled: dict[str, NDArray[Any]] = result.pooled or {}
@@ -76,17 +85,25 @@ def run(options: LookupOptions) -> None:
     )
 
 
-def parse_features(texts: list[str]) -> FeatureArrays:
+def parse_features(texts: list[str], strings: Collection[str] = ()) -> FeatureArrays:
     """``["C1=3,7;5", "C2=1;"]`` as ids of two features for two samples.
+
+    Args:
+        strings: features whose ids are strings.
 
     Raises:
         ConfigError: text of another form, a feature twice, features with different numbers of samples, or weights on
-            some ids of a feature only.
+            some ids of a feature only; ``strings`` that are not in ``texts``.
     """
     from recinfer.columns import as_features
 
     pairs = [parse_pair(text, "--feature", _EXPECTED, allow_empty=True) for text in texts]
-    bags = {name: [_parse_bag(bag, text) for bag in ids.split(";")] for (name, ids), text in zip(pairs, texts)}
+    if absent := [name for name in strings if name not in dict(pairs)]:
+        raise ConfigError(f"--strings {absent[0]}: no --feature has this name; got {', '.join(dict(pairs)) or 'none'}")
+    bags: dict[str, list[Any]] = {
+        name: [_parse_strings(bag) if name in strings else _parse_bag(bag, text) for bag in ids.split(";")]
+        for (name, ids), text in zip(pairs, texts)
+    }
     if len(bags) < len(pairs):
         raise ConfigError(
             f"--feature: a name occurs twice in {', '.join(texts)}; give each feature once and separate samples by ';'"
@@ -99,7 +116,11 @@ def parse_features(texts: list[str]) -> FeatureArrays:
     return as_features({name: _column(name, samples) for name, samples in bags.items()})
 
 
-def _column(name: str, samples: list[list[tuple[int, float | None]]]) -> Any:
+def _parse_strings(text: str) -> list[tuple[str, None]]:
+    return [(part, None) for part in text.split(",")] if text else []
+
+
+def _column(name: str, samples: list[list[tuple[Any, float | None]]]) -> Any:
     """Ids of each sample, with their weights if the text has weights."""
     ids = [[id_ for id_, _ in bag] for bag in samples]
     weights = [[weight for _, weight in bag if weight is not None] for bag in samples]
@@ -117,7 +138,9 @@ def _parse_bag(text: str, whole: str) -> list[tuple[int, float | None]]:
         try:
             bag.append((int(id_), float(weight) if weight else None))
         except ValueError:
-            raise ConfigError(f"--feature {whole!r}: {part!r} is not an id; expected {_EXPECTED}") from None
+            raise ConfigError(
+                f"--feature {whole!r}: {part!r} is not an id; expected {_EXPECTED}, or --strings NAME for ids that are strings"
+            ) from None
     return bag
 
 

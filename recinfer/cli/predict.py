@@ -86,6 +86,14 @@ class PredictOptions:
         list[str] | None,
         typer.Option("--ignore", metavar="COLUMN", help="Column of --rows that is no input: leave it out. Repeatable."),
     ] = None
+    strings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strings",
+            metavar="COLUMN",
+            help="Column of a CSV file of --rows whose cells are strings instead of ids: one each. Repeatable.",
+        ),
+    ] = None
     dense: Annotated[
         str | None,
         typer.Option(
@@ -190,12 +198,11 @@ def _hinted(error: BaseException | None) -> str:
     """The error of a row; an error about an unknown column gets a hint at the options for columns that are not
     inputs."""
     text = str(error)
-    is_unknown = "unknown features" in text or "expected ids separated by spaces" in text
-    return (
-        f"{text} (--keep COLUMN copies a column that is no input to --out, --ignore COLUMN leaves it out)"
-        if is_unknown
-        else text
-    )
+    no_ids = "expected ids separated by spaces" in text
+    if not no_ids and "unknown features" not in text:
+        return text
+    also = ", --strings COLUMN reads its cells as strings" if no_ids else ""
+    return f"{text} (--keep COLUMN copies a column that is no input to --out, --ignore COLUMN leaves it out{also})"
 
 
 def _named_inputs(client: InferenceClient) -> Collection[str]:
@@ -236,7 +243,8 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
     keep, ignore, dense = list(options.keep or ()), list(options.ignore or ()), options.dense or DENSE
     kept: dict[int, list[str]] = {}  # cells of rows that have no scores yet
     inputs: set[str] = set()  # filled before the first row is read
-    rows = _without(options.rows, read_rows(options.rows, [*keep, *ignore], dense, inputs), keep, ignore, kept)
+    read = read_rows(options.rows, [*keep, *ignore], dense, inputs, options.strings or ())
+    rows = _without(options.rows, read, keep, ignore, kept)
     out = options.out or Path(os.devnull)
     done, failed = 0, 0
     first: list[list[str]] = []
@@ -352,7 +360,11 @@ def _from_rows(path: Path, kind: InputFormat, client: InferenceClient, context: 
     else:
         shared = {name: [value] for name, value in read_context(context).items()}
         dense, features, own = about.contract.apply_with_context(columns, shared)
-        parsed = _Input(dense, features, own if own.keys else None)
+        if features.keys:
+            parsed = _Input(dense, features, own if own.keys else None)
+        else:  # the rows differ in numbers alone, and a request has features in its rows
+            repeated = {name: values * features.batch for name, values in shared.items()}
+            parsed = _Input(*about.contract.apply_arrays({**columns, **repeated}))
     if not parsed.features.batch:
         raise InputError(f"{path}: got no rows, expected at least one")
     return parsed

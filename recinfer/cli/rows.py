@@ -19,7 +19,11 @@ _READ_ROWS = 4096  # rows of a parquet file that are read at a time
 
 
 def read_rows(
-    path: Path, as_text: Sequence[str] = (), dense: str = DENSE, numbers: Collection[str] = ()
+    path: Path,
+    as_text: Sequence[str] = (),
+    dense: str = DENSE,
+    numbers: Collection[str] = (),
+    strings: Collection[str] = (),
 ) -> Iterator[Any]:
     """Yields the rows of ``path``, and an InputError in place of each row that cannot be read.
 
@@ -28,14 +32,16 @@ def read_rows(
         as_text: columns of a CSV file that hold no ids: their cells stay text.
         dense: the column of a CSV file with the dense numbers.
         numbers: other columns of a CSV file that hold numbers, a single one or several; read with the first row.
+        strings: columns of a CSV file whose cells are strings: one each, an empty cell none.
 
     Raises:
-        ConfigError: a suffix that names no format, or a parquet file where pyarrow is not installed.
+        ConfigError: a suffix that names no format, ``strings`` for another format than CSV, or a parquet file where pyarrow is not
+            installed.
         InputError: a CSV file without a header, with one that no row can fit, or without a column of ``as_text``.
         OSError: the file cannot be opened.
     """
     readers: dict[str, Callable[[Path], Iterator[Any]]] = {
-        ".csv": partial(_csv, as_text=as_text, dense=dense, numbers=numbers),
+        ".csv": partial(_csv, as_text=as_text, dense=dense, numbers=numbers, strings=frozenset(strings)),
         ".jsonl": _json_lines,
         ".ndjson": _json_lines,
         ".parquet": _parquet,
@@ -48,6 +54,8 @@ def read_rows(
             f"--rows {path}: unknown suffix {path.name.removeprefix(inner.stem)!r}, expected {', '.join(readers)}, or "
             f".gz behind one of text"
         )
+    if strings and suffix != ".csv":
+        raise ConfigError(f"--strings: {path} has strings where its values are strings; give the option for CSV alone")
     path.stat()  # fails now for a missing file, not at the first row
     return reader(path)
 
@@ -76,7 +84,9 @@ def _cut_off(path: Path, line: int, error: Exception) -> InputError:
     return InputError(f"--rows {path}: line {line}: the compressed data ends or is damaged here: {error}")
 
 
-def _csv(path: Path, as_text: Sequence[str], dense: str, numbers: Collection[str]) -> Iterator[Any]:
+def _csv(
+    path: Path, as_text: Sequence[str], dense: str, numbers: Collection[str], strings: frozenset[str]
+) -> Iterator[Any]:
     """Read one column per feature, with ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and numbers in
     the column ``dense``."""
     file = _opened(path)
@@ -105,7 +115,11 @@ def _csv(path: Path, as_text: Sequence[str], dense: str, numbers: Collection[str
         raise InputError(
             f"--rows {path}: no column {absent[0]!r} to keep or ignore; the header has {', '.join(names)[:200]}"
         )
-    return _csv_rows(path, file, reader, frozenset(as_text), dense, numbers)
+    if absent := sorted(strings.difference(names)):
+        raise InputError(
+            f"--rows {path}: no column {absent[0]!r} of --strings; the header has {', '.join(names)[:200]}"
+        )
+    return _csv_rows(path, file, reader, frozenset(as_text), dense, numbers, strings)
 
 
 def _csv_rows(
@@ -115,7 +129,15 @@ def _csv_rows(
     as_text: frozenset[str],
     dense: str,
     numbers: Collection[str],
+    strings: frozenset[str],
 ) -> Iterator[Any]:
+    def value_of(name: str, text: str) -> Any:
+        if name in as_text:
+            return text
+        if name in strings:
+            return [text] if text else []
+        return _numbers(text) if name in numbers else _cell(name, text, dense)
+
     with file:
         while True:
             try:
@@ -131,10 +153,7 @@ def _csv_rows(
             try:
                 if None in cells or None in cells.values():
                     raise ValueError(f"got another number of cells than the header has, {len(reader.fieldnames or ())}")
-                yield {
-                    name: text if name in as_text else _numbers(text) if name in numbers else _cell(name, text, dense)
-                    for name, text in cells.items()
-                }
+                yield {name: value_of(name, text) for name, text in cells.items()}
             except ValueError as error:
                 yield InputError(f"line {reader.line_num}: {error}")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import typer
 
 from recinfer.cli.console import JsonOption
+from recinfer.cli.declared import settings
 from recinfer.cli.options import Device, MissingShards
 from recinfer.errors import ConfigError
 from recinfer.serving.config import (
@@ -110,17 +111,7 @@ class AddressOptions:
 
     def config(self) -> AddressConfig:
         """The settings that the options give; raises ConfigError."""
-        return AddressConfig(
-            self.host,
-            self.port,
-            self.http_port,
-            self.metrics_port,
-            self.log_json,
-            self.unix_socket,
-            tuple(self.cors_origin or ()),
-            self.drain_seconds,
-            self.idle_seconds,
-        )
+        return settings(AddressConfig, self, cors_origins=tuple(self.cors_origin or ()))
 
 
 @dataclass(frozen=True)
@@ -153,8 +144,7 @@ class TableOptions:
 
     def config(self) -> TablesConfig:
         """The settings that the options give."""
-        device: Literal["cpu", "cuda"] = "cuda" if self.device is Device.cuda else "cpu"
-        return TablesConfig(device, self.preload, self.lock, self.lookup_threads, self.join_columns, self.reuse_outputs)
+        return settings(TablesConfig, self, device=self.device.value)
 
 
 @dataclass(frozen=True)
@@ -225,17 +215,7 @@ class ModelOptions:
 
     def config(self) -> ModelsConfig:
         """The settings that the options give; raises ConfigError."""
-        return ModelsConfig(
-            deltas=tuple(self.delta or ()),
-            model_store=self.model_store,
-            poll=self.poll,
-            model_config=self.model_config,
-            admin=self.admin,
-            workers=self.workers,
-            worker_timeout=self.worker_timeout,
-            cache_dir=self.cache_dir,
-            cache_bytes=self.cache_bytes,
-        )
+        return settings(ModelsConfig, self, deltas=tuple(self.delta or ()))
 
 
 @dataclass(frozen=True)
@@ -253,7 +233,7 @@ class BatchOptions:
 
     def config(self) -> BatchConfig:
         """The settings that the options give; raises ConfigError."""
-        return BatchConfig(self.max_batch, self.max_queue)
+        return settings(BatchConfig, self)
 
 
 @dataclass(frozen=True)
@@ -315,13 +295,7 @@ class SecurityOptions:
 
     def config(self) -> SecurityConfig:
         """The settings that the options give."""
-        return SecurityConfig(
-            token_file=self.token_file,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
-            tls_client_ca=self.tls_client_ca,
-            insecure=self.insecure,
-        )
+        return settings(SecurityConfig, self)
 
 
 @dataclass(frozen=True)
@@ -355,12 +329,9 @@ class RoleOptions:
 
     def config(self) -> RoleConfig:
         """The settings that the options give; raises ConfigError."""
-        return RoleConfig(
-            ranks=None if self.ranks is None else parse_ranks(self.ranks),
-            socket_port=self.socket_port,
-            shards=self.shards,
-            missing_shards=None if self.missing_shards is None else self.missing_shards.setting,
-        )
+        ranks = None if self.ranks is None else parse_ranks(self.ranks)
+        missing_shards = None if self.missing_shards is None else self.missing_shards.setting
+        return settings(RoleConfig, self, ranks=ranks, missing_shards=missing_shards)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,10 @@ class FeatureContract:
         each, features = _applied(*self._of(shared, False), columns, counters)
         if not shared:
             return each, features, FeatureArrays((), 1, np.empty(0, np.int32), np.empty(0, np.int64))
-        once, own = _applied(*self._of(shared, True), context, counters)
+        try:
+            once, own = _applied(*self._of(shared, True), context, counters)
+        except InputError as error:
+            raise InputError(f"context: {error}") from None
         if own.batch != 1:
             raise InputError(f"context: got {own.batch} rows, expected one, which applies to all rows")
         dense = np.empty((features.batch, self.num_dense), dtype=np.float32)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from recinfer.errors import ConfigError
+from recinfer.version import __version__
 
-__all__ = ["BUSY_PERCENT", "LOAD_PERCENT", "check_percent"]
+__all__ = ["BUSY_PERCENT", "IMAGE", "LOAD_PERCENT", "check_percent"]
 
 BUSY_PERCENT = 70
 """Busy time of a server, in percent, above which another server is added: queues begin to grow there."""
 
+IMAGE = f"recinfer:{__version__}-cpu"
+"""The container image of this version, as docs/how-to/deploy-containers.md builds it."""
 
 LOAD_PERCENT = 50
 """Load of a ranker, in percent, above which another ranker is added: the latency has not doubled yet."""

@@ -11,13 +11,14 @@ from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
 from recinfer.errors import ArchiveError, ConfigError
 from recinfer.excerpts import excerpt
 
-__all__ = ["Footprint", "RankGroup", "dns_label", "footprint"]
+__all__ = ["Footprint", "RankGroup", "check_label", "dns_label", "footprint", "mebibytes"]
 
 MIB = 1 << 20
 _SHARD_OVERHEAD = 768 * MIB  # Python, torch, FBGEMM and gRPC, and requests under way
 _RANKER_OVERHEAD = 1024 * MIB  # the same and onnxruntime
 _DENSE_COPIES = 3  # the file, the session's copy of its weights, and what runs of it hold
 _LABEL = 40  # characters of a DNS label's 63; the rest is for the suffix "-shard-NNN-NNN"
+_DNS = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -146,3 +147,14 @@ def dns_label(name: str) -> str:
     if not label:
         raise ConfigError(f"name: got {name[:80]!r}, expected letters or digits; give --name")
     return label
+
+
+def check_label(what: str, value: str | None) -> None:
+    """Raises ConfigError unless ``value`` is None or a DNS label (RFC 1123)."""
+    if value is not None and not _DNS.fullmatch(value):
+        raise ConfigError(f"{what}: got {value[:80]!r}, expected a DNS label: a-z, 0-9 and '-', at most 63")
+
+
+def mebibytes(count: int) -> str:
+    """A number of bytes in Kubernetes' notation, rounded up, ``"512Mi"``."""
+    return f"{-(-count // MIB)}Mi"

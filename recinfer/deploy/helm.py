@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from recinfer.deploy.groups import MIB, Footprint, dns_label
+from recinfer.deploy.groups import Footprint, dns_label, mebibytes
 from recinfer.deploy.k8s import K8sOptions, check_names, write_files
 from recinfer.deploy.objects import (
     METRICS_PORT,
@@ -87,8 +87,8 @@ def _values(text: str, found: Footprint, options: K8sOptions) -> str:
         for group in found.groups
         for line in (
             f"  - ranks: [{', '.join(map(str, group.ranks))}]",
-            f"    memory: {-(-group.memory_bytes // MIB)}Mi",
-            f"    memoryLimit: {-(-group.memory_limit_bytes // MIB)}Mi",
+            f"    memory: {mebibytes(group.memory_bytes)}",
+            f"    memoryLimit: {mebibytes(group.memory_limit_bytes)}",
         )
     ]
     put: dict[str, Any] = {
@@ -105,8 +105,8 @@ def _values(text: str, found: Footprint, options: K8sOptions) -> str:
         "busy_percent": options.busy_percent,
         "load_percent": options.load_percent,
         "queue_depth": options.queue_depth,
-        "ranker_memory": f"{-(-found.ranker_bytes // MIB)}Mi",
-        "ranker_limit": f"{-(-found.ranker_limit_bytes // MIB)}Mi",
+        "ranker_memory": mebibytes(found.ranker_bytes),
+        "ranker_limit": mebibytes(found.ranker_limit_bytes),
     }
     for key, value in put.items():
         text = text.replace(f"@{key}@", json.dumps(value))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recinfer.deploy import BUSY_PERCENT, LOAD_PERCENT, check_percent
-from recinfer.deploy.groups import Footprint, dns_label
+from recinfer.deploy import BUSY_PERCENT, IMAGE, LOAD_PERCENT, check_percent
+from recinfer.deploy.groups import Footprint, check_label, dns_label
 from recinfer.deploy.objects import STORE, Objects, Role, Values, shards_of
 from recinfer.deploy.yaml import to_yaml
 from recinfer.errors import ConfigError
@@ -19,7 +19,7 @@ from recinfer.files import write_file
 __all__ = ["K8sOptions", "check_names", "manifests", "write_files", "write_manifests"]
 
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
-_DNS, _SUBDOMAIN = re.compile(rf"{_LABEL}\Z"), re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*\Z")
+_SUBDOMAIN = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*\Z")
 _SET_NAME = 52  # a StatefulSet's pods have a label of its name, "-" and a hash of 10
 _CPUS = re.compile(r"(?=.*[1-9])([0-9]+(\.[0-9]{1,3})?|[0-9]+m)\Z")
 # A host that may have a port, a path, a tag, a digest; what registries refuse beyond that they say themselves.
@@ -52,7 +52,7 @@ class K8sOptions:
     """
 
     namespace: str = "recinfer"
-    image: str = "recinfer:0.2.0-cpu"
+    image: str = IMAGE
     name: str | None = None
     replicas: int = 2
     rankers: int = 2
@@ -68,15 +68,13 @@ class K8sOptions:
 
     def __post_init__(self) -> None:
         for what in ("namespace", "name"):
-            value = getattr(self, what)
-            if value is not None and not _DNS.match(value):
-                raise ConfigError(f"{what}: got {value[:80]!r}, expected a DNS label: a-z, 0-9 and '-', at most 63")
+            check_label(what, getattr(self, what))
         for what in ("claim", "token_secret"):
             value = getattr(self, what)
             if value is not None and not _SUBDOMAIN.match(value):
                 raise ConfigError(f"{what}: got {value[:80]!r}, expected a name of a-z, 0-9, '-' and '.'")
         if not _IMAGE.match(self.image):
-            raise ConfigError(f"image: got {self.image[:80]!r}, expected one as in registry/recinfer:0.2.0-cpu")
+            raise ConfigError(f"image: got {self.image[:80]!r}, expected one as in registry/{IMAGE}")
         if not _CPUS.match(self.cpus):
             raise ConfigError(f"cpus: got {self.cpus!r}, expected more than 0, as in 2, 0.5 or 500m")
         for what, least, most in (

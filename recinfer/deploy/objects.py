@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recinfer.deploy.groups import MIB, Footprint
+from recinfer.deploy.groups import Footprint, mebibytes
 from recinfer.serving.shards.config import shards_json
 
 __all__ = [
@@ -145,9 +145,9 @@ class Objects:
         """File name -> object, for all groups of an archive and the rankers, in the order to apply them."""
         made = {"shards-config.yaml": self.config()}
         for each in found.groups:
-            memory = _mebibytes(each.memory_bytes), _mebibytes(each.memory_limit_bytes)
+            memory = mebibytes(each.memory_bytes), mebibytes(each.memory_limit_bytes)
             made |= self.shard(Group(str(each.number), each.listed, *memory))
-        return made | self.ranker(_mebibytes(found.ranker_bytes), _mebibytes(found.ranker_limit_bytes))
+        return made | self.ranker(mebibytes(found.ranker_bytes), mebibytes(found.ranker_limit_bytes))
 
     def config(self) -> dict[str, Any]:
         """The ConfigMap with shards.json."""
@@ -409,10 +409,6 @@ def _timed(start: dict[str, Any], ready: dict[str, Any], live: dict[str, Any]) -
         "readinessProbe": {**ready, "periodSeconds": 2, "failureThreshold": 2},
         "livenessProbe": {**live, "periodSeconds": 10, "failureThreshold": 6},
     }
-
-
-def _mebibytes(count: int) -> str:
-    return f"{-(-count // MIB)}Mi"
 
 
 def _decimal(quantity: str) -> str:

@@ -71,6 +71,22 @@ class EmbeddingCollectionContext(ShardedCollectionContext[SequenceShardingContex
     input_features: list[KeyedJaggedTensor] = field(default_factory=list)
     reverse_indices: list[Tensor] = field(default_factory=list)
 
+    def places_of_ids(self, names: Sequence[str]) -> dict[str, Tensor] | None:
+        """For each id of the features ``names``, its position among the distinct ids of the feature, int64 ``[ids]``; None
+        without index dedup."""
+        if not self.reverse_indices:
+            return None
+        features = self.input_features[0]
+        sizes = dict(zip(features.keys(), features.length_per_key()))
+        distinct = self.sharding_contexts[0].features_before_input_dist
+        assert distinct is not None
+        starts = dict(zip(distinct.keys(), distinct.offset_per_key()))
+        result, at = {}, 0
+        for name in dict.fromkeys(names):
+            result[name] = self.reverse_indices[0][at : at + sizes[name]] - starts[name]
+            at += sizes[name]
+        return result
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive until ``stream`` has finished with them."""
         super().record_stream(stream)
@@ -159,7 +175,7 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
     def _wait_impl(self) -> dict[str, JaggedTensor]:
         parts = [iter(awaitable.wait()) for awaitable in self._awaitables]
         features = self._ctx.input_features[0]
-        reverse = self._reverse(features)
+        reverse = self._ctx.places_of_ids(self._features)
         by_name = features.to_dict()
         expands = features.variable_stride_per_key() and features.inverse_indices_or_none() is not None
         result = {}
@@ -172,21 +188,6 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
             ids = asked.values() if self._need_indices else None
             found = JaggedTensor.from_parts_unchecked(rows, ids, asked.lengths(), asked.offsets())
             result[name] = bags_of(found, inverse_of(features, feature)) if expands else found
-        return result
-
-    def _reverse(self, features: KeyedJaggedTensor) -> dict[str, Tensor] | None:
-        """For each id of a feature, its position among the distinct ids of that feature."""
-        if not self._ctx.reverse_indices:
-            return None
-        names = list(dict.fromkeys(self._features))
-        sizes = dict(zip(features.keys(), features.length_per_key()))
-        result, at = {}, 0
-        distinct = self._ctx.sharding_contexts[0].features_before_input_dist
-        assert distinct is not None
-        starts = dict(zip(distinct.keys(), distinct.offset_per_key()))
-        for name in names:
-            result[name] = self._ctx.reverse_indices[0][at : at + sizes[name]] - starts[name]
-            at += sizes[name]
         return result
 
 

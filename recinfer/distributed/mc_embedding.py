@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from recinfer.distributed.embedding import EmbeddingCollectionSharder
+from recinfer.distributed.embedding import EmbeddingCollectionContext, EmbeddingCollectionSharder
 from recinfer.distributed.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollectionSharder,
     BaseShardedManagedCollisionEmbeddingCollection,
 )
 from recinfer.distributed.mc_modules import ManagedCollisionCollectionSharder
 from recinfer.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from recinfer.distributed.types.kjt_lists import KJTList
 from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["ManagedCollisionEmbeddingCollectionSharder", "ShardedManagedCollisionEmbeddingCollection"]
+__all__ = [
+    "ManagedCollisionEmbeddingCollectionContext",
+    "ManagedCollisionEmbeddingCollectionSharder",
+    "ShardedManagedCollisionEmbeddingCollection",
+]
+
+
+@dataclass
+class ManagedCollisionEmbeddingCollectionContext(EmbeddingCollectionContext):
+    """The context of one forward.
+
+    Args:
+        features: this rank's raw ids, if their rows are returned.
+        remapped_kjt: rows in place of the received ids, if they are returned.
+    """
+
+    features: KeyedJaggedTensor | None = None
+    remapped_kjt: KJTList | None = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive until ``stream`` has finished with them."""
+        super().record_stream(stream)
+        for part in (self.features, self.remapped_kjt):
+            if part is not None:
+                part.record_stream(stream)  # type: ignore[arg-type]
 
 
 class ShardedManagedCollisionEmbeddingCollection(BaseShardedManagedCollisionEmbeddingCollection):
@@ -31,6 +59,14 @@ class ShardedManagedCollisionEmbeddingCollection(BaseShardedManagedCollisionEmbe
         device: torch.device,
     ) -> None:
         super().__init__(module, table_name_to_parameter_sharding, ec_sharder, mc_sharder, env, device)
+
+    def create_context(self) -> ManagedCollisionEmbeddingCollectionContext:
+        """A new context for one forward."""
+        return ManagedCollisionEmbeddingCollectionContext()
+
+    def _places(self, ctx: Any) -> dict[str, Tensor] | None:
+        found: dict[str, Tensor] | None = ctx.places_of_ids(self._embedding_module._feature_names)
+        return found
 
 
 class ManagedCollisionEmbeddingCollectionSharder(

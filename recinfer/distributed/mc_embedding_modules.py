@@ -24,7 +24,6 @@ from recinfer.distributed.types import (
 from recinfer.distributed.types.embedding_modules import FeatureShardingMixIn, ShardedEmbeddingModule
 from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder, embedding_parameters
 from recinfer.distributed.types.kjt_lists import KJTList
-from recinfer.errors import ConfigError
 from recinfer.module_tree import append_prefix
 from recinfer.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from recinfer.optim.fused import FusedOptimizerModule
@@ -43,7 +42,8 @@ class BaseShardedManagedCollisionEmbeddingCollection(
 ):
     """Managed collisions in front of sharded tables, row_wise, each rank with the ids of its rows.
 
-    ``forward(features) -> (awaitable of the vectors, awaitable of None)``: each rank passes the raw ids of its own batch.
+    ``forward(features) -> (awaitable of the vectors, awaitable of the features with rows instead of ids)``: each rank passes the raw
+    ids of its own batch; the second is an awaitable of None without ``return_remapped_features`` of the module.
     In training mode the ranks admit and evict ids, and evicted rows begin anew: initial values, optimizer state zero.
 
     Args:
@@ -55,7 +55,7 @@ class BaseShardedManagedCollisionEmbeddingCollection(
         device: device of rows and buffers.
 
     Raises:
-        ConfigError: a table that is not row_wise, or ``return_remapped_features``.
+        ConfigError: a table that is not row_wise.
     """
 
     def __init__(
@@ -68,11 +68,7 @@ class BaseShardedManagedCollisionEmbeddingCollection(
         device: torch.device,
     ) -> None:
         super().__init__()
-        if module._return_remapped_features:
-            raise ConfigError(
-                f"{type(module).__name__}: return_remapped_features=True; sharded modules return vectors only: build the module "
-                "without it"
-            )
+        self._return_remapped_features = module._return_remapped_features
         tables: Any = module._embedding_module
         plan: Any = table_name_to_parameter_sharding
         self._embedding_module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection = e_sharder.shard(
@@ -90,9 +86,9 @@ class BaseShardedManagedCollisionEmbeddingCollection(
         self._lookups = self._embedding_module._lookups
         self._output_dists = self._embedding_module._output_dists
 
+    @abc.abstractmethod
     def create_context(self) -> Any:
-        """A new context for one forward."""
-        return self._embedding_module.create_context()
+        """A new context for one forward, which has ``features`` and ``remapped_kjt``."""
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Start sending raw ids to the ranks of their rows.
@@ -102,12 +98,16 @@ class BaseShardedManagedCollisionEmbeddingCollection(
             InputError: a key occurs twice, or ids that are not int32 or int64.
         """
         check_id_dtype(features.values())
+        if self._return_remapped_features:
+            ctx.features = features
         return self._embedding_module.input_dist(ctx, self._managed_collision_collection.preprocess(features))
 
     @torch.no_grad()
-    def _rows(self, dist_input: KJTList) -> KJTList:
+    def _rows(self, ctx: Any, dist_input: KJTList) -> KJTList:
         """Rows in place of the received ids; the rows of evicted ids begin anew."""
         rows = self._managed_collision_collection.compute(dist_input)
+        if self._return_remapped_features:
+            ctx.remapped_kjt = rows
         for table, evicted in self._managed_collision_collection.evict().items():
             if evicted is not None and evicted.numel():
                 self._embedding_module.reset_rows(table, evicted)
@@ -115,15 +115,25 @@ class BaseShardedManagedCollisionEmbeddingCollection(
 
     def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
         """Turn the received ids into rows, and look them up."""
-        return self._embedding_module.compute(ctx, self._rows(dist_input))
+        return self._embedding_module.compute(ctx, self._rows(ctx, dist_input))
 
     def output_dist(self, ctx: Any, output: list[Tensor]) -> Any:
-        """Start sending vectors to the ranks of their examples; returns (awaitable of the vectors, awaitable of None)."""
-        return self._embedding_module.output_dist(ctx, output), NoWait(None)
+        """Start sending vectors, and rows if they are returned, to the ranks of their examples; returns both awaitables."""
+        return self._embedding_module.output_dist(ctx, output), self._remapped(ctx)
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> Any:
         """Run :meth:`compute` and :meth:`output_dist`."""
-        return self._embedding_module.compute_and_output_dist(ctx, self._rows(input)), NoWait(None)
+        rows = self._rows(ctx, input)
+        return self._embedding_module.compute_and_output_dist(ctx, rows), self._remapped(ctx)
+
+    def _remapped(self, ctx: Any) -> Awaitable[Any]:
+        if not self._return_remapped_features:
+            return NoWait(None)
+        return self._managed_collision_collection.output_dist(ctx, ctx.remapped_kjt, ctx.features, self._places(ctx))
+
+    def _places(self, ctx: Any) -> dict[str, Tensor] | None:
+        """Feature -> position of each id among the ids that were sent; None: all were."""
+        return None
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:

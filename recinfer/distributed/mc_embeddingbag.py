@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,37 @@ from recinfer.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
 )
 from recinfer.distributed.mc_modules import ManagedCollisionCollectionSharder
-from recinfer.distributed.sharded.bags import EmbeddingBagCollectionSharder
+from recinfer.distributed.sharded.bags import EmbeddingBagCollectionContext, EmbeddingBagCollectionSharder
 from recinfer.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from recinfer.distributed.types.kjt_lists import KJTList
 from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["ManagedCollisionEmbeddingBagCollectionSharder", "ShardedManagedCollisionEmbeddingBagCollection"]
+__all__ = [
+    "ManagedCollisionEmbeddingBagCollectionContext",
+    "ManagedCollisionEmbeddingBagCollectionSharder",
+    "ShardedManagedCollisionEmbeddingBagCollection",
+]
+
+
+@dataclass
+class ManagedCollisionEmbeddingBagCollectionContext(EmbeddingBagCollectionContext):
+    """The context of one forward.
+
+    Args:
+        features: this rank's raw ids, if their rows are returned.
+        remapped_kjt: rows in place of the received ids, if they are returned.
+    """
+
+    features: KeyedJaggedTensor | None = None
+    remapped_kjt: KJTList | None = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive until ``stream`` has finished with them."""
+        super().record_stream(stream)
+        for part in (self.features, self.remapped_kjt):
+            if part is not None:
+                part.record_stream(stream)  # type: ignore[arg-type]
 
 
 class ShardedManagedCollisionEmbeddingBagCollection(BaseShardedManagedCollisionEmbeddingCollection):
@@ -31,6 +58,10 @@ class ShardedManagedCollisionEmbeddingBagCollection(BaseShardedManagedCollisionE
         device: torch.device,
     ) -> None:
         super().__init__(module, table_name_to_parameter_sharding, ebc_sharder, mc_sharder, env, device)
+
+    def create_context(self) -> ManagedCollisionEmbeddingBagCollectionContext:
+        """A new context for one forward."""
+        return ManagedCollisionEmbeddingBagCollectionContext()
 
 
 class ManagedCollisionEmbeddingBagCollectionSharder(

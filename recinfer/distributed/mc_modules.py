@@ -12,11 +12,22 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 
 from recinfer.distributed.exchange.features import with_values
+from recinfer.distributed.exchange.pooled import PooledContext
+from recinfer.distributed.exchange.sequence import SequenceShardingContext, ShardSequenceDist
 from recinfer.distributed.sharded.sharding import TableSharding
 from recinfer.distributed.tables.global_tensors import global_tensor
-from recinfer.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv, ShardingType
+from recinfer.distributed.tables.slots import Slot
+from recinfer.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
 from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder
 from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.shardings import ShardedCollectionContext
 from recinfer.errors import ConfigError
 from recinfer.layout.rect import Rect
 from recinfer.module_tree import append_prefix
@@ -25,12 +36,46 @@ from recinfer.modules.zero_collision import segments_of
 from recinfer.optim.local_tensors import local_tensors
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-__all__ = ["ManagedCollisionCollectionSharder", "ShardedManagedCollisionCollection"]
+__all__ = [
+    "ManagedCollisionCollectionAwaitable",
+    "ManagedCollisionCollectionSharder",
+    "ShardedManagedCollisionCollection",
+]
 
 _MODULES = "_managed_collision_modules"
 _LOCAL = frozenset(
     {"_output_segments_tensor", "_current_iter_tensor", "_hash_zch_bucket"}
 )  # buffers that all ranks have alike
+
+
+class ManagedCollisionCollectionAwaitable(LazyAwaitable[KeyedJaggedTensor]):
+    """Awaitable of features with rows instead of raw ids, which waits when the features are first used.
+
+    Args:
+        rows: for each sharding, the rows of its outputs, int64 ``[ids, 1]`` each.
+        names: for each sharding, the feature of each output.
+        features: the raw ids, keys in the order of the result.
+        places: feature -> position of each id among the ids that were sent; None: all were.
+    """
+
+    def __init__(
+        self,
+        rows: list[Awaitable[list[Tensor]]],
+        names: list[list[str]],
+        features: KeyedJaggedTensor,
+        places: dict[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self._rows = rows
+        self._names = names
+        self._features = features
+        self._places = places
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        found = {name: part for names, rows in zip(self._names, self._rows) for name, part in zip(names, rows.wait())}
+        places = self._places
+        parts = [found[key] if places is None else found[key][places[key]] for key in list(self._features.keys())]
+        return with_values(self._features, torch.cat(parts).view(-1) if parts else self._features.values())
 
 
 class ShardedManagedCollisionCollection(nn.Module):
@@ -80,6 +125,8 @@ class ShardedManagedCollisionCollection(nn.Module):
                 device=device,
             )
         self._managed_collision_modules = nn.ModuleDict(modules)
+        group = env.process_group
+        self._output_dists = [ShardSequenceDist(s.layout, group, env.rank, width=1) for s in embedding_shardings]
         self.register_load_state_dict_pre_hook(_take_local)
         self.register_state_dict_post_hook(_give_sharded)
 
@@ -115,9 +162,45 @@ class ShardedManagedCollisionCollection(nn.Module):
         """
         return KJTList([self._remapped(s, features) for s, features in zip(self._shardings, received)])
 
-    def _remapped(self, sharding: TableSharding, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    @torch.no_grad()
+    def output_dist(
+        self,
+        ctx: ShardedCollectionContext[Any],
+        output: KJTList,
+        features: KeyedJaggedTensor,
+        places: dict[str, Tensor] | None = None,
+    ) -> LazyAwaitable[KeyedJaggedTensor]:
+        """Start sending rows to the ranks of their ids.
+
+        Args:
+            ctx: the context of the ids' exchange.
+            output: the result of :meth:`compute`.
+            features: this rank's raw ids.
+            places: see :class:`ManagedCollisionCollectionAwaitable`.
+
+        Returns:
+            awaitable of the tables' features, in their order, with rows of whole tables instead of ids.
+        """
+        started, names = [], []
+        for sharding, output_dist, context, found in zip(
+            self._shardings, self._output_dists, ctx.sharding_contexts, output
+        ):
+            firsts = torch.tensor([slot.rect.row_start for slot in self._own_slots(sharding)])
+            sizes = torch.tensor(found.length_per_key())
+            rows = found.values() + torch.repeat_interleave(firsts, sizes).to(found.values().device)
+            started.append(output_dist(rows.view(-1, 1), _way_back(context, found)))
+            names.append([feature for _, _, feature in sharding.layout.outputs])
+        keys = features.keys()
+        given = features.permute([keys.index(feature) for feature in self._feature_to_table])
+        return ManagedCollisionCollectionAwaitable(started, names, given, places)
+
+    def _own_slots(self, sharding: TableSharding) -> list[Slot]:
+        """The slots of this rank, one for each received feature."""
         first = sum(sharding.layout.slots_per_rank[: self._env.rank])
-        slots = sharding.layout.slots[first : first + len(features.keys())]
+        return sharding.layout.slots[first : first + sharding.layout.slots_per_rank[self._env.rank]]
+
+    def _remapped(self, sharding: TableSharding, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        slots = self._own_slots(sharding)
         sizes, strides = features.length_per_key(), features.stride_per_key()
         values, lengths = features.values().long().split(sizes), features.lengths().split(strides)
         rows = list(values)
@@ -167,6 +250,18 @@ class ShardedManagedCollisionCollection(nn.Module):
 
     def _first_row(self, table: str) -> int:
         return self._pieces[table][self._env.rank].row_start
+
+
+def _way_back(context: Any, received: KeyedJaggedTensor) -> SequenceShardingContext:
+    """The context of an exchange of one row per id, from that of the ids' exchange."""
+    if isinstance(context, SequenceShardingContext):
+        return context
+    assert isinstance(context, PooledContext)
+    found = SequenceShardingContext(sent_ids=context.sent_ids, lengths_after_input_dist=received.lengths())
+    if context.route is not None:
+        found.input_splits, found.output_splits = context.route.input_splits, context.route.output_splits
+        found.sparse_features_recat = context.route.recat
+    return found
 
 
 def _check(table: str, plan: ParameterSharding, rects: list[Rect], world_size: int) -> None:

@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from recinfer.inference.bags import Features
+import numpy as np
+
+from recinfer.inference.bags import Features, bags_of
 from recinfer.inference.calling import Call
 from recinfer.inference.results import FeatureSpec, LookupResult, Outputs
 from recinfer.inference.together import PredictInputs
@@ -43,16 +45,27 @@ class ArchivedModel(Printed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what forward returns for the same arguments.
 
-        Objects of any class are taken, as long as their tensors are where the example batch had them. A dict comes back as a
+        Objects of any class are taken, as long as their tensors are where the example batch had them. An argument that is a
+        KeyedJaggedTensor may be a dict of feature to lists (:func:`recinfer.columns.as_features`), which may hold strings. A
+        dict comes back as a
         dict, as do a KeyedTensor, a named tuple and a dataclass; a tuple as a tuple.
 
         Raises:
             InputError: an input is missing, or has another shape or dtype; names the input and the sample.
         """
+        args = tuple(self._without_lists(value) for value in args)
+        kwargs = {name: self._without_lists(value) for name, value in kwargs.items()}
         (outputs,) = self.predictor.predict_many([self._call.inputs(args, kwargs)])
         if isinstance(outputs, Exception):
             raise outputs
         return self._call.returned(outputs)
+
+    def _without_lists(self, value: Any) -> Any:
+        """A KeyedJaggedTensor for a dict of lists or arrays; any other argument as it is."""
+        is_dict = type(value) is dict and value
+        if not is_dict or not all(isinstance(column, list | tuple | np.ndarray) for column in value.values()):
+            return value
+        return self.predictor.intake.with_rows(bags_of(value)).kjt()
 
     def predict(
         self,
@@ -77,7 +90,7 @@ class ArchivedModel(Printed):
         return self.predictor.lookup_many(requests)
 
     def apply_delta(self, path: str | os.PathLike[str]) -> None:
-        """Update the model to a later checkpoint; see :meth:`recinfer.inference.states.States.apply_delta`."""
+        """Update the model to a later checkpoint; see :meth:`recinfer.inference.model.States.apply_delta`."""
         self.predictor.apply_delta(path)
 
     def undo_delta(self) -> None:
@@ -142,7 +155,8 @@ def described(info: InputInfo, manifest: Manifest) -> str:
     signature = manifest.signature
     text = f"{info.dtype} [{', '.join(map(str, info.shape))}]"
     if info.kind == "ids":
-        text = "ids, any number a sample"
+        kind = "strings or rows" if info.name in manifest.string_features else "ids"
+        text = f"{kind}, any number a sample"
     elif info.kind == "jagged":
         rest = f" [{', '.join(map(str, info.shape[1:]))}]" if info.shape[1:] else ""
         text = f"{info.dtype}{rest}, any number a sample"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recinfer.columns import FeatureArrays, as_features
+from recinfer.columns import FeatureArrays, Strings, as_features
 from recinfer.errors import InputError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["Bags", "Features", "bags_of", "merge_bags", "offsets_of"]
+__all__ = ["Bags", "Features", "bags_of", "merge_bags", "offsets_of", "with_strings"]
 
 # torch warns once per process about a tensor over read-only memory. Lookups never write to ids, so the warning is
 # triggered here, where it is hidden.
@@ -41,6 +41,8 @@ class Bags:
         values: ids ``[N]``, int64 or int32.
         weights: float32 ``[N]``, or None.
         weighted: features whose weights the request gave by name; where there are none, weights are of all ids.
+        strings: the ids of features that the request gave as strings, for which ``values`` holds 0; the intake replaces them by
+            their rows.
     """
 
     keys: tuple[str, ...]
@@ -49,6 +51,7 @@ class Bags:
     values: NDArray[Any]
     weights: NDArray[np.float32] | None = None
     weighted: tuple[str, ...] = ()
+    strings: Strings | None = None
 
     @property
     def lengths_FB(self) -> NDArray[Any]:
@@ -94,7 +97,16 @@ class Bags:
             pieces = [slice(edges[i], edges[i + 1]) for i in plan.source.tolist()]
             values = _joined(values, pieces)
             weights = None if weights is None else _joined(weights, pieces)
-        return Bags(names, batch, offsets_of(lengths_FB, values.dtype), values, weights)
+        strings = None if self.strings is None else self._arranged_strings(self.strings, names)
+        return Bags(names, batch, offsets_of(lengths_FB, values.dtype), values, weights, strings=strings)
+
+    def _arranged_strings(self, strings: Strings, names: tuple[str, ...]) -> Strings | None:
+        """The strings of the features ``names``, in that order; None if none of them has strings."""
+        counts = dict(zip(self.keys, self.lengths_FB.sum(axis=1, dtype=np.int64).tolist()))
+        stops = np.cumsum([counts[key] for key in strings.keys]).tolist()
+        pieces = {key: (stop - counts[key], stop) for key, stop in zip(strings.keys, stops)}
+        kept = tuple(name for name in names if name in pieces)
+        return replace(strings.picked([pieces[name] for name in kept]), keys=kept) if kept else None
 
     def with_context(self, context: Bags, *, repeat: bool = False) -> Bags:
         """Add the features of ``context``, one sample that applies to all samples; its bags go to the first sample.
@@ -162,14 +174,27 @@ def bags_of(features: Features) -> Bags:
 def _bags_of_arrays(found: FeatureArrays) -> Bags:
     if found.batch < 1:
         raise InputError("features: got no samples, expected at least one")
-    offsets = offsets_of(found.lengths, found.values.dtype)
+    values = found.values
+    if found.strings is not None:
+        values = with_strings(found.keys, found.batch, found.lengths, values, found.strings)
+    offsets = offsets_of(found.lengths, values.dtype)
     weights = found.weights
     if weights is not None and found.weighted:
         each_F = found.lengths.reshape(len(found.keys), found.batch).sum(axis=1)
         given = np.repeat([key in found.weighted for key in found.keys], each_F)
-        weights = np.ones(found.values.size, np.float32)
+        weights = np.ones(values.size, np.float32)
         weights[given] = found.weights
-    return Bags(found.keys, found.batch, offsets, found.values, weights, found.weighted)
+    return Bags(found.keys, found.batch, offsets, values, weights, found.weighted, found.strings)
+
+
+def with_strings(
+    keys: tuple[str, ...], batch: int, lengths: NDArray[Any], values: NDArray[Any], strings: Strings
+) -> NDArray[np.int64]:
+    """The ids of all features, int64 ``[N]``: ``values`` of those with integers, and 0 for each string; see :class:`Bags`."""
+    counts = lengths.reshape(len(keys), batch).sum(axis=1, dtype=np.int64)
+    found = np.zeros(int(counts.sum()), np.int64)
+    found[np.repeat([key not in strings.keys for key in keys], counts)] = values
+    return found
 
 
 def _plain(weights: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from recinfer.archive.manifest import Manifest
-from recinfer.capture import CaptureError, Slot, read_arguments
+from recinfer.capture import CaptureError, read_arguments
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.together import PredictInputs
@@ -46,7 +46,7 @@ class Call:
         try:
             found: dict[str, dict[str, Tensor]] = {}
             for slot, tensor in read_arguments(signature.arguments, args, kwargs):
-                _keep(found, slot, tensor)
+                found.setdefault(slot.path, {})[slot.part] = tensor
         except CaptureError as error:
             raise InputError(str(error)) from None
         features: dict[str, Parts] = {}
@@ -83,10 +83,6 @@ class Call:
         """Forward's result around ``outputs``."""
         assert self._signature is not None
         return _filled(self._signature.returns or None, outputs)
-
-
-def _keep(found: dict[str, dict[str, Tensor]], slot: Slot, tensor: Tensor) -> None:
-    found.setdefault(slot.path, {})[slot.part] = tensor
 
 
 def _bags(features: Mapping[str, Parts]) -> Bags:

@@ -42,6 +42,7 @@ from recinfer.inference.float_model import FloatModel, FloatRows, PositionWeight
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import output_names
 from recinfer.inference.managed_collisions import vocabularies_of
+from recinfer.inference.plain_vocabularies import StringVocabularies, string_vocabularies
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
     check_precisions,
@@ -56,7 +57,9 @@ from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
 from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.report import ExportReport, make_report
+from recinfer.inference.results import computed_features
 from recinfer.vocabulary.golden import raw_requests
+from recinfer.vocabulary.strings import string_files, string_indexes
 from recinfer.vocabulary.written import Vocabularies, index_files, vocabulary_infos
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ def export_archive(
     out_of_range: Mapping[str, str] | None = None,
     missing_shards: MissingShards = "reject",
     vocabularies: Vocabularies | None = None,
+    strings: StringVocabularies | None = None,
     max_chunk_bytes: int = 16 << 20,
     progress: bool = True,
     overwrite: bool = False,
@@ -111,6 +115,8 @@ def export_archive(
         missing_shards: ``"default_rows"``: rankers may answer while no host has some ranks, with zeros for their rows and a
             flag; ``"reject"``: they may not.
         vocabularies: (module path, table) -> its vocabulary; requests then hold raw ids of its features.
+        strings: feature -> its strings, by which requests may give its ids as strings; a string has the row of its position. A
+            contract's vocabularies are among them by themselves.
         max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
         progress: show a bar on stderr.
         overwrite: replace an archive that is there.
@@ -129,7 +135,7 @@ def export_archive(
             policy is for no feature of the model or none that there is.
         CheckpointError: a key is missing or has another shape.
         InputError: weights that are not finite, with table and row; a vocabulary that breaks the rules of
-            :class:`recinfer.vocabulary.table.TableVocabulary`.
+            :class:`recinfer.vocabulary.table.TableVocabulary`; a string that occurs twice.
         ArchiveError: the target exists, or more than ``max_auc_drop`` would be lost; names the worst tables.
         MismatchError: the model does not give the outputs of ``reference``.
         UnavailableError: the disk is full.
@@ -152,13 +158,18 @@ def export_archive(
         manifest = with_policies(manifest, missing, out_of_range)
         vocabularies = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
         manifest = replace(manifest, vocabularies=vocabulary_infos(vocabularies))
+        by_string = string_indexes(string_vocabularies(manifest, contract, strings))
+        manifest = replace(manifest, string_vocabularies=tuple(info for info, _ in by_string))
         try:
             check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model cannot be stored in an archive: {error}") from None
+        _check_input_names(manifest)
         _check_output_names(manifest)
-        requests = raw_requests(manifest, vocabularies, make_requests(manifest, parts.cut))
+        requests = raw_requests(manifest, vocabularies, make_requests(leaves, parts.cut))
         for path, data in index_files(vocabularies):
+            folder.add(path, data)
+        for path, data in string_files(by_string):
             folder.add(path, data)
         recorded = reference.batches(manifest) if reference else []
         wanted = [*requests, *(eval_data.requests if eval_data else ()), *(batch.request for batch in recorded)]
@@ -195,6 +206,20 @@ def export_archive(
         written.check_request(0)
         written.check_user()
     return open_archive(out)
+
+
+def _check_input_names(manifest: Manifest) -> None:
+    """Raises ConfigError if an input has the name under which requests and files hold a part of another input."""
+    computed = computed_features(manifest)
+    features = {feature.name for feature in manifest.features} - computed
+    names = [*sorted(features), *(info.name for info in manifest.named_inputs)]
+    for name in names:
+        stem, _, part = name.rpartition(".")
+        if part in ("values", "lengths", "weights") and stem in names:
+            raise ConfigError(
+                f"{'feature' if name in features else 'input'} {name!r} has the name that requests give the {part} of "
+                f"{stem!r}; rename one of them"
+            )
 
 
 def _check_output_names(manifest: Manifest) -> None:
@@ -278,11 +303,9 @@ def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: 
                 f"checkpoint is damaged"
                 if broken
                 else (
-                    "the weights are finite, so forward computes it from the golden request's random inputs (dense "
-                    "values are "
-                    "normal, also negative; bags may be empty, all of them too): find the logarithm, root, division or overflow in "
-                    "forward and "
-                    "clamp its input"
+                    "the weights are finite, so forward computes it from the golden request's inputs (random ids, bags "
+                    "of 0 to 3 where the example batch has empty bags; dense values of the example batch, or normal without one): "
+                    "find the logarithm, root, division or overflow in forward and clamp its input"
                 )
             )
             raise ConfigError(f"the model's output {output.name!r} is {odd} of golden request {index}; {cause}")

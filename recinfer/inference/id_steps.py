@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from recinfer.archive.check import Request
@@ -22,7 +21,6 @@ from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, bags_of, offsets_of
 from recinfer.lru import LruCache
 from recinfer.quant.bags import BagPlaces
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from recinfer.vocabulary.opened import IdChanges
 from recinfer.vocabulary.step import vocabulary_step
 
@@ -134,16 +132,7 @@ class IdSteps:
         """``request`` with the ids that lookups read in place of its own."""
         if not self._steps:
             return request
-        given = request.features
-        found = self.apply(bags_of(given))
-        kjt = KeyedJaggedTensor(
-            list(found.keys),
-            torch.from_numpy(found.values),
-            None if found.weights is None else torch.from_numpy(found.weights),
-            lengths=torch.from_numpy(found.lengths_FB.reshape(-1).astype(np.int32)),
-            stride=given.stride(),
-        )
-        return Request(request.dense, kjt, request.inputs)
+        return Request(request.dense, self.apply(bags_of(request.features)).kjt(), request.inputs)
 
     def rewrite(
         self, data: bytes, parts: Sequence[tuple[tuple[str, ...], BagPlaces]]

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from recinfer.archive.check import Request, input_tensor
 from recinfer.archive.dense import DenseEngine
 from recinfer.archive.manifest import DenseInput, Manifest
 from recinfer.errors import InputError
-from recinfer.inference.bags import Bags, offsets_of
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.inference.bags import Bags, bags_of, offsets_of
 
 __all__ = ["IdsProgram"]
 
@@ -76,22 +74,8 @@ class IdsProgram:
 
     def looked_up(self, request: Request) -> Request:
         """``request`` with the features that lookups read in place of its own."""
-        features = request.features
-        given = Bags(
-            tuple(features.keys()),
-            features.stride(),
-            offsets_of(features.lengths().numpy(), np.int64),
-            features.values().numpy(),
-            None if features.weights_or_none() is None else features.weights().numpy(),
-        )
-        found = self.run(given, lambda about: input_tensor(about, request))
-        kjt = KeyedJaggedTensor(
-            list(found.keys),
-            torch.from_numpy(found.values),
-            None if found.weights is None else torch.from_numpy(found.weights),
-            lengths=torch.from_numpy(found.lengths_FB.reshape(-1).astype(np.int32)),
-        )
-        return Request(request.dense, kjt, request.inputs)
+        found = self.run(bags_of(request.features), lambda about: input_tensor(about, request))
+        return Request(request.dense, found.kjt(), request.inputs)
 
 
 def _ones(count: int) -> np.ndarray:

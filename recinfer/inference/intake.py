@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from recinfer.inference.id_steps import IdCounts, IdSteps
 from recinfer.inference.results import weighted_features
 from recinfer.lru import LruCache
 from recinfer.vocabulary.opened import IdChanges
+from recinfer.vocabulary.strings import StringRows, open_strings
 
 __all__ = ["FeatureIntake", "TakenFeatures"]
 
@@ -57,9 +59,11 @@ class FeatureIntake:
         replaced: ids out of range that became the default row, since the start, by feature.
         missing: predictions that lacked a feature and had it filled, by feature.
         steps: change the ids of requests before the lookup; of one state, see :meth:`at`.
+        strings: the rows of strings; the same in all states, as deltas leave vocabularies of strings unchanged.
     """
 
     steps: IdSteps
+    strings: StringRows | None = None
 
     def __init__(self, manifest: Manifest) -> None:
         by_name = {feature.name: feature for feature in manifest.features}
@@ -72,11 +76,12 @@ class FeatureIntake:
         self.replaced: Counter[str] = Counter()
         self.missing: Counter[str] = Counter()
         self._lock = threading.Lock()
-        read = [name for name in manifest.feature_tables]
+        read = list(dict.fromkeys([*manifest.feature_tables, *manifest.request_features]))
         self._counts = IdCounts(
             self.count_replaced, {name: at for at, name in enumerate(read)}, np.zeros((len(read), 2), np.int64)
         )
-        self._counted = [name for name in self._counts.places if name in manifest.raw_features]
+        counted = manifest.raw_features | manifest.string_features
+        self._counted = [name for name in read if name in counted]
 
     def at(self, archive: Archive, deltas: Sequence[IdChanges]) -> FeatureIntake:
         """The intake of a state of the archive: its own steps, and the counters of all states.
@@ -86,6 +91,8 @@ class FeatureIntake:
         """
         state = copy.copy(self)
         state.steps = IdSteps(archive, deltas, self._counts)
+        if self.strings is None:
+            state.strings = open_strings(archive, self._counts)
         return state
 
     @property
@@ -121,6 +128,8 @@ class FeatureIntake:
             order = self._orders[key] = self._new_order(key)
         if need_all and order.rejected and (missing := [name for name in order.rejected if name not in elsewhere]):
             raise InputError(_missing_message(missing, (*key, *sorted(elsewhere))))
+        if features.strings is not None:
+            features = self.with_rows(features)
         if features.weighted and (strange := [key for key in features.weighted if key not in self.weighted]):
             which = some(sorted(self.weighted)) if self.weighted else "none"
             raise InputError(f"weights[{strange[0]!r}]: this feature takes no weights; features with weights: {which}")
@@ -137,6 +146,21 @@ class FeatureIntake:
             if order.defaults and fill:
                 features = _fill(features, {k: row for k, row in order.defaults.items() if k not in elsewhere})
         return TakenFeatures(features, order.present)
+
+    def with_rows(self, features: Bags) -> Bags:
+        """The features with the row of each string; raises InputError for strings of a feature that takes integers."""
+        strings = features.strings
+        if strings is None:
+            return features
+        assert self.strings is not None
+        edges = dict(zip(features.keys, pairwise(features.offsets[:: features.batch].tolist())))
+        places = [edges[key] for key in strings.keys]
+        rows = self.strings.rows(strings, [stop - start for start, stop in places])
+        values, at = features.values.astype(np.int64), 0
+        for start, stop in places:
+            values[start:stop] = rows[at : at + stop - start]
+            at += stop - start
+        return replace(features, values=values, offsets=features.offsets.astype(np.int64), strings=None)
 
     def _new_order(self, keys: tuple[str, ...]) -> _Order:
         unknown = [key for key in keys if key not in self._features]

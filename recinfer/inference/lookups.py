@@ -24,8 +24,7 @@ from recinfer.archive.positions import PositionWeights, read_position_weights
 from recinfer.archive.reader import Archive
 from recinfer.distributed.quant.sharded import ShardedQuantEmbeddingBagCollection, ShardedQuantEmbeddingCollection
 from recinfer.inference.bags import Bags, merge_bags
-from recinfer.inference.byte_tables import ByteTables
-from recinfer.inference.direct import DirectTables
+from recinfer.inference.byte_tables import ByteTables, DirectTables
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.lookup import PooledLookup
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor

@@ -1,14 +1,20 @@
-"""A loaded archive: its tables, feature checks and dense part in one state.
+"""A loaded archive: its tables, feature checks and dense part in one state, as loaded and after each delta.
 
-Everything is prepared when the archive is loaded; calls are thread-safe.
+Everything is prepared when the archive is loaded; calls are thread-safe, and each runs on one state.
 """
 
 from __future__ import annotations
 
+import abc
+import copy
+import functools
+import hashlib
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,12 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.archive.check import Request, input_tensor
+from recinfer.archive.delta import Delta, patch_rows, read_delta, with_delta
 from recinfer.archive.dense import NEEDS_IDS, DenseEngine, open_dense, open_program
 from recinfer.archive.manifest import DenseInput, Manifest
 from recinfer.archive.mapping import MappedShards
+from recinfer.archive.paths import read_inside
 from recinfer.archive.reader import Archive
 from recinfer.distributed.planner.plan import Plan
-from recinfer.errors import ConfigError, InputError
+from recinfer.errors import ArchiveError, ConfigError, InputError
 from recinfer.inference.bags import Bags
 from recinfer.inference.byte_tables import ByteTables
 from recinfer.inference.id_steps import IdSteps
@@ -31,15 +39,160 @@ from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, Lookup
 from recinfer.inference.named_inputs import NamedInputs
 from recinfer.inference.results import LookupResult, feature_specs, on_host, selected
 from recinfer.inference.stages import Stages
-from recinfer.inference.states import States, at_one_state
 from recinfer.inference.user_programs import TensorOf, UserPrograms
 from recinfer.inference.whole_tables import read_whole_tables
 from recinfer.quant.transfers import to_device, to_host
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
+    from recinfer.vocabulary.strings import StringRows
 
-__all__ = ["LoadedModel"]
+__all__ = ["LoadedModel", "States", "at_one_state"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def at_one_state(method: _Method) -> _Method:
+    """Run a method on the current state: deltas applied during the call do not affect it."""
+
+    @functools.wraps(method)
+    def run(self: States, *args: Any, **kwargs: Any) -> Any:
+        return method(self._state or self, *args, **kwargs)
+
+    return cast(_Method, run)
+
+
+class States(abc.ABC):
+    """Holds the current state of a predictor and replaces it when a delta is applied or undone.
+
+    ``_state`` is a copy of the predictor with the rows and the dense program after the applied deltas; unchanged parts
+    (counters, feature checks) are shared. Each call runs on one state to its end. The base is such a copy too, since a
+    call on the predictor itself could see a partly applied delta.
+    """
+
+    _state: Self | None
+    _previous: Self | None
+    _base: Self
+
+    def __init__(self: Self, archive: Archive) -> None:
+        """Subclasses call this last: it copies their attributes as the base state."""
+        self._state = None
+        self._previous = None
+        self._deltas: tuple[Delta, ...] = ()
+        self._delta_lock = threading.Lock()
+        self._archive = archive
+        self._assemble(archive)
+        self._base = copy.copy(self)
+        self._state = self._base
+
+    @abc.abstractmethod
+    def _assemble(self, archive: Archive, edit: Callable[[MappedShards], None] | None = None) -> None:
+        """Map the tables and open the dense program of ``archive``, with rows changed by ``edit``."""
+
+    @abc.abstractmethod
+    def _check_answers(self) -> None:
+        """Raises ArchiveError if a golden request's answer differs from the stored one."""
+
+    def apply_delta(self, path: str | os.PathLike[str]) -> None:
+        """Apply a delta: update the model to a later checkpoint while requests run.
+
+        A request, or a batch of merged requests, sees the whole delta or none of it. Pages of changed rows become
+        private to this process; all others stay shared. Results then equal those of a full export.
+
+        Args:
+            path: a delta (``*.rqd``) for this archive, the next one in its chain.
+
+        Raises:
+            ArchiveError: the delta breaks a rule of DELTA.md, or its golden answers are not reproduced. The state is
+                unchanged.
+            UnavailableError: there is no memory for the changed rows. The state is unchanged.
+        """
+        self.apply(read_delta(path))
+
+    def apply(self: Self, delta: Delta, *, check: bool = True) -> None:
+        """Apply an opened delta like :meth:`apply_delta`; ``check`` also replays its golden requests."""
+        with self._delta_lock:
+            now = self._state or self
+            state = self.with_delta_applied(delta, check=check)
+            now._previous = None  # one state is kept for undo; older ones are built again, so memory stays bounded
+            state._previous = now
+            self._state = state
+
+    def undo_delta(self: Self) -> None:
+        """Return to the state before the last delta, atomically.
+
+        Raises:
+            InputError: no delta is applied.
+        """
+        with self._delta_lock:
+            now = self._state or self
+            if not now._deltas:
+                raise InputError("no delta is applied, so there is none to undo")
+            if len(now._deltas) == 1:
+                self._state = self._base
+            elif now._previous is not None:
+                self._state = now._previous
+            else:
+                state = self._base
+                for delta in now._deltas[:-2]:  # manifests only; with_delta_applied below maps the rows
+                    state = state._with_manifest(delta)
+                self._state = state.with_delta_applied(now._deltas[-2], at=state)
+
+    def with_delta_applied(self, delta: Delta, *, at: Self | None = None, check: bool = True) -> Self:
+        """A predictor with ``delta`` applied, its golden answers checked if ``check``; this predictor is unchanged.
+
+        Raises:
+            ArchiveError: as :meth:`apply_delta`.
+        """
+        now = at or self._state or self
+        _check_unchanged(self.archive)
+        archive = with_delta(now._archive, delta, now._deltas)
+        deltas = (*now._deltas, delta)
+
+        def edit(mapped: MappedShards) -> None:
+            for each in deltas:
+                patch_rows(mapped, archive.manifest, each)
+
+        state = copy.copy(now)
+        state._state = state._previous = None
+        state._deltas = deltas
+        state._archive = archive
+        state._assemble(archive, edit)
+        if check and delta.sha256:  # a delta without a hash is still being written and has no answers yet
+            state._check_answers()
+        return state
+
+    def _with_manifest(self, delta: Delta) -> Self:
+        state = copy.copy(self)
+        state._state = None
+        state._archive = with_delta(self._archive, delta, self._deltas)
+        state._deltas = (*self._deltas, delta)
+        return state
+
+    @property
+    def state(self) -> Self:
+        """A predictor with the current state; deltas applied later do not affect it."""
+        return self._state or self
+
+    @property
+    def archive(self) -> Archive:
+        """The opened archive with all deltas applied."""
+        return (self._state or self)._archive
+
+    @property
+    def content(self) -> list[str]:
+        """SHA-256 (hex) of the archive's manifest, which lists the hashes of all other files, and of each applied
+        delta.
+
+        Two predictors with the same content give the same results, independent of their names.
+        """
+        now = self._state or self
+        return [now._archive.manifest_sha256, *(delta.sha256 for delta in now._deltas)]
+
+    @property
+    def num_deltas(self) -> int:
+        """Number of applied deltas, which is the sequence number of the last one; 0 without deltas."""
+        return len((self._state or self)._deltas)
 
 
 class LoadedModel(States):
@@ -76,7 +229,7 @@ class LoadedModel(States):
         self.loaded_at = time.time()
         self.stages = Stages("lookup", "dense")
         self.device = torch.device(device)
-        self.contract: FeatureContract | None = _contract(manifest)
+        self.contract: FeatureContract | None = None
         self._mapping: dict[str, Any] = {"preload": preload, "lock": lock}
         self._lookup_options: dict[str, Any] = {"threads": lookup_threads, "join_columns": join_columns}
         self._lookups_of = lookups
@@ -94,6 +247,8 @@ class LoadedModel(States):
     def _assemble(self, archive: Archive, edit: Callable[[MappedShards], None] | None = None) -> None:
         manifest = archive.manifest
         self.intake = self.intake.at(archive, self._deltas)
+        if self.contract is None:
+            self.contract = _contract(manifest, self.intake.strings)
         self.lookups: Lookups
         if self._lookups_of is None:
             mapped = archive.map_shards(**self._mapping, edit=edit)
@@ -331,9 +486,21 @@ class LoadedModel(States):
         return dense.detach().contiguous()
 
 
-def _contract(manifest: Manifest) -> FeatureContract | None:
+def _check_unchanged(archive: Archive) -> None:
+    """Raises ArchiveError if the folder changed since loading, because rows are mapped from it again."""
+    try:
+        text = read_inside(archive.root, "manifest.json")
+    except ArchiveError:
+        text = b""
+    if archive.manifest_sha256 and hashlib.sha256(text).hexdigest() != archive.manifest_sha256:
+        raise ArchiveError(f"{str(archive.root)!r} was replaced since it was loaded; load it again", rule="X5")
+
+
+def _contract(manifest: Manifest, strings: StringRows | None) -> FeatureContract | None:
     if manifest.contract is None:
         return None
     from recinfer.data.contract import FeatureContract
+    from recinfer.inference.plain_vocabularies import indexed_contract
 
-    return FeatureContract.from_dict(manifest.contract)
+    contract = FeatureContract.from_dict(manifest.contract)
+    return contract if strings is None else indexed_contract(contract, strings)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -135,34 +135,25 @@ class NamedInputs:
                 lengths_B[name] = value.lengths().numpy()
         none = np.zeros(1, np.int64)
         for name, count in self._per_sample.items():
-            mine = lengths_B.get(name, none)
-            if (mine != count).any():
-                sample = int(np.argmax(mine != count))
-                raise InputError(
-                    f"{self._kind(name)} {name!r}: sample {sample} has {int(mine[sample])} values; this model takes exactly "
-                    f"{count} of every sample"
-                )
+            if odd := _difference(lengths_B.get(name, none), count):
+                self._refuse(name, odd, f"has {odd[1]} values; this model takes exactly {count} of every sample")
         for name, other in self._as_long_as.items():
-            mine, theirs = np.broadcast_arrays(lengths_B.get(name, none), lengths_B.get(other, none))
-            if (mine != theirs).any():
-                sample = int(np.argmax(mine != theirs))
-                raise InputError(
-                    f"{self._kind(name)} {name!r}: sample {sample} has {int(mine[sample])} values and {other!r} "
-                    f"{int(theirs[sample])}; this model takes as many of both"
-                )
+            if odd := _difference(lengths_B.get(name, none), lengths_B.get(other, none)):
+                self._refuse(name, odd, f"has {odd[1]} values and {other!r} {odd[2]}; this model takes as many of both")
         for name, other in self._counts.items():
             sums, least = next((_sums(part, name) for part in bags if name in part.keys), (none, 0))
-            mine, theirs = np.broadcast_arrays(sums, lengths_B.get(other, none))
             if least < 0:
                 raise InputError(
                     f"feature {name!r}: got {least}; expected counts of the values of {other!r}, 0 or more"
                 )
-            if (mine != theirs).any():
-                sample = int(np.argmax(mine != theirs))
-                raise InputError(
-                    f"feature {name!r}: sample {sample} counts {int(mine[sample])} values and {other!r} has "
-                    f"{int(theirs[sample])}; this model takes as many of both"
+            if odd := _difference(sums, lengths_B.get(other, none)):
+                self._refuse(
+                    name, odd, f"counts {odd[1]} values and {other!r} has {odd[2]}; this model takes as many of both"
                 )
+
+    def _refuse(self, name: str, odd: tuple[int, int, int], reason: str) -> NoReturn:
+        kind = "input" if name in self._by_name else "feature"
+        raise InputError(f"{kind} {name!r}: sample {odd[0]} {reason}")
 
     def from_ids(self, name: str, values: NDArray[Any]) -> GivenInput:
         """The input ``name`` of one sample, from whole numbers that a request has among its ids."""
@@ -182,9 +173,6 @@ class NamedInputs:
             if info is not None and (always or values.dtype != getattr(torch, info.dtype)):
                 total += values.numel() * getattr(torch, info.dtype).itemsize
         return total
-
-    def _kind(self, name: str) -> str:
-        return "input" if name in self._by_name else "feature"
 
     def _tensor(
         self, info: InputSpec, batch: int, values: Tensor, lengths: Tensor | None, weights: Tensor | None
@@ -231,6 +219,15 @@ class NamedInputs:
         if info.weighted and weights is None:
             weights = torch.ones(tensor.shape[0])
         return JaggedTensor.from_parts_unchecked(tensor, weights, lengths)
+
+
+def _difference(mine_B: NDArray[Any], theirs_B: NDArray[Any] | int) -> tuple[int, int, int] | None:
+    """The first sample in which two numbers differ, and the numbers."""
+    mine_B, theirs_B = np.broadcast_arrays(mine_B, theirs_B)
+    if not (differs := mine_B != theirs_B).any():
+        return None
+    sample = int(np.argmax(differs))
+    return sample, int(mine_B[sample]), int(theirs_B[sample])
 
 
 def _sums(bags: Bags, name: str) -> tuple[NDArray[Any], int]:

@@ -19,10 +19,9 @@ from recinfer.columns import as_matrix
 from recinfer.errors import ArchiveError, RecinferError, UnavailableError
 from recinfer.inference.bags import Features, bags_of, merge_bags
 from recinfer.inference.lookups import LookupsOf, Steps, run_now
-from recinfer.inference.model import LoadedModel
+from recinfer.inference.model import LoadedModel, at_one_state
 from recinfer.inference.named_inputs import GivenInput
 from recinfer.inference.results import FeatureSpec, LookupResult, Outputs, tensors_of
-from recinfer.inference.states import at_one_state
 from recinfer.inference.together import PredictInputs, lookup_many, lookup_one, predict_many, predict_one
 from recinfer.quant.outputs import keep_outputs
 from recinfer.quant.transfers import to_host

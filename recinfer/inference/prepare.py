@@ -34,7 +34,7 @@ from recinfer.archive.manifest import (
     TableInfo,
     UserInfo,
 )
-from recinfer.archive.samples import Samples
+from recinfer.archive.samples import samples_of
 from recinfer.archive.split import Facts, ModuleLookup
 from recinfer.capture import Captured
 from recinfer.checkpoint import CheckpointReader, load_into
@@ -76,7 +76,7 @@ def table_keys(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[tuple[s
     keys = {}
     wrong = []
     for leaf in leaves:
-        middle = "embedding_bags" if leaf.pooled else "embeddings"
+        middle = "embedding_bags" if leaf.about.pooled else "embeddings"
         for config in leaf.configs:
             key = ".".join(part for part in (leaf.path, middle, config.name, "weight") if part)
             keys[leaf.path, config.name] = key
@@ -137,7 +137,7 @@ def cut_and_export(
     cut: Cut | None
     if captured is not None:
         load_weights(captured, checkpoint)
-        by_path = {leaf.module_path: leaf for leaf in leaves}
+        by_path = {leaf.about.path: leaf for leaf in leaves}
         cut = cut_captured(captured, [by_path[about.path] for about in captured.modules], user)
     else:
         cut = cut_model(
@@ -222,8 +222,8 @@ def _signature(model: CutModel) -> Signature | None:
         ids = IdsInfo(
             engine=program.engine,
             inputs=program.inputs,
-            features=tuple(feature.name for feature in cut.computed),
-            weighted=tuple(feature.name for feature in cut.computed if feature.weighted),
+            features=tuple(cut.computed),
+            weighted=tuple(name for name, weighted in cut.computed.items() if weighted),
             onnx=program.onnx,
             onnx_refused=program.onnx_refused,
         )
@@ -254,7 +254,7 @@ def _table(lookup: ModuleLookup, index: int, plan: Plan) -> TableInfo:
     config = leaf.configs[index]
     planned = plan.table(leaf.path, config.name)
     pooling: Literal["sum", "mean", "none"] = "none"
-    if leaf.pooled:
+    if leaf.about.pooled:
         pooling = "mean" if str(getattr(config, "pooling").value) == "MEAN" else "sum"  # noqa: B009
     return TableInfo(
         name=config.name,
@@ -275,8 +275,8 @@ def _module(lookup: ModuleLookup) -> ModuleInfo:
     weights = leaf.position_weights
     return ModuleInfo(
         path=leaf.path,
-        kind="pooled" if leaf.pooled else "sequence",
-        is_weighted=leaf.is_weighted,
+        kind="pooled" if leaf.about.pooled else "sequence",
+        is_weighted=leaf.about.is_weighted,
         tables=tuple(config.name for config in leaf.configs),
         features=tuple(name for _, name in lookup.columns),
         outputs=tuple(leaf.output_names(lookup.features)),
@@ -345,28 +345,14 @@ def _check_policies(name: str, missing: str | int, out_of_range: str, rows: int)
         )
 
 
-def make_requests(manifest: Manifest, cut: Cut | None) -> list[Request]:
-    """The golden requests of an archive with this manifest; the same for the same tables and features."""
-    return golden_requests(_lookup_samples(manifest) if cut is None else cut.samples)
-
-
-def _lookup_samples(manifest: Manifest) -> Samples:
-    """Makes requests for an archive without a dense part."""
-    names = [feature.name for feature in manifest.features]
-    longest: dict[str, int] = {}
-    for module in manifest.modules:
-        for feature, size in (module.position_weights or {}).items():
-            longest[feature] = min(size, longest.get(feature, size))
-    return Samples(
-        examples={},
-        infos=[InputInfo(name, name, "ids", "int64", ("ids",), False) for name in names],
-        facts=Facts({}, {}, {}),
-        features=names,
-        rows={name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()},
-        longest=longest,
-        weighted=any(m.is_weighted and m.position_weights is None for m in manifest.modules),
-        num_dense=0,
-    )
+def make_requests(leaves: Sequence[Leaf], cut: Cut | None) -> list[Request]:
+    """The golden requests of an archive; the same for the same tables and features."""
+    if cut is not None:
+        return golden_requests(cut.samples)
+    lookups = [ModuleLookup.of(leaf) for leaf in leaves]
+    names = dict.fromkeys(name for lookup in lookups for _, name in lookup.columns)
+    infos = [InputInfo(name, name, "ids", "int64", ("ids",), False) for name in names]
+    return golden_requests(samples_of(lookups, infos, Facts({}, {}, {}), {}, 0))
 
 
 def read_positions(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[str, dict[str, Tensor]]:

@@ -28,6 +28,10 @@ INSTEAD = {
     "torchrec.distributed.global_settings.*": "nothing to set: shards are made on the device that is given",
     "torchrec.distributed.keyed_jagged_tensor_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a "
     "tensor outside the model",
+    "torchrec.distributed.mc_modules.InferManagedCollisionCollectionSharder": "recinfer export: a server maps raw ids by the archive's vocabulary",
+    "torchrec.distributed.mc_modules.ShardedMCCRemapper": "recinfer export: a server maps raw ids by the archive's vocabulary",
+    "torchrec.distributed.mc_modules.ShardedQuantManagedCollisionCollection": "recinfer export: a server maps raw ids by the archive's vocabulary",
+    "torchrec.distributed.mc_modules.create_mc_sharding": "nothing to import: ManagedCollisionCollectionSharder takes the shardings of the embedding module",
     "torchrec.distributed.model_parallel.DMPCollection": "one DistributedModelParallel over all ranks; there is no 2-D parallel training",
     "torchrec.distributed.model_tracker.*": "recinfer delta: it writes the rows that changed since an archive",
     "torchrec.distributed.object_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a tensor "
@@ -85,11 +89,15 @@ INSTEAD = {
     "torchrec.modules.embedding_tower.*": "two modules: an EmbeddingBagCollection, then the tower",
     "torchrec.modules.fused_embedding_modules.*": "recinfer.modules.embedding_modules with recinfer.optim.apply_optimizer_in_backward",
     "torchrec.modules.fused_embedding_modules.fuse_embedding_optimizer": "recinfer.optim.apply_optimizer_in_backward on the tables' parameters, before sharding",
+    "torchrec.modules.hash_mc_evictions.*": "recinfer.modules.mc_modules.MCHManagedCollisionModule with an eviction policy: hashed modules look ids up, and are trained by TorchRec",
+    "torchrec.modules.hash_mc_metrics.*": "num_admitted and num_evicted of recinfer.modules.mc_modules.MCHManagedCollisionModule; a server counts known and unknown ids (recinfer_vocabulary_ids_total)",
+    "torchrec.modules.hash_mc_modules.TrainInputMapper": "recinfer.modules.mc_modules.MCHManagedCollisionModule: hashed modules look ids up, and are trained by TorchRec",
     "torchrec.modules.itep_embedding_modules.*": "nothing: no pruning of rows while training",
     "torchrec.modules.itep_modules.*": "nothing: no pruning of rows while training",
     "torchrec.modules.keyed_jagged_tensor_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a "
     "tensor outside the model",
     "torchrec.modules.lazy_extension.*": "torch.nn.LazyLinear and its like",
+    "torchrec.modules.mc_adapter.*": "recinfer.modules.mc_embedding_modules: a ManagedCollisionEmbeddingCollection or ManagedCollisionEmbeddingBagCollection of the tables and a ManagedCollisionCollection",
     "torchrec.modules.object_pool.*": "nothing: recinfer has no pools of rows by id; keep them in a tensor outside "
     "the model",
     "torchrec.modules.sorted_index_select.maybe_sorted_index_select": "torch.index_select",

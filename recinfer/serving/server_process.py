@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -32,10 +32,6 @@ class ServerProcess:
     Args:
         arguments: of ``recinfer serve``.
         start_s: seconds after which a ``with`` block ends a server that does not serve yet; None: no limit.
-        environment: environment variables of the process; None: those of this process.
-        before: a program with its arguments that executes the server's command, which follows; empty: none.
-        shows_log: the server writes its log to this process's stderr; otherwise the last line of the log is kept for
-            error messages.
 
     Attributes:
         output: the JSON objects that the server has printed so far, merged: its ports, or ``error``.
@@ -45,15 +41,12 @@ class ServerProcess:
         self,
         *arguments: str | Path,
         start_s: float | None = None,
-        environment: Mapping[str, str] | None = None,
-        before: Sequence[str] = (),
-        shows_log: bool = False,
     ) -> None:
         self.output: dict[str, Any] = {}
         self._text = " ".join(("recinfer serve", *map(str, arguments)))
         self._start_s = start_s
-        command = [*before, sys.executable, "-m", "recinfer", "serve", *map(str, arguments), "--json"]
-        self._log = None if shows_log else tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
+        command = [sys.executable, "-m", "recinfer", "serve", *map(str, arguments), "--json"]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for error messages
         with open(os.devnull) as nothing:
             # A separate session: Ctrl-C in the terminal reaches only this process, which stops the server.
             self._process = subprocess.Popen(
@@ -62,7 +55,6 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env=environment,
                 start_new_session=True,
             )
         self._reported = threading.Event()
@@ -119,16 +111,8 @@ class ServerProcess:
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
 
-    def resident_bytes(self) -> int:
-        """Bytes of memory that the process holds now; 0 if it has ended."""
-        with suppress(OSError, ValueError, IndexError):
-            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return 0
-
     def last_line(self) -> str:
         """The last line of the server's log, for error messages."""
-        if self._log is None:
-            return "its log has the reason"
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
         return lines[-1] if lines else "it printed nothing"

@@ -182,7 +182,8 @@ def fit(
         check_target(out)
     first = source.rank == 0
     run = _Run(source, settings, _trainer(source, settings), out, curve or Curve())
-    with _threads_for(source.batch_size):
+    with _threads_for(source.batch_size), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)  # rows of ids that managed collisions admit begin with random values
         if settings.resume:
             run.resume()
         with training_progress(

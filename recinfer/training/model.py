@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,14 +14,13 @@ from recinfer.errors import ConfigError
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
-from recinfer.modules.mc_embedding_modules import evict
+from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from recinfer.modules.mc_modules import (
     LFU_EvictionPolicy,
     ManagedCollisionCollection,
     ManagedCollisionModule,
     MCHManagedCollisionModule,
 )
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,8 +68,8 @@ def build_dlrm(
         over_layers: columns of the top MLP before its last layer, which gives the logit.
         seed: seed of the initial weights; the global random state is unchanged.
         table_device: device of the tables; on meta they have no values.
-        managed: feature -> rows of its table, whose ids are raw and admitted by how often they occur; other features have
-            a row for each id.
+        managed: feature -> rows of its table, whose ids are raw and admitted by how often they occur; not empty: the ids
+            of all features are raw, and other tables have a row for each id and one for unknown ids.
 
     Raises:
         ConfigError: a contract with no sparse or no dense feature, or sizes below 1.
@@ -85,81 +84,46 @@ def build_dlrm(
             f"embedding_dim={embedding_dim}, dense_layers={tuple(dense_layers)}, over_layers={tuple(over_layers)}; "
             "expected sizes of at least 1"
         )
-    managed = managed or {}
+    rows = {f.name: (managed or {}).get(f.name, ManagedRows(f.num_embeddings + 1, 1)) for f in contract.sparse}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tables = [
             EmbeddingBagConfig(
                 name=f"t_{feature.name}",
-                num_embeddings=managed[feature.name].rows if feature.name in managed else feature.num_embeddings,
+                num_embeddings=rows[feature.name].rows if managed else feature.num_embeddings,
                 embedding_dim=embedding_dim,
                 feature_names=[feature.name],
             )
             for feature in contract.sparse
         ]
+        collection: Any = EmbeddingBagCollection(tables=tables, device=table_device)
+        if managed:
+            collection = _managed_tables(collection, contract, rows)
         return DLRM(
-            _tables(tables, contract, table_device, managed),
+            collection,
             dense_in_features=contract.num_dense,
             dense_arch_layer_sizes=[*dense_layers, embedding_dim],
             over_arch_layer_sizes=[*over_layers, 1],
         )
 
 
-def _tables(
-    tables: list[EmbeddingBagConfig],
-    contract: FeatureContract,
-    device: torch.device | None,
-    managed: Mapping[str, ManagedRows],
-) -> EmbeddingBagCollection:
-    collection = EmbeddingBagCollection(tables=tables, device=device)
-    if not managed:
-        return collection
-    sizes = {feature.name: feature.num_embeddings for feature in contract.sparse}
+def _managed_tables(
+    collection: EmbeddingBagCollection, contract: FeatureContract, rows: Mapping[str, ManagedRows]
+) -> ManagedCollisionEmbeddingBagCollection:
+    """``collection``, whose table of each feature takes raw ids."""
+    tables = collection.embedding_bag_configs()
     modules: dict[str, ManagedCollisionModule] = {
         table.name: MCHManagedCollisionModule(
             zch_size=table.num_embeddings,
-            device=device or torch.device("cpu"),
+            device=collection.device,
             eviction_policy=LFU_EvictionPolicy(),
-            eviction_interval=managed[feature].eviction_interval,
-            input_hash_size=sizes[feature],
+            eviction_interval=rows[feature.name].eviction_interval,
+            input_hash_size=feature.num_embeddings,
             name=table.name,
         )
-        for table in tables
-        for feature in table.feature_names
-        if feature in managed
+        for table, feature in zip(tables, contract.sparse)
     }
-    return _PartlyManaged(collection, modules)  # type: ignore[return-value]
-
-
-class _PartlyManaged(nn.Module):
-    """An EmbeddingBagCollection, some of whose tables take raw ids.
-
-    Args:
-        collection: all tables.
-        modules: table -> its managed collision module.
-    """
-
-    def __init__(self, collection: EmbeddingBagCollection, modules: dict[str, ManagedCollisionModule]) -> None:
-        super().__init__()
-        self._configs = collection.embedding_bag_configs()
-        raw = [config for config in self._configs if config.name in modules]
-        self._features = [feature for config in self._configs for feature in config.feature_names]
-        self._raw_features = [feature for config in raw for feature in config.feature_names]
-        self._rows_of_ids = ManagedCollisionCollection(modules, raw)
-        self._collection = collection
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables."""
-        return self._configs
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """The pooled vectors of rows and of raw ids."""
-        parts = features.to_dict()
-        rows = self._rows_of_ids(KeyedJaggedTensor.from_jt_dict({name: parts[name] for name in self._raw_features}))
-        evict(self._rows_of_ids.evict(), self._collection)
-        found = rows.to_dict()
-        together = {name: found.get(name, parts[name]) for name in self._features}
-        return self._collection(KeyedJaggedTensor.from_jt_dict(together))
+    return ManagedCollisionEmbeddingBagCollection(collection, ManagedCollisionCollection(modules, tables))
 
 
 @torch.no_grad()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from recinfer.checkpoint import check_target
 from recinfer.data.features import SparseFeature
 from recinfer.data.transforms import Hash
 from recinfer.errors import ConfigError
@@ -50,6 +52,7 @@ def compare_vocabularies(
     epochs: int = 1,
     batch_size: int = 512,
     seed: int = 0,
+    out: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Iterator[VocabularyResult]:
     """Train the same DLRM three times, and yield each result: with a row for each id, with ids hashed to ``share`` of the rows,
@@ -59,12 +62,16 @@ def compare_vocabularies(
         dataset: rows, contract and split.
         share: rows of a large table, as a part of its ids.
         embedding_dim, epochs, batch_size, seed, progress: see :func:`recinfer.training.loop.train`.
+        out: folder of the checkpoint of the model with raw ids; None writes none.
 
     Raises:
         ConfigError: ``share`` outside 0 to 1.
+        CheckpointError: ``out`` holds files that are not a checkpoint (checked before training).
     """
     if not 0 < share < 1:
         raise ConfigError(f"share is {share}; expected a number between 0 and 1")
+    if out is not None:
+        check_target(out)
     rows = {
         feature.name: max(2, round(feature.num_embeddings * share))
         for feature in dataset.contract.sparse
@@ -79,8 +86,9 @@ def compare_vocabularies(
         sparse = tuple(_with(feature, transforms.get(feature.name)) for feature in dataset.contract.sparse)
         data = replace(dataset, contract=replace(dataset.contract, sparse=sparse))
         source = MemorySource(data, batch_size, seed=seed)
-        result = fit(source, replace(settings, managed=chosen), progress=progress)
-        total = sum(chosen[f.name].rows if f.name in chosen else f.num_embeddings for f in sparse)
+        target = out if name == "managed" else None
+        result = fit(source, replace(settings, managed=chosen), out=target, progress=progress)
+        total = sum(table.shape[0] for name, table in result.model.named_parameters() if "embedding_bags" in name)
         yield VocabularyResult(name, total, result.auc, result.log_loss, result.ids_admitted, result.ids_evicted)
 
 

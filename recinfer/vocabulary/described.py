@@ -7,8 +7,9 @@ from typing import Any
 from recinfer.archive.reader import Archive
 from recinfer.vocabulary.info import VocabularyInfo
 from recinfer.vocabulary.opened import read_shapes
+from recinfer.vocabulary.strings import read_string_shapes
 
-__all__ = ["describe_vocabularies", "unknown_text"]
+__all__ = ["describe_strings", "describe_vocabularies", "unknown_text"]
 
 
 def describe_vocabularies(archive: Archive) -> list[dict[str, Any]]:
@@ -26,6 +27,24 @@ def describe_vocabularies(archive: Archive) -> list[dict[str, Any]]:
             "unknown": unknown_text(info),
         }
         for info, shape in read_shapes(archive)
+    ]
+
+
+def describe_strings(archive: Archive) -> list[dict[str, Any]]:
+    """For each vocabulary of strings its features, number of strings, load, bytes, the row of unknown strings and examples."""
+    return [
+        {
+            "features": list(info.features),
+            "strings": shape.ids,
+            "rows": info.rows,
+            "load": round(shape.load, 4),
+            "bytes": shape.num_bytes,
+            "hash": info.hash,
+            "seed": info.seed,
+            "unknown": f"row {info.unknown}",
+            "examples": list(info.examples),
+        }
+        for info, shape in read_string_shapes(archive)
     ]
 
 

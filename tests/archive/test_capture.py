@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recinfer.capture import Captured, CaptureError, capture
-from recinfer.sparse.jagged_tensor import KeyedTensor
+from recinfer.capture import Captured, CaptureError, _Int, capture
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 
 @dataclass
@@ -76,6 +77,37 @@ def test_int_of_a_number_in_a_tensor_may_be_a_size(norm: bool) -> None:
     model = Padded(norm).eval()
     _check(model, capture(model, (_batch(6),)))
     assert "int" not in globals()
+
+
+class PaddedAndBranching(Padded):
+    def forward(self, batch: Batch) -> Tensor:
+        found = super().forward(batch)
+        return found if found.sum() > 0 else -found
+
+
+def _patched_names() -> list[object]:
+    return [globals().get("int"), nn.functional.batch_norm, KeyedTensor.regroup, KeyedJaggedTensor.concat]
+
+
+def test_traces_in_threads_leave_all_functions_as_they_were() -> None:
+    before = _patched_names()
+    with ThreadPoolExecutor(3) as pool:
+        done = [pool.submit(capture, kind().eval(), (_batch(6),)) for kind in (Padded, PaddedAndBranching, Padded)]
+    _check(Padded().eval(), done[0].result())
+    _check(Padded().eval(), done[2].result())
+    with pytest.raises(CaptureError, match="depends on the numbers in a tensor"):
+        done[1].result()
+    assert _patched_names() == before
+
+
+def test_int_in_other_threads_stays_pythons() -> None:
+    """While a trace runs, all code of the model's files reads the replaced name."""
+    assert (_Int("7"), _Int("11", base=2), _Int(), _Int(torch.tensor(3)), _Int(2.5)) == (7, 3, 0, 3, 2)
+    assert type(_Int("7")) is int
+    assert isinstance(3, _Int)
+    assert issubclass(bool, _Int)
+    assert _Int.from_bytes(b"\1\0", "little") == 1
+    assert isinstance(3, _Int | None)
 
 
 class Sliced(nn.Module):

@@ -137,7 +137,7 @@ def test_every_kind_of_module() -> None:
     model = Everything().eval()
     leaves = find_leaves(model)
     assert [leaf.path for leaf in leaves] == ["ebc", "recent._embedding_bag_collection", "words"]
-    assert leaves[1].module_path == "recent"
+    assert leaves[1].about.path == "recent"
     assert leaves[1].position_weights == {
         "f_recent": ("recent._feature_processors.f_recent.position_weight", 3),
         "f_older": ("recent._feature_processors.f_older.position_weight", 5),
@@ -417,7 +417,7 @@ def test_sizes_of_ids_that_forward_joins_and_hashes_are_known() -> None:
     ones = KeyedJaggedTensor(["user", "item"], torch.arange(6), lengths=torch.ones(6, dtype=torch.int64))
     found = cut(Hashed(), batches=((ones,),))
     assert found.signature.per_sample == {"user": 1, "item": 1}
-    assert [feature.name for feature in found.computed] == ["user", "item"]
+    assert list(found.computed) == ["user", "item"]
 
 
 def test_a_split_of_the_sparse_input_goes_to_two_modules() -> None:

@@ -11,8 +11,9 @@ from torch import nn
 from recinfer.archive.cut import cut_model
 from recinfer.archive.dense import ExportedDense, Part
 from recinfer.archive.leaves import find_leaves
-from tests.archive.models import Ranker
-from tests.programs import kept_in
+from recinfer.inference.prepare import CutModel
+from tests.archive.models import Ranker, save_weights
+from tests.programs import kept_in, traced_once
 
 
 class Times(Ranker):
@@ -56,3 +57,34 @@ def test_an_error_is_not_kept(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no"):
             kept_in(tmp_path, refuse)(part)
     assert not list(tmp_path.iterdir())
+
+
+def test_only_an_equal_model_with_equal_weights_has_the_same_trace(tmp_path: Path) -> None:
+    class Local(Ranker):
+        pass
+
+    def trace(*arguments: object) -> CutModel:
+        traced.append(arguments)
+        return CutModel()
+
+    traced: list[object] = []
+    once = traced_once(trace)
+    of: dict[str, CutModel] = {}
+    for name, model, more in (
+        ("first", Times(), ((), ())),
+        ("equal", Times(), ((), ())),
+        ("attribute", Times(number=3.0), ((), ())),
+        ("weight", Times(weight=1.5), ((), ())),
+        ("argument", Times(), ((), ("f_user",))),
+        ("local", Local(), ((), ())),
+        ("local again", Local(), ((), ())),
+    ):
+        (tmp_path / name).mkdir()
+        reader = save_weights(model, tmp_path / name)
+        of[name] = once(model.to("meta"), [], reader, *more)
+    trained = Times()
+    with torch.no_grad():
+        trained.bottom.weight[0, 0] += 1
+    of["checkpoint"] = once(Times().to("meta"), [], save_weights(trained, tmp_path), (), ())
+    assert of["equal"] is of["first"]
+    assert len(traced) == len({id(found) for found in of.values()}) == len(of) - 1

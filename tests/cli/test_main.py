@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from recinfer import __version__
 from recinfer.cli.main import app
+from tests.warm import RECINFER, Program
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = [
@@ -133,21 +134,13 @@ def test_train_does_not_write_over_its_rows(tmp_path: Path, option: str) -> None
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     curve, out = tmp_path / "curve.csv", tmp_path / "ckpt"
     options = ["--limit", "5000", "--epochs", "100000", "--metrics", str(curve), "--out", str(out)]
-    command = [sys.executable, "-m", "recinfer", "train", *options]
-    with (tmp_path / "stderr").open("w+") as said:
-        process = subprocess.Popen(command, stderr=said, cwd=ROOT)
-        try:
-            end = time.monotonic() + 120
-            while not (curve.exists() and len(curve.read_text().splitlines()) > 1):  # it trains
-                assert process.poll() is None and time.monotonic() < end
-                time.sleep(0.05)
-            process.send_signal(signal.SIGINT)
-            process.wait(120)
-        finally:
-            process.kill()
-            process.wait()
-        said.seek(0)
-        err = said.read()
+    with Program(RECINFER, "train", *options) as process:
+        end = time.monotonic() + 120
+        while not (curve.exists() and len(curve.read_text().splitlines()) > 1):  # it trains
+            assert process.returncode is None and time.monotonic() < end
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
     assert process.returncode == 130
     assert "interrupted" in err
     assert "Traceback" not in err

@@ -102,12 +102,70 @@ def test_the_file_of_scores_reads_back_as_the_same_float32(target: str, tmp_path
         assert torch.equal(torch.tensor(rows).reshape(-1), torch.tensor(values).reshape(-1))
 
 
-def test_a_file_of_raw_rows_without_a_row_is_refused(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def raw_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server whose archive has a feature contract of the columns user, item, history, shop, d0, d1 and d2."""
+    folder = tmp_path_factory.mktemp("raw")
     sparse = tuple(SparseFeature(name, Hash(30)) for name in ("user", "item", "history", "shop"))
     contract = FeatureContract(sparse, tuple(DenseFeature(f"d{i}") for i in range(NUM_DENSE)))
-    checkpoint = save_checkpoint(tmp_path / "tiny.ckpt", build_model(), contract=contract)
-    run_json("export", "--checkpoint", checkpoint, "--out", tmp_path / "tiny.rqa")
-    (tmp_path / "rows.csv").write_text(",".join(contract.columns) + "\n")
-    with Server({"tiny": load(tmp_path / "tiny.rqa")}) as server:
-        said = run_json("predict", "--target", server.target, "--input", tmp_path / "rows.csv", code=2)
+    checkpoint = save_checkpoint(folder / "tiny.ckpt", build_model(), contract=contract)
+    run_json("export", "--checkpoint", checkpoint, "--out", folder / "tiny.rqa")
+    with Server({"tiny": load(folder / "tiny.rqa")}) as server:
+        yield server.target
+
+
+def test_a_file_of_raw_rows_without_a_row_is_refused(raw_target: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("user,item,history,shop,d0,d1,d2\n")
+    said = run_json("predict", "--target", raw_target, "--input", tmp_path / "rows.csv", code=2)
     assert "got no rows, expected at least one" in said["error"]["message"]
+
+
+USERS = {"user": "u7", "history": "h1", "d1": 0.5}
+CANDIDATE_ROWS = [("a", "x", "1", "2"), ("b", "", "0.25", ""), ("c", "y", "", "-1")]  # item, shop, d0, d2
+
+
+def raw(target: str, folder: Path, table: str, context: object = None, code: int = 0) -> dict[str, Any]:
+    """What ``recinfer predict --json`` prints for raw rows, with a shared row."""
+    (folder / "rows.csv").write_text(table)
+    (folder / "user.json").write_text(json.dumps(context))
+    options = () if context is None else ("--context", folder / "user.json")
+    command = ("predict", "--target", target, "--timeout", 60, "--input", folder / "rows.csv", "--batch-size", 2)
+    return run_json(*command, *options, code=code)
+
+
+def lines(*rows: tuple[str, ...]) -> str:
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def test_a_raw_context_counts_as_columns_of_every_row_do(raw_target: str, tmp_path: Path) -> None:
+    header, shared = ("item", "shop", "d0", "d2"), tuple(map(str, USERS.values()))
+    whole = lines((*header, *USERS), *((*row, *shared) for row in CANDIDATE_ROWS))
+    expected = raw(raw_target, tmp_path, whole)
+    assert raw(raw_target, tmp_path, lines(header, *CANDIDATE_ROWS), USERS) == expected
+    assert raw(raw_target, tmp_path, whole, {}) == expected
+    number = {"user": 7, "history": None, "d1": None}  # as CSV has them: 7 and two empty cells
+    missing = lines((*header, *number), *((*row, "7", "", "") for row in CANDIDATE_ROWS))
+    assert raw(raw_target, tmp_path, lines(header, *CANDIDATE_ROWS), number) == raw(raw_target, tmp_path, missing)
+
+
+def test_a_raw_context_may_hold_all_columns_with_ids(raw_target: str, tmp_path: Path) -> None:
+    ids, numbers = {"user": "u7", "item": "a", "history": "h1", "shop": "x"}, [("1", "2", "3"), ("0", "0", "")]
+    header = ("d0", "d1", "d2")
+    expected = raw(raw_target, tmp_path, lines((*header, *ids), *((*row, *ids.values()) for row in numbers)))
+    assert raw(raw_target, tmp_path, lines(header, *numbers), ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("context", "says"),
+    [
+        ({**USERS, "item": "a"}, "column 'item' is also in the rows"),
+        ({"user": "u7", "history": "h1"}, "'d1'"),
+        ({**USERS, "d1": "many"}, "context: column 'd1'"),
+        ({**USERS, "user": ["u7", "u8"]}, "context: column 'user': holds values of type list"),
+        ({**USERS, "item": "a", "shop": "x", "d0": 1, "d2": 2}, "context: column 'item' is also in the rows"),
+        ([USERS], "got list, expected an object"),
+    ],
+)
+def test_a_raw_context_that_does_not_fit(raw_target: str, tmp_path: Path, context: object, says: str) -> None:
+    said = raw(raw_target, tmp_path, lines(("item", "shop", "d0", "d2"), *CANDIDATE_ROWS), context, code=2)
+    assert says in said["error"]["message"]

@@ -6,16 +6,16 @@ import contextlib
 import os
 import pty
 import subprocess
-import sys
 from pathlib import Path
 
 from recinfer.checkpoint import save_checkpoint
 from tests.serving.conftest import build_model
+from tests.warm_shell import warm_tools
 
 
 def test_a_terminal_of_80_columns_shows_what_takes_long_and_whole_numbers(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "tiny.ckpt", build_model())
-    command = [sys.executable, "-m", "recinfer", "export", "--checkpoint", str(checkpoint)]
+    command = [str(warm_tools() / "recinfer"), "export", "--checkpoint", str(checkpoint)]
     command += ["--out", str(tmp_path / "tiny.rqa")]
     ours, theirs = pty.openpty()
     env = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}

@@ -1,4 +1,4 @@
-"""Agents without a cluster: records in a dictionary, servers as children of this process."""
+"""Agents without a cluster: records in a dictionary, servers in this process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from recinfer.deploy.ray.records import Records, Saved, Store
+from recinfer.deploy.ray.records import Records, status_of
 from recinfer.deploy.ray.replica import Agent
 from recinfer.deploy.ray.spec import Deployment
-from recinfer.deploy.ray.status import status_of
 
 
 def until(condition: Callable[[], Any], seconds: float = 240.0) -> None:
@@ -19,29 +18,38 @@ def until(condition: Callable[[], Any], seconds: float = 240.0) -> None:
         time.sleep(0.05)
 
 
-class LocalStore(Store):
-    """Values in a dictionary. ``alive``: names of the actors that have not ended."""
+class LocalStore:
+    """Ray's key-value store in a dictionary."""
 
     def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.alive: set[str] = set()
+        self.values: dict[bytes, bytes] = {}
 
-    def put(self, key: str, value: bytes, overwrite: bool) -> bool:
+    def _internal_kv_put(self, key: bytes, value: bytes, overwrite: bool, namespace: str) -> bool:
+        """Returns whether there was a value."""
         before = self.values.get(key)
         if before is None or overwrite:
             self.values[key] = value
-        return before is None
+        return before is not None
 
-    def get(self, key: str) -> bytes | None:
+    def _internal_kv_get(self, key: bytes, namespace: str) -> bytes | None:
         return self.values.get(key)
 
-    def delete(self, key: str) -> bool:
-        return self.values.pop(key, None) is not None
+    def _internal_kv_del(self, key: bytes, namespace: str) -> int:
+        return int(self.values.pop(key, None) is not None)
 
-    def keys(self, prefix: str) -> list[str]:
+    def _internal_kv_list(self, prefix: bytes, namespace: str) -> list[bytes]:
         return [key for key in list(self.values) if key.startswith(prefix)]
 
-    def actors(self) -> set[str]:
+
+class LocalRecords(Records):
+    """Records in a dictionary. ``alive``: names of the actors that have not ended."""
+
+    def __init__(self) -> None:
+        self.local = LocalStore()
+        self.alive: set[str] = set()
+        super().__init__(self.local)
+
+    def _actors(self) -> set[str]:
         return set(self.alive)
 
 
@@ -49,17 +57,16 @@ class Running:
     """A deployment, one agent per server; this class starts agents where Serve would start replicas."""
 
     def __init__(self, spec: Deployment) -> None:
-        self.store, self.spec = LocalStore(), spec
-        self.records = Records(self.store)
-        self.records.save(Saved(spec, spec.version))
+        self.spec, self.records = spec, LocalRecords()
+        self.records.save(spec)
         self.agents: dict[str, Agent] = {}
         self._started = 0
 
     def start(self, group: int | None, host: str = "127.0.0.1") -> Agent:
-        """Start a server, without waiting for it."""
+        """Start a server, and wait until it serves."""
         self._started += 1
         actor = f"actor-{self._started}"
-        self.store.alive.add(actor)
+        self.records.alive.add(actor)
         agent = Agent(self.records, self.spec.name, group, actor, f"node-{host}", host)
         self.agents[agent.server.name] = agent
         return agent
@@ -68,12 +75,20 @@ class Running:
         """End a server as Serve does at a scale-down."""
         agent = self.agents.pop(name)
         agent.stop()
-        self.store.alive.discard(agent.server.actor)
+        self.records.alive.discard(agent.server.actor)
+
+    def lose(self, name: str) -> None:
+        """End a server as the end of its process does."""
+        agent = self.agents.pop(name)
+        agent._stopping.set()
+        agent._thread.join()
+        agent._running.stop(0.0)
+        self.records.alive.discard(agent.server.actor)
 
     def status(self) -> dict[str, Any]:
-        saved = self.records.saved(self.spec.name)
-        assert saved is not None
-        return status_of(saved, self.records.servers(self.spec.name))
+        spec = self.records.deployment(self.spec.name)
+        assert spec is not None
+        return status_of(spec, self.records.servers(spec.name))
 
     def servers(self, prefix: str = "") -> dict[str, dict[str, Any]]:
         return {each["name"]: each for each in self.status()["servers"] if each["name"].startswith(prefix)}

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from recinfer.cli.deploy_ray import cores
 from recinfer.deploy.groups import MIB, Footprint, RankGroup
 from recinfer.deploy.ray.application import servers_needed
-from recinfer.deploy.ray.records import Records, Server, addresses, requests_in, shards_text
-from recinfer.deploy.ray.spec import Bounds, Deployment, Node, check_room, cores, deployment_of
-from recinfer.errors import ConfigError, UnavailableError
-from recinfer.serving.shards.config import read_shards
-from tests.deploy.local import LocalStore
+from recinfer.deploy.ray.records import Server, requests_in
+from recinfer.deploy.ray.rollout import roll
+from recinfer.deploy.ray.spec import Bounds, Deployment, check_room, deployment_of
+from recinfer.errors import ConfigError, InputError, UnavailableError
+from recinfer.serving.config import SecurityConfig
+from tests.deploy.local import LocalRecords
 
 GIB = 1024 * MIB
 FOUND = Footprint("ctr", "7", (RankGroup(0, (0, 1), 3 * GIB), RankGroup(1, (2,), GIB)), 2 * GIB, 3 * GIB)
@@ -26,20 +28,20 @@ def spec(archive: Path = Path("/models/ctr/7"), **options: Any) -> Deployment:
     return deployment_of(FOUND, archive, None, "ab12", **options)
 
 
-def nodes(*memory: float) -> list[Node]:
-    return [Node(f"10.0.0.{i}", size * GIB, 4.0) for i, size in enumerate(memory)]
+def nodes(*memory: float) -> dict[str, tuple[float, float]]:
+    return {f"10.0.0.{i}": (size * GIB, 4.0) for i, size in enumerate(memory)}
 
 
 def test_servers_that_fit_nowhere_are_refused_with_what_there_is():
     check_room(spec(), [0, 0, 1, None], nodes(3.8, 8))
-    found = [*nodes(2.5, 8), Node("10.0.0.9", 64 * GIB, 0.5)]
+    found = {**nodes(2.5, 8), "10.0.0.9": (64.0 * GIB, 0.5)}
     check_room(spec(), [0, 0], found)
     with pytest.raises(UnavailableError) as refused:
         check_room(spec(), [0, 0, 0], found)
-    for text in ("shard-0 (ranks 0, 1)", "3.8 GiB", "10.0.0.0 2.5 GiB", "10.0.0.1 8.0 GiB", "0.5 CPUs"):
+    for text in ("shard-0 (ranks 0,1)", "3.8 GiB", "10.0.0.0 2.5 GiB", "10.0.0.1 8.0 GiB", "0.5 CPUs"):
         assert text in str(refused.value)
     with pytest.raises(UnavailableError, match=r"ranker: .*no nodes"):
-        check_room(spec(), [None], [])
+        check_room(spec(), [None], {})
 
 
 @pytest.mark.parametrize(
@@ -53,29 +55,29 @@ def test_no_node_takes_more_than_its_share_of_a_kind(on: int, bounds: Bounds, mo
 def test_a_share_grows_and_never_falls():
     """Serve replaces all servers of a kind whose share changes; were it a kind of one server, nobody would serve."""
     made = spec(nodes=3).spread()
-    more = replace(made, shards=made.shards.scaled("replicas", 4)).spread()
-    less = replace(more, shards=more.shards.scaled("replicas", 1)).spread()
+    more = replace(made, shards=made.shards.scaled(4)).spread()
+    less = replace(more, shards=more.shards.scaled(1)).spread()
     assert [each.shares for each in (made, more, less)] == [(1, 1), (2, 1), (2, 1)]
 
 
-def test_the_commands_of_the_servers():
-    made = spec(token="secret-secret-secret", name=None)
-    assert (made.name, made.version, made.store) == ("ctr", "7", "/models")
-    shard = made.arguments(0, "8", "10.0.0.1", 5000)
-    assert shard[:1] == ["/models/ctr/8"] and "--admin" not in shard
-    assert shard[shard.index("--ranks") + 1] == "0,1" and shard[shard.index("--port") + 1] == "5000"
-    ranker = made.arguments(None, "7", "10.0.0.1")
-    assert "--admin" in ranker and "--ranks" not in ranker and ranker[ranker.index("--model-store") + 1] == "/models"
-    assert not any("secret" in argument for argument in (*shard, *ranker)), "arguments can be read by every user"
-    assert made.environment()["RECINFER_TOKEN"] == "secret-secret-secret" and "secret" not in repr(made)
-    assert "--insecure" in spec(insecure=True).arguments(0, "7", "10.0.0.1") and "--insecure" not in shard
+def test_the_settings_of_the_servers():
+    made = spec(security=SecurityConfig("secret-secret-secret"), name=None)
+    assert (made.name, made.version, made.store) == ("ctr", "7", Path("/models"))
+    listed = Path("/tmp/shards.json")
+    shard = replace(made, version="8").config(0, "10.0.0.1", 5000, listed)
+    assert shard.archives == (Path("/models/ctr/8"),) and not shard.models.admin
+    assert shard.role.ranks == (0, 1) and shard.address.port == 5000 and shard.tables.preload
+    ranker = made.config(None, "10.0.0.1", 0, listed)
+    assert ranker.models.admin and ranker.role.shards == listed and ranker.models.store == Path("/models")
+    assert ranker.security.token == "secret-secret-secret" and "secret" not in repr(made)
     assert made.memory(0) == FOUND.groups[0].memory_bytes and made.memory(None) == FOUND.ranker_bytes
 
 
 def test_an_archive_in_no_store_has_one_version():
     made = spec(Path("/data/movies.rqa"))
-    assert made.store is None and made.version == "7" and made.archive_of("8") == "/data/movies.rqa"
-    assert "--model-store" not in made.arguments(None, "7", "h") and "--admin" not in made.arguments(None, "7", "h")
+    assert made.store is None and made.version == "7"
+    config = made.config(None, "h", 0, Path("/tmp/shards.json"))
+    assert config.archives == (Path("/data/movies.rqa"),) and config.models.store is None and not config.models.admin
     with pytest.raises(ConfigError, match="model store"):
         deployment_of(FOUND, Path("/data/movies.rqa"), Path("/models"), "ab12")
 
@@ -104,60 +106,76 @@ def test_cpus_as_kubernetes_writes_them():
 
 @pytest.mark.parametrize(("count", "bounds"), [(3, Bounds(2, 2, 2)), (1, Bounds(2, 1, 4)), (None, Bounds(2, 1, 4))])
 def test_numbers_that_scaling_takes(count: int | None, bounds: Bounds):
-    found = bounds.scaled("replicas", count)
+    found = bounds.scaled(count)
     assert found.start == (count or bounds.start) and found.scales == bounds.scales
 
 
 @pytest.mark.parametrize(
-    ("count", "bounds", "message"), [(0, Bounds(2, 2, 2), "1 or more"), (5, Bounds(2, 1, 4), "1 to 4")]
+    ("count", "bounds", "message"),
+    [(0, Bounds(2, 2, 2), "0 between 0 and 0"), (5, Bounds(2, 1, 4), "5 between 1 and 4")],
 )
 def test_numbers_that_scaling_refuses(count: int, bounds: Bounds, message: str):
-    with pytest.raises(ConfigError, match=f"replicas: got {count}, expected {message}"):
-        bounds.scaled("replicas", count)
+    with pytest.raises(ConfigError, match=f"replicas: got {message}"):
+        replace(spec(), shards=bounds.scaled(count))
 
 
 # ---------------------------------------------------------------- records
 
 
-def server(name: str, group: int | None, state: str = "serving", port: int = 1) -> Server:
-    return Server(name, group, "actor", "n", "10.0.0.1", state, address=f"10.0.0.1:{port}", port=port)
-
-
-def test_listed_are_those_that_serve(tmp_path: Path):
-    here = [server("a", 0, port=5), server("b", 0, port=4), server("c", 0, "draining", port=6)]
-    here += [server("d", 1, "starting", port=7), server("r", None, port=8)]
-    first = addresses(2, here, {})
-    assert first == {0: ["10.0.0.1:4", "10.0.0.1:5"]}
-    assert shards_text(spec(), first) is None, "rankers refuse a file without rank 2"
-    here[3].state = "serving"
-    second = addresses(2, here, first)
-    text = shards_text(spec(), second)
-    assert text is not None
-    (tmp_path / "shards.json").write_text(text)
-    listed = read_shards(tmp_path / "shards.json").ranks
-    assert {rank: list(found) for rank, found in listed.items()} == {0: second[0], 1: second[0], 2: ["10.0.0.1:7"]}
-    assert addresses(2, here[:3], second)[1] == ["10.0.0.1:7"], "the last one stays, to be named as missing"
-
-
 def test_a_replica_takes_the_name_of_an_ended_one_and_its_port_on_the_same_host():
-    store = LocalStore()
-    records = Records(store)
-    store.alive |= {f"actor-{n}" for n in range(6)}
+    records = LocalRecords()
+    records.alive |= {f"actor-{n}" for n in range(6)}
     made = [records.claim("ctr", 0, f"actor-{n}", "n", f"10.0.0.{n}")[0] for n in range(3)]
     assert [each.name for each in made] == ["shard-0-0", "shard-0-1", "shard-0-2"]
     for number, each in enumerate(made):
         each.port, each.address, each.state = 4000 + number, f"10.0.0.{number}:{4000 + number}", "serving"
         records.write("ctr", each)
-    store.alive -= {"actor-1", "actor-2"}
+    records.alive -= {"actor-1", "actor-2"}
     assert [each.state for each in records.servers("ctr")] == ["serving", "pending", "pending"]
     took, port = records.claim("ctr", 0, "actor-3", "n", "10.0.0.2")
     assert (took.name, took.restarts, port) == ("shard-0-2", 1, 4002)
     took, port = records.claim("ctr", 0, "actor-4", "n", "10.0.0.9")
     assert (took.name, took.restarts, port) == ("shard-0-1", 1, 0)
     assert records.claim("ctr", None, "actor-5", "n", "10.0.0.9")[0].name == "ranker-0"
-    assert records.forget("ctr", "shard-0-0") and not records.forget("ctr", "shard-0-0")
+    records.forget("ctr", "shard-0-0")
     assert Counter(each.state for each in records.servers("ctr")) == {"starting": 3}
-    assert records.forget("ctr") and not store.values
+    records.forget("ctr")
+    assert not records.local.values
+
+
+def test_a_version_is_served_once_all_rankers_have_it_and_not_if_one_refuses_it():
+    records, made = LocalRecords(), spec()
+    records.save(made)
+    with pytest.raises(UnavailableError, match="no ranker is serving"):
+        roll(records, made, "8")
+    records.alive |= {"a", "b"}
+    rankers = [Server(f"ranker-{n}", None, actor, "n", "h", "serving") for n, actor in enumerate("ab")]
+    rankers[0].loaded, rankers[0].version = ["7", "8"], "8"
+    rankers[1].refused = {"8": "it is not sound"}
+    for each in rankers:
+        records.write("ctr", each)
+    with pytest.raises(InputError, match="ranker-1 on h: it is not sound"):
+        roll(records, made, "8")
+    assert records.deployment("ctr") == made, "nothing changed, and no ranker loads the version any more"
+    rankers[1].loaded, rankers[1].version, rankers[1].refused = ["7", "8"], "8", {}
+    records.write("ctr", rankers[1])
+    assert roll(records, made, "8") == "8"
+    after = records.deployment("ctr")
+    assert after is not None and (after.version, after.previous, after.candidate) == ("8", "7", None)
+
+
+def test_a_later_rollout_takes_over():
+    class Later(LocalRecords):
+        def servers(self, deployment: str) -> list[Server]:
+            found = self.deployment(deployment)
+            assert found is not None
+            self.save(replace(found, candidate="9"))
+            return [Server("ranker-0", None, state="serving")]
+
+    records, made = Later(), spec()
+    with pytest.raises(UnavailableError, match="took over"):
+        roll(records, made, "8")
+    assert records.deployment("ctr") == replace(made, candidate="9"), "the later one goes on"
 
 
 # ---------------------------------------------------------------- load
@@ -165,7 +183,7 @@ def test_a_replica_takes_the_name_of_an_ended_one_and_its_port_on_the_same_host(
 
 def test_requests_of_a_shard_server_are_those_that_rankers_wait_for():
     rankers = [Server(f"ranker-{n}", None, inside=5.0, calls={"10.0.0.1:1": 2, "10.0.0.1:2": 9}) for n in range(2)]
-    assert requests_in(server("a", 0), rankers) == 4.0
+    assert requests_in(Server("a", 0, address="10.0.0.1:1"), rankers) == 4.0
     assert requests_in(rankers[0], []) == 5.0
 
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from recinfer.distributed.embedding import EmbeddingCollectionSharder
+from recinfer.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from recinfer.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from recinfer.distributed.model_parallel import DistributedModelParallel
 from recinfer.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -19,10 +21,18 @@ from recinfer.distributed.sharding_plan import construct_module_sharding_plan, r
 from recinfer.distributed.train_pipeline import TrainPipelineSparseDist
 from recinfer.distributed.types import ShardingEnv, ShardingPlan
 from recinfer.errors import ConfigError
-from recinfer.modules.embedding_configs import EmbeddingBagConfig
-from recinfer.modules.embedding_modules import EmbeddingBagCollection
-from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from recinfer.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
+from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recinfer.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from recinfer.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+    MCHManagedCollisionModule,
+)
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.distributed.spawn import run_ranks
 from tests.golden import managed_sharded as golden
@@ -163,15 +173,108 @@ def test_tables_that_are_not_row_wise_are_refused() -> None:
         assert "table_wise is not supported" in text and "expected ['row_wise']" in text
 
 
-def test_remapped_features_are_refused_by_name() -> None:
-    (text,) = run_ranks(1, remapped)
-    assert "return_remapped_features=True; sharded modules return vectors only" in text
+class Unpooled(nn.Module):
+    """Two unpooled tables of three features, one of two features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingConfig(num_embeddings=ROWS, embedding_dim=DIM, name="t", feature_names=["f", "g"]),
+            EmbeddingConfig(num_embeddings=2 * ROWS, embedding_dim=DIM, name="u", feature_names=["h"]),
+        ]
+        modules: dict[str, ManagedCollisionModule] = {
+            table.name: MCHManagedCollisionModule(
+                table.num_embeddings,
+                torch.device("cpu"),
+                LFU_EvictionPolicy(),
+                eviction_interval=2,
+                input_hash_size=IDS,
+            )
+            for table in tables
+        }
+        self.tables = ManagedCollisionEmbeddingCollection(
+            EmbeddingCollection(tables), ManagedCollisionCollection(modules, tables), return_remapped_features=True
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Any, Any]:
+        return self.tables(features)
 
 
-def remapped(rank: int, world: int) -> str:
-    with pytest.raises(ConfigError) as error:
-        DistributedModelParallel(Model(return_remapped_features=True), device=torch.device("cpu"))
-    return str(error.value)
+class Pooled(Model):
+    def __init__(self) -> None:
+        super().__init__(return_remapped_features=True)
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Any, Any]:
+        return self.tables(features)
+
+
+def bags(seed: int, size: int = 8) -> KeyedJaggedTensor:
+    """Bags of 0 to 3 ids in another order of features than the tables', one of them of no table."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (4 * size,), generator=random)
+    ids = torch.randint(0, IDS, (2, int(lengths.sum())), generator=random).prod(0) // IDS
+    ids[::7] = -5 - seed
+    return KeyedJaggedTensor(["h", "g", "none", "f"], ids, lengths=lengths)
+
+
+def remapped(rank: int, world: int, kind: str) -> list[tuple[KeyedJaggedTensor, KeyedJaggedTensor]]:
+    """The raw ids and the rows of a few steps, and whether the vectors are those of the rows."""
+    sharders: list[Any] = [
+        ManagedCollisionEmbeddingBagCollectionSharder(),
+        ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder(use_index_dedup=kind == "dedup")),
+    ]
+    torch.manual_seed(3)
+    whole = Pooled() if kind == "pooled" else Unpooled()
+    planner = EmbeddingShardingPlanner(topology=Topology(world_size=world, compute_device="cpu"))
+    plan = planner.collective_plan(whole, sharders, dist.group.WORLD)
+    model = DistributedModelParallel(whole, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    found = []
+    for step in range(7):
+        model.train(step < 6)
+        features = bags(step * world + rank, 4 + rank)
+        vectors, rows = model(features)
+        assert rows.keys() == (["f", "g"] if kind == "pooled" else ["f", "g", "h"])
+        for name in rows.keys():  # noqa: SIM118 - not a dict
+            assert torch.equal(rows[name].lengths(), features[name].lengths())
+            table = "u" if name == "h" else "t"
+            weight = gathered(model, table)
+            expected = weight[rows[name].values()]
+            if kind == "pooled":
+                lengths = rows[name].lengths().long()
+                expected = torch.segment_reduce(expected, "sum", lengths=lengths, axis=0, initial=0)
+                torch.testing.assert_close(vectors[name], expected)
+            else:
+                assert torch.equal(vectors[name].values(), expected)
+        found.append((features, rows.wait()))
+    return found
+
+
+def gathered(model: DistributedModelParallel, table: str) -> torch.Tensor:
+    """A table whole, from all ranks."""
+    module = model.module.tables._embedding_module
+    (weight,) = [p for name, p in module.named_parameters() if name.split(".")[1] == table]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, weight.detach().clone())
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind", ["pooled", "unpooled", "dedup"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_remapped_features_are_the_rows_that_are_looked_up(world: int, kind: str) -> None:
+    """Rows of whole tables, for each rank's own ids in their order; one rank gives the rows of the unsharded module."""
+    ranks = run_ranks(world, remapped, kind)
+    if world > 1:
+        assert all((rows.values() >= ROWS // 2).any() and (rows.values() < ROWS // 2).any() for _, rows in ranks[0])
+        return
+    torch.manual_seed(3)
+    whole = Pooled() if kind == "pooled" else Unpooled()
+    for step, (features, rows) in enumerate(ranks[0]):
+        whole.train(step < 6)
+        expected = whole(features)[1]
+        assert expected.keys() == rows.keys()
+        if kind != "dedup":  # a deduplicated id counts once
+            assert torch.equal(rows.values(), expected.values())
+        assert torch.equal(rows.lengths(), expected.lengths())
 
 
 def test_the_planner_cuts_managed_tables_by_rows() -> None:

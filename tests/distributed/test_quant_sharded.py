@@ -22,12 +22,14 @@ from recinfer.quant.formats.registry import row_format
 from recinfer.quant.rows import PACKED_TYPES, padded_dim
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.distributed.plans import sharding
+from tests.matrix import by_pairs
 from tests.quant.cases import MIXED, float_bags, quantized_sequences, random_features
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 KINDS = ["table_wise", "row_wise", "column_wise", "grid", "mixed"]
 TYPES = [*[dict.fromkeys("abcd", t) for t in PACKED_TYPES], MIXED]
 TYPE_IDS = [*[t.value for t in PACKED_TYPES], "mixed"]
+TYPES_BY_ID = dict(zip(TYPE_IDS, TYPES))
 
 
 def plan_for(module: torch.nn.Module, kind: str, world_size: int, device: str = "cpu") -> dict[str, ParameterSharding]:
@@ -59,12 +61,12 @@ def packed_twin(module: EmbeddingBagCollection | EmbeddingCollection, sharded: t
     return type(sharded).from_packed(sharded._configs, placed, buffer, **kwargs)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("types", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize(("types", "kind", "world_size"), by_pairs(TYPE_IDS, KINDS, [1, 2, 3]))
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_pooled(types: dict[str, DataType], kind: str, world_size: int, weighted: bool) -> None:
-    module = EmbeddingBagCollection.from_float(float_bags([SUM, MEAN, MEAN, SUM], weighted), per_table=types)
+def test_pooled(types: str, kind: str, world_size: int, weighted: bool) -> None:
+    module = EmbeddingBagCollection.from_float(
+        float_bags([SUM, MEAN, MEAN, SUM], weighted), per_table=TYPES_BY_ID[types]
+    )
     plan = plan_for(module, kind, world_size)
     env = ShardingEnv.from_local(world_size, 0)
     shared = ShardedQuantEmbeddingBagCollection(module, plan, env)
@@ -89,11 +91,9 @@ def test_pooled(types: dict[str, DataType], kind: str, world_size: int, weighted
                 torch.testing.assert_close(got.values(), want.values(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("types", TYPES, ids=TYPE_IDS)
-def test_sequences(types: dict[str, DataType], kind: str, world_size: int) -> None:
-    module = quantized_sequences(types)
+@pytest.mark.parametrize(("types", "kind", "world_size"), by_pairs(TYPE_IDS, KINDS, [1, 3]))
+def test_sequences(types: str, kind: str, world_size: int) -> None:
+    module = quantized_sequences(TYPES_BY_ID[types])
     plan = plan_for(module, kind, world_size)
     env = ShardingEnv.from_local(world_size, 0)
     shared = ShardedQuantEmbeddingCollection(module, plan, env)

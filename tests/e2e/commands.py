@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
+import typer.testing
 from typer.testing import CliRunner
 
 from recinfer.cli.main import app
 
 __all__ = ["run", "run_json"]
+
+# Typer derives the options of all commands from their functions in each call, which takes longer than most commands.
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]
 
 
 def run(*args: object) -> tuple[int, str, str]:

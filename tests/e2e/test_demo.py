@@ -10,12 +10,12 @@ import pytest
 
 from recinfer.serving import server_process
 from tests.e2e.commands import run_json
-from tests.warm import RECINFER, run_program, starting_warm
+from tests.warm import run_program, starting_warm, warm_workers
 
 
 def demo(*args: object) -> tuple[dict[str, Any], str]:
-    """What ``recinfer demo --json`` printed last, and what it printed for people: a process of its own."""
-    code, out, err = run_program(RECINFER, "demo", "--json", *args)
+    """What ``recinfer demo --json`` printed last, and what it printed for people: a process of its own, as its server is."""
+    code, out, err = run_program(warm_workers(), "demo", "--json", *args)
     assert code == 0, err
     return json.loads(out), err
 
@@ -40,6 +40,14 @@ def test_made_up_rows(tmp_path: Path) -> None:
     with starting_warm(server_process):
         report = run_json("demo", "--limit", 1000, "--out", tmp_path / "kept")  # the same folder again
     assert report["rows"] == {"train": 900, "test": 100}
+
+
+def test_managed_collisions_are_compared_exported_and_served() -> None:
+    with starting_warm(server_process):
+        report = run_json("demo", "--limit", 600, "--world-size", 1, "--vocabulary", "managed")
+    assert [found["name"] for found in report["vocabularies"]] == ["full", "hashed", "managed"]
+    assert report["quality"]["float"]["auc"] == pytest.approx(report["vocabularies"][2]["auc"], abs=1e-5)
+    assert report["max_logit_difference"] < 0.1
 
 
 def test_criteo_sample(sample_data: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recinfer
 from recinfer.archive.check import Answer, compare_answers
 from recinfer.archive.manifest_rules import read_manifest
 from recinfer.checkpoint import CheckpointReader
@@ -204,6 +205,14 @@ def test_a_feature_with_the_name_of_another_output_is_refused(tmp_path: Path, ot
         make_archive(tmp_path, model=Shared(other))
 
 
+@pytest.mark.parametrize("part", ["values", "lengths", "weights"])
+def test_a_feature_with_the_name_of_a_part_of_another_is_refused(tmp_path: Path, part: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"feature 'x.{part}' has the name that requests give the {part} of 'x'; rename"
+    ):
+        make_archive(tmp_path, model=Shared(f"x.{part}"))
+
+
 def test_a_contract_says_what_ids_out_of_range_become(tmp_path: Path) -> None:
     contract = make_contract()
     _, archive = make_archive(tmp_path, contract=contract)
@@ -280,8 +289,28 @@ def test_error_says_that_forward_makes_nan(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"output 'log' is NaN in \d+ of \d+ rows") as caught:
         make_archive(tmp_path, model=Logarithm())
-    assert "the weights are finite, so forward computes it from the golden request's random inputs" in str(caught.value)
+    assert "the weights are finite, so forward computes it from the golden request's inputs" in str(caught.value)
     assert "not what was exported" not in str(caught.value)
+
+
+def test_bags_that_the_example_batch_never_has_empty_are_not_empty_where_that_gives_nan(tmp_path: Path) -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ebc = EmbeddingBagCollection(tables=[EmbeddingBagConfig(20, 4, "t", feature_names=["hist"])])
+
+        def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+            return self.ebc(ids).values() / ids["hist"].lengths().unsqueeze(1)
+
+    def batch(*lengths: int) -> tuple[KeyedJaggedTensor]:
+        values = torch.arange(sum(lengths))
+        return (KeyedJaggedTensor(["hist"], values, lengths=torch.tensor(lengths, dtype=torch.int32)),)
+
+    served = recinfer.export(Mean(), batch(2, 1, 3), tmp_path / "mean.rqa", precision="fp32")
+    assert torch.isfinite(served(*batch(1, 4))).all()
+    recinfer.verify(tmp_path / "mean.rqa")
+    with pytest.raises(ConfigError, match=r"output 'output' is NaN"):
+        recinfer.export(Mean(), batch(2, 0, 3), tmp_path / "other.rqa", precision="fp32")
 
 
 def test_error_names_a_nan_answer() -> None:

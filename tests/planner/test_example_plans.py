@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import runpy
-import subprocess
-import sys
 
 import pytest
 
@@ -14,33 +11,6 @@ from recinfer.distributed.types import ShardingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from tests.planner.models import model, sharders, train_planner
 from tests.planner.test_tutorials import EXAMPLES
-
-# Runs an example, then prints the hashes of the plans that it made.
-NOTING = """
-import json, runpy, sys
-from recinfer.distributed.planner import EmbeddingShardingPlanner
-
-made, plan = [], EmbeddingShardingPlanner.plan
-def noting(self, *args, **options):
-    found = plan(self, *args, **options)
-    made.append(self.last_plan.hash[:16])
-    return found
-EmbeddingShardingPlanner.plan = noting
-runpy.run_path(sys.argv[1])
-print(json.dumps(made))
-"""
-
-
-def test_plans_of_the_planner_tutorial() -> None:
-    command = [sys.executable, "-c", NOTING, str(EXAMPLES / "tutorial_planner.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [
-        "aac479048b6e4a66",
-        "30f1c2a4e8cb3c71",
-        "daa0e805ba22eb71",
-        "30f1c2a4e8cb3c71",
-        "4807690dd60e3093",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 
 import pytest
 
 from recinfer.errors import ConfigError
 from recinfer.quant.outputs import keep_outputs
+from tests.warm import run_program
 
 FAULTS = """
 import ctypes, resource, sys, threading, torch
@@ -47,8 +46,9 @@ thread.join()
 def test_a_large_output_is_mapped_once() -> None:
     def faults(how: str) -> list[float]:
         """Pages that a call touched for the first time, as a part of its output's: averages of ten calls each."""
-        ran = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True)
-        return [float(part) for part in ran.stdout.split()]
+        code, out, err = run_program(FAULTS, how)
+        assert code == 0, err
+        return [float(part) for part in out.split()]
 
     assert min(faults("not")) > 0.83
     assert faults("keep")[-1] < 0.083

@@ -10,12 +10,10 @@ from typing import Any
 
 from recinfer.inference.lookups import run_now
 from recinfer.serving.engine.batch_config import BatchConfig
-from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import InferenceService
-from recinfer.serving.engine.dispatcher import Dispatcher
-from recinfer.serving.engine.plain import PlainReader, PlainRequest
+from recinfer.serving.engine.dispatcher import Dispatcher, Predictions, lookup_now
 from recinfer.serving.engine.remote_byte_path import FanOuts
-from recinfer.serving.engine.request import CallName, Request
+from recinfer.serving.engine.request import CallName, PlainReader, PlainRequest, Request
 from recinfer.serving.engine.scheduler import Scheduler
 
 LONG = 90.0
@@ -37,7 +35,7 @@ class BytePath:
         self.reader = PlainReader(service.registry, service.limits)
         self.scheduler = Scheduler(BatchConfig(max_batch=max_batch), threads)
         self.predictions = Predictions(self.scheduler, service.stats, _leave, threads)
-        self.fan_outs = FanOuts(self.scheduler, self.predictions, service.stats, _leave)
+        self.fan_outs = FanOuts(self.scheduler, self.predictions.submit, service.stats, _leave)
 
     def close(self) -> None:
         self.scheduler.close()

@@ -17,11 +17,10 @@ from grpc_health.v1 import health_pb2
 from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine import queue_budget
+from recinfer.serving.engine import scheduler
 from recinfer.serving.engine.batch_config import BatchConfig
-from recinfer.serving.engine.stats import RequestStats
-from recinfer.serving.server.admission import Admission
-from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.engine.registry import RequestStats
+from recinfer.serving.server.grpc_core import Admission, CoreServer
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
@@ -128,7 +127,7 @@ def test_over_http_a_header_says_when_to_try_again(predictor: Predictor, monkeyp
         port, waiting = server.server.http_port, server.server.scheduler.queue
         futures = server.fill()
         for seconds_a_request, said in ((1e-3, "1"), (0.5, "1"), (1.2, "3")):
-            waiting._seconds_a_request, waiting._last = seconds_a_request, queue_budget._NONE_YET  # two wait
+            waiting._seconds_a_request, waiting._last = seconds_a_request, scheduler._NONE_YET  # two wait
             status, header, answer = ask()
             assert (status, header) == (429, said), answer
             assert "try again in" in str(answer["error"])

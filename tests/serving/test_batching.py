@@ -21,8 +21,8 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine import dispatcher
 from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.memory_budget import UNCOUNTED
+from recinfer.serving.engine.registry import RunCost
 from recinfer.serving.engine.request import Request
-from recinfer.serving.engine.run_cost import RunCost
 from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.server.grpc_methods import handler
 from recinfer.serving.server.server import SERVICE_NAME, Server
@@ -103,7 +103,7 @@ def own_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("recinfer.serving.engine.scheduler.time", clock)
-    monkeypatch.setattr("recinfer.serving.engine.queue_budget.time", clock)
+    monkeypatch.setattr("recinfer.serving.engine.scheduler.time", clock)
     return now
 
 

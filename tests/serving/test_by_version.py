@@ -18,8 +18,7 @@ from torch import nn
 from recinfer.errors import InputError, NotFoundError, RecinferError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.registry import ServedModel
-from recinfer.serving.engine.stats import AnswerCounts, RequestStats
+from recinfer.serving.engine.registry import AnswerCounts, RequestStats, ServedModel
 from recinfer.serving.server.server import Server
 from recinfer.serving.server.telemetry.metrics import merge_statuses, only_counts, sum_ended
 from recinfer.serving.server.telemetry.observe import JsonLines
@@ -150,8 +149,7 @@ def test_series_end_when_a_version_is_unloaded_and_the_sums_stay(server: Server)
 
 
 def test_an_answer_after_the_unload_is_counted_once_in_the_sums():
-    gone, served = AnswerCounts(), []
-    stats = RequestStats(lambda: served)
+    gone, stats = AnswerCounts(), RequestStats()
     for expected in (1, 2, 3):
         stats.add("Lookup", "OK", 0.1, gone)
         assert stats.requests() == {("Lookup", "OK"): expected} == {("Lookup", "OK"): stats.latency()["Lookup"].count}

@@ -6,7 +6,7 @@ import pytest
 
 from recinfer.errors import DeadlineError, InputError, OverloadedError, UnavailableError
 from recinfer.serving.engine.memory_budget import MemoryBudget
-from recinfer.serving.server.call_ticket import Bounds, CallTicket
+from recinfer.serving.server.grpc_call import Bounds, CallTicket
 
 MIB = 1 << 20
 BOUNDS = Bounds(MemoryBudget(32 * MIB), most_bytes=8 * MIB, slow_bytes=10 * MIB, receive_s=3.0)

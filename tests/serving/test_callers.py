@@ -22,9 +22,9 @@ from recinfer.errors import ConfigError, UnavailableError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.config import AddressConfig, ModelsConfig, RoleConfig, ServeConfig
-from recinfer.serving.server.request_id import RequestIds
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.server.telemetry.observe import RequestIds
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.unix_socket import SocketFile
 from tests.serving.conftest import make_request

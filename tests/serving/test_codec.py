@@ -43,7 +43,7 @@ def test_field_numbers_are_the_wire_contract():
     assert numbers == {
         "JaggedFeatures": {
             "keys": 1, "batch_size": 2, "lengths": 3, "values": 4, "weights": 5, "values_int32": 6,
-            "weighted_keys": 7,
+            "weighted_keys": 7, "string_keys": 8, "strings": 9, "string_lengths": 10,
         },
         "LookupRequest": {"model": 1, "version": 2, "features": 3, "label": 15},
         "LookupResponse": {
@@ -68,7 +68,7 @@ def test_field_numbers_are_the_wire_contract():
             },
         "ModelInfo": {
             "name": 1, "version": 2, "features": 3, "num_dense": 4, "precision": 5, "plan_hash": 6,
-            "feature_contract": 7, "needs_weights": 8, "inputs": 9,
+            "feature_contract": 7, "needs_weights": 8, "inputs": 9, "string_features": 10,
         },
     }  # fmt: skip
     assert pb.DESCRIPTOR.package == "recinfer.v1"

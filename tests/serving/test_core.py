@@ -15,8 +15,7 @@ import grpc.aio
 import pytest
 
 from recinfer.serving.server import grpc_core as core
-from recinfer.serving.server.ending import Ending
-from recinfer.serving.server.grpc_call import CoreCall
+from recinfer.serving.server.grpc_call import CoreCall, Ending
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.wire.loop import run_on_loop, start_on_loop
 from tests.waiting import until

@@ -43,6 +43,7 @@ from tests.serving.supervised import Load
 from tests.serving.test_batching import hold
 from tests.serving.test_hostile import BLAME, mutations
 from tests.waiting import until
+from tests.warm import WarmPopen
 
 aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 from recinfer.serving.server.http_site import HttpSite  # noqa: E402
@@ -67,10 +68,12 @@ main()
 def serving(
     archive: Path, *arguments: str, program: tuple[str, str] = ("-m", "recinfer"), **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """``recinfer serve`` of the archive in its own process, and the JSON that it printed when it was ready."""
+    """``recinfer serve`` of the archive in its own process, and the JSON that it printed when it was ready; forked from a warm
+    interpreter, unless its environment has to be there when it starts."""
     command = [sys.executable, *program, "serve", str(archive), "--port", "0", "--json", *arguments]
     with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would stop a server that writes too much
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | environment)
+        start: Any = subprocess.Popen if environment else WarmPopen
+        process = start(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | environment)
         try:
             line = process.stdout.readline()
             assert line, told(log)

@@ -14,7 +14,7 @@ from recinfer.cli.serve_options import LimitOptions
 from recinfer.errors import ConfigError, OverloadedError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.memory_budget import SMALL_BYTES, Ticket
-from recinfer.serving.server import call_ticket, grpc_core
+from recinfer.serving.server import grpc_call, grpc_core
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.shard_server import ShardServer
@@ -139,12 +139,12 @@ def test_open_reflection_calls_are_bounded_in_number(server: Server, monkeypatch
         assert len(raw.ended) == 6  # four answers that nobody reads are held, and no more
         assert ask(server, b"", CHECK) == b"\x08\x01"
         assert count(server, "RESOURCE_EXHAUSTED", "other") == 6
-        monkeypatch.setattr(call_ticket, "_SENT_S", 0.0)
+        monkeypatch.setattr(grpc_call, "_SENT_S", 0.0)
         raw.until_ended(10)
 
 
 def test_a_stream_of_answers_that_nobody_reads_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(call_ticket, "_SENT_S", 0.2)
+    monkeypatch.setattr(grpc_call, "_SENT_S", 0.2)
     with RawHttp2(server.port, window=0) as raw:
         raw.call(REFLECTION, 100 * message(describe()))  # more than gRPC takes before it waits for its caller
         raw.until_ended(1)
@@ -172,7 +172,7 @@ def test_answers_that_nobody_reads_are_bounded_and_given_up(server: Server, monk
         until(lambda: server.budget.held == held * size)  # what was refused is let go when gRPC has sent its status
         raw.until_ended(40 - held)
         assert ask(server, lookup())
-        monkeypatch.setattr(call_ticket, "_SENT_S", 0.0)
+        monkeypatch.setattr(grpc_call, "_SENT_S", 0.0)
         raw.until_ended(40)  # the connection stays open for other calls
         until(lambda: server.budget.held == 0)
 

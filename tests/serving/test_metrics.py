@@ -21,7 +21,7 @@ from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.stages import Histogram
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.engine.registry import RequestStats
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.telemetry.observe import JsonLines, Observer
@@ -159,7 +159,7 @@ def test_requests_are_logged_as_json_with_their_id():
         observer = Observer(RequestStats(), trace=False)
         observer.answered("Predict", "OK", 0.0021, headers=(("X-Request-Id", "abc"),), num_bytes=12)
         observer.answered("Predict", "NOT_FOUND", 0.001, headers=lambda: None)
-        observer.refused("Predict", "RESOURCE_EXHAUSTED", (("x-request-id", "def"),))
+        observer.answered("Predict", "RESOURCE_EXHAUSTED", None, headers=(("x-request-id", "def"),))
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)

@@ -6,13 +6,15 @@ import threading
 
 import pytest
 
-from recinfer.serving.engine.parallel_parts import ParallelParts
+from recinfer.serving.engine.dispatcher import ParallelParts
 
 WAIT_S = 60
 
 
 def own_threads(before: set[threading.Thread]) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread not in before and thread.name == "recinfer-part"]
+    return [
+        thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("recinfer-part")
+    ]
 
 
 def test_works_run_at_once_and_give_their_results_in_order() -> None:
@@ -69,9 +71,9 @@ def test_threads_come_when_needed_and_go_when_closed() -> None:
     three = ParallelParts(3)
     assert three.run([lambda: 1]) == ([1], 0.0)
     assert not own_threads(before)
-    three.run([int, int])
+    three.run([int, int, int])
     threads = own_threads(before)
-    assert len(threads) == 2
+    assert 1 <= len(threads) <= 2  # an idle thread takes the next part
     three.close()
     three.close()
     for thread in threads:

@@ -37,6 +37,7 @@ from tests.rotating import Callers, Files
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.waiting import until
+from tests.warm import Program, warm_workers
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 
@@ -342,26 +343,12 @@ def test_a_worker_falls_back_on_the_supervisors_token(tmp_path: Path, monkeypatc
 
 
 def test_the_command_follows_its_files_and_survives_sighup(archive: Path, tmp_path: Path):
-    import sys
-
     path = tmp_path / "token"
     path.write_text(OLD)
-    command = [
-        sys.executable,
-        "-m",
-        "recinfer",
-        "serve",
-        str(archive),
-        "--port",
-        "0",
-        "--json",
-        "--token-file",
-        str(path),
-    ]
     _, features = make_request(1, 2)
-    with subprocess.Popen([*command, "--workers", "2"], stdout=subprocess.PIPE, text=True) as process:
+    arguments = ["--port", 0, "--json", "--token-file", path, "--workers", 2]
+    with Program(warm_workers(), "serve", archive, *arguments) as process:
         try:
-            assert process.stdout is not None
             target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
             path.write_text(NEW)
             process.send_signal(signal.SIGHUP)
@@ -377,9 +364,10 @@ def test_the_command_follows_its_files_and_survives_sighup(archive: Path, tmp_pa
 
             until(lambda: all(answered(NEW) for _ in range(8)))
             until(lambda: not any(answered(OLD) for _ in range(8)))
-            assert process.poll() is None
+            assert process.returncode is None
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait() == 0
 
 
 # -- expiry

@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import urllib.request
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ from recinfer.serving.config import (
     ServeConfig,
     TablesConfig,
 )
+from recinfer.serving.engine.batch_config import BatchConfig
 from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import write_shards
@@ -72,11 +74,15 @@ def test_a_server_answers_inside_the_block_and_is_gone_after_it(archive: Path, p
         assert isinstance(server.ready, ReadyModels) and server.ready.serving == ("tiny 3",)
         with urllib.request.urlopen(f"{server.metrics_url}/metrics", timeout=60) as answer:
             assert b"recinfer" in answer.read()
+        with urllib.request.urlopen(f"{server.metrics_url}/status.json", timeout=60) as answer:
+            assert server.status().keys() == json.load(answer).keys() and server.status()["ready"]
         assert is_open(server.target)
     assert not is_open(server.target)
     server.stop()  # a second stop has no effect
     with recinfer.serve(str(archive)) as server:
-        assert server.url is server.metrics_url is None
+        assert model_over_http(server) == "tiny" and server.metrics_url is None
+    with recinfer.serve(str(archive), http_port=None) as server:
+        assert server.url is None
 
 
 def test_a_server_runs_inside_an_event_loop(archive: Path, predictor: Predictor):
@@ -154,13 +160,14 @@ def test_a_shard_server_and_a_ranker_run_in_one_process(archive: Path, tmp_path:
         with RunningServer(ServeConfig((archive,), role=RoleConfig(shards=listed)), said.append) as ranker:
             until(lambda: "all shards are there: serving" in said)
             assert predicts(ranker, predictor)
+            assert ranker.status()["shards"]["replicas"] and shards.status()["held"]["ranks"] == [0, 1]
     assert not is_open(ranker.target) and not is_open(shards.target)
 
 
 def test_workers_of_a_python_program(archive: Path, predictor: Predictor):
     with recinfer.serve(archive, workers=2, http_port=0, metrics_port=0) as server:
         assert predicts(server, predictor) and model_over_http(server) == "tiny"
-        assert server.metrics_url is not None
+        assert server.metrics_url is not None and server.status()["workers"] == 2
     assert not is_open(server.target)
 
 
@@ -173,6 +180,7 @@ def test_workers_that_do_not_start(tmp_path: Path):
     ("arguments", "says"),
     [
         ({}, "nothing to serve"),
+        ({"config": ServeConfig(), "http_port": 0}, "expected them in the ServeConfig"),
         ({"config": ServeConfig(), "port": 5}, "expected them in the ServeConfig"),
         ({"config": "a.rqa", "poll": 1.0}, "give --model-store DIR"),
         ({"config": "a.rqa", "host": "0.0.0.0"}, "there is no token"),
@@ -205,6 +213,23 @@ def default_options() -> ServeOptions:
         SecurityOptions(),
         RoleOptions(),
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "renamed"),
+    [
+        (AddressOptions, AddressConfig, {"cors_origin"}),
+        (TableOptions, TablesConfig, set()),
+        (ModelOptions, ModelsConfig, {"delta"}),
+        (BatchOptions, BatchConfig, set()),
+        (SecurityOptions, SecurityConfig, set()),
+        (RoleOptions, RoleConfig, set()),
+    ],
+)
+def test_an_option_has_the_name_of_its_setting(options: type, config: type, renamed: set[str]):
+    """An option of another name would have no effect."""
+    names = {option.name for option in fields(options)}
+    assert renamed <= names and names - renamed <= {setting.name for setting in fields(config)}
 
 
 def test_options_have_the_defaults_of_the_configuration():

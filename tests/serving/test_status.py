@@ -14,7 +14,7 @@ from recinfer import errors
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.torchserve import error_in
-from recinfer.serving.server.ending import ending_of
+from recinfer.serving.server.grpc_call import ending_of
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.status import error_of, status_of
 

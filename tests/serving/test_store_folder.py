@@ -20,8 +20,7 @@ from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.engine.admin import SET_FAULT
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.store import ModelStore
-from recinfer.serving.engine.store_folder import StoreFolder
-from recinfer.serving.engine.version_order import natural
+from recinfer.serving.engine.store_folder import StoreFolder, natural
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.loop import run_on_loop
 from tests.serving.conftest import build_model, export

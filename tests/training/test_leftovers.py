@@ -18,6 +18,7 @@ from recinfer.errors import UnavailableError
 from recinfer.training import launch
 from recinfer.training.job import TrainJob, TrainReport, _on_new_ranks, _on_rank, run_job
 from tests.warm import LONGEST_S, RECINFER, Program, run_program, warm_context
+from tests.warm_shell import warm_tools
 
 LIMITED = f"""
 import resource, sys
@@ -134,7 +135,8 @@ dcp.FileSystemWriter.write_data = written_and_still
 
 def test_sigterm_to_torchrun(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(TORCHRUN)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    run.append(str(warm_tools() / "python"))  # which passes torchrun's signals on
     train = ["train", "--limit", "200", "--embedding-dim", "4", "--out", str(tmp_path / "ckpt")]
     with subprocess.Popen([*run, str(tmp_path / "program.py"), *train], stderr=subprocess.PIPE, text=True) as process:
         try:

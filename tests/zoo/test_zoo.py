@@ -49,6 +49,8 @@ class Kind:
         int8: also export with INT8 tables.
         user: the inputs of the user, whose part of forward is a program of its own.
         also: a further check of the archive.
+        by_day: whether the model shows something of recinfer that no other kind shows; the rest are dense parts that differ by
+            operators of torch.
     """
 
     model: type[nn.Module]
@@ -62,6 +64,7 @@ class Kind:
     int8: bool = False
     user: tuple[str, ...] = ()
     also: Callable[[Predictor], None] = lambda _: None
+    by_day: bool = True
 
 
 def check_free_axes(predictor: Predictor) -> None:
@@ -95,20 +98,20 @@ def check_counts(predictor: Predictor) -> None:
 KINDS = [
     # Pooled vectors, and inputs of all types
     Kind(r.DeepFM, batches=0, int8=True),
-    Kind(r.WideAndDeep, batches=0),
+    Kind(r.WideAndDeep, batches=0, by_day=False),
     Kind(r.SeveralTensors, ("price", "shown", "image", "flags")),
     Kind(r.DictOfTensors, ("age", "price")),
     Kind(r.IntegerTensor, ("hour", "day")),
-    Kind(r.DenseKeyedTensor, ("price", "image")),
+    Kind(r.DenseKeyedTensor, ("price", "image"), by_day=False),
     Kind(r.DataclassBatch, ("price", "stats"), int8=True),
     Kind(r.WeightedAndPlain),
     Kind(r.FeatureProcessed),
-    Kind(r.MMoE, batches=0),
+    Kind(r.MMoE, batches=0, by_day=False),
     Kind(r.PLE),
     Kind(r.TwoTower),
     Kind(r.Autocast),
     Kind(r.BFloat16),
-    Kind(r.FieldAttention),
+    Kind(r.FieldAttention, by_day=False),
     # Ids that forward computes, or takes apart
     Kind(r.HashedIds, per_sample={"user": 1, "item": 1}, computed=("user", "item", "cross")),
     Kind(r.IdsOfTensors, ("user", "item", "price"), computed=("user", "item")),
@@ -120,15 +123,15 @@ KINDS = [
     Kind(r.OneNameTwice),
     # Sequences
     Kind(s.DIN, per_sample={"item": 1, "cat": 1}, as_long_as={"hist_cat": "hist"}, int8=True),
-    Kind(s.BST),
+    Kind(s.BST, by_day=False),
     Kind(s.SASRec, per_sample={"item": 1}),
     Kind(s.GRU4Rec, per_sample={"item": 1}),
-    Kind(s.Caser),
+    Kind(s.Caser, by_day=False),
     Kind(s.NumericSequence, ("prices",), as_long_as={"prices": "hist"}),
     Kind(s.SharedTable),
     Kind(s.NeedIndices),
     Kind(s.PaddedTensors, ("words", "seen"), batches=2, also=check_free_axes),
-    Kind(s.MaskedSoftmax, per_sample={"item": 1}),
+    Kind(s.MaskedSoftmax, per_sample={"item": 1}, by_day=False),
     Kind(s.SegmentReduce),
     Kind(s.JaggedSoftmax, per_sample={"item": 1}),
     Kind(s.FbgemmOperators, per_sample={"item": 1}),
@@ -142,7 +145,8 @@ KINDS = [
         also=check_counts,
     ),
     Kind(e.ValuesAsColumns, per_sample={"last": 3}),
-    Kind(e.VariationalDropout),
+    Kind(e.VariationalDropout, by_day=False),  # by day: test_capture_alone.py
+    Kind(e.Interests, by_day=False),
     Kind(e.TwoTowers, user=("user", "age")),
 ]
 # fmt: on
@@ -235,7 +239,10 @@ def export(kind: Kind, folder: Path, precision: DataType) -> tuple[nn.Module, Pr
     return model, load(folder / "small.rqa")
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.model.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, id=k.model.__name__, marks=[] if k.by_day else [pytest.mark.nightly]) for k in KINDS],
+)
 def test_an_archive_answers_as_its_model(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[CutModel] = []
     monkeypatch.setattr(

@@ -16,13 +16,14 @@ __all__ = ["application", "servers_needed"]
 
 _WINDOW_S, _UP_S = 15.0, 5.0  # replicas push their metrics every ten seconds
 _TOLERANCE = 0.1
-# A server may wait 15 s for rankers to drop it, then finishes requests for 10 s; it is killed after twice that.
-_STOP_S = 60.0
+_ANSWER_S = 10.0  # Serve replaces a replica after three such times
+# A server may wait 15 s for rankers to drop it, then finishes requests for 20 s. serve.delete() waits for 60 s.
+_STOP_S = 45.0
 
 
 def application(spec: Deployment) -> Application:
     """The application. Serve has no requests of its own to route: the rankers are its ingress in name alone."""
-    shards = [_deployment(spec, group).bind(spec.name, group) for group in range(len(spec.groups))]
+    shards = [_deployment(spec, group).bind(spec.name, group) for group in range(len(spec.servers.groups))]
     found: Application = _deployment(spec, None).bind(spec.name, None, *shards)
     return found
 
@@ -44,10 +45,14 @@ def _deployment(spec: Deployment, group: int | None) -> Any:
     made = serve.deployment(
         ServerReplica,
         name=kind_name(group),
-        ray_actor_options={"num_cpus": spec.cpus, "memory": need},
+        ray_actor_options={
+            "num_cpus": spec.cpus,
+            "memory": need,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}},
+        },
         max_replicas_per_node=spec.per_node(group),
         health_check_period_s=1.0,
-        health_check_timeout_s=30.0,
+        health_check_timeout_s=_ANSWER_S,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=_STOP_S,
         **number,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import tempfile
 import time
@@ -12,17 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recinfer.deploy.ray.records import NAMESPACE, Records, Saved
-from recinfer.deploy.ray.rollout import Rollout, version_to_roll
-from recinfer.deploy.ray.spec import Deployment, Node, check_room
-from recinfer.deploy.ray.status import status_of
-from recinfer.deploy.ray.tls import Tls, missing_files
-from recinfer.errors import ConfigError, NotFoundError, RecinferError, UnavailableError
-from recinfer.serving.server.security import Security
+from recinfer.deploy.ray import rollout
+from recinfer.deploy.ray.records import NAMESPACE, Records, status_of
+from recinfer.deploy.ray.spec import Deployment, check_room
+from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 
 __all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
 
-_REACH_S, _ANSWER_S, _FREE_S, _ROLL_S = 3.0, 30.0, 120.0, 3600.0
+_REACH_S, _ANSWER_S, _FREE_S = 3.0, 60.0, 120.0
 _TRIES = 2  # starts of a server after its first, after which a command gives up; Serve gives up after as many
 
 
@@ -33,15 +31,20 @@ def connected(address: str) -> Iterator[None]:
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
+        ConfigError: an address of another form.
         UnavailableError: there is no cluster; names the address.
     """
     import ray
 
-    _check_address(address)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address != "auto" and not (host and port.isdecimal()):
+        raise ConfigError(f"--ray: got {address[:80]!r}, expected host:port, ray://host:port or auto")
     try:
+        if address != "auto":  # Ray would try for minutes and end the process
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+    except (OSError, RuntimeError, TimeoutError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         first = first.replace("`--address`", "`--ray`").rstrip(".; ")
         raise UnavailableError(
@@ -58,30 +61,27 @@ def deploy(spec: Deployment) -> None:
     """Create a deployment, whose servers then start.
 
     Raises:
-        ConfigError: a deployment of that name exists, or a node is reachable from other machines and there is no token.
-        UnavailableError: no node has room for a server.
+        ConfigError: a deployment of that name exists, a node is reachable from other machines and there is no token, or a
+            node lacks a PEM file; names the node.
+        UnavailableError: no node has room for a server, or a node does not respond.
     """
-    nodes = _nodes()
-    tls = spec.tls if spec.tls is not None and spec.tls.client_ca is not None else None
-    security = Security(
-        token=spec.token,
-        insecure=spec.insecure,
-        tls_cert=None if tls is None else tls.cert,
-        tls_key=None if tls is None else tls.key,
-        client_ca=None if tls is None else tls.client_ca,
-    )
-    for node in nodes:
-        _check_host(security, node["NodeManagerAddress"])
-    if spec.tls is not None:
-        _check_files(nodes, spec.tls)
+    security = spec.security.read()
+    hosts = [node["NodeManagerAddress"] for node in _nodes()]
+    for host in hosts:
+        security.check_host(host)  # servers check this too, but only after they start
+    if spec.files:
+        missing = _on_every_node(missing_files, spec.files)
+        if silent := sorted(set(hosts) - missing.keys()):
+            raise UnavailableError(f"TLS: node {', '.join(silent)} did not respond within {_ANSWER_S:g} s; try again")
+        listed = "; ".join(f"node {host} cannot read {', '.join(f)}" for host, f in sorted(missing.items()) if f)
+        if listed:
+            raise ConfigError(f"TLS: {listed}; put each file at its path on every node")
     if spec.name in Records().names():
         raise ConfigError(
             f"deployment {spec.name!r} exists already: remove it (--down), update it (--roll), or give another --name"
         )
-    check_room(spec, [group for group in spec.kinds for _ in range(spec.bounds(group).start)], _free(nodes))
-    spec = replace(spec, nodes=len(nodes)).spread()
-    Records().save(Saved(spec, spec.version))
-    _run(spec)
+    check_room(spec, [group for group in spec.kinds for _ in range(spec.bounds(group).start)], _free())
+    _run(replace(spec, nodes=len(_nodes())).spread())
 
 
 def deployments() -> list[str]:
@@ -96,8 +96,8 @@ def status(name: str | None) -> dict[str, Any]:
     Raises:
         NotFoundError: there is no such deployment, or there are several.
     """
-    saved = _saved(name)
-    return status_of(saved, Records().servers(saved.spec.name))
+    spec = _deployment(name)
+    return status_of(spec, Records().servers(spec.name))
 
 
 def rankers(name: str | None = None) -> list[str]:
@@ -108,29 +108,17 @@ def rankers(name: str | None = None) -> list[str]:
 def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
     """Change the number of shard servers per group of ranks, or of rankers. Raises ConfigError, UnavailableError, and as
     ``status`` does."""
-    saved = _saved(name)
-    before = saved.spec
-    shards_to, rankers_to = before.shards.scaled("replicas", shards), before.rankers.scaled("rankers", rankers)
-    spec = replace(before, shards=shards_to, rankers=rankers_to).spread()
+    before = _deployment(name)
+    spec = replace(before, shards=before.shards.scaled(shards), rankers=before.rankers.scaled(rankers)).spread()
     more = [group for group in spec.kinds for _ in range(spec.bounds(group).start - before.bounds(group).start)]
     if more:
-        check_room(spec, more, _free(_nodes()))
-    Records().save(replace(saved, spec=spec))
+        check_room(spec, more, _free())
     _run(spec)
 
 
 def roll(name: str | None, version: str | None) -> str:
     """Switch to another version (None: the previous one) and return the served version. Raises RecinferError."""
-    import ray
-
-    saved = _saved(name)
-    version_to_roll(saved, version)
-    options: dict[str, Any] = {"name": f"{saved.spec.name}/roll", "namespace": NAMESPACE, "num_cpus": 0}
-    try:
-        actor: Any = ray.remote(Rollout).options(**options).remote()
-    except ValueError:
-        raise UnavailableError("versions: another rollout is in progress; try again when it has finished") from None
-    return str(_get(actor.roll.remote(saved.spec.name, version), _ROLL_S))
+    return rollout.roll(Records(), _deployment(name), version)
 
 
 def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -> dict[str, Any]:
@@ -147,9 +135,8 @@ def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -
     reported, first = "", dict[str, int]()
     while not (now := status(name))["ready"]:
         lacking = [server for server in now["servers"] if server["why"]]
-        for server in now["servers"]:
-            before = first.setdefault(server["name"], server["restarts"])
-            if server["why"] and server["restarts"] - before >= _TRIES:
+        for server in lacking:
+            if server["restarts"] - first.setdefault(server["name"], server["restarts"]) >= _TRIES:
                 raise UnavailableError(f"{server['name']}: {server['why']}")
         line = "; ".join(f"{server['name']}: {server['why']}" for server in lacking[:3])
         if line and line != reported:
@@ -166,72 +153,44 @@ def down(name: str | None) -> list[str]:
     none. Raises NotFoundError."""
     from ray import serve
 
-    saved = _saved(name)
+    spec = _deployment(name)
     with suppress(serve.exceptions.RayServeException):  # Serve has been shut down
-        serve.delete(saved.spec.name)
-    rest = [server.name for server in Records().servers(saved.spec.name) if server.state != "pending"]
-    Records().forget(saved.spec.name)
-    _on_every_node(_nodes(), _remove_files, saved.spec.tag)
+        serve.delete(spec.name)
+    rest = [server.name for server in Records().servers(spec.name) if server.state != "pending"]
+    Records().forget(spec.name)
+    _on_every_node(_remove_files, spec.tag)
     if not Records().names() and not serve.status().applications:
         serve.shutdown()
     return rest
 
 
 def _run(spec: Deployment) -> None:
-    """Have Serve run the application, or change its numbers of servers. Proxies stay off if Serve does not run yet."""
+    """Write a deployment, and have Serve run it or change its numbers of servers. Proxies stay off if Serve does not run
+    yet."""
     from ray import serve
 
     from recinfer.deploy.ray.application import application
 
+    Records().save(spec)
     serve.start(proxy_location="Disabled")
     target = serve.RunTarget(application(spec), name=spec.name, route_prefix=None)
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _saved(name: str | None) -> Saved:
+def _deployment(name: str | None) -> Deployment:
     there = Records().names()
     if name is None and len(there) == 1:
         name = there[0]
-    found = None if name is None else Records().saved(name)
+    found = None if name is None else Records().deployment(name)
     if found is None:
         which = "got none" if name is None else f"got {name!r}"
         raise NotFoundError(f"deployment: {which}, expected one of: {', '.join(there) or 'none exist'}")
     return found
 
 
-def _get(answer: Any, seconds: float) -> Any:
-    """The result of a call on the cluster; raises the RecinferError that it raised."""
-    import ray
-
-    try:
-        return ray.get(answer, timeout=seconds)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, RecinferError):
-            raise error.cause from None
-        raise
-    except ray.exceptions.RayError as error:
-        raise UnavailableError(
-            f"the cluster did not respond: {str(error).strip().splitlines()[0]}; try again"
-        ) from None
-
-
-def _check_host(security: Security, host: str) -> None:
-    """Raises ConfigError if ``host`` needs a token; servers check this too, but only after they start."""
-    try:
-        security.check_host(host)
-    except ConfigError:
-        raise ConfigError(
-            f"node {host} is reachable from other machines, and there is no token: set RECINFER_TOKEN, or give "
-            f"--token-file, --tls-client-ca or --insecure"
-        ) from None
-
-
-def _check_files(nodes: list[dict[str, Any]], tls: Tls) -> None:
-    """Check on every node that the TLS files are readable; raises ConfigError naming nodes and files."""
-    found = _on_every_node(nodes, missing_files, tls.files)
-    missing = [f"node {host} cannot read {', '.join(gone)}" for host, gone in sorted(found.items()) if gone]
-    if missing:
-        raise ConfigError(f"TLS: {'; '.join(missing)}; put each file at its path on every node")
+def missing_files(paths: list[Path]) -> list[str]:
+    """The ``paths`` that this machine has no readable file at."""
+    return [str(path) for path in paths if not (path.is_file() and os.access(path, os.R_OK))]
 
 
 def _remove_files(tag: str) -> None:
@@ -246,20 +205,21 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _free(nodes: list[dict[str, Any]]) -> list[Node]:
-    """The free resources of nodes."""
+def _free() -> dict[str, tuple[float, float]]:
+    """By address of a node, its bytes of memory and CPUs that nothing has reserved."""
     import ray
     from ray._private.state import available_resources_per_node  # Ray 2.60 has no public name for it
 
-    # On the cluster: a client from outside it cannot call the function.
-    free = _get(ray.remote(available_resources_per_node).options(num_cpus=0).remote(), _FREE_S)
-    found = [(node["NodeManagerAddress"], free.get(node["NodeID"], {})) for node in nodes]
-    return [Node(host, mine.get("memory", 0.0), mine.get("CPU", 0.0)) for host, mine in found]
+    try:  # on a node: a client from outside the cluster cannot call the function
+        found = ray.get(ray.remote(available_resources_per_node).options(num_cpus=0).remote(), timeout=_FREE_S)
+    except ray.exceptions.RayError as error:
+        raise UnavailableError(f"the cluster did not respond: {error}; try again") from None
+    free = {node["NodeManagerAddress"]: found.get(node["NodeID"], {}) for node in _nodes()}
+    return {host: (mine.get("memory", 0.0), mine.get("CPU", 0.0)) for host, mine in free.items()}
 
 
-def _on_every_node(nodes: list[dict[str, Any]], run: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
-    """Run ``run(argument)`` on each of ``nodes``; returns the results by address, without nodes that do not respond in
-    30 s."""
+def _on_every_node(run: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
+    """Run ``run(argument)`` on each node; returns the results by address, without nodes that do not respond in 60 s."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -267,7 +227,7 @@ def _on_every_node(nodes: list[dict[str, Any]], run: Callable[[Any], Any], argum
         ray.remote(run)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
         .remote(argument): node["NodeManagerAddress"]
-        for node in nodes
+        for node in _nodes()
     }
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
     found = {}
@@ -275,19 +235,3 @@ def _on_every_node(nodes: list[dict[str, Any]], run: Callable[[Any], Any], argum
         with suppress(ray.exceptions.RayError):  # the node failed meanwhile
             found[asked[answer]] = ray.get(answer)
     return found
-
-
-def _check_address(address: str) -> None:
-    """Raises UnavailableError within seconds if nothing listens at ``address``; Ray would take minutes and end the
-    process."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if address in ("auto", "local") or not colon or not port.isdecimal():
-        if address == "auto":
-            return
-        raise ConfigError(f"--ray: got {address[:80]!r}, expected host:port, ray://host:port or auto")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-    except OSError as error:
-        raise UnavailableError(
-            f"no Ray cluster at {address!r}: {error.strerror or error}; start one with `ray start --head`"
-        ) from None

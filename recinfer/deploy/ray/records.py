@@ -8,65 +8,25 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from recinfer.deploy.ray.spec import Deployment, kind_name
-from recinfer.serving.shards.config import shards_json
 
-__all__ = ["NAMESPACE", "Records", "Saved", "Server", "Store", "addresses", "requests_in", "shards_text"]
+__all__ = ["NAMESPACE", "Records", "Server", "requests_in", "status_of"]
 
 NAMESPACE = "recinfer"
-"""The namespace of all keys, and of the actors that are not Serve's."""
-
-
-class Store:
-    """The key-value store and the actors of the cluster that this process is connected to."""
-
-    def put(self, key: str, value: bytes, overwrite: bool) -> bool:
-        """Write a value; returns whether there was none."""
-        from ray.experimental.internal_kv import _internal_kv_put
-
-        return not _internal_kv_put(key.encode(), value, overwrite=overwrite, namespace=NAMESPACE)
-
-    def get(self, key: str) -> bytes | None:
-        """A value; None if there is none."""
-        from ray.experimental.internal_kv import _internal_kv_get
-
-        found: bytes | None = _internal_kv_get(key.encode(), namespace=NAMESPACE)
-        return found
-
-    def delete(self, key: str) -> bool:
-        """Remove a value; returns whether there was one."""
-        from ray.experimental.internal_kv import _internal_kv_del
-
-        return bool(_internal_kv_del(key.encode(), namespace=NAMESPACE))
-
-    def keys(self, prefix: str) -> list[str]:
-        """All keys that begin with ``prefix``."""
-        from ray.experimental.internal_kv import _internal_kv_list
-
-        return [key.decode() for key in _internal_kv_list(prefix.encode(), namespace=NAMESPACE)]
-
-    def actors(self) -> set[str]:
-        """Names of the actors that have not ended."""
-        import ray
-
-        return {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A deployment as it should be.
-
-    Attributes:
-        spec: its specification, with the numbers of servers that were last asked for.
-        version: the version that it serves; ``previous``: the one before it, None if there was none.
-    """
-
-    spec: Deployment
-    version: str
-    previous: str | None = None
+"""The namespace of all keys."""
+_OWN = (
+    "group",
+    "actor",
+    "port",
+    "loaded",
+    "refused",
+    "inside",
+    "calls",
+)  # fields of a record that the status leaves out
 
 
 @dataclass
@@ -78,9 +38,10 @@ class Server:
         actor: name of the Serve replica that runs it, on ``node`` at ``host``.
         state: ``pending`` (its replica has ended), ``starting``, ``serving`` or ``draining``; ``why``: the reason why
             it is not serving.
-        restarts: how often it started again, also in another replica.
+        restarts: how often a replica of its name started after the first one.
         address, port, metrics_port, pid: of its process.
-        version: the served one; ``rate``: requests per second; ``memory``: resident bytes.
+        version: the served one; ``loaded``: all loaded ones; ``refused``: the error of a version that it could not load.
+        rate: requests per second; ``memory``: resident bytes.
         inside: average number of requests in it; ``busy``: the share of time in which a shard server is busy.
         calls: a ranker's open calls to each shard server that it lists, by address.
     """
@@ -98,6 +59,8 @@ class Server:
     metrics_port: int = 0
     pid: int = 0
     version: str = ""
+    loaded: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     rate: float = 0.0
     memory: int = 0
     inside: float = 0.0
@@ -111,39 +74,49 @@ class Server:
 
 
 class Records:
-    """Reads and writes records in ``store``."""
+    """Reads and writes the records of the cluster that this process is connected to.
 
-    def __init__(self, store: Store | None = None) -> None:
-        self._store = store or Store()
+    Args:
+        store: the functions of ``ray.experimental.internal_kv``, which has no public successor; None: that module.
+    """
+
+    def __init__(self, store: Any = None) -> None:
+        if store is None:
+            from ray.experimental import internal_kv
+
+            store = internal_kv
+        self._store = store
 
     def names(self) -> list[str]:
         """Names of all deployments."""
-        return sorted(key for key in self._store.keys("") if "/" not in key)
+        return sorted(key for key in self._keys("") if "/" not in key)
 
-    def saved(self, deployment: str) -> Saved | None:
+    def deployment(self, name: str) -> Deployment | None:
         """A deployment as it should be; None if there is none of that name."""
-        found = self._store.get(deployment)
+        found = self._store._internal_kv_get(name.encode(), namespace=NAMESPACE)
         return None if found is None else pickle.loads(found)
 
-    def save(self, saved: Saved) -> None:
+    def save(self, spec: Deployment) -> None:
         """Write a deployment, under its name."""
-        self._store.put(saved.spec.name, pickle.dumps(saved), overwrite=True)
+        self._store._internal_kv_put(spec.name.encode(), pickle.dumps(spec), overwrite=True, namespace=NAMESPACE)
 
     def servers(self, deployment: str) -> list[Server]:
         """The servers of a deployment, shard servers first. A server whose actor has ended is ``pending``."""
-        alive = self._store.actors()
-        found = [each for key in self._store.keys(f"{deployment}/") if (each := self._read(key)) is not None]
-        for server in found:
-            if server.actor not in alive:
-                server.state, server.why = "pending", server.why or f"its replica on {server.host} has ended"
-                server.address, server.metrics_port, server.pid, server.memory = "", 0, 0, 0
-        return sorted(
-            found, key=lambda server: (server.group is None, server.group or 0, len(server.name), server.name)
-        )
+        alive = self._actors()
+        found = []
+        for key in self._keys(f"{deployment}/"):
+            value = self._store._internal_kv_get(key.encode(), namespace=NAMESPACE)
+            if value is not None:
+                found.append(server := Server(**json.loads(value)))
+                if server.actor not in alive:
+                    server.state, server.why = "pending", server.why or f"its replica on {server.host} has ended"
+                    server.address, server.metrics_port, server.pid, server.memory = "", 0, 0, 0
+        return sorted(found, key=lambda each: (each.group is None, each.group or 0, len(each.name), each.name))
 
     def write(self, deployment: str, server: Server, overwrite: bool = True) -> bool:
         """Write the record of a server; returns whether there was none."""
-        return self._store.put(f"{deployment}/{server.name}", json.dumps(asdict(server)).encode(), overwrite)
+        key, value = f"{deployment}/{server.name}".encode(), json.dumps(asdict(server)).encode()
+        return not self._store._internal_kv_put(key, value, overwrite=overwrite, namespace=NAMESPACE)
 
     def claim(self, deployment: str, group: int | None, actor: str, node: str, host: str) -> tuple[Server, int]:
         """A record for a new replica, and the port that it should try first.
@@ -154,7 +127,7 @@ class Records:
         ended = [each for each in self.servers(deployment) if each.group == group and each.state == "pending"]
         for before in sorted(ended, key=lambda server: server.host != host):
             made = Server(before.name, group, actor, node, host, "starting", before.why, before.restarts + 1)
-            if self.forget(deployment, made.name) and self.write(deployment, made, overwrite=False):
+            if self._delete(f"{deployment}/{made.name}") and self.write(deployment, made, overwrite=False):
                 return made, before.port if before.host == host else 0
         for number in itertools.count():
             made = Server(f"{kind_name(group)}-{number}", group, actor, node, host, "starting")
@@ -162,15 +135,23 @@ class Records:
                 return made, 0
         raise AssertionError
 
-    def forget(self, deployment: str, server: str | None = None) -> bool:
-        """Remove the record of one server, or of a deployment and all its servers; returns whether there was one."""
-        if server is not None:
-            return self._store.delete(f"{deployment}/{server}")
-        return any([self._store.delete(key) for key in (deployment, *self._store.keys(f"{deployment}/"))])
+    def forget(self, deployment: str, server: str | None = None) -> None:
+        """Remove the record of one server, or of a deployment and all its servers."""
+        keys = (deployment, *self._keys(f"{deployment}/")) if server is None else (f"{deployment}/{server}",)
+        for key in keys:
+            self._delete(key)
 
-    def _read(self, key: str) -> Server | None:
-        found = self._store.get(key)
-        return None if found is None else Server(**json.loads(found))
+    def _keys(self, prefix: str) -> list[str]:
+        return [key.decode() for key in self._store._internal_kv_list(prefix.encode(), namespace=NAMESPACE)]
+
+    def _delete(self, key: str) -> bool:
+        return bool(self._store._internal_kv_del(key.encode(), namespace=NAMESPACE))
+
+    def _actors(self) -> set[str]:
+        """Names of the actors that have not ended."""
+        import ray
+
+        return {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
 
 
 def requests_in(server: Server, others: Iterable[Server]) -> float:
@@ -181,20 +162,37 @@ def requests_in(server: Server, others: Iterable[Server]) -> float:
     return float(sum(other.calls.get(server.address, 0) for other in others))
 
 
-def addresses(groups: int, found: Iterable[Server], last: Mapping[int, list[str]]) -> dict[int, list[str]]:
-    """The addresses to list for each group: its serving servers, or, if none serves, the last listed ones, which
-    rankers then name in their errors. A group that never had a server is left out."""
-    serving = [server for server in found if server.group is not None and server.serving]
-    here = {
-        group: sorted(s.address for s in serving if s.group == group) or last.get(group, []) for group in range(groups)
+def status_of(spec: Deployment, servers: Sequence[Server]) -> dict[str, Any]:
+    """The state as JSON values, as ``recinfer deploy --status`` shows it. A deployment is ``ready`` when the wanted number
+    of servers serves and every ranker calls all shard servers."""
+    shown: list[Server] = []
+    counts = True
+    for group in spec.kinds:
+        bounds, mine = spec.bounds(group), [server for server in servers if server.group == group]
+        here = [server for server in mine if server.state != "pending"]
+        # The number that the load needs is Serve's affair; below the minimum a server is missing in any case.
+        lacking = (bounds.least if bounds.scales else bounds.start) - len(here)
+        counts &= lacking <= 0 if bounds.scales else lacking == 0
+        absent = [server for server in mine if server.state == "pending"]
+        absent += [Server(kind_name(group), group, why="it waits for a node with room")] * (lacking - len(absent))
+        shown += here + absent[: max(0, lacking)]
+    listed = {server.address for server in shown if server.group is not None}
+    return {
+        "name": spec.name,
+        "model": spec.servers.model,
+        "version": spec.version,
+        "previous": spec.previous,
+        "ready": counts and all(s.serving and (s.group is not None or set(s.calls) == listed) for s in shown),
+        "rankers": sorted(server.address for server in shown if server.group is None and server.serving),
+        "servers": [
+            {
+                **{key: value for key, value in asdict(server).items() if key not in _OWN},
+                "role": "ranker" if server.group is None else "shard",
+                "ranks": [] if server.group is None else list(spec.servers.groups[server.group].ranks),
+                "rate": round(server.rate, 1),
+                "load": round(requests_in(server, servers), 1),
+                "busy": None if server.group is None else round(server.busy, 2),
+            }
+            for server in shown
+        ],
     }
-    return {group: listed for group, listed in here.items() if listed}
-
-
-def shards_text(spec: Deployment, listed: Mapping[int, list[str]]) -> str | None:
-    """The text of shards.json; None while a group has never had a server, because rankers reject a file that lacks a
-    rank."""
-    if len(listed) < len(spec.groups):
-        return None
-    ranks = {rank: listed[number] for number, group in enumerate(spec.groups) for rank in group}
-    return shards_json(ranks, spec.settings())

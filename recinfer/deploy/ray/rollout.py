@@ -2,130 +2,73 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from contextlib import suppress
 from dataclasses import replace
 
-from recinfer.deploy.ray.records import Records, Saved, Server
+from recinfer.deploy.ray.records import Records, Server
 from recinfer.deploy.ray.spec import Deployment
-from recinfer.errors import ConfigError, InputError, RecinferError, UnavailableError
-from recinfer.serving.client.admin import AdminClient, LoadedVersion
+from recinfer.errors import ConfigError, InputError, UnavailableError
 
-__all__ = ["Rollout", "follow", "roll", "version_to_roll"]
+__all__ = ["roll"]
 
-_CALL_S = 600.0  # loading reads and checks a whole archive
-_SWITCH_S = 60.0
-_log = logging.getLogger(__name__)
+_LOAD_S, _SWITCH_S = 3600.0, 60.0
+_LOOK_S = 0.1
 
 
-class Rollout:
-    """The actor of a rollout: its name in the cluster keeps a second one away, and it can reach all rankers."""
-
-    def roll(self, name: str, version: str | None) -> str:
-        """See ``roll``."""
-        return roll(Records(), name, version)
-
-
-def roll(records: Records, name: str, version: str | None) -> str:
-    """Switch to another version of the store (None: the previous one); returns the served version.
+def roll(records: Records, spec: Deployment, version: str | None) -> str:
+    """Switch to another version of the store (None: the previous one) and return the served version. Rankers read the
+    deployment's record, load its candidate through their shard servers, and write into their own records that they have
+    it, or why not.
 
     Raises:
         ConfigError: there is no store, or no previous version.
-        UnavailableError: no ranker serves.
-        RecinferError: a server rejected the version; the served version is unchanged.
+        InputError: a ranker refused the version; the served version is unchanged.
+        UnavailableError: no ranker serves, loading takes too long, or another rollout took over.
     """
-    saved = records.saved(name)
-    assert saved is not None
-    wanted = version_to_roll(saved, version)
-    if wanted == saved.version:
-        return wanted
-    _load_everywhere(records, saved, wanted)
-    saved = records.saved(name) or saved
-    records.save(replace(saved, version=wanted, previous=saved.version))  # servers that start from now on use it
-    end = time.monotonic() + _SWITCH_S
-    while time.monotonic() < end and any(server.version != wanted for server in _serving(records, name)):
-        time.sleep(0.1)
-    return wanted
-
-
-def version_to_roll(saved: Saved, version: str | None) -> str:
-    """The version to switch to. Raises ConfigError if there is no store, or no previous version."""
-    spec = saved.spec
     if spec.store is None:
         raise ConfigError(
-            f"versions: {spec.archive} is not in a model store; deploy an archive at STORE/{spec.model}/VERSION"
+            f"versions: {spec.archive} is not in a model store; deploy an archive at STORE/{spec.servers.model}/VERSION"
         )
-    wanted = version or saved.previous
+    wanted = version or spec.previous
     if wanted is None:
-        raise ConfigError(
-            f"rollback: {spec.name} has served only version {saved.version}; there is no previous version"
-        )
+        raise ConfigError(f"rollback: {spec.name} has served only version {spec.version}; there is no previous version")
+    if wanted == spec.version:
+        return wanted
+    records.save(replace(spec, candidate=wanted))
+    try:
+        _wait_until_loaded(records, spec.name, wanted)
+        now = records.deployment(spec.name) or spec
+        records.save(replace(now, version=wanted, previous=now.version, candidate=None))
+    except BaseException:  # also Ctrl-C: rankers unload the candidate
+        now = records.deployment(spec.name) or spec
+        if now.candidate == wanted:
+            records.save(replace(now, candidate=None))
+        raise
+    end = time.monotonic() + _SWITCH_S
+    while time.monotonic() < end and any(each.version != wanted for each in _serving(records, spec.name)):
+        time.sleep(_LOOK_S)
     return wanted
 
 
-def follow(saved: Saved, ranker: Server) -> None:
-    """Switch one ranker to the deployment's version, loading it if needed, and unload all but that and the previous one.
-    A ranker that fails is switched at the next step."""
-    model, wanted = saved.spec.model, saved.version
-    if saved.spec.store is None or ranker.version in ("", wanted):
-        return
-    try:
-        with connect(saved.spec, ranker.address) as admin:
-            here = _versions(admin, model)
-            if wanted not in here:
-                with suppress(InputError):  # another client loaded it meanwhile
-                    admin.load(model, wanted)
-            admin.set_default(model, wanted)
-            for version, found in _versions(admin, model).items():
-                if version not in (wanted, saved.previous) and not found.weight:
-                    admin.unload(model, version)
-    except RecinferError as error:
-        _log.warning("%s: versions of %s: %s", saved.spec.name, ranker.name, error)
-
-
-def connect(spec: Deployment, address: str) -> AdminClient:
-    """An admin client of a ranker."""
-    tls = {} if spec.tls is None else spec.tls.settings()  # the keyword arguments have the same names
-    return AdminClient(address, timeout=_CALL_S, **{"token": spec.token or "", **tls})
-
-
-def _load_everywhere(records: Records, saved: Saved, version: str) -> None:
-    """Have every ranker load the version through its shard servers and replay the golden requests. A ranker that is gone
-    by then is left out: it restarts with the deployment's version. Raises RecinferError, with the version unloaded
-    again."""
-    spec, fresh, done = saved.spec, list[Server](), 0
-    for ranker in _serving(records, spec.name):
-        try:
-            with connect(spec, ranker.address) as admin:
-                if version not in _versions(admin, spec.model):
-                    admin.load(spec.model, version)
-                    fresh.append(ranker)
-            done += 1
-        except RecinferError as error:
-            if isinstance(error, UnavailableError) and _is_gone(spec, ranker):
-                continue
-            for each in fresh:
-                with suppress(RecinferError), connect(spec, each.address) as admin:
-                    admin.unload(spec.model, version)
-            raise
-    if not done:
-        raise UnavailableError(
-            f"no ranker is serving, so none can load version {version!r}; the served version is unchanged"
-        )
-
-
-def _versions(admin: AdminClient, model: str) -> dict[str, LoadedVersion]:
-    return admin.list_models().get(model, {})
-
-
-def _is_gone(spec: Deployment, ranker: Server) -> bool:
-    try:
-        with connect(spec, ranker.address) as admin:
-            admin.list_models()
-    except UnavailableError:
-        return True
-    return False
+def _wait_until_loaded(records: Records, name: str, version: str) -> None:
+    """Wait until all serving rankers have loaded the version. A ranker that ends meanwhile is left out: its successor loads
+    the version after its start."""
+    end = time.monotonic() + _LOAD_S
+    while time.monotonic() < end:
+        now, rankers = records.deployment(name), _serving(records, name)
+        if now is None or now.candidate != version:
+            raise UnavailableError(f"version {version!r}: another rollout or --down took over; look at --status")
+        if not rankers:
+            raise UnavailableError(
+                f"no ranker is serving, so none can load version {version!r}; the served version is unchanged"
+            )
+        for ranker in rankers:
+            if version in ranker.refused:
+                raise InputError(f"{ranker.name} on {ranker.host}: {ranker.refused[version]}")
+        if all(version in ranker.loaded for ranker in rankers):
+            return
+        time.sleep(_LOOK_S)
+    raise UnavailableError(f"version {version!r} was not loaded within {_LOAD_S:g} s; the served version is unchanged")
 
 
 def _serving(records: Records, name: str) -> list[Server]:

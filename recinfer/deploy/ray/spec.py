@@ -1,23 +1,20 @@
-"""The specification of a deployment as plain data, and the command line of each of its servers."""
+"""The specification of a deployment as plain data, and the configuration of each of its servers."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recinfer.deploy import BUSY_PERCENT, check_percent
-from recinfer.deploy.ray.tls import Tls
+from recinfer.deploy.groups import Footprint, check_label, dns_label
 from recinfer.errors import ConfigError, UnavailableError
+from recinfer.serving.config import AddressConfig, ModelsConfig, RoleConfig, SecurityConfig, ServeConfig, TablesConfig
 from recinfer.sizes import size_text
 
-if TYPE_CHECKING:
-    from recinfer.deploy.groups import Footprint
-
-__all__ = ["Bounds", "Deployment", "Node", "check_room", "cores", "deployment_of", "kind_name"]
+__all__ = ["Bounds", "Deployment", "check_room", "deployment_of", "kind_name"]
 
 
 @dataclass(frozen=True)
@@ -33,31 +30,11 @@ class Bounds:
         """Whether the number depends on load."""
         return self.least < self.most
 
-    def scaled(self, what: str, count: int | None) -> Bounds:
-        """With another number of servers; None leaves it unchanged. Raises ConfigError naming ``what``."""
+    def scaled(self, count: int | None) -> Bounds:
+        """With another number of servers; None leaves it unchanged."""
         if count is None:
             return self
-        if count < 1 or (self.scales and not self.least <= count <= self.most):
-            limits = f"{self.least} to {self.most}, the bounds of autoscaling" if self.scales else "1 or more"
-            raise ConfigError(f"{what}: got {count}, expected {limits}")
-        return Bounds(count, self.least, self.most) if self.scales else Bounds(count, count, count)
-
-    def check(self, what: str) -> None:
-        """Raises ConfigError naming ``what``."""
-        if not 1 <= self.least <= self.start <= self.most:
-            raise ConfigError(
-                f"{what}: got {self.start} between {self.least} and {self.most}; "
-                "expected minimum <= number <= maximum, with a minimum of at least 1"
-            )
-
-
-@dataclass(frozen=True)
-class Node:
-    """A live machine of the cluster: its address, and the resources that nothing has reserved."""
-
-    host: str
-    memory: float
-    cpus: float
+        return replace(self, start=count) if self.scales else Bounds(count, count, count)
 
 
 @dataclass(frozen=True)
@@ -65,62 +42,79 @@ class Deployment:
     """An archive on a cluster.
 
     Attributes:
-        name: name of the deployment and prefix of all names.
-        tag: unique to this run of the deployment; part of file names.
-        model: name of the model in the manifest.
-        version: the version served first: the folder's name in the store, or the manifest's without a store.
-        archive: its folder, on every node.
+        name: name of the deployment and prefix of all names; ``tag``: unique to this run of it, part of file names.
+        servers: the groups of ranks, and the memory of each server.
+        archive: folder of the first version, on every node.
         store: folder of ``<model>/<version>/`` on every node; None if the version cannot change.
-        groups: the ranks of each shard.
-        shard_memory: bytes of each group's servers; ``ranker_memory``: of a ranker.
+        version: the served version: a folder's name in the store, or the manifest's without a store.
+        previous: the version served before, None if there was none; ``candidate``: the one that a rollout loads.
         cpus: CPUs per server, used only for placement.
         shards, rankers: bounds on the shard servers per group, and on the rankers.
         queue_depth: average number of requests in a server above which a server is added.
         busy_percent: busy share of a shard server's time above which a shard server is added.
         cool_down: seconds of low load before a server is removed.
+        security: token and TLS of all servers; PEM files are at the same absolute path on every node.
+        tls_ca: authority by which rankers verify shard servers; None for no TLS.
+        tls_name: host name in the servers' certificates, if it differs from the node's address.
         nodes: nodes of the cluster when it was deployed, over which the servers of a kind are spread; 0: not known.
         shares: the most shard servers of a group on one node, and the most rankers; 0: no limit.
-        token: bearer token of all servers; None for none.
-        insecure: allow listening beyond loopback without a token.
-        tls: TLS of all servers and their clients; None for no TLS.
+
+    Raises:
+        ConfigError: a number out of its range, or TLS files that do not go together.
     """
 
     name: str
     tag: str
-    model: str
+    servers: Footprint
+    archive: Path
+    store: Path | None
     version: str
-    archive: str
-    store: str | None
-    groups: tuple[tuple[int, ...], ...]
-    shard_memory: tuple[int, ...]
-    ranker_memory: int
+    previous: str | None = None
+    candidate: str | None = None
     cpus: float = 1.0
     shards: Bounds = Bounds(2, 2, 2)
     rankers: Bounds = Bounds(2, 2, 2)
     queue_depth: int = 16
     busy_percent: int = BUSY_PERCENT
     cool_down: float = 300.0
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    tls_ca: Path | None = None
+    tls_name: str | None = None
     nodes: int = 0
     shares: tuple[int, int] = (0, 0)
-    token: str | None = field(default=None, repr=False)
-    insecure: bool = False
-    tls: Tls | None = None
 
     def __post_init__(self) -> None:
-        self.shards.check("replicas")
-        self.rankers.check("rankers")
+        for what, bounds in (("replicas", self.shards), ("rankers", self.rankers)):
+            if not 1 <= bounds.least <= bounds.start <= bounds.most:
+                raise ConfigError(
+                    f"{what}: got {bounds.start} between {bounds.least} and {bounds.most}; "
+                    "expected minimum <= number <= maximum, with a minimum of at least 1"
+                )
         if self.queue_depth < 1:
             raise ConfigError(f"queue depth: got {self.queue_depth}, expected at least 1")
         check_percent(self.busy_percent)
+        needed = {"--tls-cert": self.security.tls_cert, "--tls-key": self.security.tls_key, "--tls-ca": self.tls_ca}
+        lacking = [option for option, path in needed.items() if path is None]
+        if lacking and any((*needed.values(), self.security.tls_client_ca, self.tls_name)):
+            raise ConfigError(
+                f"TLS: {' and '.join(lacking)} missing; expected the servers' --tls-cert and --tls-key, and --tls-ca, "
+                "the certificate authority that rankers verify them with"
+            )
 
     @property
     def kinds(self) -> list[int | None]:
         """The numbers of the groups, and None for the rankers."""
-        return [*range(len(self.groups)), None]
+        return [*range(len(self.servers.groups)), None]
+
+    @property
+    def files(self) -> list[Path]:
+        """The PEM files."""
+        found = (self.security.tls_cert, self.security.tls_key, self.security.tls_client_ca, self.tls_ca)
+        return [path for path in dict.fromkeys(found) if path is not None]
 
     def memory(self, group: int | None) -> int:
         """Bytes of memory of a server of ``group``; None means a ranker."""
-        return self.ranker_memory if group is None else self.shard_memory[group]
+        return self.servers.ranker_bytes if group is None else self.servers.groups[group].memory_bytes
 
     def bounds(self, group: int | None) -> Bounds:
         """Bounds of ``group``; None means the rankers."""
@@ -138,32 +132,25 @@ class Deployment:
         shards, rankers = (math.ceil(bounds.most / self.nodes) for bounds in (self.shards, self.rankers))
         return replace(self, shares=(max(shards, self.shares[0]), max(rankers, self.shares[1])))
 
-    def archive_of(self, version: str) -> str:
-        """The folder of a version."""
-        return self.archive if self.store is None else str(Path(self.store) / self.model / version)
+    def config(self, group: int | None, host: str, port: int, shards: Path) -> ServeConfig:
+        """The settings of a server of ``group`` (None: of a ranker, which reads ``shards``)."""
+        model, is_ranker = self.servers.model, group is None
+        return ServeConfig(
+            archives=(self.archive if self.store is None else self.store / model / self.version,),
+            address=AddressConfig(host, port, metrics_port=0),
+            tables=TablesConfig(preload=not is_ranker),
+            models=ModelsConfig(model_store=self.store, admin=is_ranker and self.store is not None),
+            security=self.security,
+            role=RoleConfig(shards=shards) if group is None else RoleConfig(self.servers.groups[group].ranks),
+        )
 
-    def arguments(self, group: int | None, version: str, host: str, port: int = 0) -> list[str]:
-        """Arguments of ``recinfer serve``, except a ranker's ``--shards``."""
-        arguments = [self.archive_of(version), "--host", host, "--port", str(port), "--metrics-port", "0"]
-        if self.store is not None:
-            arguments += ["--model-store", self.store]
-        if group is not None:
-            arguments += ["--ranks", ",".join(map(str, self.groups[group])), "--preload"]
-        elif self.store is not None:
-            arguments.append("--admin")
-        if self.tls is not None:
-            arguments += self.tls.arguments()
-        return [*arguments, "--insecure"] if self.insecure else arguments
-
-    def settings(self) -> dict[str, str]:
-        """Settings of shards.json for the connections from rankers to shard servers."""
-        return {} if self.tls is None else self.tls.settings()
-
-    def environment(self) -> dict[str, str]:
-        """Environment of all servers. It carries the token, because every user of a node can read a process's
-        arguments."""
-        threads = {"OMP_NUM_THREADS": "1"}
-        return threads if self.token is None else {**threads, "RECINFER_TOKEN": self.token}
+    def client_settings(self) -> dict[str, str]:
+        """TLS of the servers' clients: settings of shards.json, and arguments of AdminClient. With mutual TLS, rankers
+        present the servers' certificate."""
+        values = {"tls_ca": self.tls_ca, "tls_name": self.tls_name}
+        if self.security.tls_client_ca is not None:
+            values |= {"tls_cert": self.security.tls_cert, "tls_key": self.security.tls_key}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str, **options: Any) -> Deployment:
@@ -177,8 +164,6 @@ def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str,
     Raises:
         ConfigError: inconsistent numbers, or an archive that is not at its place in the store.
     """
-    from recinfer.deploy.groups import dns_label  # brings torch along, which no replica needs
-
     archive = archive.resolve()
     if store is not None and archive.parent != store.resolve() / found.model:
         raise ConfigError(
@@ -187,20 +172,9 @@ def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str,
         )
     store = archive.parent.parent if archive.parent.name == found.model else None
     name = options.pop("name", None)
-    if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", name):
-        raise ConfigError(f"name: got {name[:80]!r}, expected a-z, 0-9 and '-', at most 63")
-    return Deployment(
-        name=name or dns_label(found.model),
-        tag=tag,
-        model=found.model,
-        version=found.version if store is None else archive.name,
-        archive=str(archive),
-        store=None if store is None else str(store),
-        groups=tuple(group.ranks for group in found.groups),
-        shard_memory=tuple(group.memory_bytes for group in found.groups),
-        ranker_memory=found.ranker_bytes,
-        **options,
-    )
+    check_label("name", name)
+    version = found.version if store is None else archive.name
+    return Deployment(name or dns_label(found.model), tag, found, archive, store, version, **options)
 
 
 def kind_name(group: int | None) -> str:
@@ -208,31 +182,25 @@ def kind_name(group: int | None) -> str:
     return "ranker" if group is None else f"shard-{group}"
 
 
-def check_room(spec: Deployment, more: Collection[int | None], nodes: Collection[Node]) -> None:
+def check_room(spec: Deployment, more: Iterable[int | None], free: Mapping[str, tuple[float, float]]) -> None:
     """Check that nodes have room for more servers, one of each group in ``more``. Ray itself would wait for it.
+
+    Args:
+        free: by address of a node, its bytes of memory and CPUs that nothing has reserved.
 
     Raises:
         UnavailableError: no node has the resources; names the needed and the free ones.
     """
-    left = list(nodes)
+    left = dict(free)
     for group in more:
         memory = spec.memory(group)
-        room = [node for node in left if node.memory >= memory and node.cpus >= spec.cpus]
+        room = [host for host, (size, cpus) in left.items() if size >= memory and cpus >= spec.cpus]
         if not room:
-            free = [f"{node.host} {size_text(node.memory)} and {node.cpus:g} CPUs" for node in sorted(nodes, key=str)]
-            ranks = "" if group is None else f" (ranks {', '.join(map(str, spec.groups[group]))})"
+            shown = [f"{host} {size_text(size)} and {cpus:g} CPUs" for host, (size, cpus) in sorted(free.items())]
+            ranks = "" if group is None else f" (ranks {spec.servers.groups[group].listed})"
             raise UnavailableError(
                 f"no node has resources for another server {kind_name(group)}{ranks}: it needs {size_text(memory)} of "
-                f"memory and {spec.cpus:g} CPUs; free: {'; '.join(free) or 'no nodes'}"
+                f"memory and {spec.cpus:g} CPUs; free: {'; '.join(shown) or 'no nodes'}"
             )
-        node = max(room, key=lambda node: (node.memory, node.cpus))
-        left.remove(node)
-        left.append(Node(node.host, node.memory - memory, node.cpus - spec.cpus))
-
-
-def cores(text: str) -> float:
-    """``"2"``, ``"0.5"`` or ``"500m"`` as a number; raises ConfigError."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m?)", text)
-    if found is None:
-        raise ConfigError(f"cpus: got {text!r}, expected a number as in 2, 0.5 or 500m")
-    return float(found[1]) / (1000 if found[2] else 1)
+        host = max(room, key=left.__getitem__)
+        left[host] = left[host][0] - memory, left[host][1] - spec.cpus

@@ -30,6 +30,7 @@ class PooledContext(EmbeddingShardingContext):
 
     Args:
         divisors: 1 / bag length, ``[B of the feature]``, of each output that is divided after the exchange.
+        sent_ids: number of ids that each slot sent, and the original positions of raw ids.
         inverse_indices: inverse indices of a variable batch, int64 ``[outputs, full batch]``, or None.
         sent_weights: the ids' weights in the order sent, when they have gradients.
         route: sizes and order of the ids' exchange.
@@ -38,6 +39,7 @@ class PooledContext(EmbeddingShardingContext):
     """
 
     divisors: list[Tensor] = field(default_factory=list)
+    sent_ids: Sent = field(default_factory=Sent)
     inverse_indices: Tensor | None = None
     sent_weights: Tensor | None = None
     route: WeightRoute | None = None
@@ -57,6 +59,7 @@ class PooledContext(EmbeddingShardingContext):
     def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
         """Record the sent ``features``, and their weights if these need gradients."""
         super().sent(features, ids)
+        self.sent_ids = ids
         weights = features.weights_or_none()
         if weights is not None and weights.requires_grad and self.pg is not None:
             self.sent_weights = weights
@@ -78,7 +81,14 @@ class PooledContext(EmbeddingShardingContext):
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive until ``stream`` has finished with them."""
         routed = (self.route.recat, self.route.lengths) if self.route is not None else ()
-        for tensor in (*self.divisors, self.inverse_indices, self.sent_weights, self.weights, *routed):
+        for tensor in (
+            *self.divisors,
+            self.sent_ids.permute,
+            self.inverse_indices,
+            self.sent_weights,
+            self.weights,
+            *routed,
+        ):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)  # type: ignore[arg-type]
 

@@ -79,6 +79,7 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
         pg: the ranks; None for a world of one.
         rank: this rank.
         codecs: compress the data that is sent.
+        width: columns of each row, where it is another number than the table's, as for one number per id.
     """
 
     def __init__(
@@ -87,12 +88,13 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
         pg: dist.ProcessGroup | None,
         rank: int,
         codecs: QuantizedCommCodecs | None = None,
+        width: int | None = None,
     ) -> None:
         super().__init__()
         self._layout = layout
         self._pg = pg
         self._codecs = codecs
-        widths = layout.widths
+        widths = self._widths = layout.widths if width is None else [width] * len(layout.widths)
         self._unit = math.gcd(*widths) if widths else 1
         self._units = [width // self._unit for width in widths]
         starts = [0, *accumulate(layout.slots_per_rank)]
@@ -163,7 +165,7 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
     def in_order(self, rows: Tensor, sent: Sent) -> list[Tensor]:
         """Units in the order sent -> ``[ids, columns]`` of each column piece, in the order of its ids."""
         by_slot = rows.split([n * units for n, units in zip(sent.sizes, self._units)])
-        pieces = [part.reshape(-1, width) for part, width in zip(by_slot, self._layout.widths)]
+        pieces = [part.reshape(-1, width) for part, width in zip(by_slot, self._widths)]
         back = _Unbucketize(self._layout, sent) if sent.permute is not None else None
         result = []
         for columns in self._layout.sums:

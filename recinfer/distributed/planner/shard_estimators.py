@@ -238,6 +238,7 @@ def _memory_figures(
         "cache_ratio": caching_ratio or 0.0,
         "optimizer_full": 0.0,
         "optimizer_row_bytes": 0.0,
+        "id_row_bytes": 0.0,
     }
 
 

@@ -17,6 +17,7 @@ from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.store import StoreManager
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import Server
+from recinfer.serving.server.telemetry.metrics import Status
 from recinfer.serving.workers.worker import WorkerLink
 
 __all__ = ["ModelService"]
@@ -113,6 +114,10 @@ class ModelService:
         except BaseException:
             self.stop(0.0)
             raise
+
+    async def status(self) -> Status:
+        """See Service."""
+        return self.server.status()
 
     def stop(self, grace: float) -> None:
         """See Service."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from recinfer.archive.strict_json import build
 
 __all__ = ["Ready", "ReadyModels", "ReadyRanks"]
 
@@ -32,11 +29,6 @@ class ReadyModels:
     http_port: int | None
     metrics_port: int | None
     unix_socket: str | None = None
-
-    @classmethod
-    def from_json(cls, value: Any) -> ReadyModels:
-        """Read the line that a worker prints; raises ArchiveError for anything else."""
-        return build(cls, value, "a worker's first line")
 
 
 @dataclass(frozen=True)

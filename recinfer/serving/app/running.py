@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,7 @@ from recinfer.serving.app.run import load_service
 from recinfer.serving.app.service import Report
 from recinfer.serving.config import AddressConfig, ModelsConfig, ServeConfig, TablesConfig
 from recinfer.serving.wire.address import join_address
+from recinfer.serving.wire.loop import run_on_loop
 
 if TYPE_CHECKING:
     from recinfer.serving.client.client import InferenceClient
@@ -88,6 +90,10 @@ class RunningServer:
             raise InputError("client: this is a shard server; connect to a ranker")
         return InferenceClient(self.target, **{"token": next(iter(self._security.tokens), ""), **options})
 
+    def status(self) -> dict[str, Any]:
+        """The figures of ``/status.json`` on a metrics port; the server needs no such port. Waits for the serving loop."""
+        return run_on_loop(self._service.status())
+
     def stop(self, grace: float | None = None) -> None:
         """Let running requests end for up to ``grace`` seconds (None: the setting ``drain_seconds``), then close. A second
         call has no effect."""
@@ -115,7 +121,7 @@ def serve(
     *,
     host: str = AddressConfig.host,
     port: int = AddressConfig.port,
-    http_port: int | None = None,
+    http_port: int | Literal["auto"] | None = "auto",
     metrics_port: int | None = None,
     model_store: str | os.PathLike[str] | None = None,
     poll: float | None = None,
@@ -127,7 +133,9 @@ def serve(
 
     Args:
         config: the folder or URL of an archive, or all settings; with all settings no other argument may be given.
-        host, port, http_port, metrics_port: see AddressConfig: by default gRPC alone, on a free port of this host.
+        host, port, metrics_port: see AddressConfig: by default a free port of this host, and no metrics port.
+        http_port: TCP port of REST; 0: a free port; ``"auto"``: a free port where the ``serve`` extra is installed, else none;
+            None: no REST.
         model_store, poll, admin, workers: see ModelsConfig. Several workers are processes of their own.
         device: ``"cpu"`` or ``"cuda"``.
 
@@ -136,17 +144,20 @@ def serve(
         ArchiveError: the archive breaks a rule of its format, or answers a golden request wrongly.
         UnavailableError: an address cannot be bound, or a worker did not start.
 
-    >>> with recinfer.serve("movielens.rqa", http_port=0) as server:       # doctest: +SKIP
+    >>> with recinfer.serve("movielens.rqa") as server:                    # doctest: +SKIP
     ...     print(server.target, server.url)
     ...     embeddings = server.client().lookup({"user_id": [[3]], "item_id": [[4]]})
     """
-    address = AddressConfig(host, port, http_port, metrics_port)
     tables = TablesConfig(device)
     store = model_store if model_store is None or isinstance(model_store, str) else Path(model_store)
     models = ModelsConfig(model_store=store, poll=poll, admin=admin, workers=workers)
     if isinstance(config, ServeConfig):
+        address = AddressConfig(host, port, None if http_port == "auto" else http_port, metrics_port)
         if (address, tables, models) != (AddressConfig(), TablesConfig(), ModelsConfig()):
             raise ConfigError("serve: got a ServeConfig and other arguments, expected them in the ServeConfig")
         return RunningServer(config)
+    if http_port == "auto":
+        http_port = 0 if find_spec("aiohttp") is not None else None
+    address = AddressConfig(host, port, http_port, metrics_port)
     archives = () if config is None else (config if isinstance(config, str) else Path(config),)
     return RunningServer(ServeConfig(archives, address, tables, models))

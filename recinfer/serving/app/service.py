@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from recinfer.serving.app.ready import Ready
+from recinfer.serving.server.telemetry.metrics import Status
 
 __all__ = ["Report", "Service"]
 
@@ -25,6 +26,9 @@ class Service(Protocol):
 
     def start(self) -> Ready:
         """Serve in the background, from any thread; returns once requests are accepted."""
+
+    async def status(self) -> Status:
+        """The figures of the server, see recinfer.serving.server.telemetry.metrics; await on the serving loop."""
 
     def stop(self, grace: float) -> None:
         """Let running requests end for up to ``grace`` seconds, then close all that ``start`` opened."""

@@ -12,6 +12,7 @@ from recinfer.serving.config import ServeConfig
 from recinfer.serving.engine.store import UNSOUND, ModelStore
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.shard_server import ShardServer
+from recinfer.serving.server.telemetry.metrics import Status
 from recinfer.serving.shards.tables import ShardTables
 
 __all__ = ["ShardService"]
@@ -56,6 +57,10 @@ class ShardService:
         """See Service."""
         self.server.start()
         return self._ready()
+
+    async def status(self) -> Status:
+        """See Service."""
+        return self.server.status()
 
     def stop(self, grace: float) -> None:
         """See Service."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from recinfer import env
+from recinfer.archive.strict_json import build
 from recinfer.serving.app.ready import Ready, ReadyModels
 from recinfer.serving.app.remote_archives import store_mirror
 from recinfer.serving.app.service import Report
@@ -23,7 +24,7 @@ from recinfer.serving.server.http_server import HttpServer
 from recinfer.serving.server.security import Security, follow_files
 from recinfer.serving.server.telemetry.metrics import Status
 from recinfer.serving.server.telemetry.metrics_http import metrics_server
-from recinfer.serving.wire.address import check_address, hold_address
+from recinfer.serving.wire.address import hold_address
 from recinfer.serving.wire.loop import run_on_loop, start_on_loop
 from recinfer.serving.workers.supervisor import Supervisor
 
@@ -61,7 +62,9 @@ class WorkersService:
         self._loop = self._poll_loop()
         self._security = security
         self._follows: Future[None] | None = None
-        self._metrics = self._metrics_server(security)
+        self._metrics: HttpServer | None = None
+        if address.metrics_port is not None:
+            self._metrics = metrics_server(self.status, address.host, address.metrics_port, security)
         self._http = None if address.http_port is None else hold_address(address.host, address.http_port)
         bound_http = None if self._http is None else int(self._http.getsockname()[1])
 
@@ -115,6 +118,10 @@ class WorkersService:
         assert isinstance(first, ReadyModels)
         return first
 
+    async def status(self) -> Status:
+        """See Service; waits for the workers in a thread."""
+        return await asyncio.to_thread(self._supervisor.status)
+
     def stop(self, grace: float) -> None:
         """See Service. The workers have the supervisor's grace period."""
         self._supervisor.stop()
@@ -127,7 +134,7 @@ class WorkersService:
                 run_on_loop(self._metrics.start())
                 self._follows = start_on_loop(follow_files(self._security))
                 metrics_port = self._metrics.port
-            on_ready(replace(ReadyModels.from_json(answer), metrics_port=metrics_port))
+            on_ready(replace(build(ReadyModels, answer, "a worker's first line"), metrics_port=metrics_port))
             if self._loop is not None:
                 self._loop.start()
 
@@ -172,15 +179,3 @@ class WorkersService:
             mirror=store_mirror(self._config),
         )
         return PollLoop(poller, models.poll)
-
-    def _metrics_server(self, security: Security) -> HttpServer | None:
-        """The server of the metrics port, which has not started; None without such a port."""
-        host, port = self._config.address.host, self._config.address.metrics_port
-        if port is None:
-            return None
-
-        async def summed() -> Status:
-            return await asyncio.to_thread(self._supervisor.status)  # waits for the workers
-
-        check_address(host, port)
-        return metrics_server(summed, host, port, security)

@@ -67,7 +67,7 @@ class ModelDescription:
 
     ``contract`` turns raw rows into the model's inputs; None when the archive was exported without a contract.
     ``needs_weights``: some features are ``weighted``: their ids may have weights. ``inputs``: the inputs of forward, none
-    for an archive from before recinfer recorded them.
+    for an archive from before recinfer recorded them. ``string_features``: the features whose ids may be strings.
     """
 
     name: str
@@ -79,6 +79,7 @@ class ModelDescription:
     contract: FeatureContract | None = None
     needs_weights: bool = False
     inputs: tuple[InputSpec, ...] = ()
+    string_features: tuple[str, ...] = ()
 
     @property
     def named_inputs(self) -> tuple[InputSpec, ...]:
@@ -137,6 +138,7 @@ def decode_description(answer: bytes) -> ModelDescription:
         contract,
         info.needs_weights,
         inputs,
+        tuple(info.string_features),
     )
 
 

@@ -29,8 +29,7 @@ from recinfer.serving.client.columns import as_raw
 from recinfer.serving.client.credentials import ClientCredentials
 from recinfer.serving.client.retry import Retries, check_timeout
 from recinfer.serving.client.throttle import Throttle
-from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
-from recinfer.serving.wire.fields import bytes_field
+from recinfer.serving.wire.arrays import bytes_field, encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.tracing import Metadata, client_span
 

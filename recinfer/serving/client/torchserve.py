@@ -17,8 +17,7 @@ from recinfer.inference.specs import Outputs
 from recinfer.serving.client.answers import Embeddings, decode_embeddings, decode_outputs, torch_is_installed
 from recinfer.serving.client.calls import channel_to, invoke, security_of
 from recinfer.serving.client.retry import LONGEST_S
-from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
-from recinfer.serving.wire.fields import bytes_field
+from recinfer.serving.wire.arrays import bytes_field, encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.status import error_of
 from recinfer.serving.wire.tls import authorization
 

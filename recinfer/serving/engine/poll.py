@@ -17,9 +17,8 @@ from recinfer.serving.engine.change_log import BY_POLLING
 from recinfer.serving.engine.model_config import ModelChoice, parse_model_config, read_text
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.engine.state import ServedState
-from recinfer.serving.engine.store_folder import FoundVersions, StoreFolder
+from recinfer.serving.engine.store_folder import FoundVersions, StoreFolder, natural
 from recinfer.serving.engine.version_files import Fingerprint, changed_in_place, fingerprint
-from recinfer.serving.engine.version_order import natural
 from recinfer.serving.wire.proto import admin_pb2 as pb
 
 __all__ = ["PollLoop", "StorePoller"]

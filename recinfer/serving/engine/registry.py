@@ -1,25 +1,80 @@
-"""The models and versions that a server has, and the choice of one for a request."""
+"""The models and versions that a server has, the choice of one for a request, and the answers and run costs of each."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.excerpts import quoted
-from recinfer.serving.engine.run_cost import RunCost
+from recinfer.inference.stages import BATCH_BOUNDS, Histogram, HistogramState, Stages
 from recinfer.serving.engine.state import Spread
-from recinfer.serving.engine.stats import AnswerCounts
 
 if TYPE_CHECKING:
     from recinfer.inference.archived import ArchivedModel
     from recinfer.inference.predictor import Predictor
 
-__all__ = ["ModelRegistry", "ServedModel"]
+__all__ = ["AnswerCounts", "ModelRegistry", "RequestStats", "RunCost", "ServedModel"]
+
+_DECAY = 0.8  # by which each run multiplies the weight of earlier ones
+
+
+class RunCost:
+    """Smoothed CPU seconds per sample of one version of a model, weighted by samples.
+
+    A sample costs less in a large run than alone: a rate that was learned from single samples is too high for the first
+    merged run, and right after it. Any thread may call; of two simultaneous calls, one figure may be lost.
+    """
+
+    __slots__ = ("_samples", "_seconds")
+
+    def __init__(self) -> None:
+        self._seconds = self._samples = 0.0
+
+    def expected(self, samples: int) -> float:
+        """Expected CPU seconds of a run of ``samples`` samples; 0 before the first run."""
+        return self._seconds / self._samples * samples if self._samples else 0.0
+
+    def learn(self, samples: int, seconds: float) -> None:
+        """Record a run of ``samples`` samples that took ``seconds`` CPU seconds."""
+        self._seconds = _DECAY * self._seconds + seconds
+        self._samples = _DECAY * self._samples + samples
+
+
+class AnswerCounts:
+    """Answers by call and gRPC code name, and their seconds by call: of one served version, or of no version. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._codes: Counter[tuple[str, str]] = Counter()
+        self._latency: dict[str, Histogram] = {}
+
+    def add(self, call: str, code: str, seconds: float | None) -> None:
+        """Count one answer; None: an answer without a duration."""
+        with self._lock:
+            self._codes[call, code] += 1
+            if seconds is None:
+                return
+            latency = self._latency.get(call)
+            if latency is None:
+                latency = self._latency[call] = Histogram()
+        latency.add(seconds)
+
+    def codes(self) -> dict[tuple[str, str], int]:
+        """Answers by (call, code)."""
+        with self._lock:
+            return dict(self._codes)
+
+    def latency(self) -> dict[str, HistogramState]:
+        """Histograms of seconds by call."""
+        with self._lock:
+            latency = dict(self._latency)
+        return {call: histogram.state() for call, histogram in latency.items()}
 
 
 @dataclass(frozen=True)
@@ -128,10 +183,6 @@ class ModelRegistry:
         """The versions of a model in the order of their loading; raises NotFoundError."""
         return dict(self._of(name).by_name)
 
-    def answers(self) -> list[AnswerCounts]:
-        """The counts of all versions of all models."""
-        return [model.answers for versions in self._models.values() for model in versions.by_name.values()]
-
     def weights(self, name: str) -> dict[str, int]:
         """The versions that requests without a version go to, each with its weight; raises NotFoundError."""
         return dict(self._of(name).weights)
@@ -184,7 +235,7 @@ class ModelRegistry:
                 new = _Versions({model.version: model}, {model.version: 1})
             else:
                 new = replace(here, by_name={**here.by_name, model.version: model})
-            self._models = {**self._models, model.name: new}
+            self._replace(model.name, new)
 
     def remove(self, name: str, version: str) -> None:
         """Remove a version and its labels; running requests finish with the version.
@@ -232,7 +283,7 @@ class ModelRegistry:
             # A caller without an answer repeats its call; the version to roll back to stays the same.
             before = versions.before if positive == versions.weights else versions.weights
             new = replace(versions, weights=positive, before=before)
-            self._models = {**self._models, name or next(iter(self._models)): new}
+            self._replace(name, new)
 
     def set_labels(self, name: str, labels: Mapping[str, str]) -> None:
         """Give a model these labels, each the name of a version, and no others.
@@ -248,7 +299,7 @@ class ModelRegistry:
                     raise InputError(f"labels: got an empty one for version {quoted(version)}, expected a name")
                 self._check_version(name, versions, version)
             new = replace(versions, labels=dict(labels))
-            self._models = {**self._models, name or next(iter(self._models)): new}
+            self._replace(name, new)
 
     def set_fault(self, name: str, version: str, why: str) -> None:
         """Note the reason ``why`` a version may answer wrongly; an empty reason clears the fault. Raises NotFoundError."""
@@ -256,7 +307,7 @@ class ModelRegistry:
             versions = self._of(name)
             self._check_version(name, versions, version)
             faults = {of: said for of, said in {**versions.faults, version: why}.items() if said}
-            self._models = {**self._models, name or next(iter(self._models)): replace(versions, faults=faults)}
+            self._replace(name, replace(versions, faults=faults))
 
     def faults(self, name: str) -> dict[str, str]:
         """The versions of a model that may answer wrongly, each with the reason; raises NotFoundError."""
@@ -273,7 +324,7 @@ class ModelRegistry:
             if versions.before is None:
                 raise InputError(f"model: {name!r} has nothing to go back to")
             new = replace(versions, weights=versions.before, before=versions.weights)
-            self._models = {**self._models, name or next(iter(self._models)): new}
+            self._replace(name, new)
 
     def spreads(self) -> dict[str, Spread]:
         """The spread of each model, by its name."""
@@ -302,6 +353,9 @@ class ModelRegistry:
                     models[name] = replace(models[name], weights=left, before=back, labels=named)
             self._models = models
 
+    def _replace(self, name: str, new: _Versions) -> None:
+        self._models = {**self._models, name or next(iter(self._models)): new}
+
     def _of(self, name: str) -> _Versions:
         models = self._models
         versions = models.get(name) if name else next(iter(models.values()))
@@ -322,3 +376,37 @@ class ModelRegistry:
             known = ", ".join(map(repr, versions.by_name))
             of = name or next(iter(self._models))
             raise NotFoundError(f"version: got {quoted(version)} of model {of!r}, expected one of {known}")
+
+
+class RequestStats:
+    """Requests answered since the start. Thread-safe.
+
+    Attributes:
+        stages: seconds of decode, queue and encode; each predictor counts its own lookup and dense.
+        batch: samples of a request.
+        unnamed: answers to requests that name nothing served.
+    """
+
+    def __init__(self) -> None:
+        self.stages = Stages("decode", "queue", "encode")
+        self.batch = Histogram(BATCH_BOUNDS)
+        self.unnamed = AnswerCounts()
+        self._all = AnswerCounts()
+
+    def add(self, call: str, code: str, seconds: float | None, version: AnswerCounts | None = None) -> None:
+        """Count one answer to ``call`` with ``code`` after ``seconds`` in the server.
+
+        Args:
+            seconds: None: the call was refused when it arrived.
+            version: the counts of the version that the request got; None: the request names nothing served.
+        """
+        self._all.add(call, code, seconds)
+        (self.unnamed if version is None else version).add(call, code, seconds)
+
+    def requests(self) -> dict[tuple[str, str], int]:
+        """Answers by (call, code), of unloaded versions too."""
+        return self._all.codes()
+
+    def latency(self) -> dict[str, HistogramState]:
+        """Histograms of the seconds from the request's arrival in Python to its answer, by call, of unloaded versions too."""
+        return self._all.latency()

@@ -1,6 +1,6 @@
 """Plain requests of a ranker, answered from their bytes and from the answers of shard servers.
 
-recinfer.serving.engine.byte_path is the counterpart for tables of this process. Unusual requests go to the decoded path.
+recinfer.serving.engine.dispatcher has the counterpart for tables of this process. Unusual requests go to the decoded path.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from recinfer.inference.byte_tables import AwaitedLookup, Rows
-from recinfer.serving.engine.byte_path import Predictions
-from recinfer.serving.engine.plain import PlainRequest, lookup_head
-from recinfer.serving.engine.request import Request
+from recinfer.serving.engine.registry import RequestStats
+from recinfer.serving.engine.request import Fill, PlainRequest, Request, answer_head
 from recinfer.serving.engine.scheduler import Entry, Scheduler
-from recinfer.serving.engine.stats import RequestStats
 
 __all__ = ["MOST_FAN_OUTS", "FanOuts"]
 
@@ -29,16 +27,21 @@ class FanOuts:
 
     Args:
         scheduler: queues requests while too many fan-outs are under way.
-        predictions: runs the dense parts of predictions.
+        predict: queues the dense run of a prediction: its request, its parts, the function that writes its vectors,
+            ``time.perf_counter()`` when the fan-out began, and ranks that gave no rows.
         stats: the server's counts.
         decode: answers a request in the decoded path.
     """
 
     def __init__(
-        self, scheduler: Scheduler, predictions: Predictions, stats: RequestStats, decode: Callable[[Request], None]
+        self,
+        scheduler: Scheduler,
+        predict: Callable[[Request, PlainRequest, Fill, float, tuple[int, ...]], None],
+        stats: RequestStats,
+        decode: Callable[[Request], None],
     ) -> None:
         self._scheduler = scheduler
-        self._predictions = predictions
+        self._predict = predict
         self._stats = stats
         self._decode = decode
         self._under_way = 0
@@ -120,7 +123,7 @@ class FanOuts:
         try:
             if rows is not None and request.call == "Predict":  # counted with its dense run
                 self._scheduler.done(0, 0, seconds)
-                self._predictions.submit(request, plain, rows.fill, start, missing)
+                self._predict(request, plain, rows.fill, start, missing)
             else:
                 self._scheduler.done(1, plain.batch, seconds)
                 if error is not None:
@@ -142,7 +145,7 @@ class FanOuts:
         """The serialized answer to a lookup."""
         head = plain.head()
         if missing:
-            head = lookup_head(plain.order, plain.batch, plain.model.version, missing)
+            head = answer_head(plain.order, plain.batch, plain.model.version, missing)
         joined = rows.after(head)
         plain.state.stages.add("lookup", time.perf_counter() - start)
         self._stats.batch.add(plain.batch)

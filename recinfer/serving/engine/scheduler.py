@@ -1,4 +1,4 @@
-"""Queued requests and the runs that they share: adaptive batching without a timer.
+"""Queued requests, their number and the runs that they share: adaptive batching without a timer.
 
 Each thread that receives requests (gRPC's thread, the event loop, the thread of the shards' answers) submits them, and calls
 :meth:`Scheduler.run_ready` when it has no further request: at the end of its turn. Requests of one turn run together. So
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -21,12 +22,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from recinfer.errors import DeadlineError
+from recinfer.errors import DeadlineError, OverloadedError
 from recinfer.serving.engine.batch_config import BatchConfig
-from recinfer.serving.engine.queue_budget import QueueBudget
 from recinfer.serving.engine.request import Request
 
-__all__ = ["SHORT_S", "Entry", "Runner", "Scheduler", "SchedulerState"]
+__all__ = ["SHORT_S", "Entry", "QueueBudget", "Runner", "Scheduler", "SchedulerState"]
 
 _log = logging.getLogger("recinfer.serving.server")
 
@@ -35,6 +35,94 @@ SHORT_S = 1e-3
 _MOST_NEW = 128
 """A turn ends after this many requests, also while more arrive, which bounds the wait of the first. The value is uncritical:
 with 32 callers, the rates of answers with 32, 128 and 512 differ by at most 3 %, and the rate with 8 is 20 % lower."""
+
+_MARGIN = 1.5  # factor by which the real wait may exceed the estimate
+_SMOOTHING = 0.2  # weight of the last run in the estimate of the next
+_FULL, _TOO_LATE = "its limit", "more than its deadline allows"
+_SAME_ERROR_S = 20e-3  # refusals within this time share an error object
+
+
+class _Refusal(NamedTuple):
+    """A refusal: whether the queue was full, its time (``time.monotonic()``) and its error."""
+
+    full: bool | None
+    at: float
+    error: OverloadedError
+
+
+_NONE_YET = _Refusal(None, -math.inf, OverloadedError(""))
+
+
+class QueueBudget:
+    """Counts queued requests. Any thread may call.
+
+    Args:
+        most: number of requests that may wait.
+        at_a_time: number of runs, or of fan-outs to shard servers, that may be under way together.
+
+    Attributes:
+        waiting: number of queued requests.
+    """
+
+    def __init__(self, most: int, at_a_time: int) -> None:
+        self._most = most
+        self._at_a_time = at_a_time
+        self.waiting = self.refusals = 0
+        self._last = _NONE_YET
+        self._lock = threading.Lock()
+        self._seconds_a_request = 1e-3
+
+    def enter(self) -> None:
+        """Count one more queued request."""
+        with self._lock:
+            self.waiting += 1
+
+    def leave(self, requests: int) -> None:
+        """Count ``requests`` queued requests fewer."""
+        with self._lock:
+            self.waiting -= requests
+
+    def admit(self, deadline: float) -> None:
+        """Raise OverloadedError, and count a refusal, if a request that arrives now cannot be queued, or would be
+        answered after its ``deadline`` (of ``time.monotonic()``): a late request would take the run of another whose
+        client still waits.
+        """
+        if (error := self.refused(deadline)) is not None:
+            raise error
+
+    def refused(self, deadline: float) -> OverloadedError | None:
+        """The error for a request that cannot be queued now; it is counted as refused. None: it can be queued.
+
+        Requests of the same few milliseconds get the same error object: a message of its own for each would be a fifth of the
+        cost of a refusal.
+        """
+        waiting = self.waiting
+        if not waiting:
+            return None
+        now, full = time.monotonic(), waiting >= self._most
+        if not full and now + _MARGIN * self._expected_wait() <= deadline:
+            return None
+        with self._lock:
+            self.refusals += 1
+            last = self._last
+            if last.full is not full or now - last.at > _SAME_ERROR_S:
+                last = self._last = _Refusal(full, now, self._error(_FULL if full else _TOO_LATE))
+        return last.error
+
+    def record_run(self, seconds: float, requests: int) -> None:
+        """Record the duration of a run of ``requests`` requests."""
+        with self._lock:
+            self._seconds_a_request += _SMOOTHING * (seconds / requests - self._seconds_a_request)
+
+    def _expected_wait(self) -> float:
+        return self.waiting * self._seconds_a_request / self._at_a_time
+
+    def _error(self, why: str) -> OverloadedError:
+        seconds = max(0.001, self._expected_wait())
+        return OverloadedError(
+            f"the server has {self.waiting} requests waiting, {why}; try again in {seconds * 1e3:.0f} ms",
+            retry_after=seconds,
+        )
 
 
 class Entry:
@@ -106,7 +194,7 @@ class Scheduler:
     Args:
         config: the bounds of the queue and of merged runs.
         threads: number of worker threads for long runs.
-        at_a_time: see recinfer.serving.engine.queue_budget.QueueBudget.
+        at_a_time: see recinfer.serving.engine.scheduler.QueueBudget.
         waited: called with the seconds that each request has waited for its run.
 
     Attributes:

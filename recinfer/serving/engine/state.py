@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
-
-from recinfer.archive.strict_json import build
 
 __all__ = ["ServedState", "ServedVersion", "Spread"]
 
@@ -64,12 +60,3 @@ class ServedState:
     def weights_of(self, model: str) -> dict[str, int]:
         """The weights of a model; empty for a model that is not served."""
         return dict(self.spreads[model].weights) if model in self.spreads else {}
-
-    def to_json(self) -> dict[str, Any]:
-        """The state as a JSON object, by the names of the fields."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Any) -> ServedState:
-        """Read :meth:`to_json`'s object after its way through JSON text; raises ArchiveError for anything else."""
-        return build(cls, value, "state")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from recinfer.serving.engine.version_order import natural
-
-__all__ = ["FoundVersions", "StoreFolder"]
+__all__ = ["FoundVersions", "StoreFolder", "natural"]
 
 _log = logging.getLogger(__name__)
 
@@ -101,3 +100,10 @@ class StoreFolder:
         if self._logged.get(path) != why:
             self._logged[path] = why
             _log.warning("model store: %s %s", str(path).encode(errors="backslashreplace").decode(), why)
+
+
+def natural(name: str) -> tuple[list[tuple[int, int, str]], str]:
+    """A sort key that puts "10" after "9" and "v2" after "v1"; the name orders equal numbers ("01", "1"), alike on every
+    host."""
+    parts = re.findall(r"\d+|\D+", name)
+    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts], name

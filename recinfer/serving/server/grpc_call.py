@@ -1,4 +1,5 @@
-"""One call of the gRPC server (grpc_core), from its message to its end, with the context that its handler gets."""
+"""One call of the gRPC server (grpc_core), from its message to its end: its bytes of the memory budget, its timeouts, its status
+and the context that its handler gets."""
 
 from __future__ import annotations
 
@@ -8,27 +9,164 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from recinfer.errors import InputError, RecinferError
-from recinfer.serving.server.call_ticket import Bounds, CallTicket
-from recinfer.serving.server.ending import CANCELLED, FAILED, Ending, ending_of
+from recinfer.errors import DeadlineError, InputError, RecinferError
+from recinfer.serving.engine.dispatcher import Dispatcher
+from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
+from recinfer.serving.engine.request import CallName, Request
 from recinfer.serving.server.grpc_binding import cygrpc
-from recinfer.serving.server.request_id import REQUEST_ID
+from recinfer.serving.server.telemetry.observe import REQUEST_ID, Observer
+from recinfer.serving.wire.retry import trailing_of
+from recinfer.serving.wire.status import status_of
+from recinfer.serving.wire.tracing import no_trace
 
-__all__ = ["CoreCall", "Dispatch", "Method", "Owner"]
+__all__ = [
+    "CANCELLED",
+    "FAILED",
+    "Bounds",
+    "CallTicket",
+    "CoreCall",
+    "Dispatch",
+    "Ending",
+    "Method",
+    "Owner",
+    "dispatched",
+    "ending_of",
+    "logged_ending",
+]
 
 _log = logging.getLogger("recinfer.serving.server")
 _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
-_NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
+_SLOW_LOOKS = 3  # looks after which an incomplete message counts as ``slow_bytes``
+_SENT_S = 30.0
+"""Seconds after which a call ends whose client has not read the whole answer, also if the client reads slowly: gRPC's core
+takes a whole message and reports only when all of it is sent, so the progress is not visible here. An answer of 64 MiB
+needs a link of 18 Mbit/s."""
+
+_RECEIVING, _RUNNING, _SENDING = range(3)
 
 Dispatch = Callable[[bytes, float, "CoreCall"], None]
 """Takes a message, the ``time.monotonic()`` of its deadline and the call, on gRPC's thread; answers or ends the call at once or
 later, on any thread."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The status of a call that ends without an answer.
+
+    Attributes:
+        code: name of its ``grpc.StatusCode``.
+        message: text for the client.
+        trailing: trailing metadata.
+    """
+
+    code: str
+    message: str
+    trailing: tuple[tuple[str, str | bytes], ...] = ()
+
+
+def ending_of(error: Exception) -> Ending:
+    """The status of a call that failed with ``error``."""
+    status = status_of(error)
+    return Ending(status.code, status.message, trailing_of(error, status.message))
+
+
+def logged_ending(call: str, data: bytes, error: Exception) -> Ending:
+    """:func:`ending_of`; an error of the server itself goes to the log."""
+    ending = ending_of(error)
+    if ending.code == "INTERNAL":
+        _log.error("%s failed on a request of %d bytes", call, len(data), exc_info=error)
+    return ending
+
+
+CANCELLED = Ending("CANCELLED", "")
+FAILED = Ending("UNKNOWN", "the server failed; its log has the details")
+"""The status of a call whose error was not turned into a code."""
+_NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The limits of a method's calls.
+
+    Attributes:
+        budget: the memory budget that counts their messages and answers.
+        most_bytes: largest size of a message.
+        slow_bytes: bytes that a slow message counts as, since the part that has arrived is not visible.
+        receive_s: seconds after which a call with an incomplete message is ended.
+    """
+
+    budget: MemoryBudget
+    most_bytes: int
+    slow_bytes: int
+    receive_s: float
+
+
+class CallTicket(Ticket):
+    """The ticket of one gRPC call, from the wait for its first message on. gRPC's thread calls :meth:`look`.
+
+    Args:
+        bounds: the limits of the call's method.
+    """
+
+    __slots__ = ("_bounds", "_changes", "_looks", "_seen", "_since", "_stage")
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds.budget)
+        self._bounds = bounds
+        self._stage = _RECEIVING
+        self._changes = self._seen = 0  # number of stage changes, now and at the last look
+        self._since, self._looks = 0.0, 0  # time of the first look since the last change, and number of looks
+
+    def receives(self) -> None:
+        """Note that the call waits for a message."""
+        self._enter(_RECEIVING)
+
+    def received(self, num_bytes: int) -> None:
+        """Count a message that has arrived; raises InputError if it is too large, OverloadedError if it does not fit."""
+        self._enter(_RUNNING)
+        if num_bytes > self._bounds.most_bytes:
+            raise InputError(f"request: got {num_bytes} bytes, expected at most {self._bounds.most_bytes}")
+        self.resize(num_bytes)
+
+    def sends(self) -> None:
+        """Note that an answer is being sent."""
+        self._enter(_SENDING)
+
+    def runs(self) -> None:
+        """Note that one of many answers is sent, and more may follow."""
+        self._enter(_RUNNING)
+
+    def _enter(self, stage: int) -> None:
+        self._stage = stage
+        self._changes += 1
+
+    def look(self, now: float) -> RecinferError | None:
+        """The reason to end the call at ``now`` (``time.monotonic()``); None: the call goes on. Called at intervals."""
+        if self._changes != self._seen or not self._looks:
+            self._seen, self._since, self._looks = self._changes, now, 1
+            return None
+        self._looks += 1
+        spent, bounds = now - self._since, self._bounds
+        if self._stage == _SENDING and spent > _SENT_S:
+            return DeadlineError(f"the answer was not taken for {_SENT_S:g} s")
+        if self._stage != _RECEIVING:
+            return None
+        if spent > bounds.receive_s:
+            return DeadlineError(f"request: not complete after {bounds.receive_s:g} s")
+        # Counted in looks: a process that was stopped has not read the messages that arrived meanwhile.
+        if self._looks >= _SLOW_LOOKS and self.held < bounds.slow_bytes:
+            try:
+                self.resize(bounds.slow_bytes)
+            except RecinferError as error:
+                return error
+        return None
 
 
 class Owner(Protocol):
@@ -378,6 +516,42 @@ class CoreCall:
     def invocation_metadata(self) -> Sequence[tuple[str, Any]]:
         """The call's metadata."""
         return self._metadata
+
+
+def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Dispatch:
+    """The Dispatch of the method ``call``: dispatches each message on gRPC's thread; the reply ends the call."""
+
+    def dispatch(data: bytes, until: float, core: CoreCall) -> None:
+        start = time.perf_counter()
+        trace = observer.begin(call, core.invocation_metadata)
+
+        def answered(code: str) -> None:
+            spent, served = time.perf_counter() - start, request.served
+            metadata, size = core.invocation_metadata, len(data)
+            observer.answered(call, code, spent, headers=metadata, num_bytes=size, served=served, trace=trace)
+
+        def reply(answer: bytes | Exception) -> None:
+            if not isinstance(answer, Exception):
+                try:
+                    core.ticket.resize(len(answer))  # frees the message
+                except RecinferError as error:
+                    answer = error
+            if isinstance(answer, Exception):
+                ending = logged_ending(call, data, answer)
+                answered(ending.code)
+                core.end(ending)
+            else:
+                answered("OK")
+                core.answer(answer)
+
+        def gone() -> None:
+            dispatcher.scheduler.forget(request)
+            answered("CANCELLED")
+
+        request = Request(call, data, until, reply, lambda: core.listen(gone), core.ticket, trace or no_trace)
+        dispatcher.dispatch(request)
+
+    return dispatch
 
 
 def _set(future: asyncio.Future[Any], value: Any) -> None:

@@ -5,6 +5,8 @@ cost of a small request. In this server, the thread that waits for gRPC's events
 whose answer has to be waited for becomes a task of the event loop. Handlers are written as for grpc.aio, and get the part of
 its context that they use.
 
+Admission ends calls without the token, and calls that the queue cannot take, before their message is read.
+
 recinfer.serving.server.grpc_binding has the parts of gRPC of which the server is made.
 """
 
@@ -17,21 +19,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 
+from recinfer.errors import OverloadedError
 from recinfer.serving.engine.memory_budget import MemoryBudget
-from recinfer.serving.engine.scheduler import Scheduler
-from recinfer.serving.server.call_ticket import Bounds
-from recinfer.serving.server.ending import CANCELLED, FAILED, Ending
+from recinfer.serving.engine.scheduler import QueueBudget, Scheduler
 from recinfer.serving.server.grpc_binding import cygrpc
-from recinfer.serving.server.grpc_call import CoreCall, Dispatch, Method
-from recinfer.serving.server.request_id import RequestIds
+from recinfer.serving.server.grpc_call import CANCELLED, FAILED, Bounds, CoreCall, Dispatch, Ending, Method, ending_of
+from recinfer.serving.server.security import NO_TOKEN, Security
+from recinfer.serving.server.telemetry.observe import Observer, RequestIds
 from recinfer.serving.wire.limits import Limits
 
-__all__ = ["Admit", "CoreServer"]
+__all__ = ["Admission", "Admit", "CoreServer", "names_of"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _REQUESTED = 8  # calls that gRPC may deliver before the thread takes the next event
@@ -294,7 +297,7 @@ class CoreServer:
         found = self._methods.get(path, _UNSEEN)
         if found is _UNSEEN:
             name = path.decode("utf-8", "replace")
-            details = _Details(name, tuple(metadata))
+            details: Any = SimpleNamespace(method=name, invocation_metadata=tuple(metadata))
             handler = next((h for each in self._handlers if (h := each.service(details)) is not None), None)
             bounds = self._bounds_of_open if name.startswith(_OPEN_TO_ALL) else self._bounds
             dispatch = self._dispatch.get(name)
@@ -316,12 +319,58 @@ class CoreServer:
         return self._requested > 0 or self._requested_late > self._given_late
 
 
-@dataclass(frozen=True)
-class _Details:
-    """The fields of grpc.HandlerCallDetails."""
-
-    method: str
-    invocation_metadata: tuple[Any, ...] = ()
-
-
 _END, _UNSEEN = object(), object()
+
+
+class Admission:
+    """Ends calls that are not admitted as they arrive, before their message is read: under threefold overload, this is most of
+    the server's work. Called on gRPC's thread.
+
+    Args:
+        security: decides which calls may pass.
+        queue: the queue in which calls would wait; None: no call is refused for a full queue.
+        methods: the methods whose calls are refused when the queue is full: full path ("/package.Service/Method") -> its name
+            in the counts.
+        observer: counts each refusal.
+        names: the name in the counts of each method, from :func:`names_of`; other paths count as "other".
+    """
+
+    def __init__(
+        self,
+        security: Security,
+        observer: Observer,
+        queue: QueueBudget | None = None,
+        methods: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.security = security
+        self._needs_token = bool(security.tokens)  # a server never changes from tokens to none, or back
+        self._observer = observer
+        self._queue = queue
+        self._methods = dict(methods or {})
+        self._names = dict(names or {})
+        self._last_refusal: tuple[OverloadedError | None, Ending] = (None, NO_TOKEN)
+
+    def admit(self, path: str, deadline: float, metadata: Sequence[tuple[str, Any]]) -> Ending | None:
+        """The status of a call that is not admitted; see :data:`Admit`."""
+        call = self._methods.get(path)
+        if self._needs_token and not self.security.admits(path, metadata):
+            self.refused(path, NO_TOKEN.code, metadata)
+            return NO_TOKEN
+        if call is None or self._queue is None or (error := self._queue.refused(deadline)) is None:
+            return None
+        last_error, ending = self._last_refusal
+        if error is not last_error:
+            ending = ending_of(error)
+            self._last_refusal = error, ending
+        self._observer.answered(call, ending.code, None, headers=metadata)
+        return ending
+
+    def refused(self, path: str, code: str, metadata: Sequence[tuple[str, Any]]) -> None:
+        """Count a call that was ended; see :data:`Refused`."""
+        self._observer.answered(self._names.get(path, "other"), code, None, headers=metadata)
+
+
+def names_of(*services: ServiceDescriptor) -> dict[str, str]:
+    """The name of each method of ``services`` by its full path."""
+    return {f"/{service.full_name}/{method.name}": method.name for service in services for method in service.methods}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,20 +14,20 @@ import grpc.aio
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from recinfer.errors import RecinferError, UnavailableError
-from recinfer.serving.engine.dispatcher import Dispatcher
+from recinfer.errors import UnavailableError
 from recinfer.serving.engine.memory_budget import ticket_of_task
-from recinfer.serving.engine.request import CallName, Request, served_of_task, trace_of_task
-from recinfer.serving.server.ending import Ending, ending_of
-from recinfer.serving.server.grpc_call import CoreCall, Dispatch
+from recinfer.serving.engine.request import served_of_task, trace_of_task
+from recinfer.serving.server.grpc_call import CoreCall, logged_ending
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.reflection import add_reflection
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.server.tuning import most_connections
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.address import grpc_address
 from recinfer.serving.wire.admin_verbs import VERBS
+from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.tracing import no_trace
 
 __all__ = [
@@ -38,13 +37,11 @@ __all__ = [
     "connection_options",
     "core_call",
     "deadline",
-    "dispatched",
     "generic_handler",
     "handler",
     "signed",
 ]
 
-_log = logging.getLogger("recinfer.serving.server")
 _HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
 _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 _IDENTITY = 1 << grpc.Compression.NoCompression
@@ -63,13 +60,23 @@ Answer = Callable[[bytes], Awaitable[bytes]]
 _Handler = Callable[[bytes, CoreCall], Awaitable[bytes]]
 
 
-def connection_options(idle_s: float | None = None) -> list[tuple[str, int]]:
-    """The options for connections of every gRPC server of recinfer.
+def connection_options(
+    limits: Limits | None = None, idle_s: float | None = None, *, share_port: bool = False
+) -> list[tuple[str, int]]:
+    """The options of every gRPC server of recinfer.
 
     Args:
+        limits: bounds on messages and calls; None: the default ones.
         idle_s: seconds after which a connection without a call is closed; None: never.
+        share_port: other processes may listen on the same port; without, a second server on a taken port fails.
     """
+    limits = limits or Limits()
     return [
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
+        ("grpc.so_reuseport", int(share_port)),
+        ("grpc.max_concurrent_streams", limits.max_concurrent),
+        ("grpc.max_allowed_incoming_connections", most_connections()),
         *([] if idle_s is None else [("grpc.max_connection_idle_ms", max(1, int(idle_s * 1e3)))]),
         # Timeouts for clients that are slow in the handshake, or that fail silently.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
@@ -150,7 +157,7 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
             answered("CANCELLED")
             raise
         except Exception as error:
-            ending = _ending(call, data, error)
+            ending = logged_ending(call, data, error)
             answered(ending.code)
             try:
                 await context.abort(grpc.StatusCode[ending.code], ending.message, ending.trailing)
@@ -164,49 +171,6 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
         return response
 
     return handle
-
-
-def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Dispatch:
-    """The Dispatch of the method ``call``: dispatches each message on gRPC's thread; the reply ends the call."""
-
-    def dispatch(data: bytes, until: float, core: CoreCall) -> None:
-        start = time.perf_counter()
-        trace = observer.begin(call, core.invocation_metadata)
-
-        def answered(code: str) -> None:
-            spent, served = time.perf_counter() - start, request.served
-            metadata, size = core.invocation_metadata, len(data)
-            observer.answered(call, code, spent, headers=metadata, num_bytes=size, served=served, trace=trace)
-
-        def reply(answer: bytes | Exception) -> None:
-            if not isinstance(answer, Exception):
-                try:
-                    core.ticket.resize(len(answer))  # frees the message
-                except RecinferError as error:
-                    answer = error
-            if isinstance(answer, Exception):
-                ending = _ending(call, data, answer)
-                answered(ending.code)
-                core.end(ending)
-            else:
-                answered("OK")
-                core.answer(answer)
-
-        def gone() -> None:
-            dispatcher.scheduler.forget(request)
-            answered("CANCELLED")
-
-        request = Request(call, data, until, reply, lambda: core.listen(gone), core.ticket, trace or no_trace)
-        dispatcher.dispatch(request)
-
-    return dispatch
-
-
-def _ending(call: str, data: bytes, error: Exception) -> Ending:
-    ending = ending_of(error)
-    if ending.code == "INTERNAL":
-        _log.error("%s failed on a request of %d bytes", call, len(data), exc_info=error)
-    return ending
 
 
 def add_standard_services(

@@ -24,7 +24,7 @@ from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema
 from recinfer.serving.server.cors import Cors
 from recinfer.serving.server.http_site import HttpSite
 from recinfer.serving.server.packing import packed
-from recinfer.serving.server.request_id import REQUEST_ID, RequestIds
+from recinfer.serving.server.telemetry.observe import REQUEST_ID, RequestIds
 from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.status import status_of
@@ -308,9 +308,7 @@ class HttpServer:
             assert isinstance(answer.body, bytes)
             ticket = self._budget.admit(len(answer.body))
             try:
-                answer = await packed(request, answer, ticket)
-                await _send(request, answer)
-                return answer
+                return await _send(request, await packed(request, answer, ticket))
             finally:
                 ticket.release()
 
@@ -327,9 +325,7 @@ class HttpServer:
             ticket_of_task.set(ticket)
             try:
                 answer = await work(request, await _body(request, most, ticket), ticket)
-                answer = await packed(request, answer, ticket)
-                await _send(request, answer)
-                return answer
+                return await _send(request, await packed(request, answer, ticket))
             finally:
                 ticket.release()
 
@@ -398,8 +394,8 @@ async def _body(request: web.Request, most: int, ticket: Ticket) -> bytearray:
     return unpacked
 
 
-async def _send(request: web.Request, answer: web.Response) -> None:
-    """Write ``answer`` until the system has taken all but the 64 KiB that a connection may buffer.
+async def _send(request: web.Request, answer: web.Response) -> web.Response:
+    """Write ``answer`` until the system has taken all but the 64 KiB that a connection may buffer; returns it.
 
     Raises:
         ConnectionError: the client has disconnected, or does not read.
@@ -408,6 +404,7 @@ async def _send(request: web.Request, answer: web.Response) -> None:
         async with asyncio.timeout(_SENT_S):
             await answer.prepare(request)
             await answer.write_eof()
+            return answer
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()

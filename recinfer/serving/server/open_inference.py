@@ -12,7 +12,7 @@ Inputs, B samples:
     ``J.values``, ``J.lengths`` INT32 [B], ``J.weights``     jagged input J, as a feature, with values of J's datatype [N, ...]
     ``J`` [B, n, ...]                                        jagged input J with n values per sample
     ``context.X``                                            any of these, of one sample that applies to all B samples
-Ids may also be INT32 and lengths INT64. Outputs: the model's outputs by name, FP32; or embeddings, ``F.embedding`` FP32
+Ids may also be INT32 and lengths INT64; those of a feature that takes strings BYTES. Outputs: the model's outputs by name, FP32; or embeddings, ``F.embedding`` FP32
 [B, dim], for an unpooled feature [ids, dim] with ``F.embedding.lengths`` INT32 [B]. A request that names embeddings as
 outputs, or has the parameter ``method`` = ``"lookup"``, is a lookup of the features among its inputs; any other request is a
 prediction if the model has a dense part.
@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recinfer.columns import dense_name
+from recinfer.columns import Strings, dense_name
 from recinfer.errors import InputError
 from recinfer.input_arrays import InputArrays
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.arrays import decode_lookup, decode_predict, encode_input
-from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field
+from recinfer.serving.wire.arrays import Buffer, array_bytes, bytes_field, decode_lookup, decode_predict, encode_input
 from recinfer.serving.wire.json_codec import text_of
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from recinfer.serving.engine.registry import ServedModel
 
 __all__ = [
+    "BYTES",
     "CONTEXT",
     "DATATYPES",
     "EMBEDDING",
@@ -56,21 +56,10 @@ __all__ = [
     "check_parameters",
     "dtype_of",
     "read_answer",
+    "string_tensor",
     "to_call",
 ]
 
-_DTYPES: dict[str, np.dtype] = {
-    "INT64": np.dtype("<i8"),
-    "INT32": np.dtype("<i4"),
-    "FP32": np.dtype("<f4"),
-    "BOOL": np.dtype("u1"),
-    "INT8": np.dtype("i1"),
-    "UINT8": np.dtype("u1"),
-    "INT16": np.dtype("<i2"),
-    "FP16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),  # the bits, as numpy lacks the type
-    "FP64": np.dtype("<f8"),
-}
 DATATYPES = {
     "int64": "INT64",
     "int32": "INT32",
@@ -84,7 +73,10 @@ DATATYPES = {
     "float64": "FP64",
 }
 """The protocol's name of each dtype of an input."""
+BYTES = "BYTES"
+"""The datatype of strings, by convention in UTF-8."""
 _NAMES = {datatype: name for name, datatype in DATATYPES.items()}
+_DTYPES = {datatype: codec.DTYPES[name] for datatype, name in _NAMES.items()}
 _INTEGERS = ("INT64", "INT32")
 _MAX_RANK = 8
 CONTEXT = "context."
@@ -109,12 +101,21 @@ _TYPE_NAMES = {str: "a string", int: "a whole number", bool: "true or false"}
 
 @dataclass(frozen=True)
 class InputTensor:
-    """One input: ``data`` is 1-D, row-major, of the dtype that ``datatype`` names, as many elements as ``shape`` says."""
+    """One input: ``data`` is 1-D, row-major, of the dtype that ``datatype`` names, as many elements as ``shape`` says.
+
+    ``strings``: the elements of a tensor of BYTES, whose ``data`` holds a 0 for each.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: np.ndarray
+    strings: Strings | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements in memory."""
+        return self.data.nbytes + (0 if self.strings is None else len(self.strings.data))
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,18 @@ class InferRequest:
     method: str = ""
 
 
+def string_tensor(name: str, shape: tuple[int, ...], strings: Strings) -> InputTensor:
+    """An input of BYTES."""
+    return InputTensor(name, BYTES, shape, np.zeros(strings.size, np.int64), strings)
+
+
 def dtype_of(name: str, datatype: str) -> np.dtype:
     """The numpy dtype of input ``name``; raises InputError for a datatype that no input of recinfer has."""
     dtype = _DTYPES.get(datatype)
     if dtype is None:
-        raise InputError(f"input {name!r}: got datatype {datatype[:40]!r}, expected one of {', '.join(_DTYPES)}")
+        raise InputError(
+            f"input {name!r}: got datatype {datatype[:40]!r}, expected one of {', '.join((*_DTYPES, BYTES))}"
+        )
     return dtype
 
 
@@ -262,6 +270,8 @@ def _take_named(info: InputSpec, by_name: dict[str, InputTensor], number: int = 
     found = by_name.pop(f"{info.name}.values" if is_jagged else info.name, None)
     if found is None:
         return []
+    if found.strings is not None:
+        raise InputError(f"input {found.name!r}: got BYTES, expected {DATATYPES[info.dtype]}")
     lengths = weights = None
     if is_jagged:
         lengths = _counts(info.name, "values", by_name)
@@ -357,7 +367,7 @@ def _features(by_name: dict[str, InputTensor]) -> list[_Feature]:
 
 
 def _jagged(name: str, by_name: dict[str, InputTensor]) -> _Feature:
-    values = _one_dimensional(_integers(by_name.pop(f"{name}.values")))
+    values = _one_dimensional(_ids(by_name.pop(f"{name}.values")))
     counts = _counts(name, "ids", by_name)
     total = int(counts.sum(dtype=np.int64))
     if total != values.data.size:
@@ -379,7 +389,7 @@ def _counts(name: str, what: str, by_name: dict[str, InputTensor]) -> np.ndarray
 
 
 def _rectangular(name: str, by_name: dict[str, InputTensor]) -> _Feature:
-    values = _integers(by_name.pop(name))
+    values = _ids(by_name.pop(name))
     each = values.shape[1] if len(values.shape) == 2 else 1
     return _Feature(name, values.shape[0], values, each, _weights(name, values, by_name))
 
@@ -394,6 +404,10 @@ def _weights(name: str, values: InputTensor, by_name: dict[str, InputTensor]) ->
             f"expected FP32 {list(values.shape)}, one weight an id"
         )
     return weights
+
+
+def _ids(tensor: InputTensor) -> InputTensor:
+    return tensor if tensor.strings is not None else _integers(tensor)
 
 
 def _integers(tensor: InputTensor) -> InputTensor:
@@ -414,20 +428,26 @@ def _encode(features: Sequence[_Feature], batch: int, limits: Limits, number: in
         # The codec refuses the request here, before lengths are written for that many samples.
         codec.decode_bags(pb.JaggedFeatures(keys=[f.name for f in features], batch_size=batch), limits)
     lengths = [array_bytes(_lengths(feature)) for feature in features]
-    narrow = all(feature.values.datatype == "INT32" for feature in features)
+    texts = [(feature.name, feature.values.strings) for feature in features if feature.values.strings is not None]
+    numbers = [feature.values for feature in features if feature.values.strings is None]
+    narrow = all(tensor.datatype == "INT32" for tensor in numbers)
     dtype = _DTYPES["INT32" if narrow else "INT64"]
-    values = [array_bytes(feature.values.data.astype(dtype, copy=False)) for feature in features]
+    values = [array_bytes(tensor.data.astype(dtype, copy=False)) for tensor in numbers]
     weighted = [feature for feature in features if feature.weights is not None]
     small = pb.JaggedFeatures(
         keys=[feature.name for feature in features],
         batch_size=batch,
         weighted_keys=[feature.name for feature in weighted],
+        string_keys=[name for name, _ in texts],
     ).SerializeToString()
     parts: list[Buffer] = [small, *bytes_field(3, *lengths), *bytes_field(6 if narrow else 4, *values)]
     if weighted:
         parts += bytes_field(
             5, *(array_bytes(feature.weights.data) for feature in weighted if feature.weights is not None)
         )
+    if texts:
+        parts += bytes_field(9, *(strings.data for _, strings in texts))
+        parts += bytes_field(10, *(array_bytes(strings.lengths) for _, strings in texts))
     return bytes_field(number, *parts)
 
 

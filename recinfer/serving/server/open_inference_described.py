@@ -24,6 +24,7 @@ def model_metadata(model: ServedModel, registry: ModelRegistry) -> dict[str, Any
     """The protocol's metadata of ``model`` in its JSON form; embeddings are among the outputs.
 
     Inputs of features that a prediction may leave out have the parameter ``missing``: "empty", or the id that stands for it.
+    Features that take strings have the datatype BYTES; INT64 and INT32 are taken too, as rows.
     Inputs with a number of values that forward relies on have the parameter ``facts``: "exactly 3 per sample".
     """
     predictor = model.predictor
@@ -35,7 +36,8 @@ def model_metadata(model: ServedModel, registry: ModelRegistry) -> dict[str, Any
     missing |= {feature.name: feature.missing for feature in manifest.features if feature.name in missing}
     looked_up = [feature for module in manifest.modules for feature in module.features if feature in missing]
     for feature in dict.fromkeys([*looked_up, *missing]):
-        tensors = [_tensor(f"{feature}.values", "INT64", -1), _tensor(f"{feature}.lengths", "INT32", -1)]
+        datatype = "BYTES" if feature in manifest.string_features else "INT64"
+        tensors = [_tensor(f"{feature}.values", datatype, -1), _tensor(f"{feature}.lengths", "INT32", -1)]
         if feature in weighted:
             tensors.append(_tensor(f"{feature}.weights", "FP32", -1))
         if missing[feature] != "reject":

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.message import Message
 
+from recinfer.columns import Strings, strings_of
 from recinfer.errors import InputError, NotFoundError, RecinferError
 from recinfer.serving.engine.memory_budget import Ticket, ticket_of_task
 from recinfer.serving.engine.request import served_of_task
 from recinfer.serving.server import open_inference as oip
 from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.fields import Buffer, bytes_field
+from recinfer.serving.wire.arrays import Buffer, bytes_field
 from recinfer.serving.wire.loop import off_loop
 from recinfer.serving.wire.proto import open_inference_pb2 as pb
+from recinfer.vocabulary._strings import split
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.registry import ModelRegistry, ServedModel
     from recinfer.serving.engine.request import AnswerCall
     from recinfer.serving.wire.limits import Limits
 
-__all__ = ["SERVICE_NAME", "OpenInference", "raw_array"]
+__all__ = ["SERVICE_NAME", "OpenInference", "raw_array", "raw_tensor"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _CONTENTS = {
@@ -84,7 +87,7 @@ class OpenInference:
 
     async def infer(self, request: oip.InferRequest, model: ServedModel) -> oip.InferAnswer:
         """The outputs of the version ``model`` for ``request``, with the version that answered."""
-        size = sum(tensor.data.nbytes for tensor in request.inputs)
+        size = sum(tensor.num_bytes for tensor in request.inputs)
         ticket_of_task.get().grow_to_answer(size)
         try:
             return await self._infer(request, size, model)
@@ -145,14 +148,18 @@ def _read(message: Any, num_bytes: int, ticket: Ticket) -> oip.InferRequest:
     inputs = []
     for index, tensor in enumerate(message.inputs):
         _parameters(f"input {tensor.name!r}", tensor)
-        if not raws:
-            array = _typed(tensor)
-        elif tensor.HasField("contents"):
+        if raws and tensor.HasField("contents"):
             raise InputError(f"input {tensor.name!r}: got contents and raw_input_contents, expected one of them")
+        shape = tuple(tensor.shape)
+        if raws:
+            inputs.append(raw_tensor(tensor.name, tensor.datatype, shape, raws[index]))
+        elif tensor.datatype == oip.BYTES:
+            _check_contents(tensor, "bytes_contents")
+            strings = strings_of(f"input {tensor.name!r}", list(tensor.contents.bytes_contents))
+            inputs.append(oip.string_tensor(tensor.name, shape, strings))
         else:
-            array = raw_array(tensor.name, tensor.datatype, raws[index])
-        inputs.append(oip.InputTensor(tensor.name, tensor.datatype, tuple(tensor.shape), array))
-    ticket.resize(2 * num_bytes + sum(tensor.data.nbytes for tensor in inputs))
+            inputs.append(oip.InputTensor(tensor.name, tensor.datatype, shape, _typed(tensor)))
+    ticket.resize(2 * num_bytes + sum(tensor.num_bytes for tensor in inputs))
     return oip.InferRequest(
         message.model_name,
         message.model_version,
@@ -175,6 +182,21 @@ def _parameters(place: str, message: Any) -> dict[str, Any]:
     return found
 
 
+def raw_tensor(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> oip.InputTensor:
+    """An input from its bytes in the protocol's binary form; raises InputError."""
+    if datatype != oip.BYTES:
+        return oip.InputTensor(name, datatype, shape, raw_array(name, datatype, raw))
+    count = math.prod(shape)
+    found = split(raw, count) if 0 <= count <= len(raw) // 4 else None
+    if found is None:
+        raise InputError(
+            f"input {name!r}: got {len(raw)} bytes, expected {list(shape)} strings of BYTES, each behind its length in 4 bytes, "
+            "little-endian"
+        )
+    data, lengths = found
+    return oip.string_tensor(name, shape, Strings((), data, np.frombuffer(lengths, np.int32)))
+
+
 def raw_array(name: str, datatype: str, raw: bytes | memoryview) -> np.ndarray:
     """``raw`` as a 1-D array of ``datatype`` that shares its memory; raises InputError."""
     dtype = oip.dtype_of(name, datatype)
@@ -188,13 +210,17 @@ def _typed(tensor: pb.ModelInferRequest.InferInputTensor) -> np.ndarray:
     field = _CONTENTS.get(tensor.datatype)
     if field is None:
         raise InputError(f"input {tensor.name!r}: got {tensor.datatype} contents, expected raw_input_contents")
-    for other, _ in tensor.contents.ListFields():
-        if other.name != field:
-            raise InputError(f"input {tensor.name!r}: got {other.name}, expected {field} as {tensor.datatype} has")
+    _check_contents(tensor, field)
     try:
         return np.array(getattr(tensor.contents, field), dtype)
     except OverflowError:
         raise InputError(f"input {tensor.name!r}: got a number beyond {tensor.datatype}") from None
+
+
+def _check_contents(tensor: pb.ModelInferRequest.InferInputTensor, field: str) -> None:
+    for other, _ in tensor.contents.ListFields():
+        if other.name != field:
+            raise InputError(f"input {tensor.name!r}: got {other.name}, expected {field} as {tensor.datatype} has")
 
 
 def _write(model: str, request_id: str, answer: oip.InferAnswer) -> bytes:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from recinfer.columns import Strings, strings_of
 from recinfer.errors import InputError
 from recinfer.serving.engine.memory_budget import Ticket
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
@@ -23,9 +24,9 @@ from recinfer.serving.server import open_inference as oip
 from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema, array_of, open_object
 from recinfer.serving.server.http_server import Described, Get, Post, Route, count_json
 from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
-from recinfer.serving.server.open_inference_grpc import OpenInference, raw_array
+from recinfer.serving.server.open_inference_grpc import OpenInference, raw_tensor
 from recinfer.serving.server.open_inference_schemas import add_schemas
-from recinfer.serving.wire.fields import Buffer
+from recinfer.serving.wire.arrays import Buffer
 from recinfer.serving.wire.json_codec import (
     json_pieces,
     json_text,
@@ -160,7 +161,7 @@ def _read(
     if not isinstance(request_id, str):
         raise InputError(f"id: got {text_of(request_id)}, expected a string")
     request = oip.InferRequest(name, version, request_id, inputs, list(wanted), method)
-    ticket.resize(len(body) + sum(tensor.data.nbytes for tensor in inputs))
+    ticket.resize(len(body) + sum(tensor.num_bytes for tensor in inputs))
     return request, (lambda key: key in binary) if wanted else (lambda key: everything)
 
 
@@ -171,14 +172,24 @@ def _input(item: dict[str, Any], rest: memoryview) -> tuple[oip.InputTensor, mem
         raise InputError(f"input {name!r}: got no shape that is a list of integers")
     size = _parameters(f"input {name!r}", item).get("binary_data_size")
     if size is None:
-        return oip.InputTensor(name, datatype, tuple(shape), _array(name, datatype, item.get("data"))), rest
+        data = item.get("data")
+        if datatype == oip.BYTES:
+            return oip.string_tensor(name, tuple(shape), _strings(name, data)), rest
+        return oip.InputTensor(name, datatype, tuple(shape), _array(name, datatype, data)), rest
     if not 0 <= size <= len(rest) or "data" in item:
         raise InputError(f"input {name!r}: got binary_data_size {str(size)[:40]}, of which the body has {len(rest)}")
-    return oip.InputTensor(name, datatype, tuple(shape), raw_array(name, datatype, rest[:size])), rest[size:]
+    return raw_tensor(name, datatype, tuple(shape), rest[:size]), rest[size:]
 
 
-def _array(name: str, datatype: str, data: Any) -> np.ndarray:
-    dtype = oip.dtype_of(name, datatype)
+def _strings(name: str, data: Any) -> Strings:
+    flat = _flat(name, oip.BYTES, data)
+    if odd := [(at, value) for at, value in enumerate(flat) if type(value) is not str]:
+        at, value = odd[0]
+        raise InputError(f"input {name!r}: got {text_of(value)} at position {at} of data, expected a string of BYTES")
+    return strings_of(f"input {name!r}", flat)
+
+
+def _flat(name: str, datatype: str, data: Any) -> list[Any]:
     if not isinstance(data, list):
         raise InputError(f"input {name!r}: got no data, expected a list or the parameter binary_data_size")
     flat = data
@@ -188,6 +199,12 @@ def _array(name: str, datatype: str, data: Any) -> np.ndarray:
                 f"input {name!r}: got rows of different length, expected numbers of {datatype} in rows of one"
             )
         flat = list(chain.from_iterable(flat))
+    return flat
+
+
+def _array(name: str, datatype: str, data: Any) -> np.ndarray:
+    dtype = oip.dtype_of(name, datatype)
+    flat = _flat(name, datatype, data)
     if datatype == "BF16":
         raise InputError(f"input {name!r}: got BF16 as JSON, expected binary data, or FP32")
     if datatype == "BOOL":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from recinfer.columns import dense_name
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema, array_of, object_of
-from recinfer.serving.server.open_inference import DATATYPES
+from recinfer.serving.server.open_inference import BYTES, DATATYPES
 from recinfer.serving.server.open_inference_described import model_metadata
 
 if TYPE_CHECKING:
@@ -25,11 +25,14 @@ def add_schemas(model: ServedModel, registry: ModelRegistry, schemas: ModelSchem
     outputs = [tensor["name"] for tensor in described["outputs"]]
     named = model.predictor.inputs.infos
     datatypes = dict.fromkeys(["INT64", "INT32", "FP32", *(DATATYPES[info.dtype] for info in named)])
+    if model.predictor.manifest.string_features:
+        datatypes[BYTES] = None
     types = {"type": "string", "enum": list(datatypes)}
     sizes = {"maxItems": 8} if named else {"minItems": 1, "maxItems": 2}
     shape = array_of({"type": "integer", "minimum": 0}, None) | sizes
     parameters = schemas.add("InferParameters", {"type": "object", "additionalProperties": True})
-    one: Schema = {"type": ["number", "boolean"]} if "BOOL" in datatypes else {"type": "number"}
+    kinds = ["number", *(kind for key, kind in (("BOOL", "boolean"), (BYTES, "string")) if key in datatypes)]
+    one: Schema = {"type": kinds if len(kinds) > 1 else "number"}
     rank = max([2, *(len(info.shape) + (info.kind == "jagged") for info in named)])
     data = one
     for _ in range(rank - 1):
@@ -58,11 +61,15 @@ def _example(model: ServedModel) -> list[dict[str, Any]]:
     predictor = model.predictor
     features, tables = predictor.intake.names, predictor.manifest.feature_tables
     specs = {spec.name: spec for spec in predictor.inputs.specs}
+    strings = predictor.manifest.string_examples
     found = []
     for name in features:
         one = 1 % min((table.rows for table in tables.get(name, ())), default=2)
         count = _count(specs, name)
-        found.append(_tensor(f"{name}.values", "INT64", [count], [one] * count))
+        if name in strings:
+            found.append(_tensor(f"{name}.values", BYTES, [count], strings[name][:1] * count))
+        else:
+            found.append(_tensor(f"{name}.values", "INT64", [count], [one] * count))
         found.append(_tensor(f"{name}.lengths", "INT32", [1], [count]))
         if name in predictor.intake.weighted:
             found.append(_tensor(f"{name}.weights", "FP32", [count], [1.0] * count))

@@ -23,8 +23,7 @@ import grpc
 import grpc.aio
 
 from recinfer.errors import ConfigError
-from recinfer.serving.server.ending import Ending
-from recinfer.serving.server.grpc_call import CoreCall
+from recinfer.serving.server.grpc_call import CoreCall, Ending
 from recinfer.serving.wire.address import plain_host
 from recinfer.serving.wire.certificates import expiry_of
 from recinfer.serving.wire.followed_files import FollowedFiles, is_pipe

@@ -9,7 +9,6 @@ import os
 import pkgutil
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,16 +25,14 @@ from recinfer.serving.engine.remote_byte_path import MOST_FAN_OUTS
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.engine.scheduler import Scheduler, SchedulerState
 from recinfer.serving.engine.store import ModelStore, StoreManager
-from recinfer.serving.server.admission import Admission, names_of
-from recinfer.serving.server.grpc_call import Dispatch
-from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.server.grpc_call import Dispatch, dispatched
+from recinfer.serving.server.grpc_core import Admission, CoreServer, names_of
 from recinfer.serving.server.grpc_methods import (
     Answer,
     add_standard_services,
     bind,
     connection_options,
     deadline,
-    dispatched,
     generic_handler,
     signed,
 )
@@ -45,13 +42,13 @@ from recinfer.serving.server.load import Load
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security, follow_files
-from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
+from recinfer.serving.server.telemetry.metrics import ServerMetrics
 from recinfer.serving.server.telemetry.observe import Observer
-from recinfer.serving.server.tuning import most_connections, tell_open_files
+from recinfer.serving.server.tuning import tell_open_files
 from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.limits import Limits
-from recinfer.serving.wire.loop import run_on_loop, start_on_loop
+from recinfer.serving.wire.loop import STOP_SLACK_S, run_on_loop, run_start
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.unix_socket import SocketFile
@@ -68,8 +65,6 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _FILES = (pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
 _log = logging.getLogger(__name__)
-
-_STOP_SLACK_S = 5.0
 
 
 class Server:
@@ -205,13 +200,7 @@ class Server:
         """
         if self._server is not None:
             raise InputError("start: the server already runs; make a new Server for a second one")
-        starting = start_on_loop(self._start())
-        try:
-            starting.result()
-        except BaseException:
-            wait([starting])  # a Ctrl-C ends the caller's wait alone
-            self.stop(0.0)
-            raise
+        run_start(self._start(), self.stop)
         return self
 
     def stop(self, grace: float | None = None) -> None:
@@ -219,7 +208,7 @@ class Server:
         call has no effect."""
         grace = self._drain_s if grace is None else grace
         if self._server is not None:
-            run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
+            run_on_loop(self._stop(grace), timeout=grace + STOP_SLACK_S)
 
     def __enter__(self) -> Server:
         return self.start()
@@ -228,29 +217,18 @@ class Server:
         self.stop()
 
     async def _start(self) -> None:
-        limits = self.service.limits
         at_a_time = None if self._shards is None else MOST_FAN_OUTS
         dispatcher = self._dispatcher = Dispatcher(self.service, self._batching, self._threads, at_a_time)
         self._caller = LoopCaller(dispatcher)
-        admission = self._admission(dispatcher.scheduler)
+        admission, limits = self._admission(dispatcher.scheduler), self.service.limits
         server = CoreServer(
-            budget=self.budget,
-            most_bytes=limits.max_message_bytes,
+            connection_options(limits, self._idle_s, share_port=self._share_port),
             admit=admission.admit,
             refused=admission.refused,
             dispatch=self._dispatched(dispatcher),
             turns=dispatcher.scheduler,
-            options=[
-                ("grpc.max_receive_message_length", limits.max_message_bytes),
-                ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
-                (
-                    "grpc.so_reuseport",
-                    int(self._share_port),
-                ),  # without a shared port, a second server on a taken port fails
-                ("grpc.max_concurrent_streams", limits.max_concurrent),
-                ("grpc.max_allowed_incoming_connections", most_connections()),
-                *connection_options(self._idle_s),
-            ],
+            budget=self.budget,
+            most_bytes=limits.max_message_bytes,
         )
         server.add_generic_rpc_handlers(self._handlers())
         names = [SERVICE_NAME, OPEN_INFERENCE, *([_ADMIN_NAME] if self._shows_admin else [])]
@@ -363,15 +341,10 @@ class Server:
         self._http, self.http_port = http, http.port
 
     async def _start_metrics(self, port: int) -> None:
-        from recinfer.serving.server.telemetry.metrics_http import metrics_server
+        from recinfer.serving.server.telemetry.metrics_http import start_metrics
 
-        async def status() -> Status:
-            return self.status()
-
-        check_address(self.host, port)
-        metrics = metrics_server(status, self.host, port, self._security)
-        await metrics.start()
-        self._metrics, self.metrics_port = metrics, metrics.port
+        self._metrics = await start_metrics(self.status, self.host, port, self._security)
+        self.metrics_port = self._metrics.port
 
     def _queue_state(self) -> SchedulerState | None:
         return None if self._dispatcher is None else self._dispatcher.scheduler.state

@@ -9,15 +9,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from recinfer.errors import ArchiveError, InputError, OverloadedError
 from recinfer.inference.stages import Stages
 from recinfer.serving.engine.memory_budget import MemoryBudget
-from recinfer.serving.engine.stats import RequestStats
-from recinfer.serving.server.admission import Admission, names_of
-from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.engine.registry import RequestStats
+from recinfer.serving.server.grpc_core import Admission, CoreServer, names_of
 from recinfer.serving.server.grpc_methods import (
     add_standard_services,
     bind,
@@ -27,7 +26,7 @@ from recinfer.serving.server.grpc_methods import (
 from recinfer.serving.server.security import Security, follow_files
 from recinfer.serving.server.telemetry.metrics import Status, request_figures
 from recinfer.serving.server.telemetry.observe import Observer
-from recinfer.serving.server.tuning import most_connections, tell_open_files
+from recinfer.serving.server.tuning import tell_open_files
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
 from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure, trace_headers
 from recinfer.serving.shards.tables import ShardTables
@@ -35,7 +34,7 @@ from recinfer.serving.shards.transport import ShardListener
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.limits import Limits
-from recinfer.serving.wire.loop import run_on_loop, start_on_loop
+from recinfer.serving.wire.loop import STOP_SLACK_S, run_on_loop, run_start
 from recinfer.serving.wire.proto import shards_pb2 as pb
 from recinfer.serving.wire.status import status_of
 
@@ -47,7 +46,6 @@ __all__ = ["ShardServer"]
 # Requests up to this size are answered on the thread that reads: other requests would wait behind a larger request.
 _SMALL_BYTES = 32 << 10
 _MAX_RUNNING = 512  # long requests at a time; a further request of any size is refused
-_STOP_SLACK_S = 5.0
 _NOTICED_S = 0.1  # for rankers to notice that this server takes no more requests
 _SHOWN = ("", SERVICE_NAME)  # the services that health reports
 _log = logging.getLogger(__name__)
@@ -111,19 +109,13 @@ class ShardServer:
 
     def start(self) -> ShardServer:
         """Bind and accept requests; raises UnavailableError, and leaves no port open, when an address cannot be bound."""
-        starting = start_on_loop(self._start())
-        try:
-            starting.result()
-        except BaseException:
-            wait([starting])  # a Ctrl-C ends the caller's wait alone
-            self.stop(0.0)
-            raise
+        run_start(self._start(), self.stop)
         return self
 
     def stop(self, grace: float = 10.0) -> None:
         """Notify the rankers, let running requests end for up to ``grace`` seconds, then close."""
         if self._server is not None:
-            run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
+            run_on_loop(self._stop(grace), timeout=grace + STOP_SLACK_S)
 
     def __enter__(self) -> ShardServer:
         return self.start()
@@ -168,18 +160,11 @@ class ShardServer:
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
         admission = Admission(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values()))
         server = CoreServer(
-            budget=self.budget,
-            most_bytes=self._limits.max_message_bytes,
+            connection_options(self._limits, self._idle_s),
             admit=admission.admit,
             refused=admission.refused,
-            options=[
-                ("grpc.max_receive_message_length", self._limits.max_message_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_concurrent_streams", self._limits.max_concurrent),
-                ("grpc.max_allowed_incoming_connections", most_connections()),
-                *connection_options(self._idle_s),
-            ],
+            budget=self.budget,
+            most_bytes=self._limits.max_message_bytes,
         )
         calls = {"Prepare": self._prepare, "State": self._state}
         self._health = add_standard_services(server, [SERVICE_NAME], [pb.DESCRIPTOR])
@@ -232,15 +217,10 @@ class ShardServer:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     async def _start_metrics(self, port: int) -> None:
-        from recinfer.serving.server.telemetry.metrics_http import metrics_server
+        from recinfer.serving.server.telemetry.metrics_http import start_metrics
 
-        async def status() -> Status:
-            return self.status()
-
-        check_address(self.host, port)
-        metrics = metrics_server(status, self.host, port, self._security)
-        await metrics.start()
-        self._metrics, self.metrics_port = metrics, metrics.port
+        self._metrics = await start_metrics(self.status, self.host, port, self._security)
+        self.metrics_port = self._metrics.port
 
     # -- lookups: on the listener's thread, or in the pool -----------------------------------------------------------
 

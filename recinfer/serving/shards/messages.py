@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recinfer.errors import InputError
 from recinfer.inference.bags import offsets_of
 from recinfer.serving.wire import codec
-from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field, field_head
+from recinfer.serving.wire.arrays import Buffer, array_bytes, bytes_field, field_head
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import shards_pb2 as pb
 
@@ -45,7 +45,6 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
 _NO_LENGTHS, _BYTE, _INT = 0, 1, 4
 _PARTS, _VALUES, _PACKED, _FILL = 3, 1, 2, 15
 _ALIGNED = 4
-_FEW_BAGS = 1 << 17  # largest number of bags whose offsets are cached: larger ones would hold memory permanently
 
 _TRACE = {"x-request-id": "request_id", "traceparent": "traceparent", "tracestate": "tracestate"}  # header -> field
 _FAILED = field_head(3, 0)[:1]
@@ -161,7 +160,7 @@ def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
     if not part.length_bytes:
         if len(ids) != bags:
             raise InputError(f"ids: got {len(ids)}, expected one for each of {bags} bags")
-        offsets = _ones(bags, ids.dtype)
+        offsets = np.arange(bags + 1, dtype=ids.dtype)
     else:
         if part.length_bytes not in (_BYTE, _INT) or len(raw) != bags * part.length_bytes:
             raise InputError(f"lengths: got {len(raw)} bytes of {part.length_bytes}, expected those of {bags} bags")
@@ -192,16 +191,6 @@ def _array(name: str, raw: bytes, dtype: type[np.generic]) -> NDArray[Any]:
             f"{name}: got {len(raw)} bytes, expected a multiple of {size}, the bytes of a {dtype.__name__}"
         )
     return np.frombuffer(raw, dtype)
-
-
-def _ones(bags: int, dtype: Any) -> NDArray[Any]:
-    """The offsets of ``bags`` bags of one id each; shared, so not to be written."""
-    return _few_ones(bags, dtype) if bags <= _FEW_BAGS else np.arange(bags + 1, dtype=dtype)
-
-
-@lru_cache(maxsize=64)
-def _few_ones(bags: int, dtype: Any) -> NDArray[Any]:
-    return np.arange(bags + 1, dtype=dtype)
 
 
 def encode_response(values: Sequence[Sequence[NDArray[Any]]]) -> bytes:

@@ -39,16 +39,12 @@ class Pair:
 
     Attributes:
         number: number of the feature in the module.
-        feature: name of the feature.
         rect: rectangle of the feature's table.
-        column: first column of the pair in the module's output.
         stream: number of the stream with its ids.
     """
 
     number: int
-    feature: str
     rect: Rect
-    column: int
     stream: int
 
 
@@ -118,7 +114,7 @@ def _rank_module(rank: int, configs: Sequence[BaseEmbeddingConfig], rects: Seque
         by_table.setdefault(rect.table, []).append(rect)
     pairs: list[Pair] = []
     streams: dict[tuple[str, int, int, bool], int] = {}
-    number = column = 0
+    number = 0
     for config in configs:
         for feature in config.feature_names:
             for rect in by_table.get(config.name, ()):
@@ -126,9 +122,8 @@ def _rank_module(rank: int, configs: Sequence[BaseEmbeddingConfig], rects: Seque
                 # Whole tables of two heights that read one feature share its ids, which were checked against the lower table.
                 key = (feature, 0, 0, True) if whole else (feature, rect.row_start, rect.row_stop, False)
                 stream = streams.setdefault(key, len(streams))
-                pairs.append(Pair(number, feature, rect, column + rect.col_start, stream))
+                pairs.append(Pair(number, rect, stream))
             number += 1
-            column += config.embedding_dim
     found = []
     for place, (feature, start, stop, whole) in enumerate(streams):
         if whole:

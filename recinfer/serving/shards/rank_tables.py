@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from recinfer.archive.mapping import MappedShards
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
-from recinfer.inference.direct import DirectPieces
+from recinfer.inference.byte_tables import DirectPieces
 from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers

@@ -25,7 +25,7 @@ from recinfer.serving.shards._ranks import is_packed_answer, join
 from recinfer.serving.shards.messages import encode_part
 from recinfer.serving.shards.packed import is_packed, spans_of
 from recinfer.serving.shards.rank_modules import ModuleLayout, RankModule
-from recinfer.serving.wire.fields import Buffer
+from recinfer.serving.wire.arrays import Buffer
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["ModuleSplit", "Section"]

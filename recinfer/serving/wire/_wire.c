@@ -17,7 +17,7 @@ typedef struct {
     Py_ssize_t num_keys;
 } Features;
 
-/* recinfer.serving.engine.plain.RequestParts, in the order of its fields. */
+/* recinfer.serving.engine.request.RequestParts, in the order of its fields. */
 typedef struct {
     Span model, version, dense;
     Features features, context;
@@ -131,7 +131,7 @@ static PyObject *places_of(const Features *features, const uint8_t *bytes) {
 
 PyDoc_STRVAR(read_doc,
              "read_request(data)\n--\n\n"
-             "The fields of a recinfer.serving.engine.plain.RequestParts for a serialized LookupRequest or PredictRequest;\n"
+             "The fields of a recinfer.serving.engine.request.RequestParts for a serialized LookupRequest or PredictRequest;\n"
              "None for a request of another form. features and context are (bytes of the keys, the fields of a\n"
              "recinfer.quant.bags.BagPlaces); context may be None, as in a LookupRequest. Places are offsets in `data`. The ids\n"
              "are not checked.");

@@ -1,4 +1,8 @@
-"""Between the wire (proto/recinfer/v1) and numpy arrays, on the client's side; needs no torch.
+"""Between the wire (proto/recinfer/v1) and numpy arrays, and protobuf fields joined from parts; needs no torch.
+
+A serialized protobuf message is the concatenation of its fields in any order. The protobuf runtime copies a bytes field
+three times on its way out and grows its buffer as it goes (13.6 MB: 17 to 45 ms; joined from parts: 2.4 ms), so the
+codec lets the runtime write the small fields and appends the large ones here, as views.
 
 Shapes: F features, B samples, N ids, D embedding width.
 """
@@ -10,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -19,25 +23,39 @@ from numpy.typing import NDArray
 from recinfer.columns import FeatureArrays, as_features, as_matrix
 from recinfer.errors import InputError
 from recinfer.input_arrays import InputArrays, as_input, batch_of_inputs
-from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = [
+    "Buffer",
     "LookupArrays",
     "M",
+    "array_bytes",
     "array_of",
+    "bytes_field",
     "decode_lookup",
     "decode_predict",
     "encode_input",
     "encode_lookup_request",
+    "encode_output_arrays",
     "encode_predict_request",
+    "field_head",
+    "lookup_head",
     "no_features",
     "parse",
+    "predict_head",
+    "tensor_bytes",
+    "tensor_head",
+    "varint",
 ]
 
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 assert sys.byteorder == "little", "the wire is little-endian and read in place; this machine is big-endian"
 
+Buffer = bytes | memoryview
+_LENGTH_DELIMITED = 2
 M = TypeVar("M", bound=Message)
 
 
@@ -66,6 +84,48 @@ def array_of(field: str, data: bytes, dtype: np.dtype, expected: int | None, why
     return np.frombuffer(data, dtype)
 
 
+# -- fields -----------------------------------------------------------------------------------------------------------
+
+
+def bytes_field(number: int, *parts: Buffer) -> list[Buffer]:
+    """Parts of a length-delimited field (bytes, string or message) that holds ``parts`` one behind another.
+
+    >>> b"".join(bytes_field(3, b"ab", b"c"))
+    b'\\x1a\\x03abc'
+    """
+    return [field_head(number, sum(len(part) for part in parts)), *parts]
+
+
+def field_head(number: int, size: int) -> bytes:
+    """The tag and the length before the ``size`` bytes of a length-delimited field."""
+    return varint(number << 3 | _LENGTH_DELIMITED) + varint(size)
+
+
+def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:
+    """The elements of ``tensor`` as little-endian bytes of ``dtype``, row-major: a view if the tensor holds them in this
+    form."""
+    # A detach() or cpu() without effect costs as much as the copy of a small answer.
+    if tensor.requires_grad or tensor.device.type != "cpu":
+        tensor = tensor.detach().cpu()
+    return array_bytes(tensor.numpy(), dtype)
+
+
+def array_bytes(array: np.ndarray[Any, Any], dtype: np.dtype | None = None) -> memoryview:
+    """:func:`tensor_bytes` of an array; ``dtype`` None: the array's own."""
+    array = np.ascontiguousarray(array, dtype=dtype)
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
+
+
+def varint(value: int) -> bytes:
+    """``value``, 0 or more, as a protobuf varint."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
 # -- requests ------------------------------------------------------------------------------------------------------
 
 
@@ -76,21 +136,28 @@ def _request_head(model: str, version: str, label: str) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _features_head(keys: tuple[str, ...], batch: int, weighted: tuple[str, ...]) -> bytes:
+def _features_head(
+    keys: tuple[str, ...], batch: int, weighted: tuple[str, ...], strings: tuple[str, ...] = ()
+) -> bytes:
     try:
-        return pb.JaggedFeatures(keys=keys, batch_size=batch, weighted_keys=weighted).SerializeToString()
+        return pb.JaggedFeatures(
+            keys=keys, batch_size=batch, weighted_keys=weighted, string_keys=strings
+        ).SerializeToString()
     except (TypeError, UnicodeEncodeError):
         raise InputError(f"features: got names {str(list(keys))[:80]}, expected each to be text") from None
 
 
 def _encode_features(features: FeatureArrays, number: int = 3) -> list[Buffer]:
-    values, weights = features.values, features.weights
-    parts: list[Buffer] = [_features_head(features.keys, features.batch, features.weighted)]
+    values, weights, strings = features.values, features.weights, features.strings
+    string_keys = () if strings is None else strings.keys
+    parts: list[Buffer] = [_features_head(features.keys, features.batch, features.weighted, string_keys)]
     parts += bytes_field(3, array_bytes(features.lengths, _INT32))
     wide = values.dtype == np.int64
     parts += bytes_field(4 if wide else 6, array_bytes(values, _INT64 if wide else _INT32))
     if weights is not None:
         parts += bytes_field(5, array_bytes(weights, _FLOAT32))
+    if strings is not None:
+        parts += [*bytes_field(9, strings.data), *bytes_field(10, array_bytes(strings.lengths, _INT32))]
     return bytes_field(number, *parts)
 
 
@@ -252,3 +319,39 @@ def decode_predict(data: bytes) -> tuple[dict[str, NDArray[np.float32]], str, tu
         field, why = f"outputs[{item.name!r}]", f"shape {list(shape)}"
         outputs[item.name] = array_of(field, item.values, _FLOAT32, math.prod(shape), why).reshape(shape)
     return outputs, message.model_version, tuple(message.missing_ranks)
+
+
+# -- answers of float32 arrays, as a server encodes them ------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def lookup_head(
+    keys: tuple[str, ...], dims: tuple[int, ...], batch: int, version: str, missing: tuple[int, ...]
+) -> bytes:
+    """A serialized LookupResponse without its embeddings."""
+    return pb.LookupResponse(
+        keys=keys, dims=dims, batch_size=batch, model_version=version, missing_ranks=missing
+    ).SerializeToString()
+
+
+@lru_cache(maxsize=256)
+def tensor_head(name: str, shape: tuple[int, ...]) -> bytes:
+    """A serialized NamedTensor without its values."""
+    return pb.NamedTensor(name=name, shape=shape).SerializeToString()
+
+
+@lru_cache(maxsize=64)
+def predict_head(version: str, missing: tuple[int, ...]) -> bytes:
+    """A serialized PredictResponse without its outputs."""
+    return pb.PredictResponse(model_version=version, missing_ranks=missing).SerializeToString()
+
+
+def encode_output_arrays(
+    names: Sequence[str], arrays: Sequence[NDArray[Any]], version: str, missing: tuple[int, ...] = ()
+) -> bytes:
+    """A serialized PredictResponse of float32 arrays, C-contiguous, in the order of ``names``."""
+    parts: list[Buffer] = [predict_head(version, missing)]
+    for name, array in zip(names, arrays):
+        small = tensor_head(name, array.shape)
+        parts += bytes_field(1, small, *bytes_field(3, array.tobytes()))
+    return b"".join(parts)

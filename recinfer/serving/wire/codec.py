@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,24 +14,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recinfer.columns import Strings
 from recinfer.errors import InputError
-from recinfer.inference.bags import Bags, offsets_of
+from recinfer.inference.bags import Bags, offsets_of, with_strings
 from recinfer.inference.results import Outputs
 from recinfer.serving.wire.arrays import (
+    Buffer,
     M,
     array_of,
+    bytes_field,
     decode_lookup,
     decode_predict,
     encode_lookup_request,
     encode_predict_request,
+    lookup_head,
     parse,
+    predict_head,
+    tensor_bytes,
+    tensor_head,
 )
-from recinfer.serving.wire.fields import Buffer, bytes_field, tensor_bytes
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 __all__ = [
+    "DTYPES",
     "M",
     "decode_bags",
     "decode_dense",
@@ -41,10 +47,8 @@ __all__ = [
     "decode_predict_response",
     "encode_lookup_request",
     "encode_lookup_response",
-    "encode_output_arrays",
     "encode_predict_request",
     "encode_predict_response",
-    "lookup_head",
     "parse",
 ]
 
@@ -77,7 +81,11 @@ def decode_bags(
     num_ids = int(offsets[-1])
     if num_ids > limits.max_ids:
         _refuse_lengths(lengths, num_ids, keys, batch, limits, field)
-    values = _decode_values(message, num_ids, field)
+    strings = None
+    if string_keys := tuple(message.string_keys):
+        values, strings = _decode_strings(message, string_keys, keys, lengths, field)
+    else:
+        values = _decode_values(message, num_ids, field)
     if values.dtype == _INT32:
         offsets = offsets.astype(np.int32)
     weights = None if num_ids else _NO_WEIGHTS  # without ids, empty and absent weights look alike
@@ -85,7 +93,30 @@ def decode_bags(
         weights = _spread_weights(message.weights, weighted, keys, offsets[::batch], field)
     elif raw := message.weights:
         weights = array_of(f"{field}.weights", raw, _FLOAT32, num_ids, f"one an id, as {field}.lengths says")
-    return Bags(keys, batch, offsets, values, weights, weighted)
+    return Bags(keys, batch, offsets, values, weights, weighted, strings)
+
+
+def _decode_strings(
+    message: pb.JaggedFeatures, string_keys: tuple[str, ...], keys: tuple[str, ...], lengths: NDArray[Any], field: str
+) -> tuple[NDArray[np.int64], Strings]:
+    """The ids of all features, 0 for each string, and the strings; see :class:`recinfer.inference.bags.Bags`."""
+    if len(set(string_keys)) != len(string_keys) or not set(string_keys) <= set(keys):
+        strange = next(key for key in string_keys if key not in keys or string_keys.count(key) > 1)
+        raise InputError(f"{field}.string_keys: got {strange!r}, expected some of {field}.keys, each once")
+    in_order = tuple(key for key in keys if key in string_keys)
+    counts = lengths.reshape(len(keys), -1).sum(axis=1, dtype=np.int64)
+    number = int(counts[[key in string_keys for key in keys]].sum())
+    why = f"one a string, as {field}.lengths says"
+    sizes = array_of(f"{field}.string_lengths", message.string_lengths, _INT32, number, why)
+    data = message.strings
+    if (sizes.size and sizes.min() < 0) or int(sizes.sum(dtype=np.int64)) != len(data):
+        raise InputError(
+            f"{field}.string_lengths: got lengths of {int(sizes.sum(dtype=np.int64))} bytes in all, the least {sizes.min(initial=0)}; "
+            f"expected 0 or more each, and {len(data)} in all, the bytes of {field}.strings"
+        )
+    values = _decode_values(message, int(counts.sum()) - number, field)
+    strings = Strings(in_order, data, sizes)
+    return with_strings(keys, message.batch_size, lengths, values, strings), strings
 
 
 def _spread_weights(
@@ -153,7 +184,7 @@ def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
     return torch.from_numpy(values).view(batch, num_dense)
 
 
-_DTYPES: dict[str, np.dtype[Any]] = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
     "float16": np.dtype("<f2"),
@@ -165,6 +196,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("u1"),
     "bool": np.dtype("u1"),
 }
+"""The dtype of each input's bytes, by its name in archives and messages."""
 _MAX_RANK, _MAX_SIZE = 8, (1 << 31) - 1
 
 
@@ -198,9 +230,9 @@ def decode_inputs(items: Iterable[pb.NamedInput], batch: int, limits: Limits) ->
 
 def _decode_values_of(item: pb.NamedInput) -> Tensor:
     where, shape = f"input {item.name!r}", tuple(item.shape)
-    dtype = _DTYPES.get(item.dtype)
+    dtype = DTYPES.get(item.dtype)
     if dtype is None:
-        raise InputError(f"{where}: got dtype {item.dtype[:40]!r}, expected one of {', '.join(_DTYPES)}")
+        raise InputError(f"{where}: got dtype {item.dtype[:40]!r}, expected one of {', '.join(DTYPES)}")
     sizes_fit = len(shape) <= _MAX_RANK and all(0 <= size <= _MAX_SIZE for size in shape)
     # With one size 0 the others may be anything, and torch counts the steps between rows in 63 bits.
     if not sizes_fit or math.prod(max(size, 1) for size in shape) > _MAX_SIZE:
@@ -256,43 +288,12 @@ def encode_lookup_response(
     return b"".join(parts)
 
 
-@lru_cache(maxsize=256)
-def lookup_head(
-    keys: tuple[str, ...], dims: tuple[int, ...], batch: int, version: str, missing: tuple[int, ...]
-) -> bytes:
-    """A serialized LookupResponse without its embeddings."""
-    return pb.LookupResponse(
-        keys=keys, dims=dims, batch_size=batch, model_version=version, missing_ranks=missing
-    ).SerializeToString()
-
-
-@lru_cache(maxsize=256)
-def _tensor_head(name: str, shape: tuple[int, ...]) -> bytes:
-    return pb.NamedTensor(name=name, shape=shape).SerializeToString()
-
-
-@lru_cache(maxsize=64)
-def _predict_head(version: str, missing: tuple[int, ...]) -> bytes:
-    return pb.PredictResponse(model_version=version, missing_ranks=missing).SerializeToString()
-
-
 def encode_predict_response(outputs: dict[str, Tensor], version: str, missing: tuple[int, ...] = ()) -> bytes:
     """A serialized PredictResponse of float32 tensors by name; ``missing``: ranks whose rows were zero."""
-    parts: list[Buffer] = [_predict_head(version, missing)]
+    parts: list[Buffer] = [predict_head(version, missing)]
     for name, tensor in outputs.items():
-        small = _tensor_head(name, tuple(tensor.shape))
+        small = tensor_head(name, tuple(tensor.shape))
         parts += bytes_field(1, small, *bytes_field(3, tensor_bytes(tensor, _FLOAT32)))
-    return b"".join(parts)
-
-
-def encode_output_arrays(
-    names: Sequence[str], arrays: Sequence[NDArray[Any]], version: str, missing: tuple[int, ...] = ()
-) -> bytes:
-    """:func:`encode_predict_response` of float32 arrays, C-contiguous."""
-    parts: list[Buffer] = [_predict_head(version, missing)]
-    for name, array in zip(names, arrays):
-        small = _tensor_head(name, array.shape)
-        parts += bytes_field(1, small, *bytes_field(3, array.tobytes()))
     return b"".join(parts)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-__all__ = ["new_loop", "off_loop", "run_on_loop", "start_on_loop"]
+__all__ = ["STOP_SLACK_S", "new_loop", "off_loop", "run_on_loop", "run_start", "start_on_loop"]
+
+STOP_SLACK_S = 5.0
+"""Seconds that a server's stop may take beyond its grace period."""
 
 T = TypeVar("T")
 _INLINE_BYTES = 32 << 10  # a longer message is converted in a thread, so that the event loop stays free
@@ -37,6 +40,17 @@ def run_on_loop(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T
 def start_on_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
     """Start ``work`` on the process's loop, from any thread."""
     return asyncio.run_coroutine_threadsafe(work, _running())
+
+
+def run_start(start: Coroutine[Any, Any, None], stop: Callable[[float], None]) -> None:
+    """Run a server's ``start`` on the process's loop; after an error, ``stop`` the server with no grace period."""
+    starting = start_on_loop(start)
+    try:
+        starting.result()
+    except BaseException:
+        wait([starting])  # a Ctrl-C ends the caller's wait alone
+        stop(0.0)
+        raise
 
 
 async def off_loop(size: int, work: Callable[..., T], *args: object) -> T:

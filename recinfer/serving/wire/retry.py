@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recinfer.errors import OverloadedError, UnavailableError
-from recinfer.serving.wire.fields import bytes_field, varint
+from recinfer.serving.wire.arrays import bytes_field, varint
 
 __all__ = ["is_from_server", "trailing_of"]
 

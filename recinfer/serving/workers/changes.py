@@ -10,11 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
+from recinfer.archive.strict_json import build
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.serving.engine.change_log import log_change, log_refused
 from recinfer.serving.engine.state import ServedState
 from recinfer.serving.wire.admin_verbs import VERBS
-from recinfer.serving.workers.made_change import MadeChange
+from recinfer.serving.workers.connection import MadeChange
 from recinfer.serving.workers.process import WorkerProcess
 
 __all__ = ["ModelChanges"]
@@ -135,7 +136,7 @@ def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProc
 def _request_all(workers: Sequence[WorkerProcess], call: str, data: str) -> _Outcome:
     asked = [(worker, worker.connection.request("admin", call=call, data=data)) for worker in workers]
     made, failed = _results(asked)
-    return _Outcome([(worker, MadeChange.from_json(answer)) for worker, answer in made], failed)
+    return _Outcome([(worker, build(MadeChange, answer, "a worker's answer")) for worker, answer in made], failed)
 
 
 def _results(

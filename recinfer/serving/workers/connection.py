@@ -10,17 +10,36 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from recinfer.errors import RecinferError, UnavailableError
+from recinfer.serving.engine.state import ServedState, Spread
 from recinfer.serving.wire.status import error_of, status_of
 
-__all__ = ["PeerConnection"]
+__all__ = ["MadeChange", "PeerConnection"]
 
 _log = logging.getLogger(__name__)
 
 Answer = Callable[[str, dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class MadeChange:
+    """A worker's answer to an admin call.
+
+    Attributes:
+        answer: the serialized answer for the client, in base64.
+        before: the spread of each model before the change, with which the change is taken back.
+        served_before: whether the call loaded a version that the worker served already.
+        state: the worker's models after the change.
+    """
+
+    answer: str
+    before: dict[str, Spread]
+    served_before: bool
+    state: ServedState
 
 
 class PeerConnection:

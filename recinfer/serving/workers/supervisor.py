@@ -7,6 +7,7 @@ supervisor reads the worker's status and counts at an interval, and makes a chan
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 import threading
@@ -16,6 +17,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from recinfer import env
+from recinfer.archive.strict_json import build
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.serving.engine.state import ServedState
 from recinfer.serving.server.telemetry.metrics import Status, merge_statuses, sum_ended
@@ -263,7 +265,7 @@ class Supervisor:
         changes = self.changes
         with changes.lock:
             state, generation = changes.state, changes.generation
-        worker.connection.request("begin", restore=None if state is None else state.to_json())
+        worker.connection.request("begin", restore=None if state is None else dataclasses.asdict(state))
         answer = worker.first_line()
         if "port" not in answer:
             return f": {answer['error']['message']}" if "error" in answer else ""
@@ -293,7 +295,7 @@ def _state_of(worker: WorkerProcess, seconds: float) -> ServedState | None:
     wait([future], timeout=seconds)
     if not future.done() or future.exception() is not None:
         return None
-    return ServedState.from_json(future.result())
+    return build(ServedState, future.result(), "state")
 
 
 def _join(threads: Sequence[threading.Thread], seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import os
 import queue
 import stat
@@ -20,8 +21,7 @@ from recinfer.serving.wire import codec
 from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.loop import start_on_loop
 from recinfer.serving.wire.proto import admin_pb2 as pb
-from recinfer.serving.workers.connection import PeerConnection
-from recinfer.serving.workers.made_change import MadeChange
+from recinfer.serving.workers.connection import MadeChange, PeerConnection
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.store import StoreManager
@@ -33,11 +33,8 @@ _STDIN = 0
 
 
 class WorkerLink:
-    """Waits for the supervisor's first message, then answers its requests. All answers come from the event loop, so that an
+    """Waits for the supervisor's first message on stdin, then answers its requests. All answers come from the event loop, so that an
     answer shows that the loop runs.
-
-    Args:
-        connection: the connection to the supervisor; None: this process's stdin.
 
     Raises:
         ConfigError: there is no supervisor at the other end.
@@ -47,13 +44,13 @@ class WorkerLink:
         restore: for a replacement, the state of a running worker; None for the first workers.
     """
 
-    def __init__(self, connection: Connection | None = None) -> None:
+    def __init__(self) -> None:
         self.gone = threading.Event()
         self._server: Server | None = None
         self._manager: StoreManager | None = None
         # (restore,), or an empty tuple where the supervisor went first.
         self._begun: queue.SimpleQueue[tuple[ServedState | None, ...]] = queue.SimpleQueue()
-        self._peer = PeerConnection(connection or _from_stdin(), self._answer, on_gone=self._end)
+        self._peer = PeerConnection(_from_stdin(), self._answer, on_gone=self._end)
         begun = self._begun.get()
         if not begun:
             raise _no_supervisor()
@@ -83,7 +80,7 @@ class WorkerLink:
     def _answer(self, what: str, arguments: dict[str, Any]) -> Future[Any] | None:
         if what == "begin":
             state = arguments["restore"]
-            self._begun.put((None if state is None else ServedState.from_json(state),))
+            self._begun.put((None if state is None else build(ServedState, state, "state"),))
             return None
         assert self._server is not None, "a supervisor sends requests once the worker is ready"
         return start_on_loop(self._on_loop(self._server, what, arguments))
@@ -92,18 +89,19 @@ class WorkerLink:
         if what == "beat":
             return {"status": server.status(), "event_s": server.event_s}
         if what == "state":
-            return self._state(server).to_json()
+            return dataclasses.asdict(self._state(server))
         if what == "set_spreads":
             return server.service.registry.restore(build(dict[str, Spread], arguments["spreads"], "spreads"))
         assert what == "admin", what
         before, loaded = server.service.registry.spreads(), _loaded(server)
         answer = await server.admin_calls[arguments["call"]](base64.b64decode(arguments["data"]))
-        return MadeChange(
+        change = MadeChange(
             answer=base64.b64encode(answer).decode(),
             before=before,
             served_before=arguments["call"] == "Load" and _loaded(server) == loaded,
             state=self._state(server),
-        ).to_json()
+        )
+        return dataclasses.asdict(change)
 
     def _state(self, server: Server) -> ServedState:
         # No load holds the manager's lock now: the supervisor has one change made at a time.

@@ -19,7 +19,7 @@ from recinfer.errors import DeadlineError, InputError, OverloadedError, Recinfer
 from recinfer.inference.bags import bags_of
 from recinfer.inference.predictor import load
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine import byte_path
+from recinfer.serving.engine import dispatcher
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.server import shard_server
@@ -142,13 +142,13 @@ def test_a_large_prediction_is_handed_over_until_it_is_known_to_be_short(
     archive = make_archive(tmp_path, "table_wise")
     expected = load(archive).predict(*large())["output"]
     threads: list[str] = []
-    run = byte_path._run_dense
+    run = dispatcher._run_dense
 
     def seen(*given: Any, **how: Any) -> Any:
         threads.append(threading.current_thread().name)
         return run(*given, **how)
 
-    monkeypatch.setattr(byte_path, "_run_dense", seen)
+    monkeypatch.setattr(dispatcher, "_run_dense", seen)
     with served(archive, tmp_path) as service, ranking(service) as (server, client):
         stages = service.registry.get().predictor.stages
         before = {name: state.count for name, state in stages.state().items()}

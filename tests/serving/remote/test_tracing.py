@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,12 @@ from recinfer.serving.shards._ranks import read_find
 
 from recinfer.errors import InputError
 from recinfer.serving.client import InferenceClient, request_id
-from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.engine.registry import RequestStats
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.shards.messages import join_request, trace_field, trace_headers
 from recinfer.serving.shards.rank_structs import PlainFind
 from tests.serving.remote.test_direct import make_archive
+from tests.warm import run_program
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -88,11 +87,9 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(how: str, archive: Path, folder: Path) -> Any:
-    ran = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, how, str(archive), str(folder)], capture_output=True, text=True, timeout=300
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
+    code, out, err = run_program(_PROGRAM, how, archive, folder)
+    assert code == 0, err
+    return json.loads(out.splitlines()[-1])
 
 
 def test_client_ranker_and_shards_are_one_tree(archive: Path, tmp_path: Path) -> None:

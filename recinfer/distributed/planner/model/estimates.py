@@ -98,6 +98,7 @@ class ShardArrays:
     cache_ratio: FloatN
     optimizer_full: FloatN  # optimizer state, in multiples of the table's bytes
     optimizer_row_bytes: FloatN  # further optimizer state, in bytes per row
+    id_row_bytes: FloatN  # ids of tables that take raw ids, in bytes per row
 
     def take(self, index: Any) -> ShardArrays:
         """The entries at ``index``."""
@@ -283,7 +284,8 @@ def storage_bytes(
     is_inference: bool = False,
     alignment: int = 1,
 ) -> IntN:
-    """Bytes [M, N] in each tier of each shard: rows, cache, optimizer state, and inputs and outputs of one iteration."""
+    """Bytes [M, N] in each tier of each shard: rows, cache, optimizer state, raw ids, and inputs and outputs of one
+    iteration. Raw ids are on the device while training, and in the index in host memory while serving."""
     world = topology.world_size
     replicas = 1 if is_inference else np.where(of_types(a.kind, lambda r: r.replicated), 1, world)
     spread = spread_of(a, topology)
@@ -316,6 +318,10 @@ def storage_bytes(
     num_bytes = np.zeros((len(TIERS), a.kind.size), np.int64)
     num_bytes[near] = np.where(a.rows > 0, on_device + in_flight, 0.0)
     num_bytes[a.tier[far], np.flatnonzero(far)] = (table + optimizer)[far]
+    part = (
+        a.cols / np.maximum(a.table_cols, 1) if is_inference else 1.0
+    )  # a table has one index, whose rows are its own
+    num_bytes[TIERS.index(DDR) if is_inference else near] += np.ceil(a.rows * a.id_row_bytes * part).astype(np.int64)
     return num_bytes
 
 

@@ -47,6 +47,7 @@ class TableFacts:
     prefetch: bool = False
     optimizer_full: float = 0.0
     optimizer_row_bytes: float = 0.0
+    id_row_bytes: float = 0.0
     colocate_with: str | None = None
     module: nn.Module | None = None
     tensor: torch.Tensor | None = None
@@ -107,6 +108,7 @@ def table_facts(
     figures: PerFeature,
     pooled: bool,
     weighted: bool,
+    id_row_bytes: float = 0.0,
 ) -> TableFacts:
     """The facts of a table ``name`` of the collection ``module`` at ``path``.
 
@@ -118,6 +120,7 @@ def table_facts(
         offers: (sharding type, kernel) to choose from.
         limit: the user's constraints.
         features, figures: features of the table, and their figures.
+        id_row_bytes: bytes per row of the ids of a table that takes raw ids.
     """
     c = limit or ParameterConstraints()
     quantized = any(kernel.startswith("quant") for _, kernel in offers)
@@ -155,6 +158,7 @@ def table_facts(
         prefetch=bool(settings.get("prefetch_pipeline", False) if prefetch is None else prefetch),
         optimizer_full=full,
         optimizer_row_bytes=per_row,
+        id_row_bytes=id_row_bytes,
         colocate_with=c.colocate_with,
         module=module,
         tensor=tensor,

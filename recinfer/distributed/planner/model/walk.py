@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from recinfer.errors import ConfigError
 from recinfer.module_tree import outermost_modules
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 
-__all__ = ["embedding_tables", "sharded_modules"]
+__all__ = ["embedding_tables", "managed_collisions", "sharded_modules"]
 
 
 def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[BaseEmbeddingConfig], bool]]:
@@ -36,6 +36,17 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
         configs = _configs(module)
         if configs is not None and not _is_managed_collision_collection(module):
             yield path, module, *configs
+
+
+def managed_collisions(model: nn.Module) -> dict[int, Mapping[str, nn.Module]]:
+    """``id`` of a collection whose tables take raw ids -> table -> its managed collision module."""
+    found: dict[int, Mapping[str, nn.Module]] = {}
+    for module in model.modules():
+        collisions: Any = getattr(module, "_managed_collision_collection", None)
+        tables = getattr(module, "_embedding_module", None)
+        if collisions is not None and tables is not None:
+            found[id(tables)] = collisions._managed_collision_modules
+    return found
 
 
 def _configs(module: nn.Module) -> tuple[list[BaseEmbeddingConfig], bool] | None:

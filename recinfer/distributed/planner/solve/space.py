@@ -232,6 +232,7 @@ def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
         "cache_ratio": ratio,
         "optimizer_full": column(lambda t: t.optimizer_full)[o],
         "optimizer_row_bytes": column(lambda t: t.optimizer_row_bytes)[o],
+        "id_row_bytes": column(lambda t: t.id_row_bytes)[o],
     }
     s = space.shard_option
     return ShardArrays(

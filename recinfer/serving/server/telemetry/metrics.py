@@ -33,9 +33,8 @@ from recinfer.archive.manifest import ENGINE_PACKAGES
 from recinfer.errors import NotFoundError
 from recinfer.inference.stages import HistogramState, Stages, sum_histograms
 from recinfer.serving.engine.memory_budget import MemoryBudget
-from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.engine.registry import AnswerCounts, ModelRegistry, RequestStats, ServedModel
 from recinfer.serving.engine.scheduler import SchedulerState
-from recinfer.serving.engine.stats import AnswerCounts, RequestStats
 
 if TYPE_CHECKING:
     from recinfer.distributed.planner.plan import Plan

@@ -17,8 +17,9 @@ from recinfer.serving.server.http_server import Get, HttpServer, Route
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.metrics import Status, answers_of
 from recinfer.serving.server.telemetry.prometheus import prometheus_text
+from recinfer.serving.wire.address import check_address
 
-__all__ = ["metrics_server"]
+__all__ = ["metrics_server", "start_metrics"]
 
 _PROMETHEUS = {"Content-Type": "text/plain; version=1.0.0; charset=utf-8"}
 # The page is one file and loads nothing else; this policy has the browser enforce it.
@@ -44,6 +45,7 @@ def metrics_server(status: Callable[[], Awaitable[Status]], host: str, port: int
         host, port: address to listen on; port 0 takes a free port.
         security: TLS and token of the port. ``/ready`` and ``/live`` are open to all, as gRPC's health is.
     """
+    check_address(host, port)
     history = History(status)
     return MetricsServer(
         history,
@@ -57,6 +59,17 @@ def metrics_server(status: Callable[[], Awaitable[Status]], host: str, port: int
         needs_certificate=security.client_ca is not None,
         grace=_GRACE_S,
     )
+
+
+async def start_metrics(status: Callable[[], Status], host: str, port: int, security: Security) -> HttpServer:
+    """A metrics server that has started, of a server whose ``status`` needs no wait; see :func:`metrics_server`."""
+
+    async def found() -> Status:
+        return status()
+
+    server = metrics_server(found, host, port, security)
+    await server.start()
+    return server
 
 
 class History:

@@ -1,32 +1,61 @@
 """Records each request: counts, a JSON line in the log, and a span if OpenTelemetry is installed.
 
-A request's id is its ``x-request-id`` metadata (or HTTP header), else a new one.
+A request's id is its ``x-request-id`` metadata (or HTTP header), else a new one; answers and errors return it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from recinfer.serving.engine.stats import RequestStats
-from recinfer.serving.wire.tracing import SpanFields, Tracer, has_provider
+from recinfer.serving.engine.registry import RequestStats
+from recinfer.serving.wire.tracing import SpanFields, Tracer, has_provider, is_request_id
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.registry import ServedModel
 
-__all__ = ["CallTrace", "JsonLines", "Observer", "log_as_json", "lowered"]
+__all__ = ["REQUEST_ID", "CallTrace", "JsonLines", "Observer", "RequestIds", "log_as_json", "lowered"]
 
 _log = logging.getLogger("recinfer.requests")
 _MAX_ID = 128
 _SENT_ON = ("x-request-id", "traceparent", "tracestate")
 _OF_A_CHANGE = ("change", "model", "version", "who", "reason")
 _EXTRA = ("request_id", "call", "code", "ms", "bytes", "protocol", *_OF_A_CHANGE)
+REQUEST_ID = "x-request-id"
+"""The header of HTTP, and key of gRPC's metadata, that holds a request's id."""
+_PREFIX, _DIGITS = 20, 12  # hexadecimal digits: random ones of a server, and a number
+
+
+class RequestIds:
+    """Ids of one server's requests. Any thread may call it."""
+
+    def __init__(self) -> None:
+        # A random number per request would take a noticeable part of a small request's time.
+        self._prefix = uuid.uuid4().hex[:_PREFIX]
+        self._numbers = itertools.count()
+
+    def of(self, given: Any) -> str:
+        """``given`` if it is an id of 1 to 128 characters that a header can hold, else a new id of 32 characters."""
+        if given is not None and is_request_id(given):
+            return str(given)
+        return f"{self._prefix}{next(self._numbers):0{_DIGITS}x}"
+
+    def in_metadata(self, metadata: Sequence[tuple[str, Any]]) -> tuple[str, Sequence[tuple[str, Any]]]:
+        """The id of a call, and its metadata with that id."""
+        given = None
+        for key, value in metadata:
+            if key == REQUEST_ID:
+                given = value
+                break
+        found = self.of(given)
+        return found, metadata if found is given else (*metadata, (REQUEST_ID, found))
 
 
 class Observer:
@@ -61,7 +90,7 @@ class Observer:
         self,
         call: str,
         code: str,
-        seconds: float,
+        seconds: float | None,
         *,
         headers: Any = None,
         num_bytes: int = 0,
@@ -74,7 +103,7 @@ class Observer:
         Args:
             call: the method's name.
             code: name of its gRPC status code.
-            seconds: seconds from its arrival to its answer.
+            seconds: seconds from its arrival to its answer; None: it was refused on arrival.
             headers: its metadata, a mapping or pairs, or a function that returns them; read only if needed.
             num_bytes: size of the request.
             protocol: ``"grpc"`` or ``"http"``.
@@ -82,24 +111,7 @@ class Observer:
             trace: the result of :meth:`begin`; None: the span is written as a whole now.
         """
         self.stats.add(call, code, seconds, None if served is None else served.answers)
-        self._log_and_trace(call, code, seconds, headers, num_bytes, protocol, served, trace)
-
-    def refused(self, call: str, code: str, headers: Any = None) -> None:
-        """Count, log and trace a request that was refused on arrival, with a duration of 0."""
-        self.stats.add(call, code, None)
-        self._log_and_trace(call, code, 0.0, headers, 0, "grpc")
-
-    def _log_and_trace(
-        self,
-        call: str,
-        code: str,
-        seconds: float,
-        headers: Any,
-        num_bytes: int,
-        protocol: str,
-        served: ServedModel | None = None,
-        trace: CallTrace | None = None,
-    ) -> None:
+        seconds = seconds or 0.0
         logged = _log.isEnabledFor(logging.INFO)
         if not logged and self._tracer is None:
             return
@@ -168,12 +180,12 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def log_as_json(*, requests: bool = True) -> None:
-    """Write the package's log to stderr as JSON lines, with one line per request unless ``requests`` is False."""
+def log_as_json() -> None:
+    """Write the package's log to stderr as JSON lines, with one line per request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     package = logging.getLogger("recinfer")
     package.handlers[:] = [handler]
     package.propagate = False
     package.setLevel(logging.INFO)
-    _log.setLevel(logging.INFO if requests else logging.WARNING)
+    _log.setLevel(logging.INFO)

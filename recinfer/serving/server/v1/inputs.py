@@ -58,6 +58,7 @@ class ModelInputs:
         dense: the name of the input that holds all dense numbers of a sample as one list.
         named: the other inputs.
         dense_in_forward: another name of ``dense``: that in forward; empty: none.
+        strings: the features whose ids may be strings.
     """
 
     features: tuple[str, ...]
@@ -66,6 +67,7 @@ class ModelInputs:
     dense: str
     named: tuple[InputSpec, ...] = ()
     dense_in_forward: str = ""
+    strings: frozenset[str] = frozenset()
     _layouts: LruCache[tuple[str, ...], Layout] = field(default_factory=lambda: LruCache(_MAX_LAYOUTS), repr=False)
 
     def layout(
@@ -168,7 +170,8 @@ def _inputs(predictor: Predictor) -> ModelInputs:
     own = predictor.inputs.dense_name
     if own in (dense, *columns, *features):
         own = ""
-    return ModelInputs(features, predictor.num_dense, columns, dense, predictor.inputs.infos, own)
+    strings = predictor.manifest.string_features
+    return ModelInputs(features, predictor.num_dense, columns, dense, predictor.inputs.infos, own, strings)
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Row], tuple[Any, ...]]:

@@ -1,7 +1,7 @@
 """Converts a V1 body, rows or columns of JSON, to recinfer's request: flat arrays of ids, lengths, weights, dense numbers.
 
 A sample's cell of a feature is a list of ids, one id, or ``{"ids": [...], "weights": [...]}``. Ids differ from
-other numbers by their JSON type: 3 is an id, 3.0 and true are not. The cell of a named tensor is a number or nested lists; that of
+other numbers by their JSON type: 3 is an id, 3.0 and true are not. The ids of a feature that takes strings may be strings. The cell of a named tensor is a number or nested lists; that of
 a jagged input is a list of values or ``{"values": [...], "weights": [...]}``. ``context`` holds the cells of one sample that apply to
 all samples.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.columns import FeatureArrays
+from recinfer.columns import FeatureArrays, Strings, strings_of
 from recinfer.errors import InputError
 from recinfer.input_arrays import InputArrays, as_input
 from recinfer.serving.engine.registry import ServedModel
@@ -66,12 +66,12 @@ def to_message(document: dict[str, Any], call: CallName, model: ServedModel, lim
     context = _context(document.get("context"), inputs, call)
     once = frozenset() if context is None else context.names(inputs)
     table = take(document["instances" if in_rows else "inputs"], inputs, with_dense, limits.max_batch, once)
-    features = table.features(limits.max_ids)
+    features = table.features(limits.max_ids, inputs.strings)
     if with_dense:
         dense = table.numbers(inputs) if table.has_dense else None
         others: dict[str, Any] = {}
         if context is not None:
-            others["context"] = context.features(limits.max_ids) if context.has_features else None
+            others["context"] = context.features(limits.max_ids, inputs.strings) if context.has_features else None
             others["context_inputs"] = context.inputs()
             if context.has_dense:
                 others["context_inputs"][model.predictor.inputs.dense_name] = context.numbers(inputs)
@@ -143,8 +143,12 @@ class _Table:
         flat, heavy = (list(chain.from_iterable(rows)) for rows in (values, weights))
         return as_input(name, (flat, lengths, heavy))
 
-    def features(self, most_ids: int) -> FeatureArrays:
-        """The ids and weights of the request; raises InputError."""
+    def features(self, most_ids: int, takes_strings: frozenset[str] = frozenset()) -> FeatureArrays:
+        """The ids and weights of the request; raises InputError.
+
+        Args:
+            takes_strings: features whose ids may be strings.
+        """
         lengths: list[int] = []
         ids: list[int] = []
         weights: dict[str, list[float]] = {}
@@ -153,7 +157,7 @@ class _Table:
             ids = list(chain.from_iterable(chain.from_iterable(self._cells)))
         else:
             for name, cells in zip(self._features, self._cells):
-                self._take(name, cells, lengths, ids, weights)
+                self._take(name, cells, lengths, ids, weights, name in takes_strings)
         if len(ids) > most_ids:
             raise InputError(f"{self._field}: got {len(ids)} ids in all, expected at most {most_ids}")
         given = None
@@ -161,10 +165,38 @@ class _Table:
             with np.errstate(over="ignore"):  # each was checked against float32's range
                 given = np.concatenate([np.array(own, np.float32) for own in weights.values()])
         counts = np.array(lengths, np.int32)
-        return FeatureArrays(self._features, self._batch, counts, self._ids(ids), given, tuple(weights))
+        strings = None
+        if takes_strings and str in set(map(type, ids)):
+            ids, strings = self._split(lengths, ids, takes_strings)
+        values = self._ids(ids, frozenset() if strings is None else frozenset(strings.keys), takes_strings)
+        return FeatureArrays(self._features, self._batch, counts, values, given, tuple(weights), strings)
+
+    def _split(
+        self, lengths: list[int], ids: list[Any], takes_strings: frozenset[str]
+    ) -> tuple[list[Any], Strings | None]:
+        """The ids of features with integers, and the strings of features with strings alone."""
+        numbers: list[Any] = []
+        texts: dict[str, list[str]] = {}
+        at = 0
+        for place, name in enumerate(self._features):
+            stop = at + sum(lengths[place * self._batch : (place + 1) * self._batch])
+            own, at = ids[at:stop], stop
+            if name in takes_strings and set(map(type, own)) == {str}:
+                texts[name] = own
+            else:
+                numbers += own
+        if not texts:
+            return numbers, None
+        return numbers, strings_of(self._field, list(chain.from_iterable(texts.values())), tuple(texts))
 
     def _take(
-        self, name: str, cells: _Cells, lengths: list[int], ids: list[int], weights: dict[str, list[float]]
+        self,
+        name: str,
+        cells: _Cells,
+        lengths: list[int],
+        ids: list[int],
+        weights: dict[str, list[float]],
+        takes_strings: bool,
     ) -> None:
         """Add the cells of one feature, of any form."""
         if set(map(type, cells)) == _IDS:
@@ -179,10 +211,10 @@ class _Table:
                 if "ids" not in cell or not cell.keys() <= {"ids", "weights"}:
                     raise InputError(f"{self._place(name, at)}: got an object, expected one with ids and maybe weights")
                 cell, given = cell["ids"], cell.get("weights")
-            if type(cell) is int:
+            if type(cell) is int or (takes_strings and type(cell) is str):
                 cell = [cell]
             if type(cell) is not list:
-                raise self._no_id(name, at, cell)
+                raise self._no_id(name, at, cell, takes_strings)
             ids.extend(cell)
             lengths.append(len(cell))
             if given is None:
@@ -201,18 +233,19 @@ class _Table:
         if has_weights:
             weights[name] = own
 
-    def _ids(self, ids: list[Any]) -> NDArray[np.int64]:
+    def _ids(self, ids: list[Any], in_strings: frozenset[str], takes_strings: frozenset[str]) -> NDArray[np.int64]:
+        """The ids of the features that are not ``in_strings``."""
         if not ids:
             return np.zeros(0, np.int64)
         found = whole_numbers(ids, np.dtype(np.int64))
         if found is not None:
             return found
         for name, cells in zip(self._features, self._cells):
-            for at, cell in enumerate(cells):
+            for at, cell in enumerate(cells if name not in in_strings else ()):
                 given = cell["ids"] if type(cell) is dict else cell
                 for one in given if type(given) is list else [given]:
                     if type(one) is not int or not -(2**63) <= one < 2**63:
-                        raise self._no_id(name, at, one)
+                        raise self._no_id(name, at, one, name in takes_strings)
         raise AssertionError("ids that are none, and none that is wrong")
 
     def numbers(self, inputs: ModelInputs) -> NDArray[np.float32]:
@@ -245,8 +278,10 @@ class _Table:
             return f"context[{name!r}]"
         return f"instances[{at}][{name!r}]" if self._field == "instances" else f"inputs[{name!r}][{at}]"
 
-    def _no_id(self, name: str, at: int, got: Any) -> InputError:
+    def _no_id(self, name: str, at: int, got: Any, takes_strings: bool) -> InputError:
         expected = "an id of 64 bits" if type(got) is int else "ids, which are whole numbers: a list of them, or one"
+        if takes_strings and type(got) is not int:
+            expected = "ids, which are strings or whole numbers, one kind in a request: a list of them, or one"
         return InputError(f"{self._place(name, at)}: got {text_of(got)}, expected {expected}")
 
 

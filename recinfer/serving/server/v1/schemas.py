@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_schemas"]
 
+_STRING: Schema = {"type": "string"}
 _MISSING_RANKS = {
     "type": "array",
     "items": {"type": "integer"},
@@ -48,8 +49,12 @@ class _Model:
         self._info = {feature.name: feature for feature in self._manifest.features}
         self._computed = {spec.name.split("@")[0] for spec in predictor.features if spec.computed}
         self._specs = {spec.name: spec for spec in predictor.inputs.specs}
+        self._examples = self._manifest.string_examples
         if self._weighted:
-            ids, weights = array_of({"type": "integer", "format": "int64"}, None), array_of(FLOAT, None)
+            one: Schema = {"type": "integer", "format": "int64"}
+            if self._inputs.strings & self._weighted:
+                one = {"anyOf": [one, _STRING]}
+            ids, weights = array_of(one, None), array_of(FLOAT, None)
             self._bag = self._add("WeightedIds", object_of({"ids": ids, "weights": weights}, ["ids", "weights"]))
             ids, weights = array_of(ids, None), array_of(weights, None)
             self._bags = self._add("WeightedColumn", object_of({"ids": ids, "weights": weights}, ["ids", "weights"]))
@@ -185,6 +190,9 @@ class _Model:
         if name in self._specs and self._specs[name].facts:
             text += f" Forward relies on {self._specs[name].facts}."
         forms: list[Schema] = [array_of(one, None), one]
+        if name in self._inputs.strings:
+            text += " As strings, which the archive's vocabulary turns into rows; or the rows themselves."
+            forms = [array_of(_STRING, None), _STRING, *forms]
         if name in self._weighted:
             forms.append(self._bag)
         return {"description": text, "anyOf": forms}
@@ -208,7 +216,9 @@ class _Model:
                     continue
                 rows_of = min((table.rows for table in self._tables.get(name, ())), default=3)
                 counts = name in self._specs and self._specs[name].counts
-                ids = [1 if counts else (at + 1) % rows_of] * self._count(name)
+                ids: list[Any] = [1 if counts else (at + 1) % rows_of] * self._count(name)
+                if name in self._examples:
+                    ids = [self._examples[name][at % len(self._examples[name])]] * len(ids)
                 if name in self._weighted:
                     row[name] = {"ids": ids, "weights": [1.0] * len(ids)}
                     continue

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JaggedFeatures(_message.Message):
-    __slots__ = ("keys", "batch_size", "lengths", "values", "weights", "values_int32", "weighted_keys")
+    __slots__ = ("keys", "batch_size", "lengths", "values", "weights", "values_int32", "weighted_keys", "string_keys", "strings", "string_lengths")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,9 @@ class JaggedFeatures(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     VALUES_INT32_FIELD_NUMBER: _ClassVar[int]
     WEIGHTED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    STRING_KEYS_FIELD_NUMBER: _ClassVar[int]
+    STRINGS_FIELD_NUMBER: _ClassVar[int]
+    STRING_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[str]
     batch_size: int
     lengths: bytes
@@ -22,7 +25,10 @@ class JaggedFeatures(_message.Message):
     weights: bytes
     values_int32: bytes
     weighted_keys: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, keys: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ..., weights: _Optional[bytes] = ..., values_int32: _Optional[bytes] = ..., weighted_keys: _Optional[_Iterable[str]] = ...) -> None: ...
+    string_keys: _containers.RepeatedScalarFieldContainer[str]
+    strings: bytes
+    string_lengths: bytes
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ..., weights: _Optional[bytes] = ..., values_int32: _Optional[bytes] = ..., weighted_keys: _Optional[_Iterable[str]] = ..., string_keys: _Optional[_Iterable[str]] = ..., strings: _Optional[bytes] = ..., string_lengths: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("model", "version", "features", "label")
@@ -181,7 +187,7 @@ class InputInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., kind: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[str]] = ..., weighted: _Optional[bool] = ..., per_sample: _Optional[int] = ..., as_long_as: _Optional[str] = ..., user: _Optional[bool] = ..., counts: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract", "needs_weights", "inputs")
+    __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract", "needs_weights", "inputs", "string_features")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +197,7 @@ class ModelInfo(_message.Message):
     FEATURE_CONTRACT_FIELD_NUMBER: _ClassVar[int]
     NEEDS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
+    STRING_FEATURES_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     features: _containers.RepeatedCompositeFieldContainer[FeatureInfo]
@@ -200,4 +207,5 @@ class ModelInfo(_message.Message):
     feature_contract: str
     needs_weights: bool
     inputs: _containers.RepeatedCompositeFieldContainer[InputInfo]
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[_Union[FeatureInfo, _Mapping]]] = ..., num_dense: _Optional[int] = ..., precision: _Optional[str] = ..., plan_hash: _Optional[str] = ..., feature_contract: _Optional[str] = ..., needs_weights: _Optional[bool] = ..., inputs: _Optional[_Iterable[_Union[InputInfo, _Mapping]]] = ...) -> None: ...
+    string_features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[_Union[FeatureInfo, _Mapping]]] = ..., num_dense: _Optional[int] = ..., precision: _Optional[str] = ..., plan_hash: _Optional[str] = ..., feature_contract: _Optional[str] = ..., needs_weights: _Optional[bool] = ..., inputs: _Optional[_Iterable[_Union[InputInfo, _Mapping]]] = ..., string_features: _Optional[_Iterable[str]] = ...) -> None: ...
