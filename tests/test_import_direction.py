@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "excerpts": set(),
     "env": {"errors"},
-    "fbgemm": set(),
+    "fbgemm": {"errors"},
     "files": set(),
     "group_device": {"env", "errors"},
     "ignored": set(),
