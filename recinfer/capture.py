@@ -829,12 +829,21 @@ def _has_read_size(tensor: Tensor) -> bool:
 
 @dataclass
 class _Example:
-    """One tensor of an example batch before the trace."""
+    """One tensor of an example batch.
+
+    Attributes:
+        sample: the tensor for the trace, of other samples.
+        free: its free axes.
+        batched: whether its first axis is the batch.
+    """
 
     name: str
     path: str
     part: Part
     tensor: Tensor
+    sample: Tensor = field(init=False)
+    free: tuple[int, ...] = (0,)
+    batched: bool = False
 
 
 Builder = Callable[[Sequence[Tensor]], Any]
@@ -1020,43 +1029,27 @@ def _shorten(found: Sequence[_Example]) -> None:
             example.name = short
 
 
-@dataclass
-class _Sampled:
-    """The tensors of the trace, the free axes of each, and whether its first axis is the batch."""
-
-    tensors: list[Tensor]
-    free: list[tuple[int, ...]]
-    batched: list[bool]
-
-
-def _sample(batches: Sequence[Sequence[_Example]]) -> _Sampled:
-    """Tensors for the trace: samples of the first batch, as many as no fixed axis has."""
+def _sample(batches: Sequence[Sequence[_Example]]) -> None:
+    """Give each tensor of the first batch its sample: of as many samples as no fixed axis has."""
     first = batches[0]
     for other in batches[1:]:
         _check_same(first, other)
     sizes = [_batch_size(batch) for batch in batches]
     fixed = {size for example in first if example.part == "tensor" for size in example.tensor.shape[1:]}
     count = next(size for size in _SIZES if size not in fixed)
-    tensors: list[Tensor] = []
-    free: list[tuple[int, ...]] = []
-    batched: list[bool] = []
     picked = torch.arange(count) % sizes[0]
     lengths = {example.path: example.tensor for example in first if example.part == "lengths"}
     for index, example in enumerate(first):
-        tensor = example.tensor
-        if example.part == "tensor":
-            given = [batch[index].tensor for batch in batches]
-            axes = _free_axes(given, sizes)
-            if len(set(sizes)) == 1 and 0 not in axes:
-                _check_fixed(example, sizes[0], first)
-            batched.append(0 in axes and all(len(t) == size for t, size in zip(given, sizes)))
-            tensors.append(tensor.index_select(0, picked).clone() if batched[-1] else tensor.clone())
-        else:
-            axes = (0,)
-            batched.append(example.part == "lengths")
-            tensors.append(_sampled_bag(example, lengths[example.path], picked))
-        free.append(axes)
-    return _Sampled(tensors, free, batched)
+        if example.part != "tensor":
+            example.batched = example.part == "lengths"
+            example.sample = _sampled_bag(example, lengths[example.path], picked)
+            continue
+        given = [batch[index].tensor for batch in batches]
+        example.free = _free_axes(given, sizes)
+        if len(set(sizes)) == 1 and 0 not in example.free:
+            _check_fixed(example, sizes[0], first)
+        example.batched = 0 in example.free and all(len(t) == size for t, size in zip(given, sizes))
+        example.sample = (example.tensor.index_select(0, picked) if example.batched else example.tensor).clone()
 
 
 def _sampled_bag(example: _Example, lengths: Tensor, picked: Tensor) -> Tensor:
@@ -1154,13 +1147,13 @@ class _Whole(nn.Module):
         self,
         model: nn.Module,
         build: Callable[[Sequence[Tensor]], tuple[Any, Any]],
-        batched: Sequence[bool],
+        examples: Sequence[_Example],
         counts: Mapping[int, int],
         keep: Callable[[tuple[str, ...], Any], None],
     ) -> None:
         super().__init__()
         self.model = model
-        self._batched = [index for index, is_batch in enumerate(batched) if is_batch]
+        self._batched = [index for index, example in enumerate(examples) if example.batched]
         self._counts = dict(counts)
         self.__dict__["_build"] = build
         self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
@@ -1225,11 +1218,11 @@ def trace(
     if not 1 <= len(batches) <= 2:
         raise CaptureError(f"got {len(batches)} example batches, expected one or two")
     read = [_read_batch(model, batch) for batch in batches]
-    sampled = _sample([reader.found for reader, _ in read])
+    _sample([reader.found for reader, _ in read])
     counts: dict[int, int] = {}
     while True:
         try:
-            return _traced(model, modules, abouts, read[0], sampled, prepare, counts)
+            return _traced(model, modules, abouts, read[0], prepare, counts)
         except _CountNeeded as error:
             # A view of several values as one row needs the same number of values in each sample.
             count = _count_of_each([reader.found for reader, _ in read], error.index)
@@ -1250,7 +1243,6 @@ def _traced(
     modules: Sequence[nn.Module],
     abouts: Sequence[EmbeddingModule],
     batch: tuple[_Reader, Builder],
-    sampled: _Sampled,
     prepare: Callable[[nn.Module], object],
     counts: Mapping[int, int],
 ) -> Captured:
@@ -1262,12 +1254,12 @@ def _traced(
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
-    whole = _Whole(body, build, sampled.batched, counts, lambda *result: results.append(result)).eval()
-    axes = tuple({axis: Dim.AUTO for axis in free} for free in sampled.free)
+    whole = _Whole(body, build, examples, counts, lambda *result: results.append(result)).eval()
+    axes = tuple({axis: Dim.AUTO for axis in example.free} for example in examples)
     notes = _Notes()
     with _patched(), torch.no_grad(), notes:
         try:
-            program = _exported(whole, tuple(sampled.tensors), axes)
+            program = _exported(whole, tuple(example.sample for example in examples), axes)
         except CaptureError:
             raise
         except Exception as error:
@@ -1275,7 +1267,7 @@ def _traced(
     outputs, structure = results[-1]
     if not outputs:
         raise CaptureError("forward returns no tensor; expected at least one output")
-    slots = _slots(program, examples, sampled, notes.length_at)
+    slots = _slots(program, examples, notes.length_at)
     _check_guards(program, slots)
     _check_operators(program)
     # A loss that is no output may divide by the number of samples, which no archive may contain.
@@ -1344,29 +1336,29 @@ class _Int(int, metaclass=_IntType):
     """``int`` for the model's own files while a trace runs; other threads that use it there get Python's own numbers."""
 
 
-def _slots(
-    program: ExportedProgram, examples: Sequence[_Example], sampled: _Sampled, length_at: str
-) -> tuple[Slot, ...]:
+def _slots(program: ExportedProgram, examples: Sequence[_Example], length_at: str) -> tuple[Slot, ...]:
     """Describe the inputs of ``program``; refuses a free axis that forward fixes, maybe by a len() ``length_at``."""
     nodes = input_nodes(program)
     # An axis that forward never compares with others has a symbol of its own.
-    batch = {str(node.meta["val"].shape[0]) for node, is_batch in zip(nodes, sampled.batched) if is_batch}
+    batch = {str(node.meta["val"].shape[0]) for node, example in zip(nodes, examples) if example.batched}
     slots = []
-    for example, tensor, free, node in zip(examples, sampled.tensors, sampled.free, nodes, strict=True):
+    for example, node in zip(examples, nodes, strict=True):
         shape: list[int | str] = []
         for axis, size in enumerate(node.meta["val"].shape):
             text = str(size)
             fixed = text.lstrip("-").isdigit()
-            if axis in free and fixed:
+            if axis in example.free and fixed:
                 what = {"values": "number of values", "lengths": "number of samples", "weights": "number of weights"}
                 raise CaptureError(
                     f"forward works only where the {what.get(example.part, f'size of axis {axis}')} of {example.path} is "
-                    f"{tensor.shape[axis]}{length_at}; take sizes from the tensors, as x.shape[0], not from numbers, len(x) "
+                    f"{example.sample.shape[axis]}{length_at}; take sizes from the tensors, as x.shape[0], not from numbers, len(x) "
                     f"or int()"
                 )
             shape.append(int(size) if fixed else re.sub(r"\w+", lambda m: "batch" if m[0] in batch else m[0], text))
         slots.append(
-            Slot(example.name, example.path, example.part, str(tensor.dtype).removeprefix("torch."), tuple(shape))
+            Slot(
+                example.name, example.path, example.part, str(example.tensor.dtype).removeprefix("torch."), tuple(shape)
+            )
         )
     return tuple(slots)
 

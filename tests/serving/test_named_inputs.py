@@ -290,8 +290,8 @@ def test_torchserves_json(models: dict[str, Predictor]) -> None:
 
     service = InferenceService(ModelRegistry({"priced": models["priced"]}))
     decoded = service.decode("Predict", message.SerializeToString())
-    assert decoded.inputs is not None
-    found = models["priced"].predict(None, decoded.features, inputs=decoded.inputs)["score"]
+    assert decoded.given is not None and decoded.given.inputs is not None
+    found = models["priced"].predict(None, decoded.features, inputs=decoded.given.inputs)["score"]
     torch.testing.assert_close(found, want)
 
 

@@ -44,19 +44,14 @@ class DecodedRequest:
         call: the method.
         model: the version that answers; this reference keeps it in memory if it is unloaded meanwhile.
         features: ids of B samples.
-        dense: float32 ``[B, num_dense]`` of a Predict.
-        context: ids of one sample that goes with all B, or None.
-        inputs, context_inputs: other inputs by name, of the B samples and of the context.
+        given: all inputs of a Predict; None for a Lookup.
         vector_bytes: upper bound on the bytes of the float vectors that the request looks up.
     """
 
     call: CallName
     model: ServedModel
     features: Bags
-    dense: Tensor | None
-    context: Bags | None
-    inputs: Mapping[str, Any] | None
-    context_inputs: Mapping[str, Any] | None
+    given: PredictInputs | None
     vector_bytes: int
 
     @property
@@ -101,7 +96,7 @@ class InferenceService:
         chosen(model)
         features = codec.decode_bags(request.features, self.limits)
         vector_bytes = self._check_response_size(model, features)
-        return DecodedRequest("Lookup", model, features, None, None, None, None, vector_bytes)
+        return DecodedRequest("Lookup", model, features, None, vector_bytes)
 
     def _decode_predict(self, data: bytes, chosen: Callable[[ServedModel], None]) -> DecodedRequest:
         request = self._parse(pb.PredictRequest, data)
@@ -144,7 +139,8 @@ class InferenceService:
         vector_bytes = _FLOAT_BYTES * (features.batch * model.pooled_width + ids * model.sequence_width)
         named = model.predictor.inputs
         vector_bytes += named.converted_bytes(inputs) + features.batch * named.converted_bytes(once, always=True)
-        return DecodedRequest("Predict", model, features, dense, context, inputs, once, vector_bytes)
+        given = PredictInputs(dense, features, context, inputs, once)
+        return DecodedRequest("Predict", model, features, given, vector_bytes)
 
     def run(self, requests: Sequence[DecodedRequest]) -> Steps[list[bytes | Exception]]:
         """Run requests of one key together; returns the serialized answer or the error of each."""
@@ -153,18 +149,17 @@ class InferenceService:
         if len(requests) == 1:
             try:
                 (one,) = requests
-                steps = (
-                    predictor.lookup_steps(one.features)
-                    if kind == "Lookup"
-                    else predictor.predict_steps(_predict_inputs(one))
-                )
-                answers = [(yield from steps)]
+                answers = [
+                    (yield from predictor.lookup_steps(one.features))
+                    if one.given is None
+                    else (yield from predictor.predict_steps(one.given))
+                ]
             except Exception as error:
                 return [error]
         elif kind == "Lookup":
             answers = yield from predictor.lookup_many_steps([one.features for one in requests])
         else:
-            answers = yield from predictor.predict_many_steps([_predict_inputs(one) for one in requests])
+            answers = yield from predictor.predict_many_steps([one.given for one in requests if one.given is not None])
         encode = _lookup_response if kind == "Lookup" else _predict_response
         start = time.perf_counter()
         encoded: list[bytes | Exception] = []
@@ -358,10 +353,6 @@ def _answers_now(steps: Steps[list[bytes | Exception]]) -> Sequence[bytes | Exce
         return run_now(steps)
     except Exception as error:
         return error
-
-
-def _predict_inputs(call: DecodedRequest) -> PredictInputs:
-    return PredictInputs(call.dense, call.features, call.context, call.inputs, call.context_inputs)
 
 
 def _lookup_response(call: DecodedRequest, result: Any) -> bytes:
