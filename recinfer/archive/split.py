@@ -134,11 +134,13 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
 def _keeps_dtype(node: fx.Node) -> bool:
     """Whether a node converts a computed tensor to the dtype that it has, which ONNX has no form for.
 
-    Such a node stays where it makes an output of another output.
+    Such a node stays where it makes an output of another output, or of a lookup, which no program runs.
     """
     if node.target is not torch.ops.aten.to.dtype:
         return False
     source: Any = node.args[0]
+    if source.target in (_POOLED, _ROWS):
+        return False
     same = source.op == "call_function" and source.meta["val"].dtype == node.meta["val"].dtype
     return same and all(user.op != "output" for user in source.users)
 
