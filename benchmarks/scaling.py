@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.scaling store/ctr/1 --batch 256
     OMP_NUM_THREADS=1 python -m benchmarks.scaling store/ctr/1 --batch 256 --sharded
 
-Requests of a Poisson process are sent to ``recinfer serve`` at a rate that grows by 15 % from step to step, until
+Requests of a Poisson process are sent to ``recinfer serve`` at a rate that grows by 15 % (``--growth``) from step to step, until
 the 99th percentile is four times that of the lightest rates. A step is as long as the window of the gauge. At its end
 the metrics port is read, as Prometheus does. The line of the target and the line where the 99th percentile has doubled
 are marked. The length of the queue is printed beside the load: an autoscaler that used it would act late.
@@ -32,7 +32,6 @@ from recinfer.sizing.arrivals import poisson
 from recinfer.sizing.load import Driver, encode_requests
 
 _STEP_S = 11.0  # the gauge's window, and one second
-_GROWTH = 1.15
 _LIGHT = 3  # steps whose median is the latency of a server without load
 _END, _DOUBLE = 4.0, 2.0
 
@@ -74,8 +73,8 @@ def served(archive: Path, *, sharded: bool) -> Iterator[ServerProcess]:
             yield ranker
 
 
-def steps(server: ServerProcess, *, batch: int, first_qps: float, most: int) -> Iterator[Step]:
-    """Measure rates from ``first_qps`` up."""
+def steps(server: ServerProcess, *, batch: int, first_qps: float, growth: float, most: int) -> Iterator[Step]:
+    """Measure rates from ``first_qps`` up, each ``growth`` times the last one."""
     with InferenceClient(server.target, timeout=60) as client:
         client.wait_until_ready(START_S)
         model = client.get_model()
@@ -85,7 +84,7 @@ def steps(server: ServerProcess, *, batch: int, first_qps: float, most: int) -> 
     with Driver(server.target, call, requests, timeout=10.0) as driver:
         driver.run(poisson(first_qps, max(2, int(2 * first_qps))).times)  # warm-up
         for number in range(most):
-            qps = first_qps * _GROWTH**number
+            qps = first_qps * growth**number
             found = driver.run(poisson(qps, int(qps * _STEP_S), seed=number).times)
             port = server.output["metrics_port"]
             load, queued = gauge(port, "recinfer_load"), gauge(port, "recinfer_queue_requests")
@@ -102,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("archive", type=Path)
     parser.add_argument("--batch", type=int, default=64, help="samples of a request")
     parser.add_argument("--first-qps", type=float, default=20.0, help="the lightest rate")
-    parser.add_argument("--most", type=int, default=24, help="most rates")
+    parser.add_argument("--growth", type=float, default=1.15, help="a rate over the one before it")
+    parser.add_argument("--most", type=int, default=24, help="most rates, of 11 seconds each")
     parser.add_argument("--sharded", action="store_true", help="measure a ranker with a shard server")
     parser.add_argument("--out", type=Path, help="JSON file for the measured rates")
     options = parser.parse_args(arguments)
@@ -110,7 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured: list[Step] = []
     print(f"{'rate/s':>8} {'p50 ms':>8} {'p99 ms':>8} {'load':>6} {'queued':>6}")
     with served(options.archive, sharded=options.sharded) as server:
-        for step in steps(server, batch=options.batch, first_qps=options.first_qps, most=options.most):
+        for step in steps(
+            server, batch=options.batch, first_qps=options.first_qps, growth=options.growth, most=options.most
+        ):
             measured.append(step)
             light = statistics.median(each.p99_s for each in measured[:_LIGHT])
             marks = [f"load at the target of {target:g}"] if step.load >= target else []

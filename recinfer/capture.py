@@ -829,12 +829,21 @@ def _has_read_size(tensor: Tensor) -> bool:
 
 @dataclass
 class _Example:
-    """One tensor of an example batch before the trace."""
+    """One tensor of an example batch.
+
+    Attributes:
+        sample: the tensor for the trace, of other samples.
+        free: its free axes.
+        batched: whether its first axis is the batch.
+    """
 
     name: str
     path: str
     part: Part
     tensor: Tensor
+    sample: Tensor = field(init=False)
+    free: tuple[int, ...] = (0,)
+    batched: bool = False
 
 
 Builder = Callable[[Sequence[Tensor]], Any]
@@ -876,7 +885,7 @@ class _Reader:
         else:
             parts = [(k, f"{path}.{k}", v) for k, v in vars(value).items()]
             rebuilt = functools.partial(_copied, value)
-        builds = {key: self.read(v, at, _joined_name(name, key), depth + 1) for key, at, v in parts}
+        builds = {key: self.read(v, at, _below(name, key), depth + 1) for key, at, v in parts}
         return lambda tensors: rebuilt({key: build(tensors) for key, build in builds.items()})
 
     def _tensor(self, value: Tensor, path: str, name: str, part: Part) -> Builder:
@@ -903,18 +912,23 @@ class _Reader:
         bags = {}
         for key, jagged in value.to_dict().items():
             bags[key] = self._bag(
-                jagged.values(), jagged.lengths(), jagged.weights_or_none(), f"{path}[{key!r}]", _joined_name(name, key)
+                jagged.values(), jagged.lengths(), jagged.weights_or_none(), f"{path}[{key!r}]", _below(name, key)
             )
         return lambda tensors: _traced_kjt(base, {key: bag(tensors) for key, bag in bags.items()})
 
     def _keyed(self, value: Any, path: str, name: str) -> Builder:
         keys, dims = list(value.keys()), list(value.length_per_key())
         columns = [
-            self._tensor(part, f"{path}[{key!r}]", _joined_name(name, key), "tensor")
+            self._tensor(part, f"{path}[{key!r}]", _below(name, key), "tensor")
             for key, part in zip(keys, value.values().split(dims, dim=1))
         ]
         kind = type(value)
         return lambda tensors: kind(keys, dims, torch.cat([column(tensors) for column in columns], 1))
+
+
+def _below(name: str, key: object) -> str:
+    """The name of a part of ``name``, until :func:`_shorten`: keys may have dots."""
+    return f"{name}\0{key}" if name else str(key)
 
 
 def _joined_name(name: str, key: object) -> str:
@@ -969,7 +983,8 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
 def read_arguments(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Slot, Tensor]]:
-    """The tensors in arguments of a forward whose positional arguments are ``names``; their slots have no free axes.
+    """The tensors in arguments of a forward whose positional arguments are ``names``; their slots have no free axes, and paths
+    as names.
 
     Raises:
         CaptureError: too many arguments, or an argument given twice.
@@ -984,7 +999,7 @@ def read_arguments(
         reader.read(value, name, name)
     for found in reader.found:
         yield (
-            Slot(found.name, found.path, found.part, str(found.tensor.dtype), tuple(found.tensor.shape)),
+            Slot(found.path, found.path, found.part, str(found.tensor.dtype), tuple(found.tensor.shape)),
             found.tensor,
         )
 
@@ -1010,53 +1025,37 @@ def _positional(model: nn.Module) -> list[str]:
 
 
 def _shorten(found: Sequence[_Example]) -> None:
-    """Replace each name by its last part, where no other input has that one."""
+    """Replace each name by its last key, where no other input has that one, or by all of them."""
     by_short: dict[str, set[str]] = {}
     for example in found:
-        by_short.setdefault(example.name.rpartition(".")[2], set()).add(example.path)
+        by_short.setdefault(example.name.rpartition("\0")[2], set()).add(example.path)
     for example in found:
-        short = example.name.rpartition(".")[2]
-        if len(by_short[short]) == 1 and not short.isdigit():
-            example.name = short
+        short = example.name.rpartition("\0")[2]
+        unique = len(by_short[short]) == 1 and not short.isdigit()
+        example.name = short if unique else example.name.replace("\0", ".")
 
 
-@dataclass
-class _Sampled:
-    """The tensors of the trace, the free axes of each, and whether its first axis is the batch."""
-
-    tensors: list[Tensor]
-    free: list[tuple[int, ...]]
-    batched: list[bool]
-
-
-def _sample(batches: Sequence[Sequence[_Example]]) -> _Sampled:
-    """Tensors for the trace: samples of the first batch, as many as no fixed axis has."""
+def _sample(batches: Sequence[Sequence[_Example]]) -> None:
+    """Give each tensor of the first batch its sample: of as many samples as no fixed axis has."""
     first = batches[0]
     for other in batches[1:]:
         _check_same(first, other)
     sizes = [_batch_size(batch) for batch in batches]
     fixed = {size for example in first if example.part == "tensor" for size in example.tensor.shape[1:]}
     count = next(size for size in _SIZES if size not in fixed)
-    tensors: list[Tensor] = []
-    free: list[tuple[int, ...]] = []
-    batched: list[bool] = []
     picked = torch.arange(count) % sizes[0]
     lengths = {example.path: example.tensor for example in first if example.part == "lengths"}
     for index, example in enumerate(first):
-        tensor = example.tensor
-        if example.part == "tensor":
-            given = [batch[index].tensor for batch in batches]
-            axes = _free_axes(given, sizes)
-            if len(set(sizes)) == 1 and 0 not in axes:
-                _check_fixed(example, sizes[0], first)
-            batched.append(0 in axes and all(len(t) == size for t, size in zip(given, sizes)))
-            tensors.append(tensor.index_select(0, picked).clone() if batched[-1] else tensor.clone())
-        else:
-            axes = (0,)
-            batched.append(example.part == "lengths")
-            tensors.append(_sampled_bag(example, lengths[example.path], picked))
-        free.append(axes)
-    return _Sampled(tensors, free, batched)
+        if example.part != "tensor":
+            example.batched = example.part == "lengths"
+            example.sample = _sampled_bag(example, lengths[example.path], picked)
+            continue
+        given = [batch[index].tensor for batch in batches]
+        example.free = _free_axes(given, sizes)
+        if len(set(sizes)) == 1 and 0 not in example.free:
+            _check_fixed(example, sizes[0], first)
+        example.batched = 0 in example.free and all(len(t) == size for t, size in zip(given, sizes))
+        example.sample = (example.tensor.index_select(0, picked) if example.batched else example.tensor).clone()
 
 
 def _sampled_bag(example: _Example, lengths: Tensor, picked: Tensor) -> Tensor:
@@ -1154,13 +1153,13 @@ class _Whole(nn.Module):
         self,
         model: nn.Module,
         build: Callable[[Sequence[Tensor]], tuple[Any, Any]],
-        batched: Sequence[bool],
+        examples: Sequence[_Example],
         counts: Mapping[int, int],
         keep: Callable[[tuple[str, ...], Any], None],
     ) -> None:
         super().__init__()
         self.model = model
-        self._batched = [index for index, is_batch in enumerate(batched) if is_batch]
+        self._batched = [index for index, example in enumerate(examples) if example.batched]
         self._counts = dict(counts)
         self.__dict__["_build"] = build
         self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
@@ -1225,11 +1224,11 @@ def trace(
     if not 1 <= len(batches) <= 2:
         raise CaptureError(f"got {len(batches)} example batches, expected one or two")
     read = [_read_batch(model, batch) for batch in batches]
-    sampled = _sample([reader.found for reader, _ in read])
+    _sample([reader.found for reader, _ in read])
     counts: dict[int, int] = {}
     while True:
         try:
-            return _traced(model, modules, abouts, read[0], sampled, prepare, counts)
+            return _traced(model, modules, abouts, read[0], prepare, counts)
         except _CountNeeded as error:
             # A view of several values as one row needs the same number of values in each sample.
             count = _count_of_each([reader.found for reader, _ in read], error.index)
@@ -1250,7 +1249,6 @@ def _traced(
     modules: Sequence[nn.Module],
     abouts: Sequence[EmbeddingModule],
     batch: tuple[_Reader, Builder],
-    sampled: _Sampled,
     prepare: Callable[[nn.Module], object],
     counts: Mapping[int, int],
 ) -> Captured:
@@ -1262,12 +1260,12 @@ def _traced(
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
-    whole = _Whole(body, build, sampled.batched, counts, lambda *result: results.append(result)).eval()
-    axes = tuple({axis: Dim.AUTO for axis in free} for free in sampled.free)
+    whole = _Whole(body, build, examples, counts, lambda *result: results.append(result)).eval()
+    axes = tuple({axis: Dim.AUTO for axis in example.free} for example in examples)
     notes = _Notes()
     with _patched(), torch.no_grad(), notes:
         try:
-            program = _exported(whole, tuple(sampled.tensors), axes)
+            program = _exported(whole, tuple(example.sample for example in examples), axes)
         except CaptureError:
             raise
         except Exception as error:
@@ -1275,7 +1273,7 @@ def _traced(
     outputs, structure = results[-1]
     if not outputs:
         raise CaptureError("forward returns no tensor; expected at least one output")
-    slots = _slots(program, examples, sampled, notes.length_at)
+    slots = _slots(program, examples, notes.length_at)
     _check_guards(program, slots)
     _check_operators(program)
     # A loss that is no output may divide by the number of samples, which no archive may contain.
@@ -1344,29 +1342,29 @@ class _Int(int, metaclass=_IntType):
     """``int`` for the model's own files while a trace runs; other threads that use it there get Python's own numbers."""
 
 
-def _slots(
-    program: ExportedProgram, examples: Sequence[_Example], sampled: _Sampled, length_at: str
-) -> tuple[Slot, ...]:
+def _slots(program: ExportedProgram, examples: Sequence[_Example], length_at: str) -> tuple[Slot, ...]:
     """Describe the inputs of ``program``; refuses a free axis that forward fixes, maybe by a len() ``length_at``."""
     nodes = input_nodes(program)
     # An axis that forward never compares with others has a symbol of its own.
-    batch = {str(node.meta["val"].shape[0]) for node, is_batch in zip(nodes, sampled.batched) if is_batch}
+    batch = {str(node.meta["val"].shape[0]) for node, example in zip(nodes, examples) if example.batched}
     slots = []
-    for example, tensor, free, node in zip(examples, sampled.tensors, sampled.free, nodes, strict=True):
+    for example, node in zip(examples, nodes, strict=True):
         shape: list[int | str] = []
         for axis, size in enumerate(node.meta["val"].shape):
             text = str(size)
             fixed = text.lstrip("-").isdigit()
-            if axis in free and fixed:
+            if axis in example.free and fixed:
                 what = {"values": "number of values", "lengths": "number of samples", "weights": "number of weights"}
                 raise CaptureError(
                     f"forward works only where the {what.get(example.part, f'size of axis {axis}')} of {example.path} is "
-                    f"{tensor.shape[axis]}{length_at}; take sizes from the tensors, as x.shape[0], not from numbers, len(x) "
+                    f"{example.sample.shape[axis]}{length_at}; take sizes from the tensors, as x.shape[0], not from numbers, len(x) "
                     f"or int()"
                 )
             shape.append(int(size) if fixed else re.sub(r"\w+", lambda m: "batch" if m[0] in batch else m[0], text))
         slots.append(
-            Slot(example.name, example.path, example.part, str(tensor.dtype).removeprefix("torch."), tuple(shape))
+            Slot(
+                example.name, example.path, example.part, str(example.tensor.dtype).removeprefix("torch."), tuple(shape)
+            )
         )
     return tuple(slots)
 

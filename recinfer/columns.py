@@ -66,9 +66,14 @@ class Strings:
         return Strings(self.keys, data, np.concatenate(lengths) if lengths else self.lengths[:0])
 
 
-def strings_of(where: str, values: Iterable[Any], keys: tuple[str, ...] = ()) -> Strings:
+def strings_of(where: str, values: Sequence[Any], keys: tuple[str, ...] = ()) -> Strings:
     """Strings from str, as UTF-8, and from bytes, as they are; raises InputError, which begins with ``where``, for others."""
     try:
+        if set(map(type, values)) == {str}:
+            joined = "".join(values)
+            data = joined.encode()
+            if len(data) == len(joined):  # a byte per character
+                return Strings(keys, data, np.fromiter(map(len, values), np.int32, len(values)))
         encoded = [value.encode() if isinstance(value, str) else bytes(memoryview(value)) for value in values]
     except UnicodeEncodeError:
         raise InputError(f"{where}: got text with a lone surrogate, expected valid Unicode") from None
@@ -358,10 +363,24 @@ def _columns(data: Any) -> Mapping[str, Any]:
 
 def _jagged(name: str, column: Any) -> tuple[NDArray[Any] | Strings, NDArray[np.int32]]:
     """Ids, int64 or strings ``[N]``, and lengths int32 ``[B]``."""
+    if type(column) is list and (found := _of_plain_list(name, column)) is not None:
+        return found
     values, lengths = _flat(name, column)
     if values.ndim == 1 and (values.dtype.kind in _TEXT or (values.dtype == object and _is_text(values))):
         return strings_of(f"features[{name!r}]", values.tolist()), lengths
     return _ids(name, values), lengths
+
+
+def _of_plain_list(name: str, column: list[Any]) -> tuple[NDArray[Any] | Strings, NDArray[np.int32]] | None:
+    """Ids and lengths of a list of str, of lists of str, of int or of lists of int; None for any others."""
+    kinds = set(map(type, column))
+    flat = column if kinds == {str} else list(chain.from_iterable(column)) if kinds == {list} else []
+    if flat and set(map(type, flat)) == {str}:
+        lengths = np.fromiter(map(len, column), np.int32, len(column)) if flat is not column else None
+        strings = strings_of(f"features[{name!r}]", flat)
+        return strings, np.ones(len(column), np.int32) if lengths is None else lengths
+    found = _of_lists({name: column})
+    return None if found is None else (found.values, found.lengths)
 
 
 def _is_text(values: NDArray[Any]) -> bool:

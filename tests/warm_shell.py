@@ -1,7 +1,7 @@
 """`recinfer` and `python` for scripts of the documentation, forked from one interpreter that has imported what takes seconds.
 
-A page runs some three commands, and each would import torch anew. Here a server, ``python -m tests.warm_shell SOCKET``, imports it
-once and forks a process for each command, with the command's own arguments, folder, environment, standard streams and signals.
+A page runs some three commands, and each would import torch anew. Here a server, itself forked from the interpreter of tests.warm,
+forks a process for each command, with the command's own arguments, folder, environment, standard streams and signals.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import importlib
 import json
 import os
 import runpy
@@ -17,9 +16,11 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
+import threading
+import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,26 @@ sys.exit((server.recv(1) or b"\\xff")[0])
 """
 
 
+_kept: list[Connection] = []  # a server ends when its connection closes, however this process ends
+
+
 @functools.cache
 def warm_tools() -> Path:
     """A folder with the programs `recinfer` and `python`; their server runs until this process ends."""
+    from tests.warm import warm_context
+
     folder = Path(tempfile.mkdtemp(prefix="recinfer-warm-"))
     path = folder / "socket"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.warm_shell", str(path)]
-    server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    context = warm_context()
+    starts, ready = context.Pipe(duplex=False)
+    lives, ends = context.Pipe(duplex=False)
+    _kept.append(ends)
+    server = context.Process(target=_serve, args=(str(path), ready, lives), daemon=True)
+    server.start()
+    ready.close()
+    lives.close()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(server.kill)
-    assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n", "what a command needs was not imported; stderr says why"
+    assert starts.recv() == "ready"
     tools = folder / "bin"
     tools.mkdir()
     for tool in ("recinfer", "python"):
@@ -60,17 +69,18 @@ def warm_tools() -> Path:
     return tools
 
 
-def _next_command(path: str) -> dict[str, Any]:
+def _next_command(path: str, ready: Connection, lives: Connection) -> dict[str, Any]:
     """Serves commands for ever; returns in the process that has been forked for one."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes below
-        print("ready", flush=True)
+        ready.send("ready")
+        ready.close()
         while True:
-            ready, _, _ = select.select([listener, 0], [], [])
-            if 0 in ready:  # the end of its input: the test run has ended, however it did
-                sys.exit()
+            found, _, _ = select.select([listener, lives], [], [])
+            if lives in found:  # the test run has ended, however it did
+                os._exit(0)
             connection, _ = listener.accept()
             if os.fork():
                 connection.close()
@@ -81,6 +91,7 @@ def _next_command(path: str) -> dict[str, Any]:
             if child:
                 _watch(connection, child)
             connection.close()
+            lives.close()
             return command
 
 
@@ -109,27 +120,35 @@ def _watch(connection: socket.socket, child: int) -> None:
             os._exit(0)
 
 
-def _main() -> None:
-    importlib.import_module("tests.preloaded")
-    command = _next_command(sys.argv[1])
+def _serve(path: str, ready: Connection, lives: Connection) -> None:
+    """The server, and each process that it has forked for a command. Does not return."""
+    import torch
+
+    torch.set_num_threads(1)
+    command = _next_command(path, ready, lives)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code = 1  # of an exception
-
-    def leave() -> None:  # last; it takes longer to free what was imported than most commands run
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(code)
-
-    atexit.register(leave)
     try:
         _run(command)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        raise
-    except KeyboardInterrupt:
-        atexit.unregister(leave)  # Python ends by the signal
-        raise
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        traceback.print_exc()
+        if isinstance(error, KeyboardInterrupt):  # Python ends by the signal
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    # As an interpreter ends, but what was imported is not freed, which takes longer than most commands run.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def _run(command: dict[str, Any]) -> None:
@@ -138,7 +157,7 @@ def _run(command: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(command["environment"])
     arguments = command["arguments"]
-    sys.path[0] = ""
+    sys.path.insert(0, "")
     main = type(sys)("__main__")
     if command["tool"] == "recinfer":
         arguments = ["-m", "recinfer", *arguments]
@@ -158,7 +177,3 @@ def _run(command: dict[str, Any]) -> None:
             sys.argv = [file, *rest]
             sys.path[0] = str(Path(file).resolve().parent)
             runpy.run_path(file, run_name="__main__")
-
-
-if __name__ == "__main__":
-    _main()

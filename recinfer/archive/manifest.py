@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from recinfer.archive.paths import FORMAT, FileInfo, shard_path
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.formats.names import Precision
 from recinfer.vocabulary.info import StringInfo, VocabularyInfo, index_path, string_index_path
@@ -42,7 +43,6 @@ __all__ = [
     "shard_path",
 ]
 
-FORMAT = "recinfer.archive"
 FORMAT_VERSION = 1
 MAX_ONNX_ERROR = 1e-5
 MAX_TABLE_BYTES = 64 << 20
@@ -317,15 +317,6 @@ class CheckInfo:
 
 
 @dataclass(frozen=True)
-class FileInfo:
-    """One file of the archive; ``path`` is relative, with ``/``."""
-
-    path: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Manifest:
     """The content of ``manifest.json``; ``FORMAT.md`` defines each part and its rules.
 
@@ -460,11 +451,6 @@ def engine_text(engine: str, reason: str | None) -> str:
     if engine == "onnx":
         return ENGINE_PACKAGES[engine]
     return f"torch, which is slower than onnxruntime, because {reason}" if reason else "torch"
-
-
-def shard_path(rank: int) -> str:
-    """The archive path of one rank's shard file."""
-    return f"shards/rank-{rank:05d}.safetensors"
 
 
 def required_files(manifest: Manifest) -> list[str]:

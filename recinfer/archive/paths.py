@@ -1,19 +1,36 @@
-"""Opens files inside an archive folder safely: no path leaves the folder, and no pipe blocks the reader."""
+"""Names of an archive's files, and safe opening: no path leaves the archive's folder, and no pipe blocks the reader."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from recinfer.errors import ArchiveError
 
-__all__ = ["MAX_PATH", "check_path", "file_sha256", "open_inside", "read_inside"]
+__all__ = ["FORMAT", "MAX_PATH", "FileInfo", "check_path", "file_sha256", "open_inside", "read_inside", "shard_path"]
 
+FORMAT = "recinfer.archive"
+"""The format that a manifest names."""
 MAX_PATH = 1024
 _CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """One file of the archive; ``path`` is relative, with ``/``."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+def shard_path(rank: int) -> str:
+    """The archive path of one rank's shard file."""
+    return f"shards/rank-{rank:05d}.safetensors"
 
 
 def check_path(path: str) -> None:

@@ -114,6 +114,9 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     for node in list(graph.nodes):
         if is_assertion(node) or node.op == "call_module":
             graph.erase_node(node)
+        elif _keeps_dtype(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     slots = dict(zip([n for n in graph.nodes if n.op == "placeholder"], captured.slots, strict=True))
     calls = list(_calls(graph))
     _check_stages(graph, calls, leaves)
@@ -126,6 +129,18 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     ids = _ids_program(graph_module, slots, names, batch)
     dense = _dense_program(graph_module, slots, calls, names, outputs, batch)
     return Split(dense, ids, names.computed, names.lookups, facts_of(captured))
+
+
+def _keeps_dtype(node: fx.Node) -> bool:
+    """Whether a node converts a computed tensor to the dtype that it has, which ONNX has no form for.
+
+    Such a node stays where it makes an output of another output.
+    """
+    if node.target is not torch.ops.aten.to.dtype:
+        return False
+    source: Any = node.args[0]
+    same = source.op == "call_function" and source.meta["val"].dtype == node.meta["val"].dtype
+    return same and all(user.op != "output" for user in source.users)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:

@@ -22,6 +22,7 @@ from recinfer.cli.models import (
 )
 from recinfer.cli.options import DataFormat, MissingShards, parse_pair
 from recinfer.errors import ConfigError
+from recinfer.excerpts import some
 from recinfer.quant.formats.names import Precision
 from recinfer.sizes import size_text
 
@@ -209,6 +210,8 @@ def run(
     if manifest.dense is not None:
         colour = "green" if manifest.dense.engine == "onnx" else "yellow"
         output.show(Text.assemble("the dense part runs on ", (manifest.dense.runs_on, colour)))
+    if manifest.string_features:
+        output.show(Text(f"features that take strings: {some(sorted(manifest.string_features))}"))
     seconds = time.perf_counter() - started
     output.show(styled("green", "wrote", f" {out}  {size_text(manifest.bytes_total)}, {error}  {seconds:.1f} s"))
     output.finish(

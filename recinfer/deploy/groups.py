@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from recinfer.archive.manifest import Manifest, shard_path
-from recinfer.archive.reader import open_archive
-from recinfer.errors import ConfigError
+from recinfer.archive.paths import FORMAT, FileInfo, read_inside, shard_path
+from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
+from recinfer.errors import ArchiveError, ConfigError
+from recinfer.excerpts import excerpt
 
 __all__ = ["Footprint", "RankGroup", "check_label", "dns_label", "footprint", "mebibytes"]
 
@@ -18,6 +19,31 @@ _RANKER_OVERHEAD = 1024 * MIB  # the same and onnxruntime
 _DENSE_COPIES = 3  # the file, the session's copy of its weights, and what runs of it hold
 _LABEL = 40  # characters of a DNS label's 63; the rest is for the suffix "-shard-NNN-NNN"
 _DNS = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The part of a manifest that a footprint needs. A whole Manifest needs torch, which a host that deploys may lack."""
+
+    format: str
+    model: str
+    version: str
+    world_size: int
+    files: tuple[FileInfo, ...]
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ArchiveError(
+                f"manifest.json has the format {excerpt(repr(self.format))}; expected {FORMAT!r}", rule="M1"
+            )
+        listed = {file.path for file in self.files}
+        ranks = range(min(self.world_size, len(listed) + 1))  # more ranks than files lack one
+        missing = [shard_path(rank) for rank in ranks if shard_path(rank) not in listed]
+        if missing or not ranks:
+            odd = f"lists no {missing[0]}" if missing else f"has world_size {self.world_size}"
+            raise ArchiveError(
+                f"manifest.json {odd}; expected a shard file for each rank: copy the archive again", rule="F7"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,10 +96,10 @@ class Footprint:
 
 
 def footprint(archive: Path, ranks_per_shard: int = 1) -> Footprint:
-    """Compute the footprint from an archive's manifest and plan; no table is read.
+    """Compute the footprint from an archive's manifest; no other file is read.
 
     Args:
-        archive: its folder; the shard files need not be in it.
+        archive: its folder; other files need not be in it.
         ranks_per_shard: consecutive ranks that one shard server holds.
 
     Raises:
@@ -82,7 +108,7 @@ def footprint(archive: Path, ranks_per_shard: int = 1) -> Footprint:
     """
     if ranks_per_shard < 1:
         raise ConfigError(f"ranks per shard server: got {ranks_per_shard}, expected at least 1")
-    manifest = open_archive(archive, ranks=(), dense=False).manifest
+    manifest = _read(archive)
     sizes = {file.path: file.bytes for file in manifest.files}
     groups = []
     for number, first in enumerate(range(0, manifest.world_size, ranks_per_shard)):
@@ -98,7 +124,19 @@ def footprint(archive: Path, ranks_per_shard: int = 1) -> Footprint:
     )
 
 
-def _dense_bytes(manifest: Manifest) -> int:
+def _read(archive: Path) -> _Files:
+    if not archive.is_dir():
+        what = "is not a folder" if archive.exists() else "does not exist"
+        raise ArchiveError(f"{str(archive)!r} {what}; expected an archive folder with manifest.json", rule="F1")
+    try:
+        text = read_inside(archive, "manifest.json", MAX_JSON_BYTES)
+    except ArchiveError as error:
+        raise ArchiveError(f"{str(archive)!r} is not an archive: {error}", rule="F1") from None
+    raw = loads(text, "manifest.json")
+    return build(_Files, {key.name: raw[key.name] for key in fields(_Files) if key.name in raw}, "manifest")
+
+
+def _dense_bytes(manifest: _Files) -> int:
     return sum(file.bytes for file in manifest.files if file.path.startswith("dense/"))
 
 

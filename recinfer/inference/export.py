@@ -42,7 +42,7 @@ from recinfer.inference.float_model import FloatModel, FloatRows, PositionWeight
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import output_names
 from recinfer.inference.managed_collisions import vocabularies_of
-from recinfer.inference.plain_vocabularies import Strings, string_vocabularies
+from recinfer.inference.plain_vocabularies import StringVocabularies, string_vocabularies
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
     check_precisions,
@@ -83,7 +83,7 @@ def export_archive(
     out_of_range: Mapping[str, str] | None = None,
     missing_shards: MissingShards = "reject",
     vocabularies: Vocabularies | None = None,
-    strings: Strings | None = None,
+    strings: StringVocabularies | None = None,
     max_chunk_bytes: int = 16 << 20,
     progress: bool = True,
     overwrite: bool = False,

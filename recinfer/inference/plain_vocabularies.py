@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from recinfer.archive.manifest import Manifest
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["Strings", "id_vocabularies", "indexed_contract", "string_vocabularies"]
+__all__ = ["StringVocabularies", "id_vocabularies", "indexed_contract", "string_vocabularies"]
 
-Strings = Mapping[str, StringVocabulary | Sequence[str]]
+StringVocabularies = Mapping[str, StringVocabulary | Sequence[str]]
 """Feature -> its strings, each with the row of its position, or a vocabulary of them."""
 
 
 def string_vocabularies(
-    manifest: Manifest, contract: FeatureContract | None, given: Strings | None
+    manifest: Manifest, contract: FeatureContract | None, given: StringVocabularies | None
 ) -> dict[str, StringVocabulary]:
     """The vocabulary of each feature whose requests may have strings: those in ``given``, and those of the contract.
 

@@ -67,13 +67,13 @@ static inline uint64_t second_of(const Index *index, int64_t id) {
     return bucket_of(index, turned(hash_of(index, id), 32) * 0x9e3779b97f4a7c15u);
 }
 
-/* The place of an id in a bucket, SLOTS if it is not there. */
+/* The place of an id in a bucket, SLOTS if it is not there; without a branch, which would often be predicted wrong. */
 static inline int place_in(const Bucket *bucket, int64_t id) {
     unsigned found = 0;
     for (int i = 0; i < SLOTS; i++)
         found |= (unsigned)(bucket->ids[i] == id) << i;
     found &= (1u << bucket->used) - 1;
-    return found ? __builtin_ctz(found) : SLOTS;
+    return __builtin_ctz(found | 1u << SLOTS);
 }
 
 static inline int64_t row_at(const Bucket *bucket, int place) {
@@ -171,12 +171,25 @@ static int put_away(const Index *index, int64_t id, int64_t row) {
 
 #define MOST_MOVES 1000
 
-/* Add an id that the index lacks. Where both of its buckets are full, it takes the slot of another id, which goes to its own other
-   bucket, and so on. 0 if that does not end: some id is lost then. */
+/* Put an id into its full home bucket, by moving another id from there to its second bucket; 0 if these are full too. */
+static int put_instead(const Index *index, int64_t id, int64_t row) {
+    const uint64_t home = home_of(index, id);
+    Bucket *bucket = index->buckets + home;
+    for (int place = 0; place < SLOTS; place++)
+        if (home_of(index, bucket->ids[place]) == home && put_away(index, bucket->ids[place], bucket->rows[place])) {
+            bucket->ids[place] = id;
+            bucket->rows[place] = (uint32_t)row;
+            return 1;
+        }
+    return 0;
+}
+
+/* Add an id that the index lacks. Where both of its buckets are full and no other id gives way, it takes the slot of another id, which
+   goes to its own other bucket, and so on. 0 if that does not end: some id is lost then. */
 static int insert(const Index *index, int64_t id, int64_t row) {
     uint64_t random = (uint64_t)id;
     for (int move = 0; move < MOST_MOVES; move++) {
-        if (put(index->buckets + home_of(index, id), id, row) || put_away(index, id, row))
+        if (put(index->buckets + home_of(index, id), id, row) || put_away(index, id, row) || put_instead(index, id, row))
             return 1;
         random = mixed(random + 1);
         const int to_second = (int)(random >> 63);
@@ -446,50 +459,69 @@ static inline void fetch(const Index *index, Ids ids, int64_t first, int64_t sto
     }
 }
 
+/* The ids of a block that are not in their home buckets: those that may be in their second buckets, which are fetched, and the others,
+   by their places in the block. */
+typedef struct {
+    int64_t start;
+    int num_away, num_missed;
+    uint64_t seconds[BLOCK];
+    uint8_t away[BLOCK + 1], missed[BLOCK + 1]; /* one more, which is written and not read */
+} Left;
+
+/* Rows of the ids that a block has left. Returns the number of misses. */
+static int64_t finish(const Opened *table, Ids ids, Left *left, uint8_t *out) {
+    for (int j = 0; j < left->num_away; j++) {
+        const Bucket *bucket = table->index.buckets + left->seconds[j];
+        const int64_t i = left->start + left->away[j];
+        const int place = place_in(bucket, id_at(ids, i));
+        const int64_t row = row_at(bucket, place);
+        memcpy(out + 8 * i, &row, 8);
+        left->missed[left->num_missed] = left->away[j];
+        left->num_missed += place == SLOTS;
+    }
+    for (int j = 0; j < left->num_missed; j++) {
+        const int64_t i = left->start + left->missed[j], row = missed_row(&table->segments, id_at(ids, i));
+        memcpy(out + 8 * i, &row, 8);
+    }
+    return left->num_missed;
+}
+
 /* Rows of ids `first` to before `stop` of one table. Returns the number of misses.
 
    A block of ids goes through loops of its own, so that none waits for memory: fetch the home buckets (of the next block, while this
-   one's arrive), probe them, fetch the second buckets of the few ids that may be there, probe these. */
+   one's arrive), probe them, fetch the second buckets of the few ids that may be there, and probe these after the next block. */
 static int64_t probe(const Opened *table, Ids ids, int64_t first, int64_t stop, uint8_t *out) {
     const Index *index = &table->index;
-    uint64_t homes[2][BLOCK], seconds[BLOCK];
-    uint8_t away[BLOCK + 1], missed[BLOCK + 1]; /* one more, which is written and not read */
+    uint64_t homes[2][BLOCK];
+    Left lefts[2]; /* of this block and the one before */
+    lefts[1].num_away = lefts[1].num_missed = 0;
     int64_t misses = 0;
     int turn = 0;
     fetch(index, ids, first, stop - first < BLOCK ? stop : first + BLOCK, homes[0]);
     for (int64_t start = first; start < stop; start += BLOCK, turn = !turn) {
         const int64_t end = stop - start < BLOCK ? stop : start + BLOCK;
         fetch(index, ids, end, stop - end < BLOCK ? stop : end + BLOCK, homes[!turn]);
+        Left *left = lefts + turn;
         int num_away = 0, num_missed = 0;
         for (int64_t i = start; i < end; i++) {
             const Bucket *bucket = index->buckets + homes[turn][i - start];
             const int place = place_in(bucket, id_at(ids, i)), nowhere = place == SLOTS;
             const int64_t row = row_at(bucket, place);
             memcpy(out + 8 * i, &row, 8);
-            away[num_away] = missed[num_missed] = (uint8_t)(i - start);
+            left->away[num_away] = left->missed[num_missed] = (uint8_t)(i - start);
             num_away += nowhere & bucket->away;
             num_missed += nowhere & !bucket->away;
         }
         for (int j = 0; j < num_away; j++) {
-            seconds[j] = second_of(index, id_at(ids, start + away[j]));
-            __builtin_prefetch(index->buckets + seconds[j]);
+            left->seconds[j] = second_of(index, id_at(ids, start + left->away[j]));
+            __builtin_prefetch(index->buckets + left->seconds[j]);
         }
-        for (int j = 0; j < num_away; j++) {
-            const Bucket *bucket = index->buckets + seconds[j];
-            const int64_t i = start + away[j];
-            const int place = place_in(bucket, id_at(ids, i));
-            const int64_t row = row_at(bucket, place);
-            memcpy(out + 8 * i, &row, 8);
-            missed[num_missed] = away[j];
-            num_missed += place == SLOTS;
-        }
-        for (int j = 0; j < num_missed; j++) {
-            const int64_t i = start + missed[j], row = missed_row(&table->segments, id_at(ids, i));
-            memcpy(out + 8 * i, &row, 8);
-        }
-        misses += num_missed;
+        left->start = start;
+        left->num_away = num_away;
+        left->num_missed = num_missed;
+        misses += finish(table, ids, lefts + !turn, out);
     }
-    return misses;
+    return misses + finish(table, ids, lefts + !turn, out);
 }
 
 /* Write the rows of all ids `out`, int64; ids of keys without a table stay. `counters` of each key receive the numbers. */

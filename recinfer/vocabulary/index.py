@@ -25,7 +25,7 @@ HEADER_BYTES = 64
 _BUCKET_BYTES, _SLOTS = 64, 5
 _MAX_SECTIONS = 31
 _MAX_SECTION_BUCKETS = 1 << 32
-# Nine in ten ids are then in their home bucket, and an id takes at most 16 bytes.
+# Seven in eight ids are then in their home bucket, and an id takes at most 16 bytes.
 _TARGET_LOAD = 0.85
 _MOST_SEEDS = 8
 _NUMBERS = ("sections", "section_buckets", "ids", "rows", "seed")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from recinfer.deploy.groups import footprint
 from recinfer.inference.predictor import load
 from recinfer.serving.engine.store import ModelStore
 from recinfer.serving.server.server import Server
@@ -91,6 +92,17 @@ def test_a_verb_that_computes_says_what_to_install(place: Path, exported: Export
     done = python(place, "-m", "recinfer", *verb.split(), *more)
     assert done.returncode == 2, done.stderr
     assert "pip install 'recinfer[cpu]' or 'recinfer[cuda]'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["--k8s", "--helm"])
+def test_manifests_are_rendered_without_torch(place: Path, exported: Exported, kind: str) -> None:
+    out = ["--out", "out", "--image", "registry.example/recinfer:1", "--claim", "models", "--json"]
+    done = python(place, "-m", "recinfer", "deploy", str(exported.archive), kind, *out)
+    assert done.returncode == 0, done.stderr
+    with_torch = footprint(exported.archive)
+    said = json.loads(done.stdout)
+    assert (said["model"], said["version"]) == (with_torch.model, with_torch.version) and Path(place / "out").is_dir()
+    assert [group["ranks"] for group in said["groups"]] == [list(group.ranks) for group in with_torch.groups]
 
 
 def test_both_clients_give_arrays(place: Path, target: str) -> None:

@@ -15,7 +15,7 @@ from recinfer.cli.main import app
 from recinfer.deploy.groups import MIB, footprint
 from recinfer.deploy.k8s import K8sOptions, manifests, write_manifests
 from recinfer.deploy.objects import BUSY_METRIC, LOAD_METRIC, QUEUE_METRIC
-from recinfer.errors import ConfigError
+from recinfer.errors import ArchiveError, ConfigError
 from recinfer.serving.server.health import LIVENESS, READINESS
 from recinfer.serving.shards.config import read_shards
 from tests.deploy.example import FOLDER, FOUND, OPTIONS
@@ -250,6 +250,26 @@ def test_another_version_is_the_folder_that_was_named(archive: Path, tmp_path: P
         for pod in pods(found):
             assert pod["containers"][0]["args"][0] == f"/models/tiny/{version}"
     assert footprint(archive).version == "3"  # it is in no store, so the version of its manifest
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": "other"}, r"\[M1\] .*'other'; expected 'recinfer.archive'"),
+        ({"files": []}, r"\[F7\] .* lists no shards/rank-00000.safetensors"),
+        ({"world_size": 10**12}, r"\[F7\] .* lists no shards/rank-00002.safetensors"),
+        ({"world_size": 0}, r"\[F7\] .* has world_size 0"),
+        ({"model": 3}, r"\[J3\] manifest.model"),
+    ],
+)
+def test_a_bad_manifest_is_one_sentence(archive: Path, tmp_path: Path, change: dict[str, Any], text: str):
+    manifest = json.loads((archive / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(ArchiveError, match=text):
+        footprint(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ArchiveError, match=r"\[F1\] .* is not an archive"):
+        footprint(tmp_path)
 
 
 def test_ray_options_without_ray_are_an_error(archive: Path, tmp_path: Path):

@@ -40,6 +40,12 @@ def test_without_ray_the_extra_is_named(archive: Path):
     assert "recinfer[ray]" in error_of(recinfer(archive, "--ray", HEAD))
 
 
+def test_a_check_on_a_node_needs_no_torch():
+    """A node imports the module for it; with torch, three nodes on two busy cores took longer than the check may take."""
+    code = "import recinfer.deploy.ray.client, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import select
 import signal
 import socket
 from collections import Counter
@@ -21,7 +22,7 @@ from tests.waiting import until
 from tests.warm import RECINFER, Program
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
-from recinfer.serving.server.http_site import MOST_HEAD_BYTES
+from recinfer.serving.server.http_site import MOST_HEAD_BYTES, MOST_HEADS_BYTES
 
 LIVE = "/v2/health/live"
 _USER = {"name": "user", "datatype": "INT64", "shape": [2], "data": [3, 7]}
@@ -86,6 +87,7 @@ def test_up_to_the_limit_a_head_is_taken_and_a_byte_more_is_an_error(server: Ser
 POST = {"method": b"POST", "path": b"/v2/models/tiny/infer"}
 UNREADABLE: dict[str, tuple[bytes, int, str]] = {
     "long header": (request(b"Cookie: %s%s\r\n" % (SECRET, b"a" * MOST_HEAD_BYTES)), 431, "too long"),
+    "long headers": (request(b"".join(b"X-%d: %s\r\n" % (n, b"a" * 30_000) for n in range(5))), 431, "bytes in all"),
     "long path": (request(path=long_path(MOST_HEAD_BYTES + 1)), 431, "too long"),
     "many headers": (request(b"".join(b"X-%d: a\r\n" % n for n in range(200))), 400, "Too many headers"),
     "no length": (request(b"Content-Length: x\r\n", **POST), 400, "Content-Length"),
@@ -128,6 +130,30 @@ def test_what_no_route_sees_is_an_error_in_json_that_is_logged_and_counted(
     assert said == [f"a request over HTTP was refused with {status}: {why}"]
     assert SECRET.decode() not in caplog.text and SECRET not in body
     assert all(record.exc_info is None for record in caplog.records)
+
+
+def test_a_header_that_never_ends_is_answered_before_it_fills_the_memory(server: Server):
+    """The memory budget counts no header, since a call has a ticket only once its header is complete."""
+    with socket.create_connection(("127.0.0.1", server.http_port), timeout=60) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        sent = 0
+        while not select.select([connection], [], [], 0)[0]:
+            sent += connection.send(b"X-%d: %s\r\n" % (sent, b"a" * 4000))
+            assert sent < 64 * MOST_HEADS_BYTES
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 431 and f"at most {MOST_HEADS_BYTES} bytes in all" in json.loads(answer.read())["error"]
+
+
+def test_each_request_of_a_connection_may_have_large_headers_and_a_body(server: Server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    large = {f"X-{n}": "a" * 30_000 for n in range(4)}
+    for _ in range(3):
+        connection.request("GET", LIVE, headers=large)
+        assert connection.getresponse().read() is not None
+        connection.request("POST", "/v2/models/tiny/infer", body=b" " * 400_000, headers=large)
+        assert connection.getresponse().read()
+    connection.close()
 
 
 def test_the_metrics_port_has_the_same_limits(server: Server):

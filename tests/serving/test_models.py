@@ -77,6 +77,14 @@ def refused(call: Any, request: Any) -> grpc.RpcError:
     return caught.value
 
 
+def test_a_served_version_whose_archive_is_gone_is_not_loaded(server: Server, store: Path, admin: Any):
+    admin.Load(admin_pb.LoadRequest(model="tiny", version="2"))
+    shutil.rmtree(store / "tiny" / "2")
+    caught = refused(admin.Load, admin_pb.LoadRequest(model="tiny", version="2", activate=True))
+    assert caught.code() is grpc.StatusCode.NOT_FOUND and "is served, and the store has no archive" in caught.details()
+    assert server.service.registry.weights("tiny") == {"1": 1}
+
+
 def mapped(folder: Path) -> bool:
     return str(folder) in Path(f"/proc/{os.getpid()}/maps").read_text()
 

@@ -7,10 +7,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -88,27 +86,34 @@ def test_hangup_ends_a_server_that_reloads_nothing(kind: str, folder: Path):
         os.close(token)
 
 
-def as_process_1(command: Sequence[str]) -> list[str]:
-    """``command`` as process 1 of a process namespace of its own; skips the test where the system allows none."""
-    for user in ([], ["--user", "--map-root-user"]):
-        unshare = ["unshare", *user, "--pid", "--fork", "--kill-child=KILL"]
-        if shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:
-            return [*unshare, *command]
-    pytest.skip("no process namespaces here")
+# `recinfer` as process 1 of a process namespace of its own; prints its process id outside, and ends as it ends.
+_AS_PROCESS_1 = """
+import ctypes, os, runpy, signal, sys
+
+NEW_USER, NEW_PROCESSES, DEATH_SIGNAL = 0x10000000, 0x20000000, 1
+libc = ctypes.CDLL(None)
+if libc.unshare(NEW_PROCESSES) and libc.unshare(NEW_USER | NEW_PROCESSES):
+    sys.exit("no namespaces")
+one = os.fork()
+if one:
+    print(one, flush=True)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]))
+libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
+assert os.getpid() == 1
+runpy.run_module("recinfer", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.parametrize("kind", ["server", "config", "workers", "ranker", "shard server"])
 def test_sigterm_while_loading_ends_process_1(kind: str, folder: Path):
-    command = as_process_1([sys.executable, "-m", "recinfer", *arguments(kind)])
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    with Program(_AS_PROCESS_1, *arguments(kind)) as process:
+        one = process.stdout.readline()
+        if not one and "no namespaces" in process.communicate()[1]:
+            pytest.skip("no process namespaces here")
         token = writing_end(folder / "token")
-        (one,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        try:
-            os.kill(int(one), signal.SIGTERM)
-            os.close(token)  # a read that has not begun when the signal comes is not ended by it
-            assert process.wait(60) == 128 + signal.SIGTERM
-        finally:
-            process.kill()
+        os.kill(int(one), signal.SIGTERM)
+        os.close(token)  # a read that has not begun when the signal comes is not ended by it
+        assert process.wait(60) == 128 + signal.SIGTERM
 
 
 def test_a_supervisor_passes_a_hangup_on_to_workers_that_serve(tmp_path: Path):

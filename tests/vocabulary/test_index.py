@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from recinfer.vocabulary._index import remap, remap_bytes
 
 from recinfer.errors import ArchiveError, InputError
-from recinfer.vocabulary.index import HEADER_BYTES, IdIndex, build_index, open_index, segment_array, segment_block
+from recinfer.vocabulary.index import (
+    _BUCKET,
+    HEADER_BYTES,
+    IdIndex,
+    build_index,
+    open_index,
+    segment_array,
+    segment_block,
+)
 from recinfer.vocabulary.table import Segment, TableVocabulary, even_segments
 from tests.vocabulary.made import MAX, MIN, UNUSUAL, expected_rows, murmur3, vocabulary
 
@@ -87,6 +95,27 @@ def test_an_id_takes_at_most_16_bytes() -> None:
         made = vocabulary(count, full=1.0)
         shape = build_index(made).shape
         assert shape.num_bytes / count <= 16.1 and 0.79 < shape.load <= 0.85
+
+
+def test_most_ids_are_in_their_home_bucket() -> None:
+    made = vocabulary(50_000, full=1.0)
+    index = build_index(made)
+    buckets = index.buckets.view(_BUCKET)
+    homes = _homes(index, made.ids)
+    at_home = (buckets["ids"][homes] == made.ids[:, None]).any(1)
+    assert at_home.mean() > 0.85
+
+
+def _homes(index: IdIndex, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The home bucket of each id, see V6 of FORMAT.md."""
+    shape = index.shape
+    with np.errstate(over="ignore"):
+        x = ids.view(np.uint64) ^ np.uint64(shape.seed)
+        x = (x ^ x >> np.uint64(33)) * np.uint64(0xFF51AFD7ED558CCD)
+        x = (x ^ x >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
+        x = x ^ x >> np.uint64(33)
+    section = (x >> np.uint64(32)) * np.uint64(shape.sections) >> np.uint64(32)
+    return (section * np.uint64(shape.section_buckets) + (x & np.uint64(shape.section_buckets - 1))).astype(np.int64)
 
 
 def test_a_full_index_is_larger_rather_than_endless() -> None:

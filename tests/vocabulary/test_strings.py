@@ -9,22 +9,25 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from recinfer.serving.wire._wire import read_request
 from recinfer.vocabulary._strings import keys, split
 
 import recinfer
 from recinfer.cli import export as export_command
 from recinfer.cli.lookup import parse_features
 from recinfer.cli.rows import read_rows
-from recinfer.columns import as_features
+from recinfer.columns import as_features, strings_of
 from recinfer.data.contract import FeatureContract, SparseFeature, Vocabulary
 from recinfer.data.features import DenseFeature
 from recinfer.errors import ArchiveError, ConfigError, InputError
+from recinfer.inference.id_steps import IdCounts
 from recinfer.inference.plain_vocabularies import id_vocabularies
 from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.verify import verify
@@ -35,12 +38,14 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.proto import open_inference_pb2 as oip
 from recinfer.vocabulary import strings as own
-from recinfer.vocabulary.index import HEADER_BYTES
+from recinfer.vocabulary.index import HEADER_BYTES, build_index
 from recinfer.vocabulary.info import string_index_path
-from recinfer.vocabulary.strings import StringVocabulary, string_indexes, string_keys
+from recinfer.vocabulary.strings import StringRows, StringVocabulary, string_indexes, string_keys
+from recinfer.vocabulary.table import TableVocabulary
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive
 from tests.e2e.commands import run_json
 from tests.hostile.damage import edit_manifest, rewrite
+from tests.serving.paths import BytePath, decoded
 from tests.serving.remote import test_direct as remote
 from tests.vocabulary.strings import CITIES, ITEMS, STRINGS, both_requests, string_archive
 
@@ -105,6 +110,21 @@ def test_another_seed_is_taken_where_two_strings_share_a_key(monkeypatch: pytest
     assert (info.seed, index.shape.ids) == (2, 3)
 
 
+def test_features_of_different_seeds_have_their_own_keys() -> None:
+    def of_seed(seed: int) -> tuple[Any, Any]:
+        ((info, _),) = string_indexes({f"f{seed}": StringVocabulary(("a", "b", "c"))})
+        texts = strings_of("f", ("a", "b", "c"))
+        found = string_keys(texts.data, texts.lengths, seed)
+        rows = np.arange(3, dtype=np.int64)
+        return replace(info, seed=seed), build_index(TableVocabulary(found, rows, info.rows, info.segments))
+
+    counts = IdCounts(lambda by_feature: None, {"f0": 0, "f5": 1}, np.zeros((2, 2), np.int64))
+    rows = StringRows([of_seed(0), of_seed(5)], counts)
+    assert rows.rows(strings_of("f", ("c", "x", "b", "a"), ("f5", "f0")), [3, 1]).tolist() == [2, 3, 1, 0]
+    assert rows.rows(strings_of("f", ("c", "x"), ("f5",)), [2]).tolist() == [2, 3]
+    assert counts.found.tolist() == [[1, 0], [3, 2]]
+
+
 # ---- in Python
 
 
@@ -156,6 +176,10 @@ def test_columns_of_strings_have_the_forms_of_columns_of_integers(served_archive
         assert torch.equal(predictor.lookup({"f_cat": column})["f_cat"], expected), type(column)
     for column in missing:
         assert as_features({"f_cat": column}).lengths.tolist() == [1, 0]
+    mixed = as_features({"a": [1, 2], "b": ["x", "é"], "c": [[1], [2, 3]], "d": [["q"], []], "e": [[], []]})
+    assert mixed.strings is not None and mixed.strings.data == "xéq".encode()
+    assert (mixed.strings.keys, mixed.strings.lengths.tolist()) == (("b", "d"), [1, 2, 1])
+    assert (mixed.values.tolist(), mixed.lengths.tolist()) == ([1, 2, 1, 2, 3], [1, 1, 1, 1, 1, 2, 1, 0, 0, 0])
     weighted = as_features({"a": [1, 2], "b": (["x", "yz"], [0.5, 2.0]), "c": [["q"], []]})
     half = weighted.rows(1, 2)
     assert half.strings is not None and (half.strings.keys, half.strings.data) == (("b", "c"), b"yz")
@@ -247,6 +271,21 @@ def test_a_server_from_before_strings_refuses_them(served_archive: Served) -> No
         request.features.ClearField(field)
     with pytest.raises(InputError, match=r"features\.values: got 8 bytes"):
         codec.decode_bags(request.features, Limits())
+
+
+def test_requests_with_integers_are_answered_from_their_bytes(served_archive: Served) -> None:
+    """As without strings; a request with strings has fields that the byte paths leave to the decoded path."""
+    service = InferenceService(ModelRegistry({"m": served_archive[1]}))
+    paths = BytePath(service, threads=2)
+    for batch in (1, 40):
+        dense, strings, rows = both_requests(batch, batch)
+        message = codec.encode_predict_request(dense, rows, "m")
+        assert read_request(message) is not None
+        assert paths.predict(message) == [decoded(service, "Predict", message)]
+        by_string = codec.encode_predict_request(dense, strings, "m")
+        assert read_request(by_string) is None
+        assert decoded(service, "Predict", by_string) == decoded(service, "Predict", message)
+    paths.close()
 
 
 def test_json_of_torchserve_takes_strings(served_archive: Served) -> None:

@@ -106,6 +106,31 @@ class VariationalDropout(nn.Module):
         return {"logits": self.top(x * (1 - each)).squeeze(1)}
 
 
+class Interests(nn.Module):
+    """MIND's user tower: a history routed to several interests, from random numbers that were drawn once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec, self.turned = rows(("hist",)), nn.Linear(DIM, DIM, bias=False)
+        self.register_buffer("drawn", torch.randn(5, 3))  # steps, interests
+
+    draw = staticmethod(lambda d: (d.kjt(d.bag("hist", 40, user=True)),))
+
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+        hist = self.ec(ids)["hist"]
+        steps, interests = self.drawn.shape
+        known = (torch.arange(steps) < hist.lengths().unsqueeze(1)).unsqueeze(2).float()
+        wanted = torch.arange(interests) < hist.lengths().clamp(1, interests).unsqueeze(1)
+        vectors = self.turned(hist.to_padded_dense(steps))
+        logits = self.drawn.expand(vectors.shape[0], -1, -1)
+        found = vectors[:, :0]
+        for _ in range(2):
+            shares = logits.masked_fill(~wanted.unsqueeze(1), float("-inf")).softmax(2) * known
+            found = shares.transpose(1, 2) @ vectors
+            logits = logits + nn.functional.normalize(vectors, dim=2) @ found.transpose(1, 2)
+        return {"user_tower_emb": nn.functional.normalize(found, dim=2) * wanted.unsqueeze(2)}
+
+
 class TwoTowers(nn.Module):
     """DSSM: one collection has the tables of user and item, whose columns are grouped for a tower each."""
 

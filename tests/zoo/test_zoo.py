@@ -146,6 +146,7 @@ KINDS = [
     ),
     Kind(e.ValuesAsColumns, per_sample={"last": 3}),
     Kind(e.VariationalDropout, by_day=False),  # by day: test_capture_alone.py
+    Kind(e.Interests, by_day=False),
     Kind(e.TwoTowers, user=("user", "age")),
 ]
 # fmt: on

@@ -17,8 +17,8 @@ __all__ = ["application", "servers_needed"]
 _WINDOW_S, _UP_S = 15.0, 5.0  # replicas push their metrics every ten seconds
 _TOLERANCE = 0.1
 _ANSWER_S = 10.0  # Serve replaces a replica after three such times
-# A server may wait 15 s for rankers to drop it, then finishes requests for 10 s; it is killed after twice that.
-_STOP_S = 60.0
+# A server may wait 15 s for rankers to drop it, then finishes requests for 20 s. serve.delete() waits for 60 s.
+_STOP_S = 45.0
 
 
 def application(spec: Deployment) -> Application:

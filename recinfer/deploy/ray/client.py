@@ -20,7 +20,7 @@ from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 
 __all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
 
-_REACH_S, _ANSWER_S, _FREE_S = 3.0, 30.0, 120.0
+_REACH_S, _ANSWER_S, _FREE_S = 3.0, 60.0, 120.0
 _TRIES = 2  # starts of a server after its first, after which a command gives up; Serve gives up after as many
 
 
@@ -63,16 +63,19 @@ def deploy(spec: Deployment) -> None:
     Raises:
         ConfigError: a deployment of that name exists, a node is reachable from other machines and there is no token, or a
             node lacks a PEM file; names the node.
-        UnavailableError: no node has room for a server.
+        UnavailableError: no node has room for a server, or a node does not respond.
     """
     security = spec.security.read()
-    for node in _nodes():
-        security.check_host(node["NodeManagerAddress"])  # servers check this too, but only after they start
-    files = _on_every_node(missing_files, spec.files) if spec.files else {}
-    missing = {host: paths for host, paths in files.items() if paths}
-    if missing:
-        listed = "; ".join(f"node {host} cannot read {', '.join(paths)}" for host, paths in sorted(missing.items()))
-        raise ConfigError(f"TLS: {listed}; put each file at its path on every node")
+    hosts = [node["NodeManagerAddress"] for node in _nodes()]
+    for host in hosts:
+        security.check_host(host)  # servers check this too, but only after they start
+    if spec.files:
+        missing = _on_every_node(missing_files, spec.files)
+        if silent := sorted(set(hosts) - missing.keys()):
+            raise UnavailableError(f"TLS: node {', '.join(silent)} did not respond within {_ANSWER_S:g} s; try again")
+        listed = "; ".join(f"node {host} cannot read {', '.join(f)}" for host, f in sorted(missing.items()) if f)
+        if listed:
+            raise ConfigError(f"TLS: {listed}; put each file at its path on every node")
     if spec.name in Records().names():
         raise ConfigError(
             f"deployment {spec.name!r} exists already: remove it (--down), update it (--roll), or give another --name"
@@ -216,7 +219,7 @@ def _free() -> dict[str, tuple[float, float]]:
 
 
 def _on_every_node(run: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
-    """Run ``run(argument)`` on each node; returns the results by address, without nodes that do not respond in 30 s."""
+    """Run ``run(argument)`` on each node; returns the results by address, without nodes that do not respond in 60 s."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

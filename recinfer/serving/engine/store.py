@@ -207,7 +207,7 @@ class StoreManager:
         The registry changes only after all checks of the archive. A version that is served already stays as it is.
 
         Raises:
-            NotFoundError: the store lacks the model or version.
+            NotFoundError: the store lacks the model or version, also a served one.
             InputError: the archive is broken, or differs from the archive that is served under its version.
         """
         self.store.refresh()
@@ -229,10 +229,15 @@ class StoreManager:
             return version
 
     def _check_same(self, model: str, version: str) -> None:
-        """Raise InputError if the store's archive of a served version is another one by now; a missing archive is no error."""
+        """Raise InputError if the store's archive of a served version is another one by now, NotFoundError if it is gone."""
         served = self.registry.get(model, version).predictor.content[0]
         on_disk = self.store.manifest_sha256(model, version)
-        if on_disk is not None and on_disk != served:
+        if on_disk is None:
+            raise NotFoundError(
+                f"version: {version!r} of model {model!r} is served, and the store has no archive of it that can be read any more; "
+                "copy it back, or send requests to the served version with `recinfer admin weights`"
+            )
+        if on_disk != served:
             raise InputError(
                 f"version: {version!r} of model {model!r} is served, and the archive in the store is another one by now "
                 f"(manifest {on_disk[:12]}, served {served[:12]}); give it a version of its own, or unload this one first"

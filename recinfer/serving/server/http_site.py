@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import ssl
@@ -17,7 +18,7 @@ from aiohttp.web_protocol import RequestHandler
 from recinfer.errors import UnavailableError
 from recinfer.serving.wire.address import listening_socket
 
-__all__ = ["MOST_HEAD_BYTES", "HttpSite"]
+__all__ = ["MOST_HEADS_BYTES", "MOST_HEAD_BYTES", "HttpSite"]
 
 _log = logging.getLogger(__name__)
 _HEADER_S = 10.0
@@ -26,6 +27,9 @@ _BACKLOG = 512
 _LINGER_S, _LOOK_S = 0.5, 0.02  # for connections between two requests at a stop
 MOST_HEAD_BYTES = 32 << 10
 """Largest size of the path with its query, and of each header's value: long cookies and tokens are 10 to 15 KB."""
+MOST_HEADS_BYTES = 4 * MOST_HEAD_BYTES
+"""Largest size of all of a request's header: the memory budget does not count it, as no call has a ticket before."""
+_HEAD_END = b"\r\n\r\n"
 _QUOTED = re.compile(r":?\s*(bytearray\()?b['\"].*", re.DOTALL)  # the bytes at fault, with which aiohttp's texts end
 
 
@@ -79,6 +83,8 @@ class HttpSite:
         self._header_s = header_s
         self._idle_s = idle_s
         self._timers: dict[Any, asyncio.TimerHandle] = {}
+        # By connection that waits for a header: the bytes of it so far, and the last of them.
+        self._heads: dict[Any, tuple[int, bytes]] = {}
         self._stops = False
         self._refused = refused
         self._runner: web.AppRunner | None = None
@@ -109,6 +115,14 @@ class HttpSite:
         class WithJsonErrors(RequestHandler):  # aiohttp makes the handlers itself, and takes no class for them
             __slots__ = ()
 
+            def data_received(self, data: bytes) -> None:
+                if site._has_room(self, data):
+                    super().data_received(data)
+
+            def connection_lost(self, exc: BaseException | None) -> None:
+                site._heads.pop(self, None)
+                super().connection_lost(exc)
+
             def handle_error(self, *args: Any, **more: Any) -> web.StreamResponse:
                 return site._unreadable(*args, **more)
 
@@ -125,6 +139,7 @@ class HttpSite:
             handler = runner.server()
             handler.__class__ = WithJsonErrors
             self._close_in(self._header_s, handler)
+            self._heads[handler] = 0, b""
             return handler
 
         try:
@@ -185,6 +200,35 @@ class HttpSite:
         answer.force_close()
         return answer
 
+    def _has_room(self, connection: Any, data: bytes) -> bool:
+        """Count bytes of a header; answers a connection whose header is too large, and returns False from then on."""
+        if connection not in self._heads:
+            return True
+        size, last = self._heads[connection]
+        if size > MOST_HEADS_BYTES:  # answered: what the client still sends is dropped until it has read that
+            return False
+        end = (last + data).find(_HEAD_END)
+        size += len(data) if end < 0 else end - len(last)
+        self._heads[connection] = size, (last + data)[-len(_HEAD_END) :]
+        if size <= MOST_HEADS_BYTES:
+            if end >= 0:  # a body has bounds of its own
+                del self._heads[connection]
+            return True
+        why = f"the header is too long, expected at most {MOST_HEADS_BYTES} bytes in all"
+        body = json.dumps({"error": why}).encode()
+        lines = {
+            "Content-Type": "application/json; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+        }
+        lines |= self._refused(431, why, {})
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        connection.transport.write(f"HTTP/1.1 431 Request Header Fields Too Large\r\n{head}\r\n".encode() + body)
+        if (timer := self._timers.pop(connection, None)) is not None:
+            timer.cancel()
+        self._close_in(_LINGER_S, connection)
+        return False
+
     def _close_in(self, seconds: float, connection: Any) -> None:
         def close() -> None:
             self._timers.pop(connection, None)
@@ -197,8 +241,11 @@ class HttpSite:
         # The header is complete: from here on the application has its own timeouts.
         if (timer := self._timers.pop(request.protocol, None)) is not None:
             timer.cancel()
+        self._heads.pop(request.protocol, None)
         try:
             return await handler(request)
         finally:
             if request.transport is not None:
                 self._close_in(self._idle_s + self._header_s, request.protocol)
+                if request.content.is_eof():  # otherwise aiohttp reads the rest of the body, and closes
+                    self._heads[request.protocol] = 0, b""

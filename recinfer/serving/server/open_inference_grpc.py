@@ -155,7 +155,7 @@ def _read(message: Any, num_bytes: int, ticket: Ticket) -> oip.InferRequest:
             inputs.append(raw_tensor(tensor.name, tensor.datatype, shape, raws[index]))
         elif tensor.datatype == oip.BYTES:
             _check_contents(tensor, "bytes_contents")
-            strings = strings_of(f"input {tensor.name!r}", tensor.contents.bytes_contents)
+            strings = strings_of(f"input {tensor.name!r}", list(tensor.contents.bytes_contents))
             inputs.append(oip.string_tensor(tensor.name, shape, strings))
         else:
             inputs.append(oip.InputTensor(tensor.name, tensor.datatype, shape, _typed(tensor)))

@@ -187,7 +187,7 @@ class _Table:
                 numbers += own
         if not texts:
             return numbers, None
-        return numbers, strings_of(self._field, chain.from_iterable(texts.values()), tuple(texts))
+        return numbers, strings_of(self._field, list(chain.from_iterable(texts.values())), tuple(texts))
 
     def _take(
         self,
