@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds the images with buildah, runs them with podman, and checks what a container has to do. It needs no daemon.
+# Builds an image with buildah, runs it with podman, and checks what a container has to do. It needs no daemon and no GPU.
 #
 #   docker/build_check.sh [ARCHIVE]     ARCHIVE: the folder MODEL/VERSION of an archive of two ranks; without one, `recinfer`
 #                                       (on the PATH, or in .venv) makes one
 #
-#   CUDA=1        build the CUDA image too
+#   KIND=cuda     the CUDA image, whose servers run on the CPU here; without it, the CPU image and the compose file
 #   PIP_CONF      a pip.conf for the build, which no layer keeps
 #   BUILD_ARGS    further arguments of `buildah build`, for example --build-arg TORCH_PIP_ARGS=... or --volume A:B:ro
 #   BASE          folder with a root file system that has Python 3.11, for example one that debootstrap made: it stands in for
@@ -27,8 +27,16 @@ done
 WORK=$(mktemp -d "${TMPDIR:-/tmp}/recinfer-images.XXXXXX")
 STORAGE=${STORE:-$WORK/storage}
 VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-IMAGE=recinfer:$VERSION-cpu
-MOST_MB=1500
+KIND=${KIND:-cpu}
+IMAGE=recinfer:$VERSION-$KIND
+case $KIND in
+cpu) DOCKERFILE=Dockerfile MOST_MB=1500 ;;
+cuda) DOCKERFILE=Dockerfile.cuda MOST_MB=8500 ;;
+*)
+    echo "KIND: got $KIND, expected cpu or cuda" >&2
+    exit 2
+    ;;
+esac
 passed=0 failed=0
 
 # podman and podman-compose read the same settings. No systemd, no cgroup of a user, and no more open files than this shell has.
@@ -75,7 +83,7 @@ check() { # NAME COMMAND...
 
 # -- build ---------------------------------------------------------------------------------------------------------------
 
-bases() { sed -n 's/^FROM \(python:[^ ]*\).*/\1/p' docker/Dockerfile; }
+bases() { sed -n 's/^FROM \(python:[^ ]*\).*/\1/p' "docker/$DOCKERFILE"; }
 
 # The images of Python from a root file system: the slim one is the file system, the other has a compiler too.
 stand_in() {
@@ -92,11 +100,11 @@ stand_in() {
     buildah commit --quiet --rm "$made" "docker.io/library/$(bases | grep -v slim)"
 }
 
-build() { # DOCKERFILE TAG
+build() {
     local secret=()
     [ -z "${PIP_CONF:-}" ] || secret=(--secret "id=pip,src=$PIP_CONF")
     # shellcheck disable=SC2086
-    buildah build --isolation chroot --format docker --pull=false "${secret[@]}" ${BUILD_ARGS:-} --file "docker/$1" --tag "$2" .
+    buildah build --isolation chroot --format docker --pull=false "${secret[@]}" ${BUILD_ARGS:-} --file "docker/$DOCKERFILE" --tag "$IMAGE" .
 }
 
 if ! podman image exists "$IMAGE"; then
@@ -108,10 +116,9 @@ if ! podman image exists "$IMAGE"; then
                 skip "$base cannot be pulled ($(tail -1 "$WORK/out" | cut -c1-120)); give BASE"
         done
     fi
-    check "build docker/Dockerfile" build Dockerfile "$IMAGE"
+    check "build docker/$DOCKERFILE" build
 fi
 podman image exists "$IMAGE" || exit 1
-[ -z "${CUDA:-}" ] || check "build docker/Dockerfile.cuda" build Dockerfile.cuda "recinfer:$VERSION-cuda"
 
 # -- an archive ----------------------------------------------------------------------------------------------------------
 
@@ -192,7 +199,7 @@ stops() { # NAME EXPECTED SECONDS: SIGTERM to process 1
 }
 
 size() { podman image inspect --format '{{.Size}}' "$1" | awk '{printf "%d", $1 / 1e6}'; }
-check "the CPU image is under $MOST_MB MB: $(size "$IMAGE") MB" test "$(size "$IMAGE")" -lt "$MOST_MB"
+check "the $KIND image is under $MOST_MB MB: $(size "$IMAGE") MB" test "$(size "$IMAGE")" -lt "$MOST_MB"
 check "a server starts with a read-only root, no capability, no network" started one "$IMAGE"
 check "its healthcheck passes" healthy one
 check "it answers with the token, and refuses another" answers one 50051
@@ -207,7 +214,9 @@ done
 
 # -- several hosts -------------------------------------------------------------------------------------------------------
 
-if command -v podman-compose >/dev/null; then
+if [ "$KIND" = cuda ]; then
+    echo "the compose file runs shard servers and rankers, which take the CPU image"
+elif command -v podman-compose >/dev/null; then
     compose() {
         RECINFER_STORE=$store RECINFER_MODEL=$(basename "$(dirname "$archive")") RECINFER_VERSION=$(basename "$archive") \
             RECINFER_TOKEN_FILE=$WORK/token podman-compose --file docker/compose.yaml --podman-run-args=--no-healthcheck "$@"

@@ -1,13 +1,16 @@
-"""Serves an archive from an S3 server on loopback, kills the server while it downloads, and shows that no half archive is served.
+"""Serves an archive from a storage on loopback, kills the server while it downloads, and shows that no half archive is served.
 
     python tools/url_trial.py --kills 20
+    python tools/url_trial.py --storage gs --kills 5 --rows 300000
 
-Needs recinfer with the extras cpu, onnx, serve and remote, and moto's S3 server: ``pip install 'moto[server]'``.
+Needs recinfer with the extras cpu, onnx, serve and remote, and a storage: ``pip install 'moto[server]'`` for s3,
+``pip install gcp-storage-emulator`` for gs. The web server of http is Python's own; with no-ranges it sends whole files only.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import shutil
@@ -16,7 +19,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
@@ -36,26 +43,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="kills by SIGKILL during downloads")
     parser.add_argument("--rows", type=int, default=3_000_000, help="rows of the table, 68 bytes each")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--storage", choices=STORAGES, default="s3")
     options = parser.parse_args()
-    if shutil.which("moto_server") is None:
-        sys.exit("moto_server is not on PATH: pip install 'moto[server]'")
-    with tempfile.TemporaryDirectory(prefix="recinfer-url-") as folder:
-        run(Path(folder), options.kills, options.rows, random.Random(options.seed))
-
-
-def run(folder: Path, kills: int, rows: int, chance: random.Random) -> None:
-    archive = build(folder / "model.rqa", rows)
-    port = free_port()
-    moto = subprocess.Popen(
-        ["moto_server", "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    with tempfile.TemporaryDirectory(prefix="recinfer-url-") as name:
+        folder = Path(name)
+        archive = build(folder / "model.rqa", options.rows)
+        with STORAGES[options.storage](archive) as url:
+            whole = trial(folder, url, options.kills, random.Random(options.seed))
+    print(
+        f"{options.kills} kills during a download from {url}, {whole} half archives served; the last run served a verified archive"
     )
-    try:
-        upload(archive, port)
-        whole = trial(folder, port, kills, chance)
-    finally:
-        moto.terminate()
-        moto.wait()
-    print(f"{kills} kills during a download, {whole} half archives served; the last run served a verified archive")
     sys.exit(whole != 0)
 
 
@@ -68,17 +65,90 @@ def build(path: Path, rows: int) -> Path:
     return path
 
 
-def upload(archive: Path, port: int) -> None:
-    import s3fs
-
+@contextmanager
+def s3(archive: Path) -> Iterator[str]:
+    """The archive's URL in moto's S3 server."""
+    if shutil.which("moto_server") is None:
+        sys.exit("moto_server is not on PATH: pip install 'moto[server]'")
+    port = free_port()
     os.environ.update(
         AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}"
     )
-    files = s3fs.S3FileSystem(skip_instance_cache=True)
-    end = time.monotonic() + 60
+    with running(["moto_server", "-H", "127.0.0.1", "-p", str(port)]):
+        yield upload(archive, "s3")
+
+
+@contextmanager
+def gs(archive: Path) -> Iterator[str]:
+    """The archive's URL in an emulator of Google Cloud Storage."""
+    port = free_port()
+    os.environ["STORAGE_EMULATOR_HOST"] = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host", "127.0.0.1", "--port", str(port), "-M"]
+    with running([*command, "--default-bucket", "models"]):
+        yield upload(archive, "gs")
+
+
+@contextmanager
+def http(archive: Path, *, ranges: bool = True) -> Iterator[str]:
+    """The archive's URL on a web server."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = archive / self.path.removeprefix("/ranker/")
+            if not path.is_file():
+                return self.send_error(404)
+            first, last, asked = 0, path.stat().st_size - 1, self.headers.get("Range") if ranges else None
+            if asked:
+                first, last = (int(part) for part in asked.partition("=")[2].split("-"))
+                last = min(last, path.stat().st_size - 1)
+            self.send_response(206 if asked else 200)
+            self.send_header("Content-Length", str(last + 1 - first))
+            if asked:
+                self.send_header("Content-Range", f"bytes {first}-{last}/{path.stat().st_size}")
+            self.end_headers()
+            if self.command == "GET":
+                with path.open("rb") as file, suppress(ConnectionError):  # the killed server reads no more
+                    file.seek(first)
+                    self.wfile.write(file.read(last + 1 - first))
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/ranker"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+STORAGES = {"s3": s3, "gs": gs, "http": http, "no-ranges": functools.partial(http, ranges=False)}
+
+
+@contextmanager
+def running(command: list[str]) -> Iterator[None]:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def upload(archive: Path, scheme: str) -> str:
+    """Copy the archive into the bucket ``models``; returns its URL."""
+    import fsspec
+
+    end = time.monotonic() + 300
     while True:
         try:
-            files.mkdir("models")
+            files = fsspec.filesystem(scheme, skip_instance_cache=True)
+            if not files.exists("models"):
+                files.mkdir("models")
             break
         except Exception:
             if time.monotonic() > end:
@@ -87,9 +157,10 @@ def upload(archive: Path, port: int) -> None:
     for path in archive.rglob("*"):
         if path.is_file():
             files.put_file(str(path), f"models/ranker/{path.relative_to(archive)}")
+    return f"{scheme}://models/ranker"
 
 
-def trial(folder: Path, port: int, kills: int, chance: random.Random) -> int:
+def trial(folder: Path, url: str, kills: int, chance: random.Random) -> int:
     """Kill ``kills`` servers at random moments of their downloads; returns how many caches held half an archive as a whole one."""
     cache, half, killed = folder / "cache", 0, 0
     command = [
@@ -97,7 +168,7 @@ def trial(folder: Path, port: int, kills: int, chance: random.Random) -> int:
         "-m",
         "recinfer",
         "serve",
-        "s3://models/ranker",
+        url,
         "--port",
         "0",
         "--cache-dir",

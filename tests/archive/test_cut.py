@@ -458,6 +458,13 @@ def test_one_feature_name_in_two_inputs() -> None:
     assert names == ["first.a", "first.b", "second.a", "second.b"]
 
 
+def test_a_feature_keeps_the_dots_of_its_name() -> None:
+    """Its name in requests is the key, as models of TorchRec name it."""
+    model = Model(direct, ebc=tables("t", ("user.age", "b")))
+    del model.other
+    assert [info.name for info in cut(model).signature.inputs] == ["dense", "user.age", "b"]
+
+
 def test_num_dense_without_a_linear_that_shows_it() -> None:
     model = Model(normed)
     del model.other

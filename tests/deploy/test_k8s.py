@@ -278,3 +278,11 @@ def test_ray_options_without_ray_are_an_error(archive: Path, tmp_path: Path):
     done = CliRunner().invoke(app, [*command, "--tls-cert", "cert.pem", "--min-replicas", "1"])
     assert done.exit_code == 2 and "--min-replicas, --tls-cert" in " ".join(done.output.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_commands_of_the_page_render_both_versions_with_the_same_options():
+    """An option that is left out gets its default: the image of version 2 would be another one."""
+    page = (Path(__file__).parents[2] / "docs/how-to/deploy-kubernetes.md").read_text().replace("\\\n", " ")
+    commands = [line.split("&&")[0].split() for line in page.splitlines() if line.startswith("recinfer deploy store")]
+    first, second = ([*command[:2], *command[3:]] for command in commands if "--k8s" in command)
+    assert first == second

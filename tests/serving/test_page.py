@@ -107,7 +107,9 @@ def test_page_shows_requests_and_the_end_of_the_server(predictor: Predictor, tmp
                     assert time.monotonic() < end, page.evaluate("document.body.innerText")
                     for seed in range(20):
                         client.predict(*make_request(seed, 3))
-            page.until("document.querySelectorAll('#chart path').length === 2")
+            page.until("document.querySelectorAll('#chart path').length >= 2")
+            times = page.evaluate("[0.1, 0.5, 0.01, 0.0999, 0.0015, 2e-5, 2].map(seconds)")
+            assert times == ["100 ms", "500 ms", "10 ms", "99.9 ms", "1.5 ms", "20 µs", "2.0 s"]
             shown = page.evaluate("document.body.innerText")
             for words in (
                 "tiny version 3, 90 % of the requests",

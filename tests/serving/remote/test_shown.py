@@ -62,7 +62,7 @@ def test_page_turns_red_when_a_rank_is_gone(ranker: Ranker, tmp_path: Path) -> N
         assert not page.evaluate("document.body.classList.contains('gone')")
         ranker.lose()
         page.until("document.body.classList.contains('gone')")
-        assert page.text("alarm") == "No shard server answers for rank 1, 2"
+        assert page.text("alarm") == "No shard server answers for ranks 1, 2"
         with InferenceClient(ranker.server.target, timeout=60) as client:
             client.lookup(make_request(3, 1, longest=1))
         page.until("document.body.innerText.includes('answers with default rows')")
