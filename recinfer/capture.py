@@ -885,7 +885,7 @@ class _Reader:
         else:
             parts = [(k, f"{path}.{k}", v) for k, v in vars(value).items()]
             rebuilt = functools.partial(_copied, value)
-        builds = {key: self.read(v, at, _joined_name(name, key), depth + 1) for key, at, v in parts}
+        builds = {key: self.read(v, at, _below(name, key), depth + 1) for key, at, v in parts}
         return lambda tensors: rebuilt({key: build(tensors) for key, build in builds.items()})
 
     def _tensor(self, value: Tensor, path: str, name: str, part: Part) -> Builder:
@@ -912,18 +912,23 @@ class _Reader:
         bags = {}
         for key, jagged in value.to_dict().items():
             bags[key] = self._bag(
-                jagged.values(), jagged.lengths(), jagged.weights_or_none(), f"{path}[{key!r}]", _joined_name(name, key)
+                jagged.values(), jagged.lengths(), jagged.weights_or_none(), f"{path}[{key!r}]", _below(name, key)
             )
         return lambda tensors: _traced_kjt(base, {key: bag(tensors) for key, bag in bags.items()})
 
     def _keyed(self, value: Any, path: str, name: str) -> Builder:
         keys, dims = list(value.keys()), list(value.length_per_key())
         columns = [
-            self._tensor(part, f"{path}[{key!r}]", _joined_name(name, key), "tensor")
+            self._tensor(part, f"{path}[{key!r}]", _below(name, key), "tensor")
             for key, part in zip(keys, value.values().split(dims, dim=1))
         ]
         kind = type(value)
         return lambda tensors: kind(keys, dims, torch.cat([column(tensors) for column in columns], 1))
+
+
+def _below(name: str, key: object) -> str:
+    """The name of a part of ``name``, until :func:`_shorten`: keys may have dots."""
+    return f"{name}\0{key}" if name else str(key)
 
 
 def _joined_name(name: str, key: object) -> str:
@@ -978,7 +983,8 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
 def read_arguments(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Slot, Tensor]]:
-    """The tensors in arguments of a forward whose positional arguments are ``names``; their slots have no free axes.
+    """The tensors in arguments of a forward whose positional arguments are ``names``; their slots have no free axes, and paths
+    as names.
 
     Raises:
         CaptureError: too many arguments, or an argument given twice.
@@ -993,7 +999,7 @@ def read_arguments(
         reader.read(value, name, name)
     for found in reader.found:
         yield (
-            Slot(found.name, found.path, found.part, str(found.tensor.dtype), tuple(found.tensor.shape)),
+            Slot(found.path, found.path, found.part, str(found.tensor.dtype), tuple(found.tensor.shape)),
             found.tensor,
         )
 
@@ -1019,14 +1025,14 @@ def _positional(model: nn.Module) -> list[str]:
 
 
 def _shorten(found: Sequence[_Example]) -> None:
-    """Replace each name by its last part, where no other input has that one."""
+    """Replace each name by its last key, where no other input has that one, or by all of them."""
     by_short: dict[str, set[str]] = {}
     for example in found:
-        by_short.setdefault(example.name.rpartition(".")[2], set()).add(example.path)
+        by_short.setdefault(example.name.rpartition("\0")[2], set()).add(example.path)
     for example in found:
-        short = example.name.rpartition(".")[2]
-        if len(by_short[short]) == 1 and not short.isdigit():
-            example.name = short
+        short = example.name.rpartition("\0")[2]
+        unique = len(by_short[short]) == 1 and not short.isdigit()
+        example.name = short if unique else example.name.replace("\0", ".")
 
 
 def _sample(batches: Sequence[Sequence[_Example]]) -> None:

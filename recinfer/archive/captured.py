@@ -16,8 +16,7 @@ from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from recinfer.modules.mc_modules import ManagedCollisionCollection
-from recinfer.modules.mc_settings import managed_collision_module
+from recinfer.modules.mc_settings import managed_collision_collection
 
 __all__ = ["collections_of", "load_weights", "read_program"]
 
@@ -49,8 +48,8 @@ def collections_of(captured: Captured) -> nn.Module:
             at = getattr(at, name)
         at.add_module(last, made)
         if about.collisions:
-            modules = {table: managed_collision_module(settings, _META) for table, settings in about.collisions.items()}
-            at.add_module("_managed_collision_collection", ManagedCollisionCollection(modules, _configs(made)))
+            made = managed_collision_collection(about.collisions, _configs(made), _META)
+            at.add_module("_managed_collision_collection", made)
     return root
 
 

@@ -113,7 +113,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
     examples: dict[tuple[str, str], Tensor] = {
         (slot.name, slot.part): tensor for slot, tensor in zip(captured.slots, captured.examples)
     }
-    samples = samples_of(parts.lookups, infos, parts.facts, examples, num_dense)
+    samples = samples_of(parts.lookups, infos, parts.facts, examples, num_dense, parts.computed)
     known = {info.name for info in infos}
     signature = Signature(
         arguments=captured.arguments,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,14 +145,19 @@ def samples_of(
     facts: Facts,
     examples: Mapping[tuple[str, str], Tensor],
     num_dense: int,
+    computed: Collection[str] = (),
 ) -> Samples:
-    """Requests for a model with these lookups and inputs, see :class:`Samples`."""
+    """Requests for a model with these lookups and inputs, see :class:`Samples`.
+
+    Args:
+        computed: features of lookups whose ids forward computes; a request's feature may have the same name.
+    """
     given = [info.name for info in infos if info.kind == "ids"]
     rows: dict[str, int] = {}
     longest: dict[str, int] = {}
     for lookup in lookups:
         for table, name in lookup.columns:
-            if name in given:
+            if name in given and name not in computed:
                 size = lookup.leaf.configs[table].num_embeddings
                 rows[name] = min(size, rows.get(name, size))
         for name, (_, positions) in (lookup.leaf.position_weights or {}).items():

@@ -134,12 +134,14 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
 def _keeps_dtype(node: fx.Node) -> bool:
     """Whether a node converts a computed tensor to the dtype that it has, which ONNX has no form for.
 
-    Such a node stays where it makes an output of another output.
+    Such a node stays where it makes an output of a lookup's vectors or of another output.
     """
     if node.target is not torch.ops.aten.to.dtype:
         return False
     source: Any = node.args[0]
-    same = source.op == "call_function" and source.meta["val"].dtype == node.meta["val"].dtype
+    if source.op != "call_function" or source.target in (_POOLED, _ROWS, _TABLE):
+        return False
+    same = source.meta["val"].dtype == node.meta["val"].dtype
     return same and all(user.op != "output" for user in source.users)
 
 

@@ -164,8 +164,7 @@ def _build_dlrm(config: Mapping[str, Any], device: torch.device) -> nn.Module:
     from recinfer.models.dlrm import DLRM
     from recinfer.modules.embedding_modules import EmbeddingBagCollection
     from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-    from recinfer.modules.mc_modules import ManagedCollisionCollection
-    from recinfer.modules.mc_settings import managed_collision_module
+    from recinfer.modules.mc_settings import managed_collision_collection
 
     tables = [
         EmbeddingBagConfig(**{**t, "pooling": PoolingType(t["pooling"]), "data_type": DataType.parse(t["data_type"])})
@@ -174,8 +173,8 @@ def _build_dlrm(config: Mapping[str, Any], device: torch.device) -> nn.Module:
     rest = {k: v for k, v in config.items() if k not in ("tables", "is_weighted", "managed_collisions")}
     collection: Any = EmbeddingBagCollection(tables=tables, is_weighted=config["is_weighted"], device=device)
     if managed := config.get("managed_collisions"):
-        modules = {table: managed_collision_module(settings, device) for table, settings in managed.items()}
-        collection = ManagedCollisionEmbeddingBagCollection(collection, ManagedCollisionCollection(modules, tables))
+        collisions = managed_collision_collection(managed, tables, device)
+        collection = ManagedCollisionEmbeddingBagCollection(collection, collisions)
     return DLRM(embedding_bag_collection=collection, dense_device=device, **rest)
 
 

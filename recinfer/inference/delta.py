@@ -40,11 +40,11 @@ from recinfer.distributed.planner.plan.plan import misfits
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
 from recinfer.inference.float_model import FloatModel, FloatRows
-from recinfer.inference.managed_collisions import vocabularies_of
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import cut_and_export, first_manifest, read_positions, table_keys
 from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import quantize_tables
+from recinfer.vocabulary.managed_collisions import vocabularies_of
 from recinfer.vocabulary.written import Vocabularies, vocabulary_changes
 
 __all__ = ["DeltaReport", "make_delta"]

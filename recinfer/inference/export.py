@@ -41,7 +41,6 @@ from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
 from recinfer.inference.float_model import FloatModel, FloatRows, PositionWeights
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import output_names
-from recinfer.inference.managed_collisions import vocabularies_of
 from recinfer.inference.plain_vocabularies import StringVocabularies, string_vocabularies
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
@@ -59,6 +58,7 @@ from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.report import ExportReport, make_report
 from recinfer.inference.results import computed_features
 from recinfer.vocabulary.golden import raw_requests
+from recinfer.vocabulary.managed_collisions import vocabularies_of
 from recinfer.vocabulary.strings import string_files, string_indexes
 from recinfer.vocabulary.written import Vocabularies, index_files, vocabulary_infos
 

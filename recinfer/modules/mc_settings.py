@@ -1,25 +1,44 @@
-"""Builds managed collision modules for lookups from plain settings, as capture files and ``model.json`` hold them."""
+"""Builds managed collisions for lookups from plain settings, as capture files and ``model.json`` hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.modules.hash_mc_modules import HashZchManagedCollisionModule
 from recinfer.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
     LRU_EvictionPolicy,
+    ManagedCollisionCollection,
     ManagedCollisionModule,
     MCHManagedCollisionModule,
 )
 
-__all__ = ["managed_collision_module"]
+__all__ = ["managed_collision_collection", "managed_collision_module"]
 
 _POLICIES = {kind.__name__: kind for kind in (DistanceLFU_EvictionPolicy, LFU_EvictionPolicy, LRU_EvictionPolicy)}
+
+
+def managed_collision_collection(
+    settings: Mapping[str, Mapping[str, Any]], tables: Sequence[BaseEmbeddingConfig], device: torch.device
+) -> ManagedCollisionCollection:
+    """The managed collisions of ``tables``, without ids.
+
+    Args:
+        settings: table -> the settings of its module, see :func:`managed_collision_module`.
+        tables: the tables, in the order of their collection.
+        device: device of the buffers; meta works.
+
+    Raises:
+        ConfigError: settings that a class refuses, or of another number of rows than the table's.
+    """
+    modules = {table: managed_collision_module(each, device) for table, each in settings.items()}
+    return ManagedCollisionCollection(modules, tables)
 
 
 def managed_collision_module(settings: Mapping[str, Any], device: torch.device) -> ManagedCollisionModule:

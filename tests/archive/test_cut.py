@@ -458,6 +458,21 @@ def test_one_feature_name_in_two_inputs() -> None:
     assert names == ["first.a", "first.b", "second.a", "second.b"]
 
 
+def test_the_vectors_of_a_lookup_may_be_an_output() -> None:
+    model = Model(lambda self, dense, features: (self.ebc(features).values(), head(self, dense, self.ebc(features))))
+    del model.other
+    found = cut(model)
+    pooled = torch.randn(3, 8)
+    assert torch.equal(found.dense.module(torch.randn(3, 3), pooled)["output_0"], pooled)
+
+
+def test_a_feature_keeps_the_dots_of_its_name() -> None:
+    """Its name in requests is the key, as models of TorchRec name it."""
+    model = Model(direct, ebc=tables("t", ("user.age", "b")))
+    del model.other
+    assert [info.name for info in cut(model).signature.inputs] == ["dense", "user.age", "b"]
+
+
 def test_num_dense_without_a_linear_that_shows_it() -> None:
     model = Model(normed)
     del model.other

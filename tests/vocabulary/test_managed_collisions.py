@@ -18,7 +18,6 @@ from recinfer.capture import capture
 from recinfer.checkpoint import CheckpointReader, load_into, save_checkpoint
 from recinfer.checkpoint.live import LiveWeights
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.inference.managed_collisions import vocabularies_of
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -37,6 +36,7 @@ from recinfer.modules.mc_modules import (
 from recinfer.modules.mc_settings import managed_collision_module
 from recinfer.modules.zero_collision import murmur_hash3, unsigned_remainder
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from recinfer.vocabulary.managed_collisions import vocabularies_of
 from recinfer.vocabulary.table import TableVocabulary, segments_of
 from tests.golden.managed import (
     FILE,

@@ -45,7 +45,7 @@ def managed_collisions(model: nn.Module) -> dict[int, Mapping[str, nn.Module]]:
         collisions: Any = getattr(module, "_managed_collision_collection", None)
         tables = getattr(module, "_embedding_module", None)
         if collisions is not None and tables is not None:
-            found[id(tables)] = collisions._managed_collision_modules
+            found[id(tables)] = getattr(collisions, "_managed_collision_modules", {})
     return found
 
 
