@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from multiprocessing import process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,9 @@ def _serve(path: str, ready: Connection, lives: Connection) -> None:
 
     torch.set_num_threads(1)
     command = _next_command(path, ready, lives)
+    # A program of its own, which may have children, and not a daemon of the test process.
+    process.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
+    process._parent_process = None  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -146,7 +150,7 @@ def _serve(path: str, ready: Connection, lives: Connection) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # a reader that is gone; a stream that the command closed
             stream.flush()
     os._exit(code)
 

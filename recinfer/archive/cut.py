@@ -322,14 +322,17 @@ class _Trials:
         return self._tensors(inputs, self._samples.request(2, generator, size=0), generator)
 
     def finite(self, program: Program) -> bool:
-        """Whether the program gives finite outputs for the golden requests, with random vectors."""
+        """Whether the program gives finite outputs for the golden requests, with random vectors; also True if it fails."""
         generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            return all(
-                bool(torch.isfinite(output).all())
-                for request in golden_requests(self._samples)
-                for output in program.module(*self._tensors(program.inputs, request, generator)).values()
-            )
+        try:
+            with torch.no_grad():
+                return all(
+                    bool(torch.isfinite(output).all())
+                    for request in golden_requests(self._samples)
+                    for output in program.module(*self._tensors(program.inputs, request, generator)).values()
+                )
+        except (RuntimeError, IndexError):  # the trials of both engines say what to do
+            return True
 
     def _tensors(self, inputs: Sequence[DenseInput], request: Request, generator: torch.Generator) -> list[Tensor]:
         computed: dict[str, Tensor] = {}

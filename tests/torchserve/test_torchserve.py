@@ -90,7 +90,7 @@ def test_client_accepts_the_inputs_of_recinfers_client(torchserve: TorchServe, o
         torch.testing.assert_close(found.pooled.values(), pooled.values(), **TOLERANCE)
         for dense_, features_, words in (
             ([1.0, 2.0], features, "dense: got shape"),
-            (dense, {"user": ["a", "b"]}, "'user'"),
+            (dense, {**features, "user": ["a", "b"]}, "'user'"),
             (None, features, "dense: got 0 bytes"),
         ):
             with pytest.raises(InputError, match=words):
