@@ -390,20 +390,21 @@ release:
 
 /* -- joining the answers ---------------------------------------------------------------------------------------------- */
 
-/* One feature's columns as a rank has them: `to` of the answer, -1 if the answer lacks them. */
+/* Neighbouring columns: first column `at` of the rank, first column `to` of the answer; `adds`: other ranks add to them. */
 typedef struct {
-    int64_t width, format, to, adds;
-} Pair;
+    int64_t at, to, width, adds;
+} Run;
 
-/* Add `width` columns of float32 rows, `stride` bytes each, to the columns that begin at `to`. */
-static void put_columns(const uint8_t *from, int64_t stride, int64_t width, int64_t adds, uint8_t *to, int64_t columns,
-                        int64_t batch) {
-    for (int64_t b = 0; b < batch; b++, from += stride, to += 4 * columns) {
-        if (!adds) {
-            memcpy(to, from, 4 * (size_t)width);
+static void put_run(const uint8_t *values, int64_t rank_columns, const Run *run, uint8_t *out, int64_t columns,
+                    int64_t batch) {
+    for (int64_t b = 0; b < batch; b++) {
+        const uint8_t *from = values + 4 * (b * rank_columns + run->at);
+        uint8_t *to = out + 4 * (b * columns + run->to);
+        if (!run->adds) {
+            memcpy(to, from, 4 * (size_t)run->width);
             continue;
         }
-        for (int64_t i = 0; i < width; i++) {
+        for (int64_t i = 0; i < run->width; i++) {
             float sum, value;
             memcpy(&sum, to + 4 * i, 4);
             memcpy(&value, from + 4 * i, 4);
@@ -412,6 +413,11 @@ static void put_columns(const uint8_t *from, int64_t stride, int64_t width, int6
         }
     }
 }
+
+/* One feature's columns as a rank has them: `to` of the answer, -1 if the answer lacks them. */
+typedef struct {
+    int64_t width, format, to, adds;
+} Pair;
 
 /* Bytes of a pair's part of an answer with `left` bytes; more than `left` for an unknown kind. */
 static int64_t kind_bytes(uint8_t kind, const Pair *pair, int64_t batch, const uint8_t *part, int64_t left) {
@@ -504,10 +510,18 @@ static int is_pack(const Py_buffer *packed, const Pair *pairs, int64_t num_pairs
 }
 
 /* Check a packed answer and add it to `out`; 0 with a Python error. */
-static int put_pack(const Py_buffer *packed, const Pair *pairs, int64_t num_pairs, uint8_t *out, int64_t columns, int64_t batch) {
+static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_t *out, int64_t columns, int64_t batch) {
+    const Pair *pairs = pairs_view->buf;
+    const int64_t num_pairs = pairs_view->len / (Py_ssize_t)sizeof *pairs;
     int64_t widest = 1;
-    for (int64_t p = 0; p < num_pairs; p++)
-        widest = pairs[p].width > widest ? pairs[p].width : widest;
+    for (int64_t p = 0; p < num_pairs; p++) {
+        const Pair *pair = pairs + p;
+        if (!is_pair(pair, batch) || pair->to < -1 || (pair->to >= 0 && pair->to > columns - pair->width)) {
+            PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
+            return 0;
+        }
+        widest = pair->width > widest ? pair->width : widest;
+    }
     if (!is_pack(packed, pairs, num_pairs, batch)) {
         PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of the rows that it has");
         return 0;
@@ -522,25 +536,9 @@ static int put_pack(const Py_buffer *packed, const Pair *pairs, int64_t num_pair
     return 1;
 }
 
-/* Check float32 values [batch, columns of the pairs] and add them to `out`; 0 with a Python error. */
-static int put_values(const Py_buffer *values, const Pair *pairs, int64_t num_pairs, uint8_t *out, int64_t columns, int64_t batch) {
-    int64_t mine = 0;
-    for (int64_t p = 0; p < num_pairs; p++)
-        mine += pairs[p].width;
-    if (mine > PY_SSIZE_T_MAX / 64 / batch || values->len != 4 * batch * mine) {
-        PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of [batch, its columns] float32");
-        return 0;
-    }
-    const uint8_t *from = values->buf;
-    for (const Pair *pair = pairs; pair < pairs + num_pairs; from += 4 * pair->width, pair++)
-        if (pair->to >= 0)
-            put_columns(from, 4 * mine, pair->width, pair->adds, out + 4 * pair->to, columns, batch);
-    return 1;
-}
-
 PyDoc_STRVAR(is_packed_doc,
              "is_packed_answer(packed, pairs, batch)\n--\n\n"
-             "Whether bytes are a packed answer of `batch` samples; `pairs`: of its RankAnswer.");
+             "Whether bytes are a packed answer of `batch` samples; `pairs`: the spans of a packed RankAnswer.");
 
 static PyObject *is_packed_method(PyObject *module, PyObject *args) {
     (void)module;
@@ -564,27 +562,56 @@ static PyObject *is_packed_method(PyObject *module, PyObject *args) {
     return PyBool_FromLong(found);
 }
 
-/* Add one rank's answer, a RankAnswer, to `out`; 0 with a Python error. */
-static int put_rank(PyObject *fields, uint8_t *out, int64_t columns, int64_t batch) {
-    PyObject *values_object, *pairs_object;
-    int packed, done = 0;
-    Py_buffer values, view;
-    if (!PyArg_ParseTuple(fields, "OpO", &values_object, &packed, &pairs_object) ||
-        PyObject_GetBuffer(values_object, &values, PyBUF_SIMPLE) < 0)
+typedef struct {
+    Py_buffer values;
+    Py_ssize_t columns; /* -1: the values are packed */
+    Py_buffer spans;    /* Run, or Pair where the values are packed */
+} RankAnswer;
+
+/* Read the fields of an answer: 0 with a Python error; else the caller has to release its buffers. */
+static int read_rank_answer(PyObject *fields, RankAnswer *answer) {
+    PyObject *values, *spans;
+    if (!PyArg_ParseTuple(fields, "OnO", &values, &answer->columns, &spans) ||
+        PyObject_GetBuffer(values, &answer->values, PyBUF_SIMPLE) < 0)
         return 0;
-    if (PyObject_GetBuffer(pairs_object, &view, PyBUF_SIMPLE) < 0) {
-        PyBuffer_Release(&values);
+    if (PyObject_GetBuffer(spans, &answer->spans, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&answer->values);
         return 0;
     }
-    const Pair *pairs = view.buf, *end = pairs + view.len / (Py_ssize_t)sizeof *pairs, *pair = pairs;
-    while (pair < end && is_pair(pair, batch) && pair->to >= -1 && (pair->to < 0 || pair->to <= columns - pair->width))
-        pair++;
-    if (pair < end)
-        PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
-    else
-        done = (packed ? put_pack : put_values)(&values, pairs, end - pairs, out, columns, batch);
-    PyBuffer_Release(&view);
-    PyBuffer_Release(&values);
+    return 1;
+}
+
+/* Add float32 values to `out`; 0 with a Python error. */
+static int put_values(const RankAnswer *answer, uint8_t *out, int64_t columns, int64_t batch) {
+    const int64_t mine = answer->columns;
+    if (mine < 0 || mine > PY_SSIZE_T_MAX / 64 / batch || answer->values.len != 4 * batch * mine) {
+        PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of [batch, its columns] float32");
+        return 0;
+    }
+    const Run *runs = answer->spans.buf;
+    const int64_t num_runs = answer->spans.len / (Py_ssize_t)sizeof *runs;
+    for (int64_t r = 0; r < num_runs; r++) {
+        const Run *run = runs + r;
+        if (run->width < 0 || run->at < 0 || run->to < 0 || run->width > mine || run->width > columns ||
+            run->at > mine - run->width || run->to > columns - run->width) {
+            PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
+            return 0;
+        }
+    }
+    for (int64_t r = 0; r < num_runs; r++)
+        put_run(answer->values.buf, mine, runs + r, out, columns, batch);
+    return 1;
+}
+
+/* Add one rank's answer to `out`; 0 with a Python error. */
+static int put_rank(PyObject *fields, uint8_t *out, int64_t columns, int64_t batch) {
+    RankAnswer answer;
+    if (!read_rank_answer(fields, &answer))
+        return 0;
+    const int done = answer.columns == -1 ? put_pack(&answer.values, &answer.spans, out, columns, batch)
+                                          : put_values(&answer, out, columns, batch);
+    PyBuffer_Release(&answer.spans);
+    PyBuffer_Release(&answer.values);
     return done;
 }
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.quant.formats.registry import row_format
 from recinfer.serving.shards.rank_modules import RankModule
-from recinfer.serving.shards.rank_structs import RankAnswer
+from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer
 
 __all__ = ["RankSpans", "is_packed", "spans_of"]
 
@@ -29,21 +29,25 @@ def is_packed(values: NDArray[Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RankSpans:
-    """The columns of one rank for ``join``.
+    """The spans of one rank for ``join``, see RankAnswer.
 
     Attributes:
         columns: number of columns of the rank's answer.
-        pairs: see RankAnswer.
+        runs: int64 ``[R, 4]``, of a float32 answer: first column of the rank, first column of the joined vectors, number of
+            columns, whether other ranks add to them; neighbouring columns are one run.
+        pairs: int64 ``[P, 4]``, of a packed answer: number of columns, code of the row format, first column of the joined
+            vectors (-1: they lack it), whether other ranks add to them.
     """
 
     columns: int
+    runs: NDArray[np.int64]
     pairs: NDArray[np.int64]
 
     def answer(self, values: NDArray[Any]) -> RankAnswer:
         """The rank's answer for ``join``."""
         if is_packed(values):
-            return RankAnswer(values, True, self.pairs)
-        return RankAnswer(values.astype(np.float32, copy=False), False, self.pairs)
+            return RankAnswer(values, PACKED_ANSWER, self.pairs)
+        return RankAnswer(values.astype(np.float32, copy=False), self.columns, self.runs)
 
 
 def spans_of(mine: RankModule, configs: Sequence[BaseEmbeddingConfig], firsts: Mapping[int, int]) -> RankSpans:
@@ -54,9 +58,18 @@ def spans_of(mine: RankModule, configs: Sequence[BaseEmbeddingConfig], firsts: M
         firsts: number of a feature in the module -> first column of the joined vectors, for the features that they hold.
     """
     codes = {config.name: row_format(config.data_type).code for config in configs}
+    runs: list[tuple[int, int, int, int]] = []
     pairs: list[tuple[int, int, int, int]] = []
+    column = 0
     for pair in mine.pairs:
         rect, adds = pair.rect, int(not mine.streams[pair.stream].whole)
         to = firsts[pair.number] + rect.col_start if pair.number in firsts else -1
         pairs.append((rect.cols, codes[rect.table], to, adds))
-    return RankSpans(sum(pair.rect.cols for pair in mine.pairs), np.array(pairs, np.int64).reshape(-1, 4))
+        if to >= 0:
+            at, before, columns, added = runs[-1] if runs else (0, 0, 0, -1)
+            if (at + columns, before + columns, added) == (column, to, adds):
+                runs[-1] = (at, before, columns + rect.cols, adds)
+            else:
+                runs.append((column, to, rect.cols, adds))
+        column += rect.cols
+    return RankSpans(column, np.array(runs, np.int64).reshape(-1, 4), np.array(pairs, np.int64).reshape(-1, 4))

@@ -9,7 +9,10 @@ from numpy.typing import NDArray
 
 from recinfer.serving.wire.arrays import Buffer
 
-__all__ = ["PlainFind", "PlainPart", "RankAnswer", "RankStreams"]
+__all__ = ["PACKED_ANSWER", "PlainFind", "PlainPart", "RankAnswer", "RankStreams"]
+
+PACKED_ANSWER = -1
+"""``RankAnswer.columns`` of a rank whose answer is packed."""
 
 
 class PlainPart(NamedTuple):
@@ -70,12 +73,13 @@ class RankAnswer(NamedTuple):
     """One rank's answer, for ``join``.
 
     Attributes:
-        values: float32 ``[batch, columns of the pairs]`` as a buffer, or a packed answer (``pack`` of ``recinfer.quant._tables``).
-        is_packed: whether ``values`` are packed.
-        pairs: where the columns go, int64 ``[P, 4]``: number of columns, code of the row format, first column of the joined answer
-            or -1, whether other ranks add to them.
+        values: float32 ``[batch, columns]`` as a buffer, or a packed answer (``pack`` of ``recinfer.quant._tables``).
+        columns: of ``values``; :data:`PACKED_ANSWER` where they are packed.
+        spans: where the columns go. Of float32 values, int64 ``[R, 4]``: first column of the rank, first column of the
+            joined answer, number of columns, whether other ranks add to them. Of packed ones, int64 ``[P, 4]``: number of
+            columns, code of the row format, first column of the joined answer or -1, whether other ranks add to them.
     """
 
     values: Buffer | NDArray[Any]
-    is_packed: bool
-    pairs: NDArray[np.int64]
+    columns: int
+    spans: NDArray[np.int64]

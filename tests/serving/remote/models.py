@@ -17,7 +17,7 @@ from recinfer.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recinfer.quant.bags import BagPlaces
 from recinfer.serving.shards.packed import spans_of
 from recinfer.serving.shards.rank_modules import ModuleLayout
-from recinfer.serving.shards.rank_structs import RankAnswer
+from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import rectangles
 from tests.kept import kept
@@ -134,6 +134,6 @@ def unpacked(values: np.ndarray, layout: ModuleLayout, rank: int, batch: int) ->
     pairs[:, 2] = np.cumsum(pairs[:, 0]) - pairs[:, 0]
     pairs[:, 3] = 0
     found = np.empty((batch, pairs[:, 0].sum()), np.float32)
-    answer = RankAnswer(values, True, pairs)
+    answer = RankAnswer(values, PACKED_ANSWER, pairs)
     join([answer], np.empty(0, np.int64), b"", BagPlaces(0, 0, 0, False, 0, batch), found.shape[1], found)
     return found

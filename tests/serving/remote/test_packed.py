@@ -22,7 +22,7 @@ from recinfer.serving.shards import tables as tables_module
 from recinfer.serving.shards.messages import decode_response, join_request
 from recinfer.serving.shards.packed import is_packed
 from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
-from recinfer.serving.shards.rank_structs import RankAnswer
+from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer
 from recinfer.serving.shards.split import ModuleSplit
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire.limits import Limits
@@ -64,7 +64,7 @@ def joined(case: Case, packed: bytes, pairs: np.ndarray, *, times: int = 1) -> n
     nothing = np.empty(0, np.int64)
     assert (
         join(
-            [RankAnswer(packed, True, pairs)] * times,
+            [RankAnswer(packed, PACKED_ANSWER, pairs)] * times,
             nothing,
             b"",
             BagPlaces(0, 0, 0, False, 0, batch),
