@@ -9,9 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from recinfer.archive.strict_json import MAX_JSON_BYTES
 from recinfer.errors import ArchiveError
 
-__all__ = ["FORMAT", "MAX_PATH", "FileInfo", "check_path", "file_sha256", "open_inside", "read_inside", "shard_path"]
+__all__ = [
+    "FORMAT",
+    "MAX_PATH",
+    "FileInfo",
+    "check_path",
+    "file_sha256",
+    "open_inside",
+    "read_inside",
+    "read_manifest_text",
+    "shard_path",
+]
 
 FORMAT = "recinfer.archive"
 """The format that a manifest names."""
@@ -76,6 +87,17 @@ def read_inside(root: Path, path: str, limit: int | None = None) -> bytes:
     """The bytes of a listed file, at most ``limit`` + 1 of them when a limit is given."""
     with open_inside(root, path) as file:
         return file.read() if limit is None else file.read(limit + 1)
+
+
+def read_manifest_text(root: Path) -> bytes:
+    """The bytes of an archive's manifest.json; raises ArchiveError (F1) for a folder that is no archive."""
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise ArchiveError(f"{str(root)!r} {what}; expected an archive folder with manifest.json", rule="F1")
+    try:
+        return read_inside(root, "manifest.json", MAX_JSON_BYTES)
+    except ArchiveError as error:
+        raise ArchiveError(f"{str(root)!r} is not an archive: {error}", rule="F1") from None
 
 
 def file_sha256(file: BinaryIO) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 from recinfer.archive.manifest import FileInfo, Manifest, shard_path
 from recinfer.archive.manifest_rules import read_manifest
 from recinfer.archive.mapping import MappedShards, map_shards
-from recinfer.archive.paths import file_sha256, open_inside, read_inside
+from recinfer.archive.paths import file_sha256, open_inside, read_inside, read_manifest_text
 from recinfer.archive.rank_files import RankFile, read_rank_file, rects_by_rank
-from recinfer.archive.strict_json import MAX_JSON_BYTES, loads
+from recinfer.archive.strict_json import loads
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import ArchiveError, InputError
 from recinfer.layout.rect import TilingError
@@ -119,13 +119,7 @@ def open_archive(
         ArchiveError: the rule that is broken is in ``.rule``.
     """
     root = Path(path)
-    if not root.is_dir():
-        what = "is not a folder" if root.exists() else "does not exist"
-        raise ArchiveError(f"{str(path)!r} {what}; expected an archive folder with manifest.json", rule="F1")
-    try:
-        text = read_inside(root, "manifest.json", MAX_JSON_BYTES)
-    except ArchiveError as error:
-        raise ArchiveError(f"{str(path)!r} is not an archive: {error}", rule="F1") from None
+    text = read_manifest_text(root)
     manifest = read_manifest(text)
     chosen = _chosen(manifest, ranks)
     shards = {shard_path(rank) for rank in range(manifest.world_size)}

@@ -229,7 +229,7 @@ def _vocabularies(pairs: list[str] | None) -> tuple[dict[str, list[str]], dict[s
             raise ConfigError(f"--vocabulary: got feature {feature!r} twice; expected it once")
         try:
             if path.endswith(".npy"):
-                ids[feature] = _whole(path)
+                ids[feature] = _ids_of_file(path)
             else:
                 text = Path(path).read_bytes().decode("utf-8-sig")
                 strings[feature] = text.removesuffix("\n").replace("\r\n", "\n").split("\n") if text else []
@@ -244,7 +244,7 @@ def _vocabularies(pairs: list[str] | None) -> tuple[dict[str, list[str]], dict[s
     return strings, ids
 
 
-def _whole(path: str) -> NDArray[np.int64]:
+def _ids_of_file(path: str) -> NDArray[np.int64]:
     import numpy as np
 
     try:

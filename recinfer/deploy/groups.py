@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from recinfer.archive.paths import FORMAT, FileInfo, read_inside, shard_path
-from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
+from recinfer.archive.paths import FORMAT, FileInfo, read_manifest_text, shard_path
+from recinfer.archive.strict_json import build, loads
 from recinfer.errors import ArchiveError, ConfigError
 from recinfer.excerpts import excerpt
 
@@ -125,14 +125,7 @@ def footprint(archive: Path, ranks_per_shard: int = 1) -> Footprint:
 
 
 def _read(archive: Path) -> _Files:
-    if not archive.is_dir():
-        what = "is not a folder" if archive.exists() else "does not exist"
-        raise ArchiveError(f"{str(archive)!r} {what}; expected an archive folder with manifest.json", rule="F1")
-    try:
-        text = read_inside(archive, "manifest.json", MAX_JSON_BYTES)
-    except ArchiveError as error:
-        raise ArchiveError(f"{str(archive)!r} is not an archive: {error}", rule="F1") from None
-    raw = loads(text, "manifest.json")
+    raw = loads(read_manifest_text(archive), "manifest.json")
     return build(_Files, {key.name: raw[key.name] for key in fields(_Files) if key.name in raw}, "manifest")
 
 

@@ -12,12 +12,11 @@ from recinfer.distributed.embedding import EmbeddingCollectionContext, Embedding
 from recinfer.distributed.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollectionSharder,
     BaseShardedManagedCollisionEmbeddingCollection,
+    RemappedIds,
 )
 from recinfer.distributed.mc_modules import ManagedCollisionCollectionSharder
 from recinfer.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
-from recinfer.distributed.types.kjt_lists import KJTList
 from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
     "ManagedCollisionEmbeddingCollectionContext",
@@ -27,23 +26,8 @@ __all__ = [
 
 
 @dataclass
-class ManagedCollisionEmbeddingCollectionContext(EmbeddingCollectionContext):
-    """The context of one forward.
-
-    Args:
-        features: this rank's raw ids, if their rows are returned.
-        remapped_kjt: rows in place of the received ids, if they are returned.
-    """
-
-    features: KeyedJaggedTensor | None = None
-    remapped_kjt: KJTList | None = None
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive until ``stream`` has finished with them."""
-        super().record_stream(stream)
-        for part in (self.features, self.remapped_kjt):
-            if part is not None:
-                part.record_stream(stream)  # type: ignore[arg-type]
+class ManagedCollisionEmbeddingCollectionContext(RemappedIds, EmbeddingCollectionContext):
+    """The context of one forward."""
 
 
 class ShardedManagedCollisionEmbeddingCollection(BaseShardedManagedCollisionEmbeddingCollection):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from recinfer.distributed.types import (
 from recinfer.distributed.types.embedding_modules import FeatureShardingMixIn, ShardedEmbeddingModule
 from recinfer.distributed.types.embedding_sharders import BaseEmbeddingSharder, embedding_parameters
 from recinfer.distributed.types.kjt_lists import KJTList
+from recinfer.distributed.types.shardings import ShardedCollectionContext
 from recinfer.module_tree import append_prefix
 from recinfer.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from recinfer.optim.fused import FusedOptimizerModule
@@ -31,10 +33,34 @@ from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from recinfer.sparse.checks import check_id_dtype
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["BaseManagedCollisionEmbeddingCollectionSharder", "BaseShardedManagedCollisionEmbeddingCollection"]
+__all__ = [
+    "BaseManagedCollisionEmbeddingCollectionSharder",
+    "BaseShardedManagedCollisionEmbeddingCollection",
+    "RemappedIds",
+]
 
 _EMBEDDINGS, _COLLISIONS = "_embedding_module", "_managed_collision_collection"
 M = TypeVar("M", bound=BaseManagedCollisionEmbeddingCollection)
+
+
+@dataclass
+class RemappedIds(ShardedCollectionContext[Any]):
+    """The part of a forward's context for rows that are returned; comes before the collection's context in a class's bases.
+
+    Args:
+        features: this rank's raw ids, if their rows are returned.
+        remapped_kjt: rows in place of the received ids, if they are returned.
+    """
+
+    features: KeyedJaggedTensor | None = None
+    remapped_kjt: KJTList | None = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive until ``stream`` has finished with them."""
+        super().record_stream(stream)
+        for part in (self.features, self.remapped_kjt):
+            if part is not None:
+                part.record_stream(stream)  # type: ignore[arg-type]
 
 
 class BaseShardedManagedCollisionEmbeddingCollection(

@@ -18,7 +18,16 @@ from recinfer.errors import ArchiveError
 from recinfer.vocabulary._index import build, change, check
 from recinfer.vocabulary.table import MAX_VOCABULARY_ROWS, Segment, TableVocabulary
 
-__all__ = ["HEADER_BYTES", "IdIndex", "IndexShape", "build_index", "open_index", "segment_array", "segment_block"]
+__all__ = [
+    "HEADER_BYTES",
+    "IdIndex",
+    "IndexShape",
+    "build_index",
+    "open_index",
+    "segment_array",
+    "segment_block",
+    "table_structs",
+]
 
 MAGIC = b"RQINDEX1"
 HEADER_BYTES = 64
@@ -154,6 +163,30 @@ _WRONG = {
 def segment_array(segments: Sequence[Segment]) -> NDArray[np.int64]:
     """Segments for the compiled loops, int64 ``[S, 4]``."""
     return np.array([(s.first_row, s.num_rows, s.miss_row, s.miss_rows) for s in segments], np.int64)
+
+
+def table_structs(
+    opened: Sequence[tuple[IdIndex, Sequence[Segment], int]],
+) -> tuple[NDArray[np.uint64], list[NDArray[np.int64]]]:
+    """The tables of :func:`recinfer.vocabulary._index.remap`, struct Table of _index.c, and arrays to keep while these are used.
+
+    Args:
+        opened: of each table its index, which is also to be kept, its segments and its ``input_hash_size``.
+    """
+    kept = [segment_array(segments) for _, segments, _ in opened]
+    structs = [
+        (
+            index.buckets.ctypes.data,
+            index.shape.sections,
+            index.shape.section_buckets,
+            index.shape.seed,
+            array.ctypes.data,
+            len(array),
+            segment_block(segments, input_hash_size),
+        )
+        for (index, segments, input_hash_size), array in zip(opened, kept)
+    ]
+    return np.array(structs, np.uint64), kept
 
 
 def segment_block(segments: Sequence[Segment], input_hash_size: int) -> int:

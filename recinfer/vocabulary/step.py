@@ -12,7 +12,7 @@ from recinfer.archive.reader import Archive
 from recinfer.lru import LruCache
 from recinfer.quant.bags import BagPlaces
 from recinfer.vocabulary._index import remap, remap_bytes
-from recinfer.vocabulary.index import segment_array, segment_block
+from recinfer.vocabulary.index import table_structs
 from recinfer.vocabulary.opened import IdChanges, open_indexes
 
 __all__ = ["VocabularyStep", "vocabulary_step"]
@@ -46,21 +46,8 @@ class VocabularyStep:
     def __init__(self, archive: Archive, deltas: Sequence[IdChanges], counts: Counts) -> None:
         opened = open_indexes(archive, deltas)
         self._indexes = [index for _, index in opened]
-        self._segments = [segment_array(info.segments) for info, _ in opened]
-        self._tables = np.array(  # struct Table of _index.c
-            [
-                (
-                    index.buckets.ctypes.data,
-                    index.shape.sections,
-                    index.shape.section_buckets,
-                    index.shape.seed,
-                    segments.ctypes.data,
-                    len(segments),
-                    segment_block(info.segments, info.input_hash_size),
-                )
-                for (info, index), segments in zip(opened, self._segments)
-            ],
-            np.uint64,
+        self._tables, self._segments = table_structs(
+            [(index, info.segments, info.input_hash_size) for info, index in opened]
         )
         numbers = {(info.module, info.table): number for number, (info, _) in enumerate(opened)}
         tables = archive.manifest.feature_tables

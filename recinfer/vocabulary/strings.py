@@ -21,7 +21,7 @@ from recinfer.excerpts import quoted, some
 from recinfer.lru import LruCache
 from recinfer.vocabulary._index import remap
 from recinfer.vocabulary._strings import keys as write_keys
-from recinfer.vocabulary.index import IdIndex, IndexShape, build_index, open_index, segment_array, segment_block
+from recinfer.vocabulary.index import IdIndex, IndexShape, build_index, open_index, table_structs
 from recinfer.vocabulary.info import MAX_EXAMPLES, StringInfo, string_index_path
 from recinfer.vocabulary.step import Counts
 from recinfer.vocabulary.table import TableVocabulary
@@ -144,22 +144,7 @@ class StringRows:
 
     def __init__(self, opened: Sequence[tuple[StringInfo, IdIndex]], counts: Counts) -> None:
         self._opened = list(opened)  # keeps the mapped buckets
-        self._segments = [segment_array(info.segments) for info, _ in opened]
-        self._tables = np.array(  # struct Table of _index.c
-            [
-                (
-                    index.buckets.ctypes.data,
-                    index.shape.sections,
-                    index.shape.section_buckets,
-                    index.shape.seed,
-                    segments.ctypes.data,
-                    1,
-                    segment_block(info.segments, 0),
-                )
-                for (info, index), segments in zip(opened, self._segments)
-            ],
-            np.uint64,
-        )
+        self._tables, self._segments = table_structs([(index, info.segments, 0) for info, index in opened])
         self._number = {feature: at for at, (info, _) in enumerate(opened) for feature in info.features}
         self._seeds = {feature: info.seed for info, _ in opened for feature in info.features}
         self.features = frozenset(self._number)
