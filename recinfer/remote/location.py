@@ -102,12 +102,6 @@ class Location:
             listed = self._filesystem.ls(f"{self._root}/{path}", detail=False)
         return sorted(name for entry in listed if (name := str(entry).rstrip("/").rpartition("/")[2]).endswith(suffix))
 
-    def size(self, path: str) -> int | None:
-        """Bytes of a file; None where the storage does not tell; raises as :meth:`read`."""
-        with self._errors(path):
-            size = self._filesystem.info(f"{self._root}/{path}").get("size")
-        return None if size is None else int(size)
-
     @contextmanager
     def _errors(self, path: str) -> Iterator[None]:
         where = f"{self.url}/{path}".rstrip("/")

@@ -117,11 +117,10 @@ class StoreMirror:
                 f"delta: the store has no {quoted(name)} of model {quoted(model)}; it has {some(names, none='none')}"
             )
         path = self.folder / model / name
-        with self._lock, naming(self.folder):
-            size = self._location.size(f"{model}/{name}")
-            if size is None or not path.is_file() or path.stat().st_size != size:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(path, self._location.read_range(f"{model}/{name}", 0, size))
+        with self._lock, naming(self.folder):  # downloaded each time: a delta may have been uploaded anew
+            text = self._location.read_range(f"{model}/{name}", 0, None)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, text)
         return path
 
     def _stamps(self) -> dict[str, str]:
