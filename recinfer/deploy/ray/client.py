@@ -47,9 +47,9 @@ def connected(address: str) -> Iterator[None]:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, TimeoutError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first.replace("`--address`", "`--ray`").rstrip(".; ")
         raise UnavailableError(
-            f"no Ray cluster at {address!r}: {first.rstrip('.; ')}; start one with `ray start --head`, and a node of it on "
-            f"this machine"
+            f"no Ray cluster at {address!r}: {first}; start one with `ray start --head`, and a node of it on this machine"
         ) from None
     try:
         yield
@@ -154,7 +154,7 @@ def down(name: str | None) -> list[str]:
         serve.delete(spec.name)
     rest = [server.name for server in Records().servers(spec.name) if server.state != "pending"]
     Records().forget(spec.name)
-    with suppress(UnavailableError):  # of a node that ends meanwhile
+    with suppress(UnavailableError):  # a node ends meanwhile
         _on_every_node(_remove_files, spec.tag)
     if not deployments() and not serve.status().applications:
         serve.shutdown()

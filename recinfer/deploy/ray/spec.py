@@ -101,7 +101,7 @@ class Deployment:
         return [path for path in dict.fromkeys(found) if path is not None]
 
     def resources(self, group: int | None) -> dict[str, float]:
-        """What Ray reserves for a server of ``group`` (None: a ranker): CPUs, and bytes of memory."""
+        """Resources that Ray reserves for a server of ``group`` (None: a ranker): CPUs, and bytes of memory."""
         memory = self.servers.ranker_bytes if group is None else self.servers.groups[group].memory_bytes
         return {"CPU": self.cpus, "memory": memory}
 
