@@ -55,8 +55,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a golden request: [B, D] per pooled module and [ids, dim] per sequence output, then the dense
-    outputs."""
+    """The answer to a golden request: per pooled module [B, D], per sequence output [ids, dim]; the dense outputs."""
 
     embeddings: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)

@@ -88,8 +88,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ExportedDense:
-    """The dense part as torch and ONNX programs. If ``onnx_refused`` gives a reason, ``onnx`` and ``onnx_info`` are
-    None."""
+    """The dense part as torch and ONNX programs; ``onnx`` and ``onnx_info`` are None for the reason ``onnx_refused``."""
 
     program: bytes
     onnx: bytes | None

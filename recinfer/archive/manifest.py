@@ -70,8 +70,7 @@ class QuantizationInfo:
 
 @dataclass(frozen=True)
 class TableInfo:
-    """A table of the archive. ``ranks`` hold a piece of the table, ascending; ``sharding`` is a ``ShardingType``
-    value."""
+    """A table of the archive: ``ranks``, ascending, hold its pieces; ``sharding`` is a ``ShardingType`` value."""
 
     name: str
     module: str

@@ -107,8 +107,7 @@ def map_shards(
 
 
 def name_files_at_sigbus() -> None:
-    """Install a handler of SIGBUS: before an unreadable page ends the process, a line on stderr names the file and the
-    reason."""
+    """Have SIGBUS print the unreadable file and the reason on stderr before the process ends."""
     install()
 
 
@@ -300,8 +299,7 @@ def _is_last(p: _InFile) -> bool:
 
 
 def _assert_mapping_unsupported(code: int) -> None:
-    """Assert that mmap failed for too many mappings or a file system without mapping, where the caller copies; others
-    are bugs."""
+    """Assert that mmap failed for too many mappings, or on a file system without mapping; the caller copies then."""
     assert code in (errno.ENOMEM, errno.ENODEV, errno.EACCES, errno.EPERM, errno.EAGAIN), os.strerror(code)
 
 

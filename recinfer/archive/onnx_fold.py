@@ -88,8 +88,7 @@ class _Graph:
         return True
 
     def _source(self, name: str) -> tuple[str, NDArray[np.int64] | None]:
-        """The value that a layer may read instead of ``name``, and the columns that ``name`` takes of it; None means
-        all columns in order."""
+        """The value that a layer may read instead of ``name``, and the columns that ``name`` takes of it (None: all)."""
         from onnx import numpy_helper
 
         gather = self.made_by.get(name)

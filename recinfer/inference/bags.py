@@ -276,8 +276,7 @@ def _joined(array: NDArray[Any], pieces: Sequence[slice]) -> NDArray[Any]:
 
 
 def _order(requests: Sequence[Bags], names: tuple[str, ...], no_bag: int) -> NDArray[np.intp]:
-    """The index of the bag of each (feature, sample) of the merged batch ``[F * S]`` among all requests' bags, or
-    ``no_bag``."""
+    """The index of each (feature, sample) of the merged batch ``[F * S]`` among all requests' bags, or ``no_bag``."""
     blocks, base = [], 0
     for request in requests:
         plan, batch = _plan(request.keys, names), request.batch

@@ -261,8 +261,7 @@ def _answer(
     position_weights: PositionWeights,
     program: nn.Module | None,
 ) -> tuple[Manifest, FloatModel]:
-    """Run the golden requests on the archive, compare with the float model, and store the answers; returns the final
-    manifest, and both models."""
+    """Answer the golden requests, compare with the float model, store the answers: the final manifest, both models."""
     rank_files = tuple(rank_file(rects, rank, plan.hash) for rank, rects in enumerate(rects_by_rank(plan)))
     predictor = Predictor(Archive(folder.root, manifest, plan, rank_files))
     answers = [_replayed(predictor, index, request) for index, request in enumerate(requests)]

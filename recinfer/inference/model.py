@@ -308,8 +308,7 @@ class LoadedModel(States):
 
     @property
     def engine_reason(self) -> str | None:
-        """The reason why torch runs the dense part instead of onnxruntime, which is faster on the CPU; None if
-        onnxruntime runs it."""
+        """The reason why torch runs the dense part instead of onnxruntime; None if onnxruntime runs it."""
         dense = self.manifest.dense
         if dense is None or self.engine != "torch":
             return None
@@ -338,8 +337,7 @@ class LoadedModel(States):
 
     @at_one_state
     def select(self, found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()) -> LookupResult:
-        """The embeddings of the features ``present`` (None: all), from the result of each module (None: not looked
-        up)."""
+        """The embeddings of the features ``present`` (None: all), from each module's result (None: not looked up)."""
         return selected(self.parts, on_host(found), present, missing)
 
     @property
@@ -360,8 +358,7 @@ class LoadedModel(States):
 
     @at_one_state
     def looked_up(self, request: Request, steps: IdSteps | None = None) -> Request:
-        """``request`` with the features that lookups read: its own or those of the ids program, after ``steps``, by default this
-        state's."""
+        """``request`` with the features that lookups read, after ``steps`` (None: this state's)."""
         given = request if self._ids is None else self._ids.looked_up(request)
         return (steps or self.intake.steps).looked_up(given)
 
@@ -398,8 +395,7 @@ class LoadedModel(States):
         ]
 
     def run_checked(self, tensors: Sequence[Tensor], batch: int) -> list[Tensor]:
-        """Run :meth:`run_engine` on this state for a check; an engine's own exception becomes a ConfigError with the
-        batch's sizes."""
+        """Run :meth:`run_engine` for a check; an engine's own exception becomes a ConfigError with the batch's sizes."""
         try:
             return self.run_engine(tensors, batch)
         except Exception as error:  # each engine raises its own types for errors of the archive's program

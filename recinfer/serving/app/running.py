@@ -95,8 +95,7 @@ class RunningServer:
         return run_on_loop(self._service.status())
 
     def stop(self, grace: float | None = None) -> None:
-        """Let running requests end for up to ``grace`` seconds (None: the setting ``drain_seconds``), then close. A second
-        call has no effect."""
+        """Let running requests end for ``grace`` seconds (None: ``drain_seconds``), then close; once."""
         if not self._is_stopped:
             self._is_stopped = True
             try:

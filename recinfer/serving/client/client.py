@@ -415,8 +415,7 @@ class AsyncInferenceClient(_Client):
             await asyncio.sleep(wait)
 
     def _method(self, call: str) -> Any:
-        """gRPC's method for ``call``. The first call opens the channel, on its event loop: a client may be made before a
-        loop runs."""
+        """gRPC's method for ``call``; the first call opens the channel, on its event loop."""
         loop = asyncio.get_running_loop()
         if self._closed:
             raise self._is_closed()

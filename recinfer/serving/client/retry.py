@@ -71,8 +71,7 @@ class Retries:
         return wait
 
     def failed(self, error: Any) -> float | None:
-        """Record a failed try; returns the seconds to wait before the next, or None if a retry is useless, too late or
-        not allowed."""
+        """Record a failed try; returns the seconds before the next, or None if a retry is useless or not allowed."""
         if self._throttle is not None and is_full(error):
             self._throttle.record(refused=True)
         if not is_full(error) and error.code() not in _GONE:

@@ -82,8 +82,7 @@ class Dispatcher:
         self._predictions.close()
 
     def dispatch(self, request: Request) -> None:
-        """Answer ``request``, or queue it. Never raises: errors are replied. The caller calls ``scheduler.run_ready``
-        when it has no further request."""
+        """Answer or queue ``request``; errors are replied. The caller calls ``scheduler.run_ready`` after its last one."""
         try:
             self._dispatch(request)
         except Exception as error:
@@ -279,8 +278,7 @@ class Predictions:
         return cost.expected(samples) <= max(_LONGEST_RUN_S, 2 * cost.expected(1))
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """The learned estimate; infinite for a version's first run, whose duration is unknown, so that a worker thread
-        runs it."""
+        """The learned estimate; infinite for a version's first run, which a worker thread runs."""
         plain = entry.work.plain
         expected: float = plain.model.run_cost.expected(samples)
         if not expected:

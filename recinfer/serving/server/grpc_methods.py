@@ -122,8 +122,7 @@ def bind(server: CoreServer, security: Security, host: str, port: int) -> int:
 
 
 def generic_handler(service: str, calls: Mapping[str, Answer], observer: Observer) -> grpc.GenericRpcHandler:
-    """The handler of the methods of ``service``. The methods parse bytes themselves, so that a parse error gets a code and a
-    message of recinfer."""
+    """The handler of ``service``'s methods, which parse bytes themselves: a parse error gets a message of recinfer."""
     methods = {
         call: grpc.unary_unary_rpc_method_handler(handler(call, answer, observer))  # type: ignore[arg-type]
         for call, answer in calls.items()

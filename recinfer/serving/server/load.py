@@ -47,7 +47,6 @@ class Load:
         ]
 
     def now(self) -> float:
-        """The load; any thread may call. The time before the construction counts as idle: the work of a server's start is no
-        load."""
+        """The load; any thread may call. The time before the construction counts as idle."""
         passed = self._clock() - self._since
         return max(share.now() for share in self._shares) * min(1.0, passed / WINDOW_S)

@@ -136,8 +136,7 @@ class Security:
         return self.tls_cert is not None
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """gRPC's credentials for a secure port; None without TLS. Raises ConfigError, which names an unreadable or wrong
-        file."""
+        """gRPC's credentials for a secure port; None without TLS. Raises ConfigError, which names the bad file."""
         if not self.uses_tls:
             return None
         served = self._tls()
@@ -222,8 +221,7 @@ class Security:
         return self.token_file is not None and not is_pipe(self.token_file)
 
     def look(self) -> None:
-        """Read the files again, and use them if they have changed and are sound; otherwise the old ones stay. The log and
-        :meth:`figures` have the outcome. Safe on any thread."""
+        """Read the files again, and use changed and sound ones; the log and :meth:`figures` have the outcome. Any thread."""
         live = self._live
         if self._follows_token:
             path = self.token_file
@@ -233,8 +231,7 @@ class Security:
             live.tls_files.look(self._read_tls, lambda found: live.use_tls(self._made(found)))
 
     def figures(self) -> dict[str, Any]:
-        """For a status: the seconds until the certificate expires (None without TLS), and how often files were read again, by
-        kind and outcome."""
+        """Seconds until the certificate expires (None without TLS), and rereads of files by kind and outcome."""
         live = self._live
         left = None if live.tls is None else live.tls.expires - time.time()
         followed: dict[str, FollowedFiles[Any]] = {"tls": live.tls_files, "token": live.token_file}

@@ -204,8 +204,7 @@ class Server:
         return self
 
     def stop(self, grace: float | None = None) -> None:
-        """Refuse new requests, let running requests end for up to ``grace`` seconds (None: ``drain_s``), then close. A second
-        call has no effect."""
+        """Let running requests end for ``grace`` seconds (None: ``drain_s``), then close; a second call has no effect."""
         grace = self._drain_s if grace is None else grace
         if self._server is not None:
             run_on_loop(self._stop(grace), timeout=grace + STOP_SLACK_S)
@@ -263,8 +262,7 @@ class Server:
             run_on_loop(self._show_health())
 
     def is_ready(self) -> bool:
-        """Whether the server can answer now: it has started, reaches every rank that an answer needs, and knows of no fault of
-        a version. Call on the serving loop."""
+        """Whether the server has started, reaches every needed rank and knows of no fault. Call on the serving loop."""
         return self._health is not None and self._health.is_ready()
 
     def _can_answer(self) -> bool:

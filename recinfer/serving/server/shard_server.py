@@ -124,8 +124,7 @@ class ShardServer:
         self.stop()
 
     def status(self) -> Status:
-        """The status of this process in the form of recinfer.serving.server.telemetry.metrics; ``held``: the mapped
-        versions."""
+        """This process's status (recinfer.serving.server.telemetry.metrics); ``held``: the mapped versions."""
         busy = max((share.now() for share in self._busy), default=0.0)
         return {
             "uptime": time.monotonic() - self._started,

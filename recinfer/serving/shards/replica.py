@@ -195,8 +195,7 @@ class Replica:
         self._strikes, self._out_seconds = 0, _OUT_S
 
     def was_slow(self, seconds: float) -> None:
-        """Record a request that another replica answered first, or whose deadline passed; three in a row suspend the
-        replica."""
+        """Record a late request; three in a row suspend the replica."""
         self._seconds = max(self._seconds, seconds)
         self._timed = time.monotonic()
         self._strikes += 1

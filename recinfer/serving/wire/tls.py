@@ -26,8 +26,7 @@ File = str | os.PathLike[str]
 
 
 def read_token(path: File) -> str:
-    """The token in a file that a caller sends, the first if the file has several lines; empty for an empty file. Raises
-    ConfigError."""
+    """The token in a file, of several lines the first; empty for an empty file. Raises ConfigError."""
     return next(iter(tokens_of(read_file(path))), "")
 
 

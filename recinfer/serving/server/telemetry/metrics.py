@@ -325,8 +325,7 @@ def _described(model: ServedModel, weight: int) -> dict[str, Any]:
 
 
 def _ranks(plan: Plan) -> list[dict[str, Any]]:
-    """For each rank, the numbers of its tables and cells (rows x columns), and the planner's estimate of a batch, ms or
-    None."""
+    """Each rank's number of tables and cells (rows x columns), and the planner's ms for a batch, or None."""
     estimates = plan.estimates.get("perf_ms_per_rank") or [None] * plan.world_size
     ranks = [{"rank": rank, "tables": 0, "cells": 0, "ms": estimates[rank]} for rank in range(plan.world_size)]
     for table in plan.tables:

@@ -25,8 +25,7 @@ _MISSING_RANKS = {
 
 
 def add_schemas(model: ServedModel, limits: Limits, schemas: ModelSchemas) -> None:
-    """Add the schemas of the calls that ``model`` answers: ``Predict`` (with a dense part) and ``Lookup`` (unless the model
-    computes all ids)."""
+    """Add the schemas of the calls that ``model`` answers: ``Predict`` with a dense part, ``Lookup`` of given ids."""
     made = _Model(model, limits, schemas)
     if model.predictor.manifest.dense is not None:
         made.predict()
