@@ -20,10 +20,8 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from recinfer import env
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo, ProgramInfo
-from recinfer.archive.onnx_bfloat16 import compute_in_float32
 from recinfer.archive.onnx_export import OPSET, to_onnx
-from recinfer.archive.onnx_fold import fold_gathers
-from recinfer.archive.onnx_gather import gather_rows
+from recinfer.archive.onnx_rewrites import compute_in_float32, fold_gathers, gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.archive.subgraph import Program, is_assertion
