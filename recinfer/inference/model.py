@@ -33,14 +33,12 @@ from recinfer.errors import ArchiveError, ConfigError, InputError
 from recinfer.inference.bags import Bags
 from recinfer.inference.byte_tables import ByteTables
 from recinfer.inference.id_steps import IdSteps
-from recinfer.inference.ids_program import IdsProgram
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Steps, output_names
 from recinfer.inference.named_inputs import NamedInputs
+from recinfer.inference.programs import IdsProgram, TensorOf, UserPrograms, read_whole_tables
 from recinfer.inference.results import LookupResult, feature_specs, on_host, selected
 from recinfer.inference.stages import Stages
-from recinfer.inference.user_programs import TensorOf, UserPrograms
-from recinfer.inference.whole_tables import read_whole_tables
 from recinfer.quant.transfers import to_device, to_host
 
 if TYPE_CHECKING:
@@ -433,7 +431,7 @@ class LoadedModel(States):
         return outputs
 
     def run_user(self, user_of: TensorOf, tensor_of: TensorOf, batches: Sequence[int]) -> list[Tensor]:
-        """Run the dense part in two: see :meth:`recinfer.inference.user_programs.UserPrograms.run`."""
+        """Run the dense part in two: see :meth:`recinfer.inference.programs.UserPrograms.run`."""
         assert self.user is not None
         start = time.perf_counter()
         outputs = self.user.run(

@@ -22,8 +22,8 @@ from recinfer.inference.intake import TakenFeatures
 from recinfer.inference.lookups import Steps
 from recinfer.inference.model import LoadedModel
 from recinfer.inference.named_inputs import GivenInput
+from recinfer.inference.programs import TensorOf, UserPrograms
 from recinfer.inference.results import LookupResult, Outputs, on_host, tensors_of
-from recinfer.inference.user_programs import TensorOf, UserPrograms
 from recinfer.input_arrays import as_input, batch_of_inputs
 from recinfer.sparse.jagged_tensor import JaggedTensor
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from recinfer import env
 from recinfer.errors import ConfigError
 from recinfer.remote.location import is_url, mirror_folder
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.wire.address import plain_host
 from recinfer.serving.wire.followed_files import is_pipe
-from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.limits import BatchConfig, Limits
 from recinfer.serving.wire.unix_socket import check_socket_path
 
 if TYPE_CHECKING:

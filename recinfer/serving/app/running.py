@@ -10,10 +10,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from recinfer.errors import ConfigError, InputError
-from recinfer.serving.app.ready import Ready, ReadyModels
 from recinfer.serving.app.remote_archives import with_local_archives
 from recinfer.serving.app.run import load_service
-from recinfer.serving.app.service import Report
+from recinfer.serving.app.service import Ready, ReadyModels, Report
 from recinfer.serving.config import AddressConfig, ModelsConfig, ServeConfig, TablesConfig
 from recinfer.serving.wire.address import join_address
 from recinfer.serving.wire.loop import run_on_loop

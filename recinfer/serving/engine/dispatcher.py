@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from recinfer.inference.byte_tables import AwaitedLookup, ReadyLookup
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
 from recinfer.serving.engine.registry import RequestStats, RunCost
@@ -37,6 +36,7 @@ from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, Fill, PlainReader, PlainRequest, Request, trace_of_task
 from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.wire.arrays import encode_output_arrays
+from recinfer.serving.wire.limits import BatchConfig
 
 __all__ = ["Dispatcher", "LoopCaller", "ParallelParts", "Predictions"]
 

@@ -25,9 +25,8 @@ import grpc.aio
 from recinfer.errors import ConfigError
 from recinfer.serving.server.grpc_call import CoreCall, Ending
 from recinfer.serving.wire.address import plain_host
-from recinfer.serving.wire.certificates import expiry_of
 from recinfer.serving.wire.followed_files import FollowedFiles, is_pipe
-from recinfer.serving.wire.tls import File, fits_a_header, load_pem, read_file, tokens_of
+from recinfer.serving.wire.tls import File, expiry_of, fits_a_header, load_pem, read_file, tokens_of
 
 __all__ = ["NO_TOKEN", "Security", "follow_files"]
 

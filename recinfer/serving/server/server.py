@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from recinfer.errors import ConfigError, InputError
-from recinfer.serving.engine.batch_config import BatchConfig
+from recinfer.serving.engine.busy import Load
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher, LoopCaller
 from recinfer.serving.engine.memory_budget import MemoryBudget, ticket_of_task
@@ -38,7 +38,6 @@ from recinfer.serving.server.grpc_methods import (
 )
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
-from recinfer.serving.server.load import Load
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security, follow_files
@@ -47,7 +46,7 @@ from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import tell_open_files
 from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.admin_verbs import VERBS
-from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.limits import BatchConfig, Limits
 from recinfer.serving.wire.loop import STOP_SLACK_S, run_on_loop, run_start
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.wire.proto import inference_pb2 as pb

@@ -17,7 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from recinfer.errors import UnavailableError
-from recinfer.serving.shards.credentials import ShardCredentials
+from recinfer.serving.shards.config import ShardCredentials
 from recinfer.serving.shards.messages import SERVICE_NAME
 from recinfer.serving.shards.transport import ResponseCallback, ShardAddress, ShardConnection, rankers_thread
 from recinfer.serving.shards.versions import VersionSpec

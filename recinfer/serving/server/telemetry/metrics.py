@@ -4,7 +4,7 @@ A status is a JSON object. Its counts only grow, so that two statuses give a rat
 
     uptime      seconds
     workers     processes behind these figures
-    load        share of the capacity in use, 0 to 1: the mean of the processes (see recinfer.serving.server.load)
+    load        share of the capacity in use, 0 to 1: the mean of the processes (see recinfer.serving.engine.busy)
     ready       whether a request would be answered now: by every process, since all share the port
     requests    [{method, code, count}], of all versions, unloaded ones too
     latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for values beyond the bounds
