@@ -71,8 +71,9 @@ ALLOWED: dict[str, set[str]] = {
     "vocabulary._index": set(),  # compiled
     "vocabulary._strings": set(),  # compiled
     "vocabulary.index": {"errors", "vocabulary._index", "vocabulary.table"},
-    "vocabulary.info": {"errors", "excerpts", "vocabulary.table"},
+    "vocabulary.info": {"errors", "excerpts", "archive.part", "vocabulary.table"},
     "vocabulary.table": {"errors", "excerpts"},
+    "archive.part": set(),  # the base of what id steps keep in archives
     "capture": set(),  # usable as a single file
     "migrate": {"errors", "files"},
     "sparse": BASE,
@@ -96,7 +97,7 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": RUNTIME,
     "fx": RUNTIME,
     "checkpoint": RUNTIME | {"models", "data", "capture"},
-    "archive": RUNTIME | {"models", "data", "capture", "checkpoint", "vocabulary.info"},
+    "archive": RUNTIME | {"models", "data", "capture", "checkpoint", "archive.part", "vocabulary.info"},
     "vocabulary": RUNTIME | VOCABULARY | {"archive", "capture", "checkpoint"},
     "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "vocabulary", "remote"},
     "remote": SERVED - {"inference"},

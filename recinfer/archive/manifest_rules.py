@@ -28,7 +28,6 @@ from recinfer.archive.strict_json import build, loads
 from recinfer.distributed.planner.plan import MAX_RANKS
 from recinfer.errors import ArchiveError, RecinferError
 from recinfer.excerpts import excerpt
-from recinfer.vocabulary.info import check_strings, check_vocabularies
 
 __all__ = ["check_before_writing", "check_rules", "read_manifest"]
 
@@ -71,15 +70,8 @@ def check_before_writing(m: Manifest) -> None:
         raise ArchiveError(f"precision is {m.precision!r}, but the tables have {expected!r}", rule="M6")
     _check_dense(m)
     _check_contract(m)
-    check_vocabularies(
-        m.vocabularies,
-        {(t.module, t.name): t.rows for t in m.tables},
-        {name: [(t.module, t.name) for t in tables] for name, tables in m.feature_tables.items()},
-        {feature.name: feature.missing for feature in m.features},
-        frozenset(module.path for module in m.modules if module.kind == "sequence"),
-    )
-    rows = {name: min(t.rows for t in tables) for name, tables in m.feature_tables.items()}
-    check_strings(m.string_vocabularies, {name: rows.get(name) for name in m.request_features}, m.raw_features)
+    for part in m.parts:
+        part[0].check(part, m)
 
 
 def _names(m: Manifest) -> Iterator[tuple[str, str]]:

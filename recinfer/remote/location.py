@@ -72,8 +72,9 @@ class Location:
         Raises:
             NotFoundError, ConfigError, UnavailableError: as :meth:`read`.
         """
+        first = None if start == 0 and end is None else start  # a whole file needs no range
         with self._errors(path):
-            return bytes(self._filesystem.cat_file(f"{self._root}/{path}", start=start, end=end))
+            return bytes(self._filesystem.cat_file(f"{self._root}/{path}", start=first, end=end))
 
     def archives(self) -> dict[tuple[str, str], str]:
         """The folders ``<model>/<version>`` with a manifest.json -> text that changes when the manifest changes.
@@ -102,11 +103,16 @@ class Location:
             listed = self._filesystem.ls(f"{self._root}/{path}", detail=False)
         return sorted(name for entry in listed if (name := str(entry).rstrip("/").rpartition("/")[2]).endswith(suffix))
 
-    def size(self, path: str) -> int | None:
-        """Bytes of a file; None where the storage does not tell; raises as :meth:`read`."""
+    def stamp(self, path: str) -> str:
+        """Text that changes when a file of a folder changes; raises as :meth:`read`.
+
+        The text is empty where the storage gives neither a hash nor a time. Web servers list no folder's files with these.
+        """
         with self._errors(path):
-            size = self._filesystem.info(f"{self._root}/{path}").get("size")
-        return None if size is None else int(size)
+            self._filesystem.invalidate_cache()
+            files = self._filesystem.find(f"{self._root}/{path}", detail=True)
+        stamps = {name: _stamp(each) for name, each in files.items()}
+        return hashlib.sha256(repr(sorted(stamps.items())).encode()).hexdigest() if all(stamps.values()) else ""
 
     @contextmanager
     def _errors(self, path: str) -> Iterator[None]:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from recinfer.archive.part import Model, Part
 from recinfer.errors import ArchiveError
 from recinfer.excerpts import excerpt
 from recinfer.vocabulary.table import MAX_VOCABULARY_ROWS, Segment, TableVocabulary, check_segments
 
-__all__ = [
-    "MAX_EXAMPLES",
-    "StringInfo",
-    "VocabularyInfo",
-    "check_strings",
-    "check_vocabularies",
-    "index_path",
-    "info_of",
-    "string_index_path",
-]
+__all__ = ["MAX_EXAMPLES", "StringInfo", "VocabularyInfo", "info_of"]
 
 MAX_EXAMPLES = 16
 """Most known strings that a manifest lists per vocabulary of strings."""
@@ -27,16 +19,33 @@ _MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class VocabularyInfo:
+class VocabularyInfo(Part):
     """The vocabulary of one table; its ids are in the index file at the same place among the index files.
 
     ``input_hash_size`` and ``segments``: see :class:`recinfer.vocabulary.table.TableVocabulary`.
     """
 
+    key: ClassVar[str] = "vocabularies"
+
     module: str
     table: str
     input_hash_size: int
     segments: tuple[Segment, ...]
+
+    @classmethod
+    def path(cls, number: int) -> str:
+        """The archive path of the index of the vocabulary ``number``, in the manifest's order."""
+        return f"vocabulary/{number:05d}.index"
+
+    @classmethod
+    def check(cls, entries: Sequence[VocabularyInfo], model: Model) -> None:
+        """Raise ArchiveError unless rules V1 and V2 hold."""
+        _check_vocabularies(entries, model)
+
+    def raw_features(self, model: Model) -> Collection[str]:
+        """The features of the table."""
+        key = self.module, self.table
+        return [name for table in model.tables if (table.module, table.name) == key for name in table.features]
 
     @property
     def full_name(self) -> str:
@@ -50,7 +59,7 @@ class VocabularyInfo:
 
 
 @dataclass(frozen=True)
-class StringInfo:
+class StringInfo(Part):
     """The vocabulary of strings of some features; its keys are in the index file at the same place among those of strings.
 
     Attributes:
@@ -61,6 +70,8 @@ class StringInfo:
         unknown: the row of unknown strings.
         examples: some known strings and their rows.
     """
+
+    key: ClassVar[str] = "string_vocabularies"
 
     features: tuple[str, ...]
     hash: Literal["siphash-2-4"]
@@ -74,15 +85,19 @@ class StringInfo:
         """The only segment of its index."""
         return (Segment(0, self.rows, self.unknown),)
 
+    @classmethod
+    def path(cls, number: int) -> str:
+        """The archive path of the index of the vocabulary of strings ``number``, in the manifest's order."""
+        return f"vocabulary/strings-{number:05d}.index"
 
-def index_path(number: int) -> str:
-    """The archive path of the index of the vocabulary ``number``, in the manifest's order."""
-    return f"vocabulary/{number:05d}.index"
+    @classmethod
+    def check(cls, entries: Sequence[StringInfo], model: Model) -> None:
+        """Raise ArchiveError unless rule V7 holds."""
+        _check_strings(entries, model)
 
-
-def string_index_path(number: int) -> str:
-    """The archive path of the index of the vocabulary of strings ``number``, in the manifest's order."""
-    return f"vocabulary/strings-{number:05d}.index"
+    def string_features(self) -> Mapping[str, Collection[str]]:
+        """Each feature with the examples."""
+        return dict.fromkeys(self.features, self.examples)
 
 
 def info_of(module: str, table: str, vocabulary: TableVocabulary) -> VocabularyInfo:
@@ -90,21 +105,10 @@ def info_of(module: str, table: str, vocabulary: TableVocabulary) -> VocabularyI
     return VocabularyInfo(module, table, vocabulary.input_hash_size, vocabulary.segments)
 
 
-def check_vocabularies(
-    infos: Sequence[VocabularyInfo],
-    rows: Mapping[tuple[str, str], int],
-    readers: Mapping[str, Sequence[tuple[str, str]]],
-    missing: Mapping[str, str | int],
-    sequences: frozenset[str],
-) -> None:
-    """Raise ArchiveError unless rules V1 and V2 hold.
-
-    Args:
-        rows: (module, table) -> its rows.
-        readers: feature -> the tables that it reads.
-        missing: feature -> its policy.
-        sequences: paths of sequence modules.
-    """
+def _check_vocabularies(infos: Sequence[VocabularyInfo], model: Model) -> None:
+    rows = {(table.module, table.name): table.rows for table in model.tables}
+    missing = {feature.name: feature.missing for feature in model.features}
+    sequences = {module.path for module in model.modules if module.kind == "sequence"}
     keys = [(info.module, info.table) for info in infos]
     if len(set(keys)) != len(keys) or not rows.keys() >= set(keys):
         raise ArchiveError(f"vocabularies {keys[:5]}; expected tables of the archive, each once", rule="V1")
@@ -117,8 +121,8 @@ def check_vocabularies(
                 rule="V2",
             )
     with_vocabulary = set(keys)
-    for feature, tables in readers.items():
-        if with_vocabulary.isdisjoint(tables):
+    for feature, tables in model.feature_tables.items():
+        if with_vocabulary.isdisjoint((table.module, table.name) for table in tables):
             continue
         if len(tables) > 1:
             raise ArchiveError(
@@ -134,13 +138,8 @@ def check_vocabularies(
             )
 
 
-def check_strings(infos: Sequence[StringInfo], rows: Mapping[str, int | None], raw: frozenset[str]) -> None:
-    """Raise ArchiveError unless rule V7 holds.
-
-    Args:
-        rows: feature of requests -> rows of the smallest table that it reads, None without one.
-        raw: features of tables with a vocabulary of raw ids.
-    """
+def _check_strings(infos: Sequence[StringInfo], model: Model) -> None:
+    rows = {name: min(table.rows for table in tables) for name, tables in model.feature_tables.items()}
 
     def refuse(place: int, message: str) -> ArchiveError:
         return ArchiveError(f"string_vocabularies[{place}]: {message}", rule="V7")
@@ -150,13 +149,13 @@ def check_strings(infos: Sequence[StringInfo], rows: Mapping[str, int | None], r
         if not info.features or len(set(info.features)) != len(info.features):
             raise refuse(place, f"features {list(info.features)[:5]}; expected at least one, each once")
         for feature in info.features:
-            if feature not in rows or feature in seen or feature in raw:
+            if feature not in model.request_features or feature in seen or feature in model.raw_features:
                 raise refuse(
                     place,
                     f"feature {excerpt(repr(feature))}; expected a feature of requests, in one entry, whose tables have no "
                     "vocabulary of raw ids",
                 )
-            most = rows[feature]
+            most = rows.get(feature)
             if most is not None and info.rows > most:
                 raise refuse(place, f"{info.rows} rows for feature {feature!r}, which reads a table of {most} rows")
         seen.update(info.features)

@@ -12,7 +12,7 @@ from recinfer.archive.paths import open_inside
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError
 from recinfer.vocabulary.index import IdIndex, IndexShape, open_index
-from recinfer.vocabulary.info import VocabularyInfo, index_path
+from recinfer.vocabulary.info import VocabularyInfo
 
 __all__ = ["IdChanges", "open_indexes", "read_shapes"]
 
@@ -39,7 +39,7 @@ def open_indexes(archive: Archive, deltas: Sequence[IdChanges] = ()) -> list[tup
     opened = []
     for number, info in enumerate(archive.manifest.vocabularies):
         changes = [found for delta in deltas if (found := delta.vocabulary(info.module, info.table)) is not None]
-        path = index_path(number)
+        path = VocabularyInfo.path(number)
         with open_inside(archive.root, path) as file:
             index = open_index(file, path, rows[info.module, info.table], writable=bool(changes))
         index.check(path, info.segments, info.input_hash_size)
@@ -65,6 +65,6 @@ def read_shapes(archive: Archive) -> list[tuple[VocabularyInfo, IndexShape]]:
     rows = {(t.module, t.name): t.rows for t in archive.manifest.tables}
     shapes = []
     for number, info in enumerate(archive.manifest.vocabularies):
-        with open_inside(archive.root, index_path(number)) as file:
-            shapes.append((info, open_index(file, index_path(number), rows[info.module, info.table]).shape))
+        with open_inside(archive.root, VocabularyInfo.path(number)) as file:
+            shapes.append((info, open_index(file, VocabularyInfo.path(number), rows[info.module, info.table]).shape))
     return shapes

@@ -13,7 +13,7 @@ from recinfer.errors import ConfigError
 from recinfer.excerpts import some
 from recinfer.vocabulary.changes import changed_ids
 from recinfer.vocabulary.index import build_index
-from recinfer.vocabulary.info import VocabularyInfo, index_path, info_of
+from recinfer.vocabulary.info import VocabularyInfo, info_of
 from recinfer.vocabulary.opened import IdChanges, open_indexes
 from recinfer.vocabulary.table import TableVocabulary
 
@@ -37,7 +37,7 @@ def index_files(vocabularies: Vocabularies) -> Iterator[tuple[str, bytes]]:
     """(path, bytes) of each index, of vocabularies in the manifest's order."""
     for number, vocabulary in enumerate(vocabularies.values()):
         index = build_index(vocabulary)
-        yield index_path(number), b"".join((index.shape.header(), index.buckets.tobytes()))
+        yield VocabularyInfo.path(number), b"".join((index.shape.header(), index.buckets.tobytes()))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from recinfer.vocabulary.index import HEADER_BYTES
-from recinfer.vocabulary.info import index_path
+from recinfer.vocabulary.info import VocabularyInfo
 from recinfer.vocabulary.table import Segment, TableVocabulary
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
 from tests.serving.paths import BytePath, decoded
@@ -162,7 +162,7 @@ def test_reshard_keeps_the_index(both: Both, ranks: int, tmp_path: Path) -> None
         root, plan_archive(archive.manifest, world_size=ranks), tmp_path / "again.rqa", progress=False
     )
     assert again.manifest.vocabularies == archive.manifest.vocabularies
-    assert (again.root / index_path(0)).read_bytes() == (root / index_path(0)).read_bytes()
+    assert (again.root / VocabularyInfo.path(0)).read_bytes() == (root / VocabularyInfo.path(0)).read_bytes()
     ids, _ = raw_request(made, 7, 3)
     dense = torch.randn(7, NUM_DENSE)
     assert torch.equal(load(again.root).predict(dense, ids)["output"], load(root).predict(dense, ids)["output"])
@@ -230,7 +230,7 @@ def test_manifests_that_are_refused(both: Both, changes: dict[str, object], rule
 @pytest.mark.parametrize("change, rule", [("cut", "F4"), ("gone", "F3"), ("bucket", "V5"), ("swapped", "F5")])
 def test_index_files_that_are_refused(both: Both, change: str, rule: str, tmp_path: Path) -> None:
     out = rewritten(both[1], tmp_path / "bad.rqa")
-    path = out / index_path(0)
+    path = out / VocabularyInfo.path(0)
     data = bytearray(path.read_bytes())
     if change == "cut":
         path.write_bytes(data[:-64])

@@ -39,7 +39,7 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.proto import open_inference_pb2 as oip
 from recinfer.vocabulary import strings as own
 from recinfer.vocabulary.index import HEADER_BYTES, build_index
-from recinfer.vocabulary.info import string_index_path
+from recinfer.vocabulary.info import StringInfo
 from recinfer.vocabulary.strings import StringRows, StringVocabulary, string_indexes, string_keys
 from recinfer.vocabulary.table import TableVocabulary
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive
@@ -697,13 +697,13 @@ def test_a_manifest_that_breaks_a_rule_is_refused(
 def test_an_index_that_breaks_a_rule_is_refused(served_archive: Served, tmp_path: Path, what: str, rule: str) -> None:
     root = tmp_path / "broken.rqa"
     shutil.copytree(served_archive[0], root)
-    path = string_index_path(1)
+    path = StringInfo.path(1)
     data = bytearray((root / path).read_bytes())
     bucket = next(at for at in range(HEADER_BYTES, len(data), 64) if data[at + 60])
     if what == "cut":
         data = data[:-64]
     elif what == "other":
-        data = bytearray((root / string_index_path(0)).read_bytes())
+        data = bytearray((root / StringInfo.path(0)).read_bytes())
     elif what == "bucket":
         data[bucket + 60] = 6
     elif what == "row":
