@@ -236,7 +236,7 @@ class LoadedModel(States):
         self.inputs = NamedInputs(manifest)
         self.mergeable = self.inputs.mergeable
         self.features = tuple(feature_specs(manifest, output_names(manifest)))
-        self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
+        self.num_dense = manifest.num_dense
         outputs = () if manifest.dense is None else manifest.dense.outputs
         self.output_names = [output.name for output in outputs]
         self._no_outputs = [(0, *output.shape) for output in outputs]  # the shapes of the outputs of no samples
@@ -267,12 +267,8 @@ class LoadedModel(States):
         self._ids: IdsProgram | None = None
         if signature is not None and signature.ids is not None:
             ids = signature.ids
-            names = [i.name for i in ids.inputs], ids.outputs
             threads = self._dense_options["num_threads"]
-            self._ids = IdsProgram(
-                manifest, open_program(archive, "dense/ids", *names, ids.engine, num_threads=threads)
-            )
-
+            self._ids = IdsProgram(manifest, open_program(archive, "dense/ids", ids, ids.outputs, num_threads=threads))
         self.user: UserPrograms | None = None
         if signature is not None and signature.user is not None:
             self.user = UserPrograms(archive, signature.user, self.output_names, self._dense_options)

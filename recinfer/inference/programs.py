@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recinfer.archive.check import Request, input_tensor
 from recinfer.archive.delta import Delta
-from recinfer.archive.dense import DenseEngine, open_info
+from recinfer.archive.dense import DenseEngine, open_program
 from recinfer.archive.manifest import DenseInput, Manifest, UserInfo
 from recinfer.archive.reader import Archive
 from recinfer.archive.rows import RowReader
@@ -36,7 +36,7 @@ class IdsProgram:
         assert signature.ids is not None
         self._info = signature.ids
         self._engine = engine
-        self._weighted = any(m.is_weighted and m.position_weights is None for m in manifest.modules)
+        self._weighted = bool(manifest.weighted_features)
 
     def run(self, given: Bags, tensor_of: Callable[[DenseInput], Tensor]) -> Bags:
         """The features that lookups read.
@@ -116,8 +116,8 @@ class UserPrograms:
     def __init__(self, archive: Archive, info: UserInfo, outputs: Sequence[str], options: Mapping[str, Any]) -> None:
         self.names = frozenset(info.names)
         self._info = info
-        self._user = open_info(archive, "dense/user", info.user, info.between, **options)
-        self._candidates = open_info(archive, "dense/candidates", info.candidates, outputs, **options)
+        self._user = open_program(archive, "dense/user", info.user, info.between, **options)
+        self._candidates = open_program(archive, "dense/candidates", info.candidates, outputs, **options)
 
     def run(self, user_of: TensorOf, tensor_of: TensorOf, batches: Sequence[int]) -> list[Tensor]:
         """The outputs of all samples.

@@ -85,7 +85,7 @@ class RecordedReference:
         """
         if manifest.dense is None:
             raise ConfigError("reference: this model has no dense part and so no outputs to compare")
-        weighted = {f for m in manifest.modules if m.is_weighted and m.position_weights is None for f in m.features}
+        weighted = manifest.weighted_features
         names = list(manifest.request_features)
         jagged = [info for info in manifest.named_inputs if info.kind == "jagged"]
         tensors = [info for info in manifest.named_inputs if info.kind == "tensor"]
