@@ -281,7 +281,7 @@ def _runs(parts: Sequence[_InFile], shared: dict[int, list[_InFile]], page: int)
         if start % page:
             shared.setdefault(first, []).append(p)
             low = first + page
-        if stop % page and high > low and not _is_last(p):
+        if stop % page and high > low and p.piece.rect.row_stop != p.piece.table.num_embeddings:
             shared.setdefault(last - page, []).append(p)
             high = last - page
         if high <= low:
@@ -292,10 +292,6 @@ def _runs(parts: Sequence[_InFile], shared: dict[int, list[_InFile]], page: int)
         else:
             runs.append((low, file_offset, high - low))
     return runs
-
-
-def _is_last(p: _InFile) -> bool:
-    return p.piece.rect.row_stop == p.piece.table.num_embeddings
 
 
 def _assert_mapping_unsupported(code: int) -> None:

@@ -23,7 +23,7 @@ from recinfer.serving.engine.memory_budget import MemoryBudget, ticket_of_task
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.remote_byte_path import MOST_FAN_OUTS
 from recinfer.serving.engine.request import CallName
-from recinfer.serving.engine.scheduler import Scheduler, SchedulerState
+from recinfer.serving.engine.scheduler import Scheduler
 from recinfer.serving.engine.store import ModelStore, StoreManager
 from recinfer.serving.server.grpc_call import Dispatch, dispatched
 from recinfer.serving.server.grpc_core import Admission, CoreServer, names_of
@@ -166,7 +166,7 @@ class Server:
             self.stats,
             self.service.registry,
             self.budget,
-            self._queue_state,
+            lambda: None if self._dispatcher is None else self._dispatcher.scheduler.state,
             shards=shown,
             is_ready=self.is_ready,
             security=self._security.figures,
@@ -342,9 +342,6 @@ class Server:
 
         self._metrics = await start_metrics(self.status, self.host, port, self._security)
         self.metrics_port = self._metrics.port
-
-    def _queue_state(self) -> SchedulerState | None:
-        return None if self._dispatcher is None else self._dispatcher.scheduler.state
 
     def _admission(self, scheduler: Scheduler) -> Admission:
         # Small lookups in tables of this process do not enter the queue, and are never refused for its length.
