@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from recinfer.archive.manifest import Manifest
+from recinfer.archive.manifest import InputInfo, Manifest
 from recinfer.capture import CaptureError, read_arguments
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, Features, bags_of, offsets_of
@@ -20,7 +20,6 @@ from recinfer.printed import Printed
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 if TYPE_CHECKING:
-    from recinfer.archive.manifest import InputInfo, Manifest
     from recinfer.distributed.planner.plan import Plan
     from recinfer.inference.predictor import Predictor
     from recinfer.inference.report import ExportReport

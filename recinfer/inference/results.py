@@ -78,16 +78,11 @@ def input_specs(manifest: Manifest) -> tuple[InputSpec, ...]:
         return ()
     return tuple(
         InputSpec(
-            info.name,
-            info.path,
-            info.kind,
-            info.dtype,
-            info.shape,
-            info.weighted,
-            signature.per_sample.get(info.name, 0),
-            signature.as_long_as.get(info.name, ""),
-            signature.counts.get(info.name, ""),
-            signature.user is not None and info.name in signature.user.names,
+            **vars(info),
+            per_sample=signature.per_sample.get(info.name, 0),
+            as_long_as=signature.as_long_as.get(info.name, ""),
+            counts=signature.counts.get(info.name, ""),
+            user=signature.user is not None and info.name in signature.user.names,
         )
         for info in signature.inputs
     )
