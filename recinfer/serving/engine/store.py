@@ -1,5 +1,4 @@
-"""A model store, a folder of archives, ``<model>/<version>/``, and deltas, ``<model>/*.rqd``; and a server's changes
-from it."""
+"""A model store: archives ``<model>/<version>/`` and deltas ``<model>/*.rqd``; and a server's changes from it."""
 
 from __future__ import annotations
 
