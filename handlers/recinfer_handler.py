@@ -18,7 +18,7 @@ from ts.utils.util import PredictionException
 
 from recinfer.errors import InputError, RecinferError
 from recinfer.inference.predictor import load
-from recinfer.serving.engine.batch_config import BatchConfig
+from recinfer.serving.wire.limits import BatchConfig
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.registry import ModelRegistry
