@@ -209,10 +209,10 @@ def _show(
 ) -> None:
     from recinfer.distributed.planner.stats import format_plan
 
-    found = Table("held-out rows", "float", "served INT8", "difference")
+    found = Table("held-out rows", "float", "served INT8", "change")
     for what, name in (("auc", "AUC"), ("log_loss", "log-loss")):
         before, after = (getattr(quality[which], what) for which in ("float", "int8"))
-        found.add_row(name, f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}")
+        found.add_row(name, f"{before:.5f}", f"{after:.5f}", f"{after - before:+z.5f}")
     space = Table("size", "bytes", "ratio")
     for label, name in (("fp32 checkpoint", "checkpoint"), ("INT8 archive", "archive")):
         space.add_row(label, size_text(sizes[name]), f"{sizes[name] / sizes['checkpoint']:.2f}")

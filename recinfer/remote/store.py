@@ -122,14 +122,10 @@ class StoreMirror:
                 f"delta: the store has no {quoted(name)} of model {quoted(model)}; it has {some(names, none='none')}"
             )
         path = self.folder / model / name
-        stamped = path.with_name(f".{name}.stamp")
-        with self._lock, naming(self.folder):
-            stamp = self._stamp_of(f"{model}/{name}")
-            if not stamp or not path.is_file() or not stamped.is_file() or stamped.read_text() != stamp:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                stamped.unlink(missing_ok=True)
-                write_file(path, self._location.read_range(f"{model}/{name}", 0, None))
-                write_file(stamped, stamp.encode())
+        with self._lock, naming(self.folder):  # downloaded each time: a delta may have been uploaded anew
+            text = self._location.read_range(f"{model}/{name}", 0, None)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, text)
         return path
 
     def _stamp_of(self, path: str) -> str:
