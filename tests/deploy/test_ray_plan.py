@@ -79,6 +79,7 @@ def test_an_archive_in_no_store_has_one_version():
         (["--replicas", "3", "--max-replicas", "2"], "replicas: got 3, expected 1 to the maximum of 2"),
         (["--rankers", "0"], "rankers"),
         (["--queue-depth", "0"], "queue-depth"),
+        (["--queue-depth", "8"], "give --load-percent"),
         (["--busy-percent", "101"], "busy-percent"),
         (["--load-percent", "101"], "load-percent"),
     ],
