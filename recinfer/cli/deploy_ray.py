@@ -104,8 +104,7 @@ def cores(text: str) -> float:
 def _bounds(count: int | None, most: int | None) -> Bounds:
     from recinfer.deploy.ray.spec import Bounds
 
-    least = count or min(2, most or 2)
-    return Bounds(least, most or least)
+    return Bounds(count or min(2, most or 2), most)
 
 
 def _show(found: dict[str, Any], output: Output) -> None:
