@@ -99,7 +99,7 @@ ALLOWED: dict[str, set[str]] = {
     "fx": RUNTIME,
     "checkpoint": RUNTIME | {"models", "data", "capture"},
     "archive": RUNTIME | {"models", "data", "capture", "checkpoint", "vocabulary.info"},
-    "vocabulary": RUNTIME | VOCABULARY | {"archive", "capture", "checkpoint"},
+    "vocabulary": RUNTIME | VOCABULARY | {"archive", "capture", "checkpoint", "data"},
     "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "vocabulary", "remote"},
     "remote": SERVED - {"inference"},
     "training": RUNTIME | {"models", "data", "checkpoint"},

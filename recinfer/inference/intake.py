@@ -157,7 +157,7 @@ class FeatureIntake:
         if manifest.contract is None:
             return None
         from recinfer.data.contract import FeatureContract
-        from recinfer.inference.plain_vocabularies import indexed_contract
+        from recinfer.vocabulary.plain import indexed_contract
 
         contract = FeatureContract.from_dict(manifest.contract)
         return contract if self.strings is None else indexed_contract(contract, self.strings)

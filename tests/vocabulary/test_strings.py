@@ -28,7 +28,6 @@ from recinfer.data.contract import FeatureContract, SparseFeature, Vocabulary
 from recinfer.data.features import DenseFeature
 from recinfer.errors import ArchiveError, ConfigError, InputError
 from recinfer.inference.id_steps import IdCounts
-from recinfer.inference.plain_vocabularies import id_vocabularies
 from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.verify import verify
 from recinfer.serving.engine.decoded_path import InferenceService
@@ -40,6 +39,7 @@ from recinfer.serving.wire.proto import open_inference_pb2 as oip
 from recinfer.vocabulary import strings as own
 from recinfer.vocabulary.index import HEADER_BYTES, build_index
 from recinfer.vocabulary.info import StringInfo
+from recinfer.vocabulary.plain import id_vocabularies
 from recinfer.vocabulary.strings import StringRows, StringVocabulary, string_indexes, string_keys
 from recinfer.vocabulary.table import TableVocabulary
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive
