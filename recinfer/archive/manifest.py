@@ -72,8 +72,7 @@ class QuantizationInfo:
 
 @dataclass(frozen=True)
 class TableInfo:
-    """A table of the archive. ``ranks`` hold a piece of the table, ascending; ``sharding`` is a ``ShardingType``
-    value."""
+    """A table of the archive: ``ranks``, ascending, hold its pieces; ``sharding`` is a ``ShardingType`` value."""
 
     name: str
     module: str
@@ -365,14 +364,32 @@ class Manifest:
         """The model's name."""
         return self.model
 
+    @property
+    def num_dense(self) -> int:
+        """The number of columns of the dense matrix."""
+        return 0 if self.dense is None else self.dense.num_dense
+
+    @cached_property
+    def computed_features(self) -> frozenset[str]:
+        """The features of lookups whose ids the ids program computes."""
+        return (
+            frozenset()
+            if self.signature is None or self.signature.ids is None
+            else frozenset(self.signature.ids.features)
+        )
+
+    @cached_property
+    def weighted_features(self) -> frozenset[str]:
+        """The features whose ids may have weights."""
+        return frozenset(f for m in self.modules if m.is_weighted and m.position_weights is None for f in m.features)
+
     @cached_property
     def request_features(self) -> tuple[str, ...]:
         """The features of requests: those of lookups that requests bring, then those that programs alone read."""
         if self.signature is None:
             return tuple(feature.name for feature in self.features)
         given = [i.name for i in self.signature.inputs if i.kind == "ids"]
-        computed = set() if self.signature.ids is None else set(self.signature.ids.features)
-        looked_up = [feature.name for feature in self.features if feature.name not in computed]
+        looked_up = [feature.name for feature in self.features if feature.name not in self.computed_features]
         return tuple(dict.fromkeys([*looked_up, *given]))
 
     @cached_property

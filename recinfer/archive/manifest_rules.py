@@ -300,13 +300,12 @@ def _check_program_inputs(
     by_name = {i.name: i for i in s.inputs}
     if len({i.name for i in inputs}) != len(inputs):
         raise refuse("a program takes an input twice")
-    num_dense = 0 if m.dense is None else m.dense.num_dense
     for i in inputs:
         if i.kind == "dense":
             tensors = [t for t in s.inputs if t.kind == "tensor"]
-            if len(tensors) != 1 or tensors[0].dtype != "float32" or tensors[0].shape != ("batch", num_dense):
+            if len(tensors) != 1 or tensors[0].dtype != "float32" or tensors[0].shape != ("batch", m.num_dense):
                 raise refuse("dense is not the only tensor, float32 [batch, num_dense]")
-            if i != DenseInput("dense", "dense", None, None, num_dense):
+            if i != DenseInput("dense", "dense", None, None, m.num_dense):
                 raise refuse("dense is described otherwise than its tensor")
             continue
         if i.kind == "table":

@@ -90,7 +90,7 @@ def _part_table(part: ShownPart) -> Table:
 def describe_archive(manifest: Manifest) -> dict[str, Any]:
     """A summary of the manifest as plain data, the output of ``inspect --json`` for an archive."""
     from recinfer.archive.manifest import ENGINE_PACKAGES
-    from recinfer.inference.results import computed_features, input_specs
+    from recinfer.inference.results import input_specs
 
     dense = manifest.dense
     ids = None if manifest.signature is None else manifest.signature.ids
@@ -125,7 +125,7 @@ def describe_archive(manifest: Manifest) -> dict[str, Any]:
         "engine": ENGINE_PACKAGES[dense.engine] if dense else None,
         "engine_reason": dense.onnx_refused if dense and dense.engine == "torch" else None,
         "inputs": [{**asdict(spec), "facts": spec.facts} for spec in input_specs(manifest)],
-        "computed_features": sorted(computed_features(manifest)),
+        "computed_features": sorted(manifest.computed_features),
         "ids_engine": ENGINE_PACKAGES[ids.engine] if ids else None,
         "ids_engine_reason": ids.onnx_refused if ids and ids.engine == "torch" else None,
         "has_contract": manifest.contract is not None,

@@ -14,7 +14,7 @@ from recinfer.cli.serve_options import ServeOptions
 from recinfer.serving.config import ServeConfig
 
 if TYPE_CHECKING:
-    from recinfer.serving.app.ready import Ready
+    from recinfer.serving.app.service import Ready
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -60,7 +60,7 @@ def run(options: ServeOptions) -> None:
 
 def _show(ready: Ready, config: ServeConfig, output: Output) -> None:
     """Print the content of the server and its addresses."""
-    from recinfer.serving.app.ready import ReadyRanks
+    from recinfer.serving.app.service import ReadyRanks
 
     tls = config.security.tls_cert is not None
     if isinstance(ready, ReadyRanks):

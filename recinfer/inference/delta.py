@@ -191,8 +191,7 @@ def _check_contract(old: FeatureContract | None, new: FeatureContract | None) ->
 
 
 def _check_same(old: Manifest, new: Manifest) -> None:
-    """Raises ConfigError unless the new checkpoint's model differs from the archive only in numbers; policies stay the
-    archive's."""
+    """Raises ConfigError unless the new model differs from the archive only in numbers; policies stay the archive's."""
     if old.modules != new.modules:
         raise ConfigError(f"{_NEW_VERSION}: the model's modules differ from the archive's")
     for mine, theirs in zip(old.tables, new.tables):

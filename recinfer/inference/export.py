@@ -55,7 +55,6 @@ from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
 from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.report import ExportReport, make_report
-from recinfer.inference.results import computed_features
 from recinfer.vocabulary.plain import StringVocabularies
 from recinfer.vocabulary.written import Vocabularies, written_parts
 
@@ -203,8 +202,7 @@ def export_archive(
 
 def _check_input_names(manifest: Manifest) -> None:
     """Raises ConfigError if an input has the name under which requests and files hold a part of another input."""
-    computed = computed_features(manifest)
-    features = {feature.name for feature in manifest.features} - computed
+    features = {feature.name for feature in manifest.features} - manifest.computed_features
     names = [*sorted(features), *(info.name for info in manifest.named_inputs)]
     for name in names:
         stem, _, part = name.rpartition(".")
@@ -254,8 +252,7 @@ def _answer(
     position_weights: PositionWeights,
     program: nn.Module | None,
 ) -> tuple[Manifest, FloatModel]:
-    """Run the golden requests on the archive, compare with the float model, and store the answers; returns the final
-    manifest, and both models."""
+    """Answer the golden requests, compare with the float model, store the answers: the final manifest, both models."""
     rank_files = tuple(rank_file(rects, rank, plan.hash) for rank, rects in enumerate(rects_by_rank(plan)))
     predictor = Predictor(Archive(folder.root, manifest, plan, rank_files))
     answers = [_replayed(predictor, index, request) for index, request in enumerate(requests)]

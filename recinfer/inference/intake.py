@@ -23,7 +23,6 @@ from recinfer.errors import InputError
 from recinfer.excerpts import some
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.id_steps import IdCounts, IdSteps
-from recinfer.inference.results import weighted_features
 from recinfer.lru import LruCache
 from recinfer.vocabulary.strings import StringRows, open_strings
 
@@ -74,7 +73,7 @@ class FeatureIntake:
         self._features = {n: by_name.get(n) or FeatureInfo(n, "reject", "reject", 0) for n in manifest.request_features}
         self._computes_ids = manifest.signature is not None and manifest.signature.ids is not None
         self.names = tuple(self._features)
-        self.weighted = weighted_features(manifest)
+        self.weighted = manifest.weighted_features
         self.needs_weights = bool(self.weighted)
         self._orders: LruCache[tuple[str, ...], _Order] = LruCache(_MAX_ORDERS)
         self.replaced: Counter[str] = Counter()

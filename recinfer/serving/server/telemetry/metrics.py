@@ -4,7 +4,7 @@ A status is a JSON object. Its counts only grow, so that two statuses give a rat
 
     uptime      seconds
     workers     processes behind these figures
-    load        share of the capacity in use, 0 to 1: the mean of the processes (see recinfer.serving.server.load)
+    load        share of the capacity in use, 0 to 1: the mean of the processes (see recinfer.serving.engine.busy)
     ready       whether a request would be answered now: by every process, since all share the port
     requests    [{method, code, count}], of all versions, unloaded ones too
     latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for values beyond the bounds
@@ -322,8 +322,7 @@ def _described(model: ServedModel, weight: int) -> dict[str, Any]:
 
 
 def _ranks(plan: Plan) -> list[dict[str, Any]]:
-    """For each rank, the numbers of its tables and cells (rows x columns), and the planner's estimate of a batch, ms or
-    None."""
+    """Each rank's number of tables and cells (rows x columns), and the planner's ms for a batch, or None."""
     estimates = plan.estimates.get("perf_ms_per_rank") or [None] * plan.world_size
     ranks = [{"rank": rank, "tables": 0, "cells": 0, "ms": estimates[rank]} for rank in range(plan.world_size)]
     for table in plan.tables:
