@@ -16,6 +16,7 @@ PACKAGE = ROOT / "recinfer"
 
 # A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
 BASE = {
+    "archive.part",
     "arrow",
     "columns",
     "errors",
@@ -97,10 +98,9 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": RUNTIME,
     "fx": RUNTIME,
     "checkpoint": RUNTIME | {"models", "data", "capture"},
-    "archive": RUNTIME | {"models", "data", "capture", "checkpoint", "archive.part", "vocabulary.info"},
-    "vocabulary": RUNTIME | VOCABULARY | {"archive", "archive.part", "capture", "checkpoint"},
-    "inference": RUNTIME
-    | {"models", "data", "capture", "checkpoint", "archive", "archive.part", "vocabulary", "remote"},
+    "archive": RUNTIME | {"models", "data", "capture", "checkpoint", "vocabulary.info"},
+    "vocabulary": RUNTIME | VOCABULARY | {"archive", "capture", "checkpoint", "data"},
+    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "vocabulary", "remote"},
     "remote": SERVED - {"inference"},
     "training": RUNTIME | {"models", "data", "checkpoint"},
     "serving.wire": SERVED,
