@@ -129,7 +129,7 @@ class StoreMirror:
         return path
 
     def _stamp_of(self, path: str) -> str:
-        """As :meth:`Location.stamp`; empty too where the storage gives no answer."""
+        """Return :meth:`Location.stamp`, or an empty text where the storage gives no answer."""
         try:
             return self._location.stamp(path)
         except RecinferError:
