@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,17 @@ def programs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     base = tmp_path_factory.getbasetemp()
     _programs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
     _programs.mkdir(exist_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """The package's loggers as they were after each test: a command that serves in this process sets them."""
+    found = [logging.getLogger(name) for name in ("recinfer", "recinfer.changes", "recinfer.requests")]
+    before = [(log.handlers[:], log.propagate, log.level) for log in found]
+    yield
+    for log, (handlers, propagate, level) in zip(found, before):
+        log.handlers[:], log.propagate = handlers, propagate
+        log.setLevel(level)
 
 
 @pytest.fixture(scope="session")
