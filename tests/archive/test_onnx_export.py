@@ -44,7 +44,9 @@ def test_the_exporter_has_the_private_names() -> None:
     assert "opset_version" in inspect.signature(ONNXRegistry.from_torchlib).parameters
 
 
-@pytest.mark.parametrize(("module", "runs"), [(Plain(), 0), (Casts(), 0), (Spread(), 1)], ids=["plain", "casts", "spread"])
+@pytest.mark.parametrize(
+    ("module", "runs"), [(Plain(), 0), (Casts(), 0), (Spread(), 1)], ids=["plain", "casts", "spread"]
+)
 def test_operators_are_replaced_only_where_one_has_no_onnx_form(
     module: nn.Module, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
