@@ -91,7 +91,7 @@ class StoreMirror:
         since, stamp, why = self._damaged.get(key, (0.0, "", ""))
         # Taken before a download, so that files which are uploaded meanwhile count as changed. The first download has none: the
         # next call repeats it once, but an archive that the cache has needs no storage.
-        now = self._stamp_of(f"{model}/{version}") if why else ""
+        now = self._stamp_of(model, version) if why else ""
         if why and now == stamp and time.monotonic() - since < _AGAIN_S:
             raise ArchiveError(why)
         try:
@@ -128,10 +128,10 @@ class StoreMirror:
             write_file(path, text)
         return path
 
-    def _stamp_of(self, path: str) -> str:
-        """Return :meth:`Location.stamp`, or an empty text where the storage gives no answer."""
+    def _stamp_of(self, model: str, version: str) -> str:
+        """See :meth:`Location.stamp`; empty too where the storage gives no answer."""
         try:
-            return self._location.stamp(path)
+            return self._location.stamp(f"{model}/{version}")
         except RecinferError:
             return ""
 

@@ -30,9 +30,9 @@ from recinfer.serving.server import security as security_module
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import Server
 from recinfer.serving.shards.lookups import MakeLookups
-from recinfer.serving.wire.certificates import expiry_of
 from recinfer.serving.wire.followed_files import FollowedFiles
 from recinfer.serving.wire.loop import run_on_loop
+from recinfer.serving.wire.tls import expiry_of
 from tests.certificates import certified, need_openssl, self_signed
 from tests.rotating import Callers, Files
 from tests.serving.conftest import make_request

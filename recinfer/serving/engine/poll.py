@@ -215,8 +215,7 @@ class StorePoller:
             self._tried[key] = _TRY_AGAIN
 
     def _notice_fault(self, model: str, version: str, path: Path, seen: Fingerprint) -> bool:
-        """Whether files of a served version were changed in place; each transition goes into the log and the version's
-        health."""
+        """Whether files of a served version were changed in place; the log and the version's health show transitions."""
         key, before = (model, version), self._in_place.get((model, version), [])
         manifest = next(
             (served.content[0] for served in self._now().versions_of(model) if served.version == version), ""

@@ -16,8 +16,7 @@ import grpc
 import grpc.aio
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
-from recinfer.serving.shards.config import ShardsConfig, read_shards
-from recinfer.serving.shards.credentials import ShardCredentials
+from recinfer.serving.shards.config import ShardCredentials, ShardsConfig, read_shards
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.versions import VersionSpec
 from recinfer.serving.wire.address import join_address
