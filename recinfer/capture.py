@@ -484,7 +484,7 @@ class _Lookup(Stub):
         about = self._about
         self._called.add(self._index)
         title = f"the embedding module {about.path or type(self.__dict__['_module']).__name__!r}"
-        if not _is_kjt(features):
+        if "KeyedJaggedTensor" not in _mro(features):
             raise CaptureError(f"{title} is called with a {type(features).__name__}, expected a KeyedJaggedTensor")
         parts = _parts_of(features)
         missing = [name for name in about.features if name not in parts]
@@ -522,10 +522,6 @@ Bag = tuple[Tensor, Tensor, Tensor | None]
 
 def _mro(value: Any) -> set[str]:
     return {kind.__name__ for kind in type(value).__mro__}
-
-
-def _is_kjt(value: Any) -> bool:
-    return "KeyedJaggedTensor" in _mro(value)
 
 
 def _kjt_base(value: Any) -> type:
@@ -842,7 +838,8 @@ def _batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        if training or running_mean is None or running_var is None or not _has_read_size(input):
+        read = torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(list(input.shape))
+        if training or running_mean is None or running_var is None or not read:
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
         factor = torch.rsqrt(running_var + eps)
         factor = factor if weight is None else factor * weight
@@ -851,10 +848,6 @@ def _batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return input * factor.reshape(column) + shift.reshape(column)
 
     return batch_norm
-
-
-def _has_read_size(tensor: Tensor) -> bool:
-    return bool(torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(list(tensor.shape)))
 
 
 # ------------------------------------------------------------------------------------------------- example batches
@@ -962,10 +955,6 @@ class _Reader:
 def _below(name: str, key: object) -> str:
     """The name of a part of ``name``, until :func:`_shorten`: keys may have dots."""
     return f"{name}\0{key}" if name else str(key)
-
-
-def _joined_name(name: str, key: object) -> str:
-    return f"{name}.{key}" if name else str(key)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -1239,7 +1228,7 @@ def _structure(value: Any, name: str, outputs: dict[str, Tensor]) -> Any:
     elif hasattr(value, "__dataclass_fields__"):
         value = {k: getattr(value, k) for k in value.__dataclass_fields__}
     if isinstance(value, Mapping):
-        return {"dict": {str(k): _structure(v, _joined_name(name, k), outputs) for k, v in value.items()}}
+        return {"dict": {str(k): _structure(v, f"{name}.{k}" if name else str(k), outputs) for k, v in value.items()}}
     if isinstance(value, tuple | list):
         items = [_structure(v, f"{name or 'output'}_{i}", outputs) for i, v in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": items}

@@ -21,6 +21,7 @@ __all__ = [
     "FeatureArrays",
     "Strings",
     "as_features",
+    "as_float32",
     "as_matrix",
     "dense_name",
     "free_name",
@@ -204,6 +205,12 @@ def free_name(name: str, taken: Iterable[str]) -> str:
     return name
 
 
+def as_float32(values: NDArray[Any]) -> NDArray[np.float32]:
+    """``values`` as float32; numbers beyond its range become infinite, which the predictor refuses."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32, copy=False)
+
+
 def as_matrix(data: Any) -> NDArray[np.float32]:
     """``data``, a tensor, array, list of rows, DataFrame or Table of numbers, as float32 ``[B, num_dense]``.
 
@@ -221,7 +228,7 @@ def as_matrix(data: Any) -> NDArray[np.float32]:
         found = np.asarray(data)
         if found.dtype.kind not in "biufO" or isinstance(data, np.ma.MaskedArray):
             raise TypeError  # numpy would make numbers of text, drop imaginary parts, and show what is masked
-        found = found.astype(np.float32, copy=False)
+        found = as_float32(found)
     except (TypeError, ValueError):
         raise InputError(
             "dense: got rows that are not numbers or differ in length; expected rows of numbers of one length"
@@ -397,8 +404,7 @@ def _weights(name: str, column: Any, lengths: NDArray[np.int32]) -> NDArray[np.f
         raise InputError(
             f"weights[{name!r}]: got a different structure than the ids, expected one weight per id of each sample"
         )
-    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, which the predictor refuses
-        return values.astype(np.float32)
+    return as_float32(values)
 
 
 def _flat(name: str, column: Any, field: str = "features") -> tuple[NDArray[Any], NDArray[np.int32]]:

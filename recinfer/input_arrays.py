@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.arrow import pyarrow_array, speaks_arrow
+from recinfer.columns import as_float32
 from recinfer.errors import InputError
 
 __all__ = ["InputArrays", "as_input", "batch_of_inputs"]
@@ -72,7 +73,7 @@ def as_input(name: str, data: Any) -> InputArrays:
         data = (data.values(), data.lengths(), data.weights_or_none())
     if type(data) is tuple and 2 <= len(data) <= 3:
         values, lengths, *weights = data
-        given = None if not weights or weights[0] is None else _array(name, weights[0]).astype(np.float32, copy=False)
+        given = None if not weights or weights[0] is None else as_float32(_array(name, weights[0]))
         counts = _array(name, lengths)
         if counts.size and (counts.dtype.kind not in "iu" or not 0 <= int(counts.min()) <= int(counts.max()) < 1 << 31):
             got = f"a length of {counts.min()}" if counts.dtype.kind in "iu" else f"{counts.dtype} lengths"

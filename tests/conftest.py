@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.export_caches import cache_exports
+from tests.interpreter_caches import patch_once
 from tests.tiers import TIERS, tier_of
 
 try:
@@ -104,8 +106,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Cache what every export of a small model computes again."""
+    """Cache the work that every export of a small model, and every launch in Triton's interpreter, repeats."""
     cache_exports()
+    patch_once()
     prepare: Any = sys.modules.get("recinfer.inference.prepare")
     if _programs is not None and prepare is not None and not hasattr(prepare.export_part, "__wrapped__"):
         from tests.programs import kept_in
@@ -128,6 +131,17 @@ def programs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     base = tmp_path_factory.getbasetemp()
     _programs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
     _programs.mkdir(exist_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """The package's loggers as they were after each test: a command that serves in this process sets them."""
+    found = [logging.getLogger(name) for name in ("recinfer", "recinfer.changes", "recinfer.requests")]
+    before = [(log.handlers[:], log.propagate, log.level) for log in found]
+    yield
+    for log, (handlers, propagate, level) in zip(found, before):
+        log.handlers[:], log.propagate = handlers, propagate
+        log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

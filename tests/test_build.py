@@ -95,6 +95,12 @@ def test_one_wheel_serves_python_3_11_and_later(tree: Path) -> None:
         assert b"Tag: cp311-abi3-linux_" in archive.read(about)
     libraries = [f"recinfer/{name}.abi3.so" for name in COMPILED]
     assert sorted(name for name in names if name.endswith(".so")) == libraries
+    done = python(tree, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", "apart", str(wheel))
+    assert done.returncode == 0, done.stderr
+    place = "from recinfer.serving import mar; print(mar._handler())"
+    assert python(tree / "apart", "-c", place).stdout.strip() == str(
+        tree / "apart/share/recinfer/handlers/recinfer_handler.py"
+    )
 
 
 def test_no_link_of_the_package_index_page_leads_nowhere(tree: Path) -> None:

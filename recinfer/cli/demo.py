@@ -16,7 +16,6 @@ from rich.panel import Panel
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.format import milliseconds
 from recinfer.cli.measure import Latency, Quality, measure_latency, quality_of, served_logits
 from recinfer.cli.options import DataFormat
 from recinfer.errors import ArchiveError
@@ -209,16 +208,16 @@ def _show(
 ) -> None:
     from recinfer.distributed.planner.stats import format_plan
 
-    found = Table("held-out rows", "float", "served INT8", "difference")
+    found = Table("held-out rows", "float", "served INT8", "change")
     for what, name in (("auc", "AUC"), ("log_loss", "log-loss")):
         before, after = (getattr(quality[which], what) for which in ("float", "int8"))
-        found.add_row(name, f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}")
+        found.add_row(name, f"{before:.5f}", f"{after:.5f}", f"{after - before:+z.5f}")
     space = Table("size", "bytes", "ratio")
     for label, name in (("fp32 checkpoint", "checkpoint"), ("INT8 archive", "archive")):
         space.add_row(label, size_text(sizes[name]), f"{sizes[name] / sizes['checkpoint']:.2f}")
     times = Table("gRPC request", "rows", "p50", "p99")
     for latency in latencies:
-        times.add_row(latency.call, str(latency.batch), milliseconds(latency.p50), milliseconds(latency.p99))
+        times.add_row(latency.call, str(latency.batch), *(f"{s * 1e3:.2f} ms" for s in (latency.p50, latency.p99)))
     for table in (found, space, times):
         for column in table.columns[1:]:
             column.justify = "right"

@@ -114,7 +114,7 @@ def _table_of_quality(found: Evaluation) -> Table:
     table = Table(f"{found.rows:,} held-out rows", "float", "quantized", "difference")
     for name, what in (("AUC", "auc"), ("log-loss", "log_loss"), ("normalized entropy", "normalized_entropy")):
         before, after = getattr(found.float_model, what), getattr(found.quantized_model, what)
-        table.add_row(name, f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}")
+        table.add_row(name, f"{before:.5f}", f"{after:.5f}", f"{after - before:+z.5f}")
     for column in table.columns[1:]:
         column.justify = "right"
     return table

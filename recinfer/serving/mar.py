@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -128,10 +129,12 @@ def _run_archiver(name: str, manifest: Manifest, config: dict[str, object], stor
 
 
 def _handler() -> Path:
-    """The path of the handler's file, in the source tree or in an installed wheel."""
-    tree = Path(__file__).resolve().parents[2] / "handlers" / _HANDLER
-    installed = Path(sysconfig.get_path("data")) / "share" / "recinfer" / "handlers" / _HANDLER
-    for path in (tree, installed):
-        if path.is_file():
-            return path
-    raise UnavailableError(f"{_HANDLER} is in neither {tree.parent} nor {installed.parent}; install recinfer again")
+    """The path of the handler's file, in the source tree or where an install put it."""
+    root = Path(__file__).resolve().parents[2]
+    # An environment, `pip install --user` and `pip install --target` have three places for a package's data.
+    bases = (Path(sysconfig.get_path("data")), Path(site.getuserbase()), root)
+    folders = [root / "handlers", *(base / "share" / "recinfer" / "handlers" for base in bases)]
+    for folder in folders:
+        if (folder / _HANDLER).is_file():
+            return folder / _HANDLER
+    raise UnavailableError(f"{_HANDLER} is in none of {', '.join(map(str, folders))}; install recinfer again")

@@ -19,6 +19,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from recinfer.columns import FeatureArrays, as_features, as_matrix
 from recinfer.errors import DeadlineError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor
+from recinfer.input_arrays import as_input
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.torchserve import TorchServeClient
@@ -84,6 +85,13 @@ def test_ids_and_lists_of_them_mix():
     assert found.lengths.tolist() == [1, 1, 1, 1, 0, 2, 1, 1, 2, 0, 1, 1]
     arrays = as_features({name: np.array(column, object) for name, column in columns.items()})
     assert arrays.values.tolist() == found.values.tolist() and arrays.lengths.tolist() == found.lengths.tolist()
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_beyond_float32_become_infinite_without_a_warning() -> None:
+    assert as_matrix([[1e300]]).tolist() == [[float("inf")]]
+    weights = as_input("tags", ([1.0], [1], [1e300])).weights
+    assert weights is not None and weights.tolist() == [float("inf")]
 
 
 def test_pandas_columns():

@@ -29,14 +29,14 @@ from numpy.typing import NDArray
 
 from recinfer.inference.byte_tables import AwaitedLookup, ReadyLookup
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
 from recinfer.serving.engine.registry import RequestStats, RunCost
 from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, Fill, PlainReader, PlainRequest, Request, trace_of_task
 from recinfer.serving.engine.scheduler import Entry, Scheduler
-from recinfer.serving.wire.arrays import encode_output_arrays
+from recinfer.serving.wire.arrays import Buffer, output_head, predict_head
+from recinfer.serving.wire.limits import BatchConfig
 
 __all__ = ["Dispatcher", "LoopCaller", "ParallelParts", "Predictions"]
 
@@ -82,8 +82,7 @@ class Dispatcher:
         self._predictions.close()
 
     def dispatch(self, request: Request) -> None:
-        """Answer ``request``, or queue it. Never raises: errors are replied. The caller calls ``scheduler.run_ready``
-        when it has no further request."""
+        """Answer or queue ``request``; errors are replied. The caller calls ``scheduler.run_ready`` after its last one."""
         try:
             self._dispatch(request)
         except Exception as error:
@@ -279,8 +278,7 @@ class Predictions:
         return cost.expected(samples) <= max(_LONGEST_RUN_S, 2 * cost.expected(1))
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """The learned estimate; infinite for a version's first run, whose duration is unknown, so that a worker thread
-        runs it."""
+        """The learned estimate; infinite for a version's first run, which a worker thread runs."""
         plain = entry.work.plain
         expected: float = plain.model.run_cost.expected(samples)
         if not expected:
@@ -350,7 +348,7 @@ class Predictions:
             if odd and _has_nan(mine):
                 continue
             version = work.plain.model.version
-            answers[at] = encode_output_arrays(state.output_names, mine, version, work.missing)
+            answers[at] = _encoded(state.output_names, mine, version, work.missing)
         self._stats.stages.add("encode", time.perf_counter() - start)
 
     def _in_parts(self, work: _Prediction, threads: int) -> tuple[bytes | None, float]:
@@ -385,7 +383,7 @@ class Predictions:
         joined = [np.concatenate(pieces) for pieces in zip(*outputs, strict=True)]
         if _has_nan(joined):
             return None, elsewhere
-        answer = encode_output_arrays(state.output_names, joined, plain.model.version, work.missing)
+        answer = _encoded(state.output_names, joined, plain.model.version, work.missing)
         state.stages.add("lookup", given[0][0] - (work.since or start))
         state.stages.add("dense", end - given[0][0])
         self._stats.stages.add("encode", time.perf_counter() - end)
@@ -414,6 +412,16 @@ def _has_nan(outputs: Sequence[NDArray[Any]]) -> bool:
     # Squares are never negative, so their sum is NaN only if an element is NaN; the sum may be infinite. See
     # PlainRequest.dense.
     return any(math.isnan(np.vdot(output, output)) for output in outputs)
+
+
+def _encoded(
+    names: Sequence[str], arrays: Sequence[NDArray[np.float32]], version: str, missing: tuple[int, ...]
+) -> bytes:
+    """A serialized PredictResponse of C-contiguous arrays, in the order of ``names``."""
+    parts: list[Buffer] = [predict_head(version, missing)]
+    for name, array in zip(names, arrays):
+        parts += output_head(name, array.shape), array.data
+    return b"".join(parts)
 
 
 class ParallelParts:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recinfer.columns import Strings, dense_name
+from recinfer.columns import Strings, as_float32, dense_name
 from recinfer.errors import InputError
 from recinfer.input_arrays import InputArrays
 from recinfer.serving.engine.request import CallName
@@ -242,8 +242,7 @@ def to_call(request: InferRequest, model: ServedModel, limits: Limits) -> tuple[
 
 
 def _take_context(by_name: dict[str, InputTensor], feature_names: Sequence[str]) -> dict[str, InputTensor]:
-    """Take the tensors of the context out of ``by_name``; returns them by the rest of their names. A model with a feature
-    ``context.X`` takes no context."""
+    """Take the context's tensors out of ``by_name``, without the prefix; none if a feature's name has that prefix."""
     if any(name.startswith(CONTEXT) for name in feature_names):
         return {}
     names = [name for name in by_name if name.startswith(CONTEXT)]
@@ -276,7 +275,7 @@ def _take_named(info: InputSpec, by_name: dict[str, InputTensor], number: int = 
     if is_jagged:
         lengths = _counts(info.name, "values", by_name)
     if info.weighted and f"{info.name}.weights" in by_name:
-        weights = by_name.pop(f"{info.name}.weights").data.astype(np.float32, copy=False)
+        weights = as_float32(by_name.pop(f"{info.name}.weights").data)
     given = InputArrays(found.data, lengths, weights)
     return encode_input(info.name, given, _NAMES[found.datatype], found.shape, number)
 

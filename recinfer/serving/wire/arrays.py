@@ -39,15 +39,14 @@ __all__ = [
     "decode_predict",
     "encode_input",
     "encode_lookup_request",
-    "encode_output_arrays",
     "encode_predict_request",
     "field_head",
     "lookup_head",
     "no_features",
+    "output_head",
     "parse",
     "predict_head",
     "tensor_bytes",
-    "tensor_head",
     "varint",
 ]
 
@@ -102,8 +101,7 @@ def field_head(number: int, size: int) -> bytes:
 
 
 def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:
-    """The elements of ``tensor`` as little-endian bytes of ``dtype``, row-major: a view if the tensor holds them in this
-    form."""
+    """``tensor`` as little-endian bytes of ``dtype``, row-major: a view where the tensor holds them in this form."""
     # A detach() or cpu() without effect costs as much as the copy of a small answer.
     if tensor.requires_grad or tensor.device.type != "cpu":
         tensor = tensor.detach().cpu()
@@ -334,24 +332,16 @@ def lookup_head(
     ).SerializeToString()
 
 
-@lru_cache(maxsize=256)
-def tensor_head(name: str, shape: tuple[int, ...]) -> bytes:
-    """A serialized NamedTensor without its values."""
-    return pb.NamedTensor(name=name, shape=shape).SerializeToString()
+@lru_cache(maxsize=1024)
+def output_head(name: str, shape: tuple[int, ...]) -> bytes:
+    """The bytes before the float32 values of an output of a PredictResponse."""
+    tensor = pb.NamedTensor(name=name, shape=shape).SerializeToString()
+    size = 4 * math.prod(shape)
+    values = field_head(3, size)
+    return field_head(1, len(tensor) + len(values) + size) + tensor + values
 
 
 @lru_cache(maxsize=64)
 def predict_head(version: str, missing: tuple[int, ...]) -> bytes:
     """A serialized PredictResponse without its outputs."""
     return pb.PredictResponse(model_version=version, missing_ranks=missing).SerializeToString()
-
-
-def encode_output_arrays(
-    names: Sequence[str], arrays: Sequence[NDArray[Any]], version: str, missing: tuple[int, ...] = ()
-) -> bytes:
-    """A serialized PredictResponse of float32 arrays, C-contiguous, in the order of ``names``."""
-    parts: list[Buffer] = [predict_head(version, missing)]
-    for name, array in zip(names, arrays):
-        small = tensor_head(name, array.shape)
-        parts += bytes_field(1, small, *bytes_field(3, array.tobytes()))
-    return b"".join(parts)

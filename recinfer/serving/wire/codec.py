@@ -28,10 +28,10 @@ from recinfer.serving.wire.arrays import (
     encode_lookup_request,
     encode_predict_request,
     lookup_head,
+    output_head,
     parse,
     predict_head,
     tensor_bytes,
-    tensor_head,
 )
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
@@ -292,8 +292,7 @@ def encode_predict_response(outputs: dict[str, Tensor], version: str, missing: t
     """A serialized PredictResponse of float32 tensors by name; ``missing``: ranks whose rows were zero."""
     parts: list[Buffer] = [predict_head(version, missing)]
     for name, tensor in outputs.items():
-        small = tensor_head(name, tuple(tensor.shape))
-        parts += bytes_field(1, small, *bytes_field(3, tensor_bytes(tensor, _FLOAT32)))
+        parts += output_head(name, tuple(tensor.shape)), tensor_bytes(tensor, _FLOAT32)
     return b"".join(parts)
 
 
@@ -301,8 +300,7 @@ def encode_predict_response(outputs: dict[str, Tensor], version: str, missing: t
 
 
 def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str, tuple[int, ...]]:
-    """Pooled embeddings, unpooled ones, the model's version, and the ranks whose rows are zero as they did not answer, out of
-    a serialized LookupResponse."""
+    """Pooled and unpooled embeddings, the version, and the ranks that did not answer, out of a LookupResponse."""
     found = decode_lookup(data)
     pooled = None
     if found.dims:
