@@ -98,8 +98,9 @@ ALLOWED: dict[str, set[str]] = {
     "fx": RUNTIME,
     "checkpoint": RUNTIME | {"models", "data", "capture"},
     "archive": RUNTIME | {"models", "data", "capture", "checkpoint", "archive.part", "vocabulary.info"},
-    "vocabulary": RUNTIME | VOCABULARY | {"archive", "capture", "checkpoint"},
-    "inference": RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "vocabulary", "remote"},
+    "vocabulary": RUNTIME | VOCABULARY | {"archive", "archive.part", "capture", "checkpoint"},
+    "inference": RUNTIME
+    | {"models", "data", "capture", "checkpoint", "archive", "archive.part", "vocabulary", "remote"},
     "remote": SERVED - {"inference"},
     "training": RUNTIME | {"models", "data", "checkpoint"},
     "serving.wire": SERVED,

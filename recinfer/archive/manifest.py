@@ -419,8 +419,7 @@ class Manifest:
 
     def with_parts(self, entries: Iterable[Part]) -> Manifest:
         """The manifest with the entries of parts, each in its field."""
-        found: dict[str, Any] = by_key(entries)
-        return replace(self, **found)
+        return replace(self, **by_key(entries))
 
     @cached_property
     def raw_features(self) -> frozenset[str]:

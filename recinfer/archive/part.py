@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from hashlib import sha256
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DeltaPart", "Model", "Part", "Tensors", "by_key", "parts_of", "without_absent"]
+__all__ = [
+    "Changes",
+    "DeltaPart",
+    "Model",
+    "Part",
+    "PendingChanges",
+    "Tensors",
+    "by_key",
+    "digest",
+    "parts_of",
+    "without_absent",
+]
 
 Tensors = tuple[NDArray[np.int64], ...]
 """The tensors of an entry of a delta, int64 ``[N]`` each, in the order of :meth:`DeltaPart.tensors`."""
@@ -30,6 +42,8 @@ class Model(Protocol):
     def request_features(self) -> Sequence[str]: ...
     @property
     def raw_features(self) -> Collection[str]: ...
+    @property
+    def parts(self) -> Sequence[Sequence[Part]]: ...
 
 
 class Part:
@@ -83,6 +97,27 @@ class DeltaPart:
         raise NotImplementedError
 
 
+class Changes(Protocol):
+    """The changes of id steps by a delta: a :class:`recinfer.archive.delta.Delta`, or one that is being made."""
+
+    @property
+    def parts(self) -> Sequence[tuple[DeltaPart, Tensors]]:
+        """The entries of all parts, with their tensors."""
+        ...
+
+
+@dataclass(frozen=True)
+class PendingChanges:
+    """Changes that no delta has yet."""
+
+    parts: tuple[tuple[DeltaPart, Tensors], ...] = ()
+
+
+def digest(tensor: NDArray[np.int64]) -> str:
+    """SHA-256 of the little-endian bytes, as :meth:`DeltaPart.tensors` gives it."""
+    return sha256(tensor.astype("<i8").tobytes()).hexdigest()
+
+
 P = TypeVar("P", Part, DeltaPart)
 
 
@@ -98,9 +133,9 @@ def without_absent(holder: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in absent}
 
 
-def by_key(entries: Iterable[Part | DeltaPart]) -> dict[str, tuple[Any, ...]]:
+def by_key(entries: Iterable[Part | DeltaPart]) -> dict[str, Any]:
     """The entries by the field that they belong to."""
-    found: dict[str, tuple[Any, ...]] = {}
+    found: dict[str, Any] = {}
     for entry in entries:
         found[entry.key] = (*found.get(entry.key, ()), entry)
     return found

@@ -29,6 +29,7 @@ from recinfer.archive.delta import (
 )
 from recinfer.archive.leaves import find_leaves
 from recinfer.archive.manifest import CheckInfo, FileInfo, Manifest, QuantizationInfo
+from recinfer.archive.part import by_key
 from recinfer.archive.positions import PATH as POSITIONS
 from recinfer.archive.positions import pack_position_weights
 from recinfer.archive.reader import open_archive
@@ -137,8 +138,8 @@ def make_delta(
         writer = DeltaWriter(path, manifest)
         try:
             stats = _write_changes(predictor, applied, keys, checkpoint, rows, writer, max_chunk_bytes, progress)
-            for (module, table), (ids, id_rows) in changes.changes.items():
-                writer.add_ids(module, table, ids, id_rows)
+            for entry, tensors in changes.parts:
+                writer.add_part(entry, tensors)
             info = DeltaInfo(
                 format=FORMAT,
                 format_version=FORMAT_VERSION,
@@ -153,7 +154,7 @@ def make_delta(
                 dense=fresh.dense,
                 check=manifest.check,
                 files=_listed(files),
-                vocabularies=tuple(writer.vocabularies),
+                **by_key(entry for entry, _ in changes.parts),
             )
             trial = predictor.with_delta_applied(writer.contents(info, files))
             answers = [trial.replay(request) for request in requests]

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from recinfer.archive.check import Request
 from recinfer.archive.manifest import Manifest
+from recinfer.archive.part import Changes
 from recinfer.archive.reader import Archive
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, bags_of, offsets_of
 from recinfer.lru import LruCache
 from recinfer.quant.bags import BagPlaces
-from recinfer.vocabulary.opened import IdChanges
 from recinfer.vocabulary.step import vocabulary_step
 
 __all__ = ["STEPS", "ByteStep", "CountReplaced", "IdCounts", "IdStep", "IdSteps", "MakeStep", "out_of_range"]
@@ -92,7 +92,7 @@ class ByteStep(Protocol):
         ...
 
 
-MakeStep = Callable[[Archive, Sequence[IdChanges], IdCounts], "IdStep | None"]
+MakeStep = Callable[[Archive, Sequence[Changes], IdCounts], "IdStep | None"]
 """Makes a step of an archive and its applied deltas; None if the archive has no use for it."""
 
 
@@ -108,7 +108,7 @@ class IdSteps:
         in_bytes: whether the byte paths have to run steps (:meth:`rewrite`).
     """
 
-    def __init__(self, archive: Archive, deltas: Sequence[IdChanges], counts: IdCounts) -> None:
+    def __init__(self, archive: Archive, deltas: Sequence[Changes], counts: IdCounts) -> None:
         self._steps = [step for make in STEPS if (step := make(archive, deltas, counts)) is not None]
         self._byte_steps = [step for step in self._steps if not step.decoded_only]
         self._drops = frozenset(feature for step in self._steps for feature in step.drops)
@@ -239,7 +239,7 @@ class _OutOfRange:
         return np.array(low, np.int64), np.array(high, np.int64), np.array(replacement, np.int64)
 
 
-def out_of_range(archive: Archive, deltas: Sequence[IdChanges], counts: IdCounts) -> IdStep | None:
+def out_of_range(archive: Archive, deltas: Sequence[Changes], counts: IdCounts) -> IdStep | None:
     """Makes the step of ``recinfer export --out-of-range FEATURE=default``."""
     if all(feature.out_of_range != "default_row" for feature in archive.manifest.features):
         return None

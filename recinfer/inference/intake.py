@@ -16,13 +16,13 @@ from itertools import pairwise
 import numpy as np
 
 from recinfer.archive.manifest import FeatureInfo, Manifest
+from recinfer.archive.part import Changes
 from recinfer.archive.reader import Archive
 from recinfer.errors import InputError
 from recinfer.excerpts import some
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.id_steps import IdCounts, IdSteps
 from recinfer.lru import LruCache
-from recinfer.vocabulary.opened import IdChanges
 from recinfer.vocabulary.strings import StringRows, open_strings
 
 __all__ = ["FeatureIntake", "TakenFeatures"]
@@ -82,7 +82,7 @@ class FeatureIntake:
         counted = manifest.raw_features | manifest.string_features
         self._counted = [name for name in read if name in counted]
 
-    def at(self, archive: Archive, deltas: Sequence[IdChanges]) -> FeatureIntake:
+    def at(self, archive: Archive, deltas: Sequence[Changes]) -> FeatureIntake:
         """The intake of a state of the archive: its own steps, and the counters of all states.
 
         Raises:

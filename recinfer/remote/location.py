@@ -72,9 +72,8 @@ class Location:
         Raises:
             NotFoundError, ConfigError, UnavailableError: as :meth:`read`.
         """
-        first = None if start == 0 and end is None else start  # a whole file needs no range
         with self._errors(path):
-            return bytes(self._filesystem.cat_file(f"{self._root}/{path}", start=first, end=end))
+            return bytes(self._filesystem.cat_file(f"{self._root}/{path}", start=start, end=end))
 
     def archives(self) -> dict[tuple[str, str], str]:
         """The folders ``<model>/<version>`` with a manifest.json -> text that changes when the manifest changes.
@@ -104,14 +103,14 @@ class Location:
         return sorted(name for entry in listed if (name := str(entry).rstrip("/").rpartition("/")[2]).endswith(suffix))
 
     def stamp(self, path: str) -> str:
-        """Text that changes when a file of a folder changes; raises as :meth:`read`.
+        """Text that changes when a file in a folder changes; raises as :meth:`read`.
 
-        The text is empty where the storage gives neither a hash nor a time. Web servers list no folder's files with these.
+        The text is empty where the storage gives neither a hash nor a time of each file, as web servers.
         """
         with self._errors(path):
             self._filesystem.invalidate_cache()
-            files = self._filesystem.find(f"{self._root}/{path}", detail=True)
-        stamps = {name: _stamp(each) for name, each in files.items()}
+            found = self._filesystem.find(f"{self._root}/{path}", detail=True)
+        stamps = {name: _stamp(info) for name, info in found.items()}
         return hashlib.sha256(repr(sorted(stamps.items())).encode()).hexdigest() if all(stamps.values()) else ""
 
     @contextmanager

@@ -129,7 +129,7 @@ class StoreMirror:
         return path
 
     def _stamp_of(self, model: str, version: str) -> str:
-        """As :meth:`Location.stamp`; empty too where the storage gives no answer."""
+        """See :meth:`Location.stamp`; empty too where the storage gives no answer."""
         try:
             return self._location.stamp(f"{model}/{version}")
         except RecinferError:

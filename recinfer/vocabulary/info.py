@@ -1,4 +1,4 @@
-"""The vocabularies of an archive, as its manifest lists them, and their rules V1, V2 and V7."""
+"""The vocabularies of an archive and their changes in a delta, as the JSON of both lists them; rules V1, V2, V7 and X9."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from recinfer.archive.part import Model, Part
+import numpy as np
+
+from recinfer.archive.part import DeltaPart, Model, Part, Tensors
 from recinfer.errors import ArchiveError
 from recinfer.excerpts import excerpt
 from recinfer.vocabulary.table import MAX_VOCABULARY_ROWS, Segment, TableVocabulary, check_segments
 
-__all__ = ["MAX_EXAMPLES", "StringInfo", "VocabularyInfo", "info_of"]
+__all__ = ["MAX_EXAMPLES", "DeltaVocabulary", "StringInfo", "VocabularyInfo", "info_of"]
 
 MAX_EXAMPLES = 16
 """Most known strings that a manifest lists per vocabulary of strings."""
@@ -98,6 +100,53 @@ class StringInfo(Part):
     def string_features(self) -> Mapping[str, Collection[str]]:
         """Each feature with the examples."""
         return dict.fromkeys(self.features, self.examples)
+
+
+@dataclass(frozen=True)
+class DeltaVocabulary(DeltaPart):
+    """Changed ids of the vocabulary of one table, ascending, and their rows, -1 without one."""
+
+    key: ClassVar[str] = "vocabularies"
+
+    module: str
+    table: str
+    ids: int
+    ids_sha256: str
+    rows_sha256: str
+
+    def tensors(self) -> dict[str, tuple[int, str]]:
+        """See :class:`recinfer.archive.part.DeltaPart`."""
+        return {"ids": (self.ids, self.ids_sha256), "id_rows": (self.ids, self.rows_sha256)}
+
+    @classmethod
+    def check(cls, changes: Sequence[tuple[DeltaVocabulary, Tensors]]) -> None:
+        """Raise ArchiveError for what breaks rule X9 in itself."""
+        seen: set[tuple[str, str]] = set()
+        for entry, (ids, rows) in changes:
+            kept = np.sort(rows[rows >= 0])
+            if (
+                (entry.module, entry.table) in seen
+                or (ids[1:] <= ids[:-1]).any()
+                or (rows < -1).any()
+                or (kept[1:] == kept[:-1]).any()
+            ):
+                raise ArchiveError(
+                    f"vocabulary of table {entry.table[:80]!r}: listed twice, its ids do not ascend, or two ids get one row",
+                    rule="X9",
+                )
+            seen.add((entry.module, entry.table))
+
+    def check_fit(self, tensors: Tensors, model: Model) -> None:
+        """Raise ArchiveError if the archive has no such vocabulary, or no such row."""
+        infos = [info for part in model.parts for info in part if isinstance(info, VocabularyInfo)]
+        if (self.module, self.table) not in {(info.module, info.table) for info in infos}:
+            raise ArchiveError(f"table {self.table[:80]!r} of the archive has no vocabulary", rule="X9")
+        highest = int(tensors[1].max())
+        rows = next(table.rows for table in model.tables if (table.module, table.name) == (self.module, self.table))
+        if highest >= rows:
+            raise ArchiveError(
+                f"vocabulary of table {self.table!r}: an id gets row {highest}; the table has {rows}", rule="X9"
+            )
 
 
 def info_of(module: str, table: str, vocabulary: TableVocabulary) -> VocabularyInfo:

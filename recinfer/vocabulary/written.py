@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from recinfer.archive.part import Changes, DeltaPart, PendingChanges, Tensors, digest
 from recinfer.archive.reader import Archive
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
 from recinfer.vocabulary.index import IdIndex, build_index
-from recinfer.vocabulary.info import VocabularyInfo, info_of
-from recinfer.vocabulary.opened import IdChanges, open_indexes
+from recinfer.vocabulary.info import DeltaVocabulary, VocabularyInfo, info_of
+from recinfer.vocabulary.opened import open_indexes
 from recinfer.vocabulary.table import TableVocabulary
 
-__all__ = ["PendingChanges", "Vocabularies", "index_files", "vocabulary_changes", "vocabulary_infos"]
+__all__ = ["Vocabularies", "index_files", "vocabulary_changes", "vocabulary_infos"]
 
 Vocabularies = Mapping[tuple[str, str], TableVocabulary]
 """(module path, table) -> its vocabulary."""
@@ -39,18 +36,7 @@ def index_files(vocabularies: Vocabularies) -> Iterator[tuple[str, bytes]]:
         yield VocabularyInfo.path(number), b"".join((index.shape.header(), index.buckets.tobytes()))
 
 
-@dataclass(frozen=True)
-class PendingChanges:
-    """Changed ids of a delta that is not written yet, by (module, table): ids and rows, as in recinfer.archive.delta.Delta."""
-
-    changes: Mapping[tuple[str, str], tuple[NDArray[np.int64], NDArray[np.int64]]]
-
-    def vocabulary(self, module: str, table: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """See :class:`recinfer.vocabulary.opened.IdChanges`."""
-        return self.changes.get((module, table))
-
-
-def vocabulary_changes(archive: Archive, applied: Sequence[IdChanges], vocabularies: Vocabularies) -> PendingChanges:
+def vocabulary_changes(archive: Archive, applied: Sequence[Changes], vocabularies: Vocabularies) -> PendingChanges:
     """The changes from an archive with deltas applied to the vocabularies of a new checkpoint.
 
     Raises:
@@ -64,14 +50,15 @@ def vocabulary_changes(archive: Archive, applied: Sequence[IdChanges], vocabular
             f"tables with a vocabulary differ between the archive and the checkpoint: {some(odd)}; export this checkpoint as a new "
             "version"
         )
-    changes = {}
+    changes: list[tuple[DeltaPart, Tensors]] = []
     for info, index in opened:
         now = vocabularies[info.module, info.table]
         now.check(f"vocabulary of table {info.full_name!r}")
         ids, rows = _changed_ids(info, index, now)
         if len(ids):
-            changes[info.module, info.table] = ids, rows
-    return PendingChanges(changes)
+            entry = DeltaVocabulary(info.module, info.table, len(ids), digest(ids), digest(rows))
+            changes.append((entry, (ids, rows)))
+    return PendingChanges(tuple(changes))
 
 
 def _changed_ids(

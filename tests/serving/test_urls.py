@@ -332,14 +332,6 @@ def test_a_damaged_version_is_downloaded_once(
     mirror.archive("tiny", "1")
 
 
-def test_a_delta_uploaded_anew_is_downloaded_anew(bucket: Path, storage: Storage, cache: ArchiveCache) -> None:
-    mirror = StoreMirror(f"{storage.url}/store", cache)
-    delta = bucket / "store/tiny/one.rqd"
-    for text in (b"first", b"other"):  # of one size
-        delta.write_bytes(text)
-        assert mirror.delta("tiny", "one.rqd").read_bytes() == text
-
-
 def test_a_damaged_version_that_is_uploaded_again_is_read_at_once(bucket: Path, cache: ArchiveCache) -> None:
     """Where the storage tells hashes or times of files; ten minutes were an operator's first wait before."""
     shard = bucket / "store/tiny/1/shards/rank-00000.safetensors"
@@ -376,6 +368,14 @@ def test_a_damaged_version_of_unchanged_files_is_not_read_at_each_look(
     with pytest.raises(ArchiveError, match="F5"):
         mirror.archive("tiny", "1")
     assert not reads
+
+
+def test_a_delta_uploaded_anew_is_downloaded_anew(bucket: Path, storage: Storage, cache: ArchiveCache) -> None:
+    mirror = StoreMirror(f"{storage.url}/store", cache)
+    delta = bucket / "store/tiny/one.rqd"
+    for text in (b"first", b"other"):  # of one size
+        delta.write_bytes(text)
+        assert mirror.delta("tiny", "one.rqd").read_bytes() == text
 
 
 def test_settings_that_do_not_go_together() -> None:
