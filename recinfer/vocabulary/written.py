@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from recinfer.archive.part import Changes, DeltaPart, PendingChanges, Tensors, digest
 from recinfer.archive.reader import Archive
 from recinfer.errors import ConfigError
