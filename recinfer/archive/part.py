@@ -16,6 +16,7 @@ __all__ = [
     "Model",
     "Part",
     "PendingChanges",
+    "ShownPart",
     "Tensors",
     "by_key",
     "digest",
@@ -72,6 +73,25 @@ class Part:
     def string_features(self) -> Mapping[str, Collection[str]]:
         """The features whose ids in requests may be strings, each with some strings as examples."""
         return {}
+
+
+@dataclass(frozen=True)
+class ShownPart:
+    """The entries of a part as ``recinfer inspect`` shows them.
+
+    Attributes:
+        key: their name in ``--json``.
+        entries: plain data for ``--json``; none: the part is not shown.
+        title: above their table.
+        columns: heading -> a cell per entry.
+        numbers: headings of numbers.
+    """
+
+    key: str
+    entries: list[dict[str, Any]]
+    title: str
+    columns: dict[str, list[str]]
+    numbers: Collection[str]
 
 
 class DeltaPart:

@@ -45,7 +45,6 @@ from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import cut_and_export, first_manifest, read_positions, table_keys
 from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import quantize_tables
-from recinfer.vocabulary.managed_collisions import vocabularies_of
 from recinfer.vocabulary.written import Vocabularies, vocabulary_changes
 
 __all__ = ["DeltaReport", "make_delta"]
@@ -130,8 +129,7 @@ def make_delta(
     known = {file.path: file.sha256 for file in manifest.files}
     files = {path: data for path, data in files.items() if sha256(data).hexdigest() != known.get(path)}
     requests = [request for request, _ in read_requests(stored)]
-    vocabularies = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
-    changes = vocabulary_changes(stored, applied, vocabularies)
+    changes = vocabulary_changes(stored, applied, model, checkpoint, vocabularies)
     steps = predictor.intake.at(stored, [*applied, changes]).steps
     rows = FloatRows(manifest, [predictor.looked_up(request, steps) for request in requests])
     with delta_file(Path(out), overwrite=overwrite) as path:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.id_steps import IdCounts, IdSteps
 from recinfer.lru import LruCache
 from recinfer.vocabulary.strings import StringRows, open_strings
+
+if TYPE_CHECKING:
+    from recinfer.data.contract import FeatureContract
 
 __all__ = ["FeatureIntake", "TakenFeatures"]
 
@@ -95,14 +99,15 @@ class FeatureIntake:
         return state
 
     @property
-    def known(self) -> dict[str, int]:
-        """Feature with a vocabulary -> ids of requests that the vocabulary has, since the start."""
-        return {name: int(self._counts.found[self._counts.places[name], 0]) for name in self._counted}
-
-    @property
-    def unknown(self) -> dict[str, int]:
-        """Feature with a vocabulary -> ids of requests that the vocabulary lacks, since the start."""
-        return {name: int(self._counts.found[self._counts.places[name], 1]) for name in self._counted}
+    def counts(self) -> dict[str, dict[str, int]]:
+        """The counts of :data:`recinfer.inference.id_steps.COUNTS` since the start, by feature."""
+        found = {name: self._counts.found[self._counts.places[name]].tolist() for name in self._counted}
+        return {
+            "replaced": {name: self.replaced[name] for name in self.names},
+            "missing": {name: self.missing[name] for name in self.names},
+            "known": {name: known for name, (known, _) in found.items()},
+            "unknown": {name: unknown for name, (_, unknown) in found.items()},
+        }
 
     def take(
         self, features: Bags, *, need_all: bool, elsewhere: Set[str] = frozenset(), fill: bool = True
@@ -145,6 +150,16 @@ class FeatureIntake:
             if order.defaults and fill:
                 features = _fill(features, {k: row for k, row in order.defaults.items() if k not in elsewhere})
         return TakenFeatures(features, order.present)
+
+    def contract(self, manifest: Manifest) -> FeatureContract | None:
+        """The archive's feature contract, whose texts become rows by the archive's indexes; None without one."""
+        if manifest.contract is None:
+            return None
+        from recinfer.data.contract import FeatureContract
+        from recinfer.vocabulary.plain import indexed_contract
+
+        contract = FeatureContract.from_dict(manifest.contract)
+        return contract if self.strings is None else indexed_contract(contract, self.strings)
 
     def with_rows(self, features: Bags) -> Bags:
         """The features with the row of each string; raises InputError for strings of a feature that takes integers."""

@@ -43,7 +43,6 @@ from recinfer.quant.transfers import to_device, to_host
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
-    from recinfer.vocabulary.strings import StringRows
 
 __all__ = ["LoadedModel", "States", "at_one_state"]
 
@@ -246,7 +245,7 @@ class LoadedModel(States):
         manifest = archive.manifest
         self.intake = self.intake.at(archive, self._deltas)
         if self.contract is None:
-            self.contract = _contract(manifest, self.intake.strings)
+            self.contract = self.intake.contract(manifest)
         self.lookups: Lookups
         if self._lookups_of is None:
             mapped = archive.map_shards(**self._mapping, edit=edit)
@@ -484,13 +483,3 @@ def _check_unchanged(archive: Archive) -> None:
         text = b""
     if archive.manifest_sha256 and hashlib.sha256(text).hexdigest() != archive.manifest_sha256:
         raise ArchiveError(f"{str(archive.root)!r} was replaced since it was loaded; load it again", rule="X5")
-
-
-def _contract(manifest: Manifest, strings: StringRows | None) -> FeatureContract | None:
-    if manifest.contract is None:
-        return None
-    from recinfer.data.contract import FeatureContract
-    from recinfer.inference.plain_vocabularies import indexed_contract
-
-    contract = FeatureContract.from_dict(manifest.contract)
-    return contract if strings is None else indexed_contract(contract, strings)

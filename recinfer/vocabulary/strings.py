@@ -32,7 +32,6 @@ __all__ = [
     "check_rows",
     "open_strings",
     "read_string_shapes",
-    "string_files",
     "string_indexes",
     "string_keys",
 ]
@@ -127,12 +126,6 @@ def _distinct_keys(texts: Strings) -> tuple[int, NDArray[np.int64]]:
         if len(np.unique(keys)) == len(keys):
             return seed, keys
     raise AssertionError("different strings have equal 64-bit keys with every seed")
-
-
-def string_files(found: Sequence[tuple[StringInfo, IdIndex]]) -> Iterator[tuple[str, bytes]]:
-    """(path, bytes) of each index of :func:`string_indexes`."""
-    for number, (_, index) in enumerate(found):
-        yield StringInfo.path(number), b"".join((index.shape.header(), index.buckets.tobytes()))
 
 
 class StringRows:

@@ -111,7 +111,7 @@ def test_every_path_reads_the_rows_of_raw_ids(both: Both, narrow: bool) -> None:
 def test_hits_and_misses_are_counted_by_feature(both: Both) -> None:
     made, root, _ = both
     predictor = load(root)
-    before = predictor.intake.known, predictor.intake.unknown
+    before = predictor.intake.counts["known"], predictor.intake.counts["unknown"]
     ids = KeyedJaggedTensor(
         ["f_item", "f_user", "f_cat"],
         torch.tensor([*made[ITEM].ids[:3].tolist(), 5, 3, *made[CATS].ids[:1].tolist(), 2**33]),
@@ -120,7 +120,7 @@ def test_hits_and_misses_are_counted_by_feature(both: Both) -> None:
     predictor.lookup(ids)
     known, unknown = (
         {name: now[name] - was[name] for name in now}
-        for now, was in zip((predictor.intake.known, predictor.intake.unknown), before)
+        for now, was in zip((predictor.intake.counts["known"], predictor.intake.counts["unknown"]), before)
     )
     assert known == {"f_item": 3, "f_hist": 0, "f_cat": 1} and unknown == {"f_item": 1, "f_hist": 0, "f_cat": 1}
 
