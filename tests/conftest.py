@@ -102,8 +102,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Cache what every export of a small model computes again."""
+    """Cache what every export of a small model computes again, and draw the same numbers in each test, so that models which tests
+    build alike are equal. With --full-matrix they go on from the test before."""
     cache_exports()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and programs_of_run() is not None:
+        torch.default_generator.manual_seed(0)
     for name in ("recinfer.inference.export", "recinfer.inference.delta"):
         module: Any = sys.modules.get(name)
         if programs_of_run() is not None and module is not None and not hasattr(module.cut_and_export, "__wrapped__"):

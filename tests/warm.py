@@ -272,6 +272,7 @@ def _main(
     torch.set_num_threads(1)
     keep_programs(programs)
     cache_exports()
+    multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]  # a program may have children
     sys.argv = ["-c", *arguments]
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
