@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.dense                      # half a minute
     OMP_NUM_THREADS=1 python -m benchmarks.dense --features 40 --dim 64 --over 512 256 1
 
-One thread; medians of the turns. See recinfer.archive.onnx_gather and, for a narrow first layer, recinfer.archive.onnx_fold.
+One thread; medians of the turns. See recinfer.archive.onnx_rewrites and, for a narrow first layer, recinfer.archive.onnx_rewrites.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from recinfer.archive.onnx_fold import fold_gathers
-from recinfer.archive.onnx_gather import gather_rows
+from recinfer.archive.onnx_rewrites import fold_gathers, gather_rows
 from recinfer.models.dlrm import InteractionArch, OverArch
 
 

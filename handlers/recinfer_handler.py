@@ -18,13 +18,12 @@ from ts.utils.util import PredictionException
 
 from recinfer.errors import InputError, RecinferError
 from recinfer.inference.predictor import load
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.wire import json_codec
-from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.limits import BatchConfig, Limits
 from recinfer.serving.wire.status import status_of
 
 _METHOD_HEADER = "X-Recinfer-Method"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.export_caches import cache_exports, keep_programs, programs_of_run
+from tests.interpreter_caches import patch_once
 from tests.tiers import TIERS, tier_of
 
 try:
@@ -102,9 +104,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Cache what every export of a small model computes again, and draw the same numbers in each test, so that models which tests
-    build alike are equal. With --full-matrix they go on from the test before."""
+    """Cache the work that every export of a small model, and every launch in Triton's interpreter, repeats.
+
+    Each test begins with the same seed, so that models which tests build alike are equal and share it; with --full-matrix the
+    random numbers go on from the test before.
+    """
     cache_exports()
+    patch_once()
     torch: Any = sys.modules.get("torch")
     if torch is not None and programs_of_run() is not None:
         torch.default_generator.manual_seed(0)
@@ -125,6 +131,17 @@ def programs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
     folder.mkdir(exist_ok=True)
     keep_programs(folder)
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """The package's loggers as they were after each test: a command that serves in this process sets them."""
+    found = [logging.getLogger(name) for name in ("recinfer", "recinfer.changes", "recinfer.requests")]
+    before = [(log.handlers[:], log.propagate, log.level) for log in found]
+    yield
+    for log, (handlers, propagate, level) in zip(found, before):
+        log.handlers[:], log.propagate = handlers, propagate
+        log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

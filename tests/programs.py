@@ -79,8 +79,9 @@ def _bytes_of(tensor: Tensor) -> Iterator[bytes]:
 def traced_once(cut_and_export: Callable[..., CutModel]) -> Callable[..., CutModel]:
     """``cut_and_export``, which returns what it has made of an equal model, weights and further arguments.
 
-    Models are equal if they pickle to the same bytes, and their weights outside the tables are: a program has no vectors. A model that does not pickle, as one of a class within a test, and one with
-    much data are traced each time. Errors are raised anew each time.
+    Models are equal if they pickle to the same bytes and their weights outside the tables are equal: programs hold no vectors of
+    tables. A model that does not pickle, as one of a class within a test, and one with much data are traced each time. Errors are
+    raised anew each time.
     """
     made: dict[bytes, CutModel] = {}
 

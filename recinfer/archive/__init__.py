@@ -1,2 +1,1 @@
-"""The archive format: writing, reading, checking and patching archives and deltas; FORMAT.md and DELTA.md specify
-it."""
+"""The archive format: writes, reads, checks and patches archives and deltas, as FORMAT.md and DELTA.md specify."""

@@ -18,7 +18,7 @@ from recinfer.modules.feature_processor_ import PositionWeightedModule, Position
 from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from recinfer.modules.mc_settings import managed_collision_collection
 
-__all__ = ["collections_of", "load_weights", "read_program"]
+__all__ = ["add_at", "collections_of", "load_weights", "read_program"]
 
 _META = torch.device("meta")
 _MODEL = "model."
@@ -40,16 +40,21 @@ def collections_of(captured: Captured) -> nn.Module:
         made = _collection(about)
         if not about.path:
             return made
-        *parents, last = about.path.split(".")
-        at = root
-        for name in parents:
-            if not hasattr(at, name):
-                at.add_module(name, nn.Module())
-            at = getattr(at, name)
-        at.add_module(last, made)
+        parent = add_at(root, about.path, made)
         if about.collisions:
             made = managed_collision_collection(about.collisions, _configs(made), _META)
-            at.add_module("_managed_collision_collection", made)
+            parent.add_module("_managed_collision_collection", made)
+    return root
+
+
+def add_at(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """Adds a module to a tree, with the parents it lacks; gives the parent."""
+    *parents, last = path.split(".")
+    for name in parents:
+        if name not in root._modules:
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    root.add_module(last, module)
     return root
 
 

@@ -55,8 +55,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a golden request: [B, D] per pooled module and [ids, dim] per sequence output, then the dense
-    outputs."""
+    """The answer to a golden request: per pooled module [B, D], per sequence output [ids, dim]; the dense outputs."""
 
     embeddings: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)
@@ -112,9 +111,8 @@ def read_requests(archive: Archive) -> list[tuple[Request, Answer]]:
     manifest = archive.manifest
     given = unpack_tensors(archive.read(REQUESTS), REQUESTS, "C1")
     stored = unpack_tensors(archive.read(ANSWERS), ANSWERS, "C1")
-    weighted = any(m.is_weighted and m.position_weights is None for m in manifest.modules)
-    num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
-    names = ["lengths", "values", *(["weights"] if weighted else []), *(["dense"] if num_dense else [])]
+    weights = ["weights"] if manifest.weighted_features else []
+    names = ["lengths", "values", *weights, *(["dense"] if manifest.num_dense else [])]
     for about in manifest.named_inputs:
         names.append(f"input/{about.name}")
         names += [f"input/{about.name}/{part}" for part in ("lengths", "weights")[: 1 + about.weighted]] * (
@@ -143,8 +141,11 @@ def read_requests(archive: Archive) -> list[tuple[Request, Answer]]:
     return pairs
 
 
-def _has_shape(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
-    return tensor.dim() == len(shape) and all(size in (None, n) for size, n in zip(shape, tensor.shape))
+def _has_shape(tensor: Tensor, sizes: Sequence[int | str | None]) -> bool:
+    """Whether the tensor has these sizes, of which only numbers are checked."""
+    return tensor.dim() == len(sizes) and all(
+        size == n or not isinstance(size, int) for size, n in zip(sizes, tensor.shape)
+    )
 
 
 def _request(manifest: Manifest, index: int, tensors: Mapping[str, Tensor]) -> Request:
@@ -161,7 +162,7 @@ def _request(manifest: Manifest, index: int, tensors: Mapping[str, Tensor]) -> R
             features, tensors["values"], tensors.get("weights"), lengths=tensors["lengths"], stride=stride
         )
         dense = tensors.get("dense")
-        if dense is not None and (len(dense) != kjt.stride() or dense.shape[1] != _num_dense(manifest)):
+        if dense is not None and (len(dense) != kjt.stride() or dense.shape[1] != manifest.num_dense):
             raise InputError(f"dense is {list(dense.shape)} for a batch of {kjt.stride()}")
         inputs = {about.name: _stored_input(about, tensors, kjt.stride()) for about in manifest.named_inputs}
     except InputError as error:
@@ -188,16 +189,11 @@ def _stored_input(about: InputInfo, tensors: Mapping[str, Tensor], batch: int) -
     if about.kind == "jagged":
         lengths = tensors[f"input/{about.name}/lengths"]
         sizes[0] = int(lengths.sum())
-    fits = given.dim() == len(sizes) and all(isinstance(size, str) or size == n for size, n in zip(sizes, given.shape))
-    if str(given.dtype) != f"torch.{about.dtype}" or not fits:
+    if str(given.dtype) != f"torch.{about.dtype}" or not _has_shape(given, sizes):
         raise InputError(f"{about.name} is {given.dtype} {list(given.shape)}; expected {about.dtype} {sizes}")
     if about.kind == "tensor":
         return given
     return JaggedTensor(given, tensors.get(f"input/{about.name}/weights"), lengths)
-
-
-def _num_dense(manifest: Manifest) -> int:
-    return 0 if manifest.dense is None else manifest.dense.num_dense
 
 
 def input_tensor(about: DenseInput, request: Request) -> Tensor:
@@ -223,14 +219,15 @@ def _answer_shapes(manifest: Manifest, request: Request) -> dict[str, tuple[int 
     """The shape of each tensor of the answer; None for a number of ids that the ids program decides."""
     batch = request.features.stride()
     counts = dict(zip(request.features.keys(), request.features.length_per_key()))
-    computed = manifest.signature.ids.features if manifest.signature is not None and manifest.signature.ids else ()
     embeddings: list[tuple[int | None, ...]] = []
     for module in manifest.modules:
         tables = manifest.module_tables(module.path)
         if module.kind == "pooled":
             embeddings.append((batch, sum(t.dim * len(t.features) for t in tables)))
         else:
-            embeddings += [(None if f in computed else counts[f], t.dim) for t in tables for f in t.features]
+            embeddings += [
+                (None if f in manifest.computed_features else counts[f], t.dim) for t in tables for f in t.features
+            ]
     outputs = [] if manifest.dense is None else [(batch, *output.shape) for output in manifest.dense.outputs]
     return {
         **{f"embedding/{j}": shape for j, shape in enumerate(embeddings)},

@@ -21,6 +21,7 @@ from recinfer.archive.check import ANSWERS
 from recinfer.archive.manifest import CheckInfo, DenseInfo, FileInfo, Manifest, QuantizationInfo, required_files
 from recinfer.archive.manifest_rules import check_rules
 from recinfer.archive.mapping import MappedShards
+from recinfer.archive.part import DeltaPart, Tensors, parts_of, without_absent
 from recinfer.archive.rank_files import tensor_spans
 from recinfer.archive.reader import Archive
 from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
@@ -28,6 +29,7 @@ from recinfer.archive.writer import exists, partial_folder, put_at, remove_stale
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.buffers import Buffers
 from recinfer.quant.rows import row_bytes, slice_packed_columns
+from recinfer.vocabulary.info import DeltaVocabulary
 
 __all__ = ["Delta", "DeltaInfo", "DeltaTable", "DeltaWriter", "delta_file", "patch_rows", "read_delta", "with_delta"]
 
@@ -52,20 +54,9 @@ class DeltaTable:
 
 
 @dataclass(frozen=True)
-class DeltaVocabulary:
-    """Changed ids of the vocabulary of one table."""
-
-    module: str
-    table: str
-    ids: int
-    ids_sha256: str
-    rows_sha256: str
-
-
-@dataclass(frozen=True)
 class DeltaInfo:
     """The content of ``delta.json``. ``quantization`` covers all tables of the archive, in its order, after the
-    delta. ``vocabularies`` is absent where no vocabulary changes."""
+    delta. A part of an id step (:class:`recinfer.archive.part.DeltaPart`) is absent where it has no entry."""
 
     format: str
     format_version: int
@@ -84,10 +75,7 @@ class DeltaInfo:
 
     def to_json(self) -> str:
         """Readable, deterministic JSON."""
-        values = asdict(self)
-        if not self.vocabularies:  # older readers reject unknown keys
-            del values["vocabularies"]
-        return json.dumps(values, indent=1, allow_nan=False) + "\n"
+        return json.dumps(without_absent(self, asdict(self)), indent=1, allow_nan=False) + "\n"
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,7 @@ class Delta:
         packed: per entry, uint8 [n, row bytes].
         files: new contents by path.
         path: the delta's file; None while the delta is being written.
-        vocabularies: per entry of ``info.vocabularies``, changed ids, int64 [n], ascending, and their rows, -1 without one.
+        parts: the entries of the parts of id steps, with their tensors.
     """
 
     info: DeltaInfo
@@ -110,14 +98,7 @@ class Delta:
     packed: tuple[NDArray[np.uint8], ...]
     files: Mapping[str, bytes]
     path: Path | None = None
-    vocabularies: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...] = ()
-
-    def vocabulary(self, module: str, table: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """The changed ids of a table's vocabulary, and their rows; None if it does not change."""
-        for entry, changes in zip(self.info.vocabularies, self.vocabularies):
-            if (entry.module, entry.table) == (module, table):
-                return changes
-        return None
+    parts: tuple[tuple[DeltaPart, Tensors], ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -186,7 +167,7 @@ def _read_info(text: bytes) -> DeltaInfo:
     except ArchiveError as error:
         raise ArchiveError(str(error).partition("] ")[2], rule="X3") from None
     numbers = [info.sequence - 1, *(n for t in info.tables for n in (t.rows - 1, t.row_bytes - 1))]
-    numbers += [vocabulary.ids - 1 for vocabulary in info.vocabularies]
+    numbers += [n - 1 for part in parts_of(info, DeltaPart) for entry in part for n, _ in entry.tensors().values()]
     if min(numbers) < 0 or any(file.bytes < 0 for file in info.files):
         raise ArchiveError("delta.json: a count is below its minimum", rule="X3")
     return info
@@ -195,18 +176,16 @@ def _read_info(text: bytes) -> DeltaInfo:
 def _check_tensors(
     name: str, info: DeltaInfo, sha256: str, tensors: dict[str, NDArray[np.uint8]], header: dict[str, Any]
 ) -> Delta:
-    expected: dict[str, tuple[list[int], str]] = {}
+    listed: list[tuple[str, tuple[list[int], str]]] = []
     for i, table in enumerate(info.tables):
-        expected[f"rows/{i}"] = [table.rows, 8], table.rows_sha256
-        expected[f"packed/{i}"] = [table.rows, table.row_bytes], table.packed_sha256
-    for i, vocabulary in enumerate(info.vocabularies):
-        expected[f"ids/{i}"] = [vocabulary.ids, 8], vocabulary.ids_sha256
-        expected[f"id_rows/{i}"] = [vocabulary.ids, 8], vocabulary.rows_sha256
-    for file in info.files:
-        expected[f"files/{file.path}"] = [file.bytes], file.sha256
-    if tensors.keys() != expected.keys() or len(expected) != 2 * (len(info.tables) + len(info.vocabularies)) + len(
-        info.files
-    ):
+        listed.append((f"rows/{i}", ([table.rows, 8], table.rows_sha256)))
+        listed.append((f"packed/{i}", ([table.rows, table.row_bytes], table.packed_sha256)))
+    for part in parts_of(info, DeltaPart):
+        for i, entry in enumerate(part):
+            listed += [(f"{kind}/{i}", ([length, 8], digest)) for kind, (length, digest) in entry.tensors().items()]
+    listed += [(f"files/{file.path}", ([file.bytes], file.sha256)) for file in info.files]
+    expected = dict(listed)
+    if tensors.keys() != expected.keys() or len(expected) != len(listed):
         odd = sorted(tensors.keys() ^ expected.keys())[:3]
         raise ArchiveError(f"{name}: tensors {odd or 'twice'} are not those that delta.json lists", rule="X4")
     for key, (shape, digest) in expected.items():
@@ -225,29 +204,18 @@ def _check_tensors(
         seen.add((table.module, table.table))
     packed = tuple(tensors[f"packed/{i}"].reshape(-1, info.tables[i].row_bytes) for i in count)
     files = {f.path: tensors[f"files/{f.path}"].tobytes() for f in info.files}
-    return Delta(info, sha256, rows, packed, files, vocabularies=_read_vocabularies(info, tensors))
+    return Delta(info, sha256, rows, packed, files, parts=_read_parts(info, tensors))
 
 
-def _read_vocabularies(
-    info: DeltaInfo, tensors: Mapping[str, NDArray[np.uint8]]
-) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...]:
-    seen: set[tuple[str, str]] = set()
-    found = []
-    for i, entry in enumerate(info.vocabularies):
-        ids, rows = (np.ascontiguousarray(tensors[f"{kind}/{i}"]).view("<i8") for kind in ("ids", "id_rows"))
-        kept = np.sort(rows[rows >= 0])
-        if (
-            (entry.module, entry.table) in seen
-            or (ids[1:] <= ids[:-1]).any()
-            or (rows < -1).any()
-            or (kept[1:] == kept[:-1]).any()
-        ):
-            raise ArchiveError(
-                f"vocabulary of table {entry.table[:80]!r}: listed twice, its ids do not ascend, or two ids get one row",
-                rule="X9",
-            )
-        seen.add((entry.module, entry.table))
-        found.append((ids, rows))
+def _read_parts(info: DeltaInfo, tensors: Mapping[str, NDArray[np.uint8]]) -> tuple[tuple[DeltaPart, Tensors], ...]:
+    found: list[tuple[DeltaPart, Tensors]] = []
+    for part in parts_of(info, DeltaPart):
+        changes = [
+            (entry, tuple(np.ascontiguousarray(tensors[f"{kind}/{i}"]).view("<i8") for kind in entry.tensors()))
+            for i, entry in enumerate(part)
+        ]
+        part[0].check(changes)
+        found += changes
     return tuple(found)
 
 
@@ -314,16 +282,8 @@ def _check_fit(archive: Archive, delta: Delta, applied: tuple[Delta, ...]) -> No
             raise ArchiveError(
                 f"table {entry.table!r} has {table.rows} rows; the delta changes row {rows[-1]}", rule="X7"
             )
-    for place, entry_ids in enumerate(info.vocabularies):
-        key = entry_ids.module, entry_ids.table
-        if key not in {(v.module, v.table) for v in manifest.vocabularies}:
-            raise ArchiveError(f"table {entry_ids.table[:80]!r} of the archive has no vocabulary", rule="X9")
-        highest = int(delta.vocabularies[place][1].max())
-        if highest >= known[key].rows:
-            raise ArchiveError(
-                f"vocabulary of table {entry_ids.table!r}: an id gets row {highest}; the table has {known[key].rows}",
-                rule="X9",
-            )
+    for part, tensors in delta.parts:
+        part.check_fit(tensors, manifest)
     if len(info.quantization) != len(manifest.tables):
         raise ArchiveError("the delta's quantization is not one entry a table", rule="X8")
 
@@ -361,8 +321,7 @@ class DeltaWriter:
         self._at = 0
         self._spans: dict[str, tuple[list[int], int]] = {}
         self.entries: list[DeltaTable] = []
-        self.vocabularies: list[DeltaVocabulary] = []
-        self._changed_ids: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        self.parts: list[tuple[DeltaPart, Tensors]] = []
         self._current: tuple[str, str] | None = None
         self._ids: list[NDArray[np.int64]] = []
         self._begin = 0
@@ -393,16 +352,12 @@ class DeltaWriter:
         self.entries.append(DeltaTable(module, table, len(ids), width, digest, self._digest.hexdigest()))
         self._current, self._ids = None, []
 
-    def add_ids(self, module: str, table: str, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Add changed ids of a table's vocabulary, ascending, and their rows, -1 without one."""
-        i = len(self.vocabularies)
-        digests = []
-        for kind, numbers in (("ids", ids), ("id_rows", rows)):
-            data = numbers.astype("<i8").tobytes()
-            self._add(f"{kind}/{i}", [len(numbers), 8], data)
-            digests.append(hashlib.sha256(data).hexdigest())
-        self.vocabularies.append(DeltaVocabulary(module, table, len(ids), digests[0], digests[1]))
-        self._changed_ids.append((ids, rows))
+    def add_part(self, entry: DeltaPart, tensors: Tensors) -> None:
+        """Add an entry of a part of an id step, with its tensors."""
+        i = sum(other.key == entry.key for other, _ in self.parts)
+        for kind, numbers in zip(entry.tensors(), tensors):
+            self._add(f"{kind}/{i}", [len(numbers), 8], numbers.astype("<i8").tobytes())
+        self.parts.append((entry, tensors))
 
     def contents(self, info: DeltaInfo, files: Mapping[str, bytes]) -> Delta:
         """The rows written so far, as a delta to test before the file is finished."""
@@ -416,7 +371,7 @@ class DeltaWriter:
             first, second = self._spans[f"rows/{i}"][1], self._spans[f"packed/{i}"][1]
             rows.append(whole[first : first + 8 * entry.rows].copy().view("<i8"))
             packed.append(whole[second : second + entry.rows * entry.row_bytes].reshape(entry.rows, -1))
-        return Delta(info, "", tuple(rows), tuple(packed), files, vocabularies=tuple(self._changed_ids))
+        return Delta(info, "", tuple(rows), tuple(packed), files, parts=tuple(self.parts))
 
     def finish(self, info: DeltaInfo, files: Mapping[str, bytes]) -> None:
         """Write the files, delta.json and the header, and flush them to the disk."""

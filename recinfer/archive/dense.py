@@ -19,11 +19,9 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from recinfer import env
-from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo, ProgramInfo
-from recinfer.archive.onnx_bfloat16 import compute_in_float32
+from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, IdsInfo, OnnxInfo, ProgramInfo
 from recinfer.archive.onnx_export import OPSET, to_onnx
-from recinfer.archive.onnx_fold import fold_gathers
-from recinfer.archive.onnx_gather import gather_rows
+from recinfer.archive.onnx_rewrites import compute_in_float32, fold_gathers, gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.archive.subgraph import Program, is_assertion
@@ -88,8 +86,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ExportedDense:
-    """The dense part as torch and ONNX programs. If ``onnx_refused`` gives a reason, ``onnx`` and ``onnx_info`` are
-    None."""
+    """The dense part as torch and ONNX programs; ``onnx`` and ``onnx_info`` are None for the reason ``onnx_refused``."""
 
     program: bytes
     onnx: bytes | None
@@ -334,47 +331,26 @@ def open_dense(
         if torch.device(device).type != "cpu":
             raise ConfigError(f"the ONNX engine runs on the CPU; got device {device!r}; use dense_engine='torch'")
     outputs = [output.name for output in info.outputs]
-    return open_info(archive, "dense/model", info, outputs, device=device, num_threads=num_threads, engine=chosen)
+    return open_program(archive, "dense/model", info, outputs, device=device, num_threads=num_threads, engine=chosen)
 
 
-def open_info(
+def open_program(
     archive: Archive,
     path: str,
-    info: DenseInfo | ProgramInfo,
+    info: DenseInfo | IdsInfo | ProgramInfo,
     outputs: Sequence[str],
     *,
     device: str = "cpu",
     num_threads: int = 1,
     engine: Literal["onnx", "torch"] | None = None,
 ) -> DenseEngine:
-    """Open the program that ``info`` describes, as :func:`open_dense` does; without an ONNX form it runs on torch."""
-    chosen = engine or info.engine
-    if info.onnx is None or torch.device(device).type != "cpu":
-        chosen = "torch"
-    names = [i.name for i in info.inputs]
-    return open_program(archive, path, names, outputs, chosen, device=device, num_threads=num_threads)
-
-
-def open_program(
-    archive: Archive,
-    path: str,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    engine: Literal["onnx", "torch"],
-    *,
-    device: str = "cpu",
-    num_threads: int = 1,
-) -> DenseEngine:
-    """Open the program ``path`` + ``.pt2`` or ``.onnx`` of an archive.
+    """Open the program that ``info`` describes, as :func:`open_dense` does; without an ONNX form it runs on torch.
 
     Where ONNX runs, the torch program is checked and not loaded: loading takes a second and 60 MiB of each process.
-
-    Raises:
-        ArchiveError: rules F4, F5, D1 to D3.
-        UnavailableError: onnxruntime is needed and not installed.
     """
     program = archive.read(f"{path}.pt2")
-    if engine == "onnx":
+    inputs = [i.name for i in info.inputs]
+    if info.onnx is not None and torch.device(device).type == "cpu" and (engine or info.engine) == "onnx":
         check_program(program)
         return OnnxEngine(archive.read(f"{path}.onnx"), inputs, outputs, num_threads)
     return TorchEngine(program, inputs, outputs, device)

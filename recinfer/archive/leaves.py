@@ -42,8 +42,7 @@ class Leaf:
         return {feature: (f"{prefix}{name}", count) for feature, name, count in self.about.positions}
 
     def output_names(self, features: Sequence[Sequence[str]]) -> list[str]:
-        """Names of the outputs where the tables look up ``features``: the feature, or ``feature@table`` for a feature of
-        several tables."""
+        """Names of the outputs for the tables' ``features``: the feature, or ``feature@table`` if several tables read it."""
         count = Counter(name for names in features for name in names)
         return [
             f"{name}@{config.name}" if count[name] > 1 else name

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from recinfer.archive.part import Part, by_key, parts_of, without_absent
 from recinfer.archive.paths import FORMAT, FileInfo, shard_path
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.formats.names import Precision
-from recinfer.vocabulary.info import StringInfo, VocabularyInfo, index_path, string_index_path
+from recinfer.vocabulary.info import StringInfo, VocabularyInfo
 
 __all__ = [
     "ENGINE_PACKAGES",
@@ -70,8 +72,7 @@ class QuantizationInfo:
 
 @dataclass(frozen=True)
 class TableInfo:
-    """A table of the archive. ``ranks`` hold a piece of the table, ascending; ``sharding`` is a ``ShardingType``
-    value."""
+    """A table of the archive: ``ranks``, ascending, hold its pieces; ``sharding`` is a ``ShardingType`` value."""
 
     name: str
     module: str
@@ -322,8 +323,7 @@ class Manifest:
 
     ``missing_shards`` says whether default rows may replace rows of unavailable ranks; its default is ``"reject"``.
     ``signature`` is absent in archives of earlier versions and where there is no dense part, its ``counts`` where it is
-    empty, ``vocabularies`` where no table has one, ``string_vocabularies`` where no feature has one. No other key is
-    optional.
+    empty, and a part of an id step (:class:`recinfer.archive.part.Part`) where it has no entry. No other key is optional.
     """
 
     format: str
@@ -350,17 +350,13 @@ class Manifest:
 
     def to_json(self) -> str:
         """Readable, deterministic JSON."""
-        values = asdict(self)
+        values = without_absent(self, asdict(self))
         if self.missing_shards == "reject":  # older readers reject unknown keys
             del values["missing_shards"]
         if self.signature is None:
             del values["signature"]
         elif not self.signature.counts:
             del values["signature"]["counts"]
-        if not self.vocabularies:
-            del values["vocabularies"]
-        if not self.string_vocabularies:
-            del values["string_vocabularies"]
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
     @property
@@ -368,14 +364,32 @@ class Manifest:
         """The model's name."""
         return self.model
 
+    @property
+    def num_dense(self) -> int:
+        """The number of columns of the dense matrix."""
+        return 0 if self.dense is None else self.dense.num_dense
+
+    @cached_property
+    def computed_features(self) -> frozenset[str]:
+        """The features of lookups whose ids the ids program computes."""
+        return (
+            frozenset()
+            if self.signature is None or self.signature.ids is None
+            else frozenset(self.signature.ids.features)
+        )
+
+    @cached_property
+    def weighted_features(self) -> frozenset[str]:
+        """The features whose ids may have weights."""
+        return frozenset(f for m in self.modules if m.is_weighted and m.position_weights is None for f in m.features)
+
     @cached_property
     def request_features(self) -> tuple[str, ...]:
         """The features of requests: those of lookups that requests bring, then those that programs alone read."""
         if self.signature is None:
             return tuple(feature.name for feature in self.features)
         given = [i.name for i in self.signature.inputs if i.kind == "ids"]
-        computed = set() if self.signature.ids is None else set(self.signature.ids.features)
-        looked_up = [feature.name for feature in self.features if feature.name not in computed]
+        looked_up = [feature.name for feature in self.features if feature.name not in self.computed_features]
         return tuple(dict.fromkeys([*looked_up, *given]))
 
     @cached_property
@@ -399,23 +413,29 @@ class Manifest:
         return result
 
     @cached_property
+    def parts(self) -> tuple[tuple[Part, ...], ...]:
+        """The entries of each part of an id step that the archive has."""
+        return tuple(parts_of(self, Part))
+
+    def with_parts(self, entries: Iterable[Part]) -> Manifest:
+        """The manifest with the entries of parts, each in its field."""
+        return replace(self, **by_key(entries))
+
+    @cached_property
     def raw_features(self) -> frozenset[str]:
-        """The features whose ids are raw: those of tables with a vocabulary."""
-        keys = {(info.module, info.table) for info in self.vocabularies}
-        return frozenset(
-            feature for table in self.tables if (table.module, table.name) in keys for feature in table.features
-        )
+        """The features whose ids are raw: an id step makes rows of them."""
+        return frozenset(name for part in self.parts for entry in part for name in entry.raw_features(self))
 
     @cached_property
     def string_features(self) -> frozenset[str]:
         """The features of requests whose ids may be strings."""
-        return frozenset(feature for info in self.string_vocabularies for feature in info.features)
+        return frozenset(name for part in self.parts for entry in part for name in entry.string_features())
 
     @cached_property
     def string_examples(self) -> dict[str, list[str]]:
         """Some known strings of each feature whose ids may be strings; no entry for a feature without any."""
-        infos = [info for info in self.string_vocabularies if info.examples]
-        return {feature: list(info.examples) for info in infos for feature in info.features}
+        found = [entry.string_features() for part in self.parts for entry in part]
+        return {name: list(strings) for features in found for name, strings in features.items() if strings}
 
     def module_tables(self, path: str) -> list[TableInfo]:
         """The tables of one module, in its order."""
@@ -470,8 +490,7 @@ def required_files(manifest: Manifest) -> list[str]:
             paths += [f"dense/{name}.pt2", *([f"dense/{name}.onnx"] if part.onnx is not None else [])]
     if any(module.position_weights is not None for module in manifest.modules):
         paths.append("dense/position_weights.safetensors")
-    paths += [index_path(number) for number in range(len(manifest.vocabularies))]
-    paths += [string_index_path(number) for number in range(len(manifest.string_vocabularies))]
+    paths += [entry.path(number) for part in manifest.parts for number, entry in enumerate(part)]
     return [*paths, "check/requests.safetensors", "check/answers.safetensors"]
 
 

@@ -28,7 +28,6 @@ from recinfer.archive.strict_json import build, loads
 from recinfer.distributed.planner.plan import MAX_RANKS
 from recinfer.errors import ArchiveError, RecinferError
 from recinfer.excerpts import excerpt
-from recinfer.vocabulary.info import check_strings, check_vocabularies
 
 __all__ = ["check_before_writing", "check_rules", "read_manifest"]
 
@@ -71,15 +70,8 @@ def check_before_writing(m: Manifest) -> None:
         raise ArchiveError(f"precision is {m.precision!r}, but the tables have {expected!r}", rule="M6")
     _check_dense(m)
     _check_contract(m)
-    check_vocabularies(
-        m.vocabularies,
-        {(t.module, t.name): t.rows for t in m.tables},
-        {name: [(t.module, t.name) for t in tables] for name, tables in m.feature_tables.items()},
-        {feature.name: feature.missing for feature in m.features},
-        frozenset(module.path for module in m.modules if module.kind == "sequence"),
-    )
-    rows = {name: min(t.rows for t in tables) for name, tables in m.feature_tables.items()}
-    check_strings(m.string_vocabularies, {name: rows.get(name) for name in m.request_features}, m.raw_features)
+    for part in m.parts:
+        part[0].check(part, m)
 
 
 def _names(m: Manifest) -> Iterator[tuple[str, str]]:
@@ -308,13 +300,12 @@ def _check_program_inputs(
     by_name = {i.name: i for i in s.inputs}
     if len({i.name for i in inputs}) != len(inputs):
         raise refuse("a program takes an input twice")
-    num_dense = 0 if m.dense is None else m.dense.num_dense
     for i in inputs:
         if i.kind == "dense":
             tensors = [t for t in s.inputs if t.kind == "tensor"]
-            if len(tensors) != 1 or tensors[0].dtype != "float32" or tensors[0].shape != ("batch", num_dense):
+            if len(tensors) != 1 or tensors[0].dtype != "float32" or tensors[0].shape != ("batch", m.num_dense):
                 raise refuse("dense is not the only tensor, float32 [batch, num_dense]")
-            if i != DenseInput("dense", "dense", None, None, num_dense):
+            if i != DenseInput("dense", "dense", None, None, m.num_dense):
                 raise refuse("dense is described otherwise than its tensor")
             continue
         if i.kind == "table":

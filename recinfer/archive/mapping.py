@@ -107,8 +107,7 @@ def map_shards(
 
 
 def name_files_at_sigbus() -> None:
-    """Install a handler of SIGBUS: before an unreadable page ends the process, a line on stderr names the file and the
-    reason."""
+    """Have SIGBUS print the unreadable file and the reason on stderr before the process ends."""
     install()
 
 
@@ -282,7 +281,7 @@ def _runs(parts: Sequence[_InFile], shared: dict[int, list[_InFile]], page: int)
         if start % page:
             shared.setdefault(first, []).append(p)
             low = first + page
-        if stop % page and high > low and not _is_last(p):
+        if stop % page and high > low and p.piece.rect.row_stop != p.piece.table.num_embeddings:
             shared.setdefault(last - page, []).append(p)
             high = last - page
         if high <= low:
@@ -295,13 +294,8 @@ def _runs(parts: Sequence[_InFile], shared: dict[int, list[_InFile]], page: int)
     return runs
 
 
-def _is_last(p: _InFile) -> bool:
-    return p.piece.rect.row_stop == p.piece.table.num_embeddings
-
-
 def _assert_mapping_unsupported(code: int) -> None:
-    """Assert that mmap failed for too many mappings or a file system without mapping, where the caller copies; others
-    are bugs."""
+    """Assert that mmap failed for too many mappings, or on a file system without mapping; the caller copies then."""
     assert code in (errno.ENOMEM, errno.ENODEV, errno.EACCES, errno.EPERM, errno.EAGAIN), os.strerror(code)
 
 

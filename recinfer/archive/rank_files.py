@@ -79,8 +79,7 @@ def rects_by_rank(plan: Plan) -> list[list[StoredRect]]:
 
 
 def rank_file(rects: Iterable[StoredRect], rank: int, plan_hash: str) -> RankFile:
-    """Lay out one rank's file: rectangles in order, with padding tensors so that each starts at its alignment (rule
-    S6)."""
+    """Lay out one rank's file: rectangles in order, each at its alignment behind a padding tensor (rule S6)."""
     entries: dict[str, Any] = {
         "__metadata__": {"format": SHARD_FORMAT, "rank": str(rank), "plan_hash": plan_hash},
     }

@@ -266,8 +266,7 @@ def remove_stale(target: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor with the folder's exclusive lock; None if another process holds it, or the system has no such
-    locks."""
+    """A descriptor with the folder's exclusive lock; None if another process holds it, or without such locks."""
     try:
         import fcntl
 
@@ -298,8 +297,7 @@ def exists(target: Path) -> ArchiveError:
 
 
 def put_at(partial: Path, target: Path, overwrite: bool) -> None:
-    """Rename the written archive or delta to its target; raises ArchiveError if the target exists, unless
-    ``overwrite``."""
+    """Rename a written archive or delta to its target; raises ArchiveError if that exists, unless ``overwrite``."""
     try:
         put(partial, target, replace=overwrite)
     except FileExistsError:

@@ -29,25 +29,6 @@ class RayOptions:
             show_default="auto, with an option that changes a deployment",
         ),
     ] = None
-    model_store: Annotated[
-        Path | None,
-        typer.Option(
-            help="Model store, with archives at <model>/<version>, at the same path on every node.",
-            show_default="DIR, if ARCHIVE is DIR/<model>/<version>",
-        ),
-    ] = None
-    min_replicas: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Fewest shard servers per group of ranks when autoscaling.",
-            show_default="--replicas",
-        ),
-    ] = None
-    min_rankers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Fewest rankers when autoscaling.", show_default="--rankers"),
-    ] = None
     cool_down: Annotated[
         float,
         typer.Option(min=1, help="Seconds of low load before a server is removed."),
@@ -202,13 +183,11 @@ class ServerOptions:
     cpus: Annotated[str, typer.Option(help="CPU cores to request per server.")] = "1"
     queue_depth: Annotated[
         int,
-        typer.Option(
-            min=1, help="Add a server when this many requests are queued per server (Ray: queued or running)."
-        ),
+        typer.Option(min=1, help="Kubernetes: add a ranker when this many requests are queued per ranker."),
     ] = 16
     load_percent: Annotated[
         int,
-        typer.Option(min=1, max=100, help="Kubernetes: add a ranker when the rankers' load exceeds this percentage."),
+        typer.Option(min=1, max=100, help="Add a ranker when the rankers' load exceeds this percentage."),
     ] = LOAD_PERCENT
     busy_percent: Annotated[
         int,
@@ -226,13 +205,17 @@ class ServerOptions:
     ] = None
     max_replicas: Annotated[
         int | None,
-        typer.Option(min=1, help="Most shard servers per group of ranks when autoscaling.", show_default="no scaling"),
+        typer.Option(
+            min=1,
+            help="Most shard servers per group of ranks when autoscaling; --replicas is the least number.",
+            show_default="no scaling",
+        ),
     ] = None
     max_rankers: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Most rankers when autoscaling.",
+            help="Most rankers when autoscaling; --rankers is the least number.",
             show_default="Kubernetes: four times --rankers; Ray: no scaling",
         ),
     ] = None

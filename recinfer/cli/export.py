@@ -153,9 +153,9 @@ def run(
     from recinfer.data.contract import FeatureContract
     from recinfer.inference.evaluation import EvalData
     from recinfer.inference.export import export_archive
-    from recinfer.inference.plain_vocabularies import id_vocabularies
     from recinfer.inference.recorded import RecordedReference
     from recinfer.vocabulary.managed_collisions import vocabularies_of
+    from recinfer.vocabulary.plain import id_vocabularies
 
     if max_auc_drop is not None and eval_data is None:
         raise ConfigError("--max-auc-drop needs rows to measure on: give --eval-data FILE and --format FORMAT")

@@ -19,6 +19,7 @@ from recinfer.sizes import size_text
 if TYPE_CHECKING:
     from recinfer.archive.delta import Delta
     from recinfer.archive.manifest import Manifest
+    from recinfer.archive.part import ShownPart
     from recinfer.distributed.planner.plan import Plan
 
 __all__ = ["EXAMPLE", "NAME", "archive_tables", "describe_archive", "describe_delta", "describe_plan", "run"]
@@ -49,25 +50,17 @@ def run(
         kernel = choose_kernel(device)
     if path.is_dir():
         from recinfer.archive.reader import open_archive
-        from recinfer.vocabulary.described import describe_strings, describe_vocabularies
+        from recinfer.inference.id_steps import SHOWN
 
         archive = open_archive(path)
         manifest = archive.manifest
         output.show(*archive_tables(manifest))
-        vocabularies = describe_vocabularies(archive)
-        if vocabularies:
-            output.show(_vocabulary_table(vocabularies))
-        strings = describe_strings(archive)
-        if strings:
-            output.show(_string_table(strings))
+        parts = [part for show in SHOWN if (part := show(archive)).entries]
+        output.show(*map(_part_table, parts))
         if kernel is not None:
             output.show(f"lookups on {device}: {kernel.name} ({kernel.reason})")
         described: dict[str, Any] = {} if kernel is None else {"kernel": kernel.name, "kernel_reason": kernel.reason}
-        if vocabularies:
-            described["vocabularies"] = vocabularies
-        if strings:
-            described["string_vocabularies"] = strings
-        output.finish({**describe_archive(manifest), **described})
+        output.finish({**describe_archive(manifest), **described, **{part.key: part.entries for part in parts}})
     elif path.suffix == ".rqd" and path.exists():
         from recinfer.archive.delta import read_delta
 
@@ -85,52 +78,19 @@ def run(
         raise NotFoundError(f"{path} does not exist; expected an archive folder, a plan.json or a delta (.rqd)")
 
 
-def _vocabulary_table(vocabularies: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "table",
-        "ids",
-        "rows",
-        "load",
-        "bytes",
-        "segments",
-        "unknown ids read",
-        title="vocabularies",
-        title_justify="left",
-    )
-    for each in vocabularies:
-        name = f"{each['module']}.{each['table']}" if each["module"] else each["table"]
-        sizes = f"{each['ids']:,}", f"{each['rows']:,}", f"{each['load']:.2f}", size_text(each["bytes"])
-        table.add_row(name, *sizes, str(each["segments"]), each["unknown"])
-    for column in range(1, 6):
-        table.columns[column].justify = "right"
-    return table
-
-
-def _string_table(vocabularies: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "features",
-        "strings",
-        "rows",
-        "load",
-        "bytes",
-        "unknown strings read",
-        "for example",
-        title="vocabularies of strings",
-        title_justify="left",
-    )
-    for each in vocabularies:
-        sizes = f"{each['strings']:,}", f"{each['rows']:,}", f"{each['load']:.2f}", size_text(each["bytes"])
-        examples = ", ".join(repr(one) for one in each["examples"][:3])
-        table.add_row(", ".join(each["features"]), *sizes, each["unknown"], Text(examples))
-    for column in range(1, 5):
-        table.columns[column].justify = "right"
+def _part_table(part: ShownPart) -> Table:
+    table = Table(title=part.title, title_justify="left")
+    for heading in part.columns:
+        table.add_column(heading, justify="right" if heading in part.numbers else "left")
+    for cells in zip(*part.columns.values()):
+        table.add_row(*map(Text, cells))
     return table
 
 
 def describe_archive(manifest: Manifest) -> dict[str, Any]:
     """A summary of the manifest as plain data, the output of ``inspect --json`` for an archive."""
     from recinfer.archive.manifest import ENGINE_PACKAGES
-    from recinfer.inference.results import computed_features, input_specs
+    from recinfer.inference.results import input_specs
 
     dense = manifest.dense
     ids = None if manifest.signature is None else manifest.signature.ids
@@ -165,7 +125,7 @@ def describe_archive(manifest: Manifest) -> dict[str, Any]:
         "engine": ENGINE_PACKAGES[dense.engine] if dense else None,
         "engine_reason": dense.onnx_refused if dense and dense.engine == "torch" else None,
         "inputs": [{**asdict(spec), "facts": spec.facts} for spec in input_specs(manifest)],
-        "computed_features": sorted(computed_features(manifest)),
+        "computed_features": sorted(manifest.computed_features),
         "ids_engine": ENGINE_PACKAGES[ids.engine] if ids else None,
         "ids_engine_reason": ids.onnx_refused if ids and ids.engine == "torch" else None,
         "has_contract": manifest.contract is not None,

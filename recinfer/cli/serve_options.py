@@ -21,9 +21,8 @@ from recinfer.serving.config import (
     ServeConfig,
     TablesConfig,
 )
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
-from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.limits import BatchConfig, Limits
 
 __all__ = [
     "AddressOptions",

@@ -13,8 +13,9 @@ BUSY_PERCENT = 70
 IMAGE = f"recinfer:{__version__}-cpu"
 """The container image of this version, as docs/how-to/deploy-containers.md builds it."""
 
-LOAD_PERCENT = 50
-"""Load of a ranker, in percent, above which another ranker is added: the latency has not doubled yet."""
+LOAD_PERCENT = 40
+"""Load of a ranker, in percent, above which another ranker is added. The latency has not doubled yet, also 10 % above it, where
+Kubernetes begins to act."""
 
 
 def check_percent(found: int, what: str = "busy percent") -> None:

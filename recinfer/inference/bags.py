@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from recinfer.columns import FeatureArrays, Strings, as_features
 from recinfer.errors import InputError
@@ -167,7 +166,7 @@ def bags_of(features: Features) -> Bags:
         starts = offsets_of(features.lengths().numpy(), ids.dtype)
     else:
         starts = offsets.numpy().astype(ids.dtype, copy=False)
-    given = None if weights is None else np.ascontiguousarray(_plain(weights).numpy())
+    given = None if weights is None else np.ascontiguousarray(weights.detach().numpy())
     return Bags(tuple(features.keys()), features.stride(), starts, ids, given)
 
 
@@ -195,10 +194,6 @@ def with_strings(
     found = np.zeros(int(counts.sum()), np.int64)
     found[np.repeat([key not in strings.keys for key in keys], counts)] = values
     return found
-
-
-def _plain(weights: Tensor) -> Tensor:
-    return weights.detach() if weights.requires_grad else weights
 
 
 def offsets_of(lengths: NDArray[Any], dtype: Any) -> NDArray[Any]:
@@ -276,8 +271,7 @@ def _joined(array: NDArray[Any], pieces: Sequence[slice]) -> NDArray[Any]:
 
 
 def _order(requests: Sequence[Bags], names: tuple[str, ...], no_bag: int) -> NDArray[np.intp]:
-    """The index of the bag of each (feature, sample) of the merged batch ``[F * S]`` among all requests' bags, or
-    ``no_bag``."""
+    """The index of each (feature, sample) of the merged batch ``[F * S]`` among all requests' bags, or ``no_bag``."""
     blocks, base = [], 0
     for request in requests:
         plan, batch = _plan(request.keys, names), request.batch

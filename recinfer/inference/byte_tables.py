@@ -173,8 +173,7 @@ class ByteTables(abc.ABC):
         return self._orders[block]
 
     def learn(self, block: KeyBlock, keys: Sequence[str], context: Sequence[str] = ()) -> PreparedLookup | None:
-        """Prepare and remember the lookup of a request's keys and of its context's; None unless they are distinct features
-        of the model."""
+        """Prepare and remember the lookup of a request's keys and context; None unless they are distinct known features."""
         places = {key: place for place, key in enumerate(keys)}
         beside = {key: place for place, key in enumerate(context)}
         all_keys = places.keys() | beside.keys()

@@ -94,8 +94,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether every recorded output is within its bound, and no median bound exceeds the spread of the recorded
-        values."""
+        """Whether every recorded output is within its bound, and no bound exceeds the spread of the recorded values."""
         return not self.num_wrong and not self.blunt
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,8 +102,7 @@ class Comparison:
         return {"ok": self.ok, **asdict(self)}
 
     def message(self) -> str:
-        """The reason why :attr:`ok` is false: the worst difference and its usual causes, or bounds that prove
-        little."""
+        """The reason why :attr:`ok` is false: the worst difference with its usual causes, or bounds that prove little."""
         if not self.wrong:
             return (
                 f"this comparison proves little for {', '.join(self.blunt)}: the precision's bound (at most {self.max_bound:.3g}) "
@@ -229,8 +227,7 @@ class _Tally:
     def add(
         self, batch: RecordedBatch, found: Sequence[Tensor], archive: Sequence[Tensor], allowed: Sequence[Tensor]
     ) -> None:
-        """Compare one batch. ``found`` are the compared model's outputs; ``allowed`` is added to the bound of float32
-        sums."""
+        """Compare one batch of the model's outputs ``found``; ``allowed`` is added to the bound of float32 sums."""
         rows = len(batch.outputs[0])
         wrong = torch.zeros(rows, dtype=torch.bool)
         for i, name in enumerate(self._outputs):
@@ -282,8 +279,7 @@ def _largest(values: Tensor) -> float:
 
 
 def _spread(recorded: Tensor) -> float:
-    """The largest standard deviation of recorded values [B, ...] over the rows; of one row, its largest absolute
-    value."""
+    """The largest standard deviation of recorded values [B, ...] over the rows; of one row, its largest size."""
     return _largest(recorded.std(0) if len(recorded) > 1 else recorded.abs())
 
 
@@ -317,8 +313,7 @@ class _Draws:
         ]
 
     def allowed(self, request: Request, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """The largest allowed difference of each output element from the record, apart from the rounding of float32
-        sums."""
+        """The largest allowed difference of each output element, apart from the rounding of float32 sums."""
         near, far = self._models
         if not near:
             return [torch.zeros_like(output) for output in outputs]

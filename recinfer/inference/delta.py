@@ -29,6 +29,7 @@ from recinfer.archive.delta import (
 )
 from recinfer.archive.leaves import find_leaves
 from recinfer.archive.manifest import CheckInfo, FileInfo, Manifest, QuantizationInfo
+from recinfer.archive.part import by_key
 from recinfer.archive.positions import PATH as POSITIONS
 from recinfer.archive.positions import pack_position_weights
 from recinfer.archive.reader import open_archive
@@ -44,7 +45,6 @@ from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import cut_and_export, first_manifest, read_positions, table_keys
 from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import quantize_tables
-from recinfer.vocabulary.managed_collisions import vocabularies_of
 from recinfer.vocabulary.written import Vocabularies, vocabulary_changes
 
 __all__ = ["DeltaReport", "make_delta"]
@@ -129,16 +129,15 @@ def make_delta(
     known = {file.path: file.sha256 for file in manifest.files}
     files = {path: data for path, data in files.items() if sha256(data).hexdigest() != known.get(path)}
     requests = [request for request, _ in read_requests(stored)]
-    vocabularies = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
-    changes = vocabulary_changes(stored, applied, vocabularies)
+    changes = vocabulary_changes(stored, applied, model, checkpoint, vocabularies)
     steps = predictor.intake.at(stored, [*applied, changes]).steps
     rows = FloatRows(manifest, [predictor.looked_up(request, steps) for request in requests])
     with delta_file(Path(out), overwrite=overwrite) as path:
         writer = DeltaWriter(path, manifest)
         try:
             stats = _write_changes(predictor, applied, keys, checkpoint, rows, writer, max_chunk_bytes, progress)
-            for (module, table), (ids, id_rows) in changes.changes.items():
-                writer.add_ids(module, table, ids, id_rows)
+            for entry, tensors in changes.parts:
+                writer.add_part(entry, tensors)
             info = DeltaInfo(
                 format=FORMAT,
                 format_version=FORMAT_VERSION,
@@ -153,7 +152,7 @@ def make_delta(
                 dense=fresh.dense,
                 check=manifest.check,
                 files=_listed(files),
-                vocabularies=tuple(writer.vocabularies),
+                **by_key(entry for entry, _ in changes.parts),
             )
             trial = predictor.with_delta_applied(writer.contents(info, files))
             answers = [trial.replay(request) for request in requests]
@@ -192,8 +191,7 @@ def _check_contract(old: FeatureContract | None, new: FeatureContract | None) ->
 
 
 def _check_same(old: Manifest, new: Manifest) -> None:
-    """Raises ConfigError unless the new checkpoint's model differs from the archive only in numbers; policies stay the
-    archive's."""
+    """Raises ConfigError unless the new model differs from the archive only in numbers; policies stay the archive's."""
     if old.modules != new.modules:
         raise ConfigError(f"{_NEW_VERSION}: the model's modules differ from the archive's")
     for mine, theirs in zip(old.tables, new.tables):

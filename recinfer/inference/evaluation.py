@@ -32,8 +32,7 @@ _BATCH = 1024
 
 @dataclass(frozen=True)
 class Quality:
-    """Metrics of logits on labelled rows. ``auc`` and ``normalized_entropy`` are nan if the rows have only one
-    class."""
+    """Metrics of logits on labelled rows; ``auc`` and ``normalized_entropy`` are nan if the rows have one class."""
 
     auc: float
     log_loss: float

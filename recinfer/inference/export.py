@@ -41,7 +41,6 @@ from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
 from recinfer.inference.float_model import FloatModel, FloatRows, PositionWeights
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import output_names
-from recinfer.inference.plain_vocabularies import StringVocabularies, string_vocabularies
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
     check_precisions,
@@ -56,11 +55,8 @@ from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
 from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.report import ExportReport, make_report
-from recinfer.inference.results import computed_features
-from recinfer.vocabulary.golden import raw_requests
-from recinfer.vocabulary.managed_collisions import vocabularies_of
-from recinfer.vocabulary.strings import string_files, string_indexes
-from recinfer.vocabulary.written import Vocabularies, index_files, vocabulary_infos
+from recinfer.vocabulary.plain import StringVocabularies
+from recinfer.vocabulary.written import Vocabularies, written_parts
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -156,20 +152,16 @@ def export_archive(
             parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user, captured)
         manifest = first_manifest(name, version, plan, leaves, contract, parts, missing_shards)
         manifest = with_policies(manifest, missing, out_of_range)
-        vocabularies = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
-        manifest = replace(manifest, vocabularies=vocabulary_infos(vocabularies))
-        by_string = string_indexes(string_vocabularies(manifest, contract, strings))
-        manifest = replace(manifest, string_vocabularies=tuple(info for info, _ in by_string))
+        id_parts = written_parts(manifest, model, checkpoint, contract, vocabularies, strings)
+        manifest = manifest.with_parts(id_parts.entries)
         try:
             check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model cannot be stored in an archive: {error}") from None
         _check_input_names(manifest)
         _check_output_names(manifest)
-        requests = raw_requests(manifest, vocabularies, make_requests(leaves, parts.cut))
-        for path, data in index_files(vocabularies):
-            folder.add(path, data)
-        for path, data in string_files(by_string):
+        requests = id_parts.requests(manifest, make_requests(leaves, parts.cut))
+        for path, data in id_parts.files():
             folder.add(path, data)
         recorded = reference.batches(manifest) if reference else []
         wanted = [*requests, *(eval_data.requests if eval_data else ()), *(batch.request for batch in recorded)]
@@ -210,8 +202,7 @@ def export_archive(
 
 def _check_input_names(manifest: Manifest) -> None:
     """Raises ConfigError if an input has the name under which requests and files hold a part of another input."""
-    computed = computed_features(manifest)
-    features = {feature.name for feature in manifest.features} - computed
+    features = {feature.name for feature in manifest.features} - manifest.computed_features
     names = [*sorted(features), *(info.name for info in manifest.named_inputs)]
     for name in names:
         stem, _, part = name.rpartition(".")
@@ -261,8 +252,7 @@ def _answer(
     position_weights: PositionWeights,
     program: nn.Module | None,
 ) -> tuple[Manifest, FloatModel]:
-    """Run the golden requests on the archive, compare with the float model, and store the answers; returns the final
-    manifest, and both models."""
+    """Answer the golden requests, compare with the float model, store the answers: the final manifest, both models."""
     rank_files = tuple(rank_file(rects, rank, plan.hash) for rank, rects in enumerate(rects_by_rank(plan)))
     predictor = Predictor(Archive(folder.root, manifest, plan, rank_files))
     answers = [_replayed(predictor, index, request) for index, request in enumerate(requests)]
@@ -305,7 +295,8 @@ def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: 
                 else (
                     "the weights are finite, so forward computes it from the golden request's inputs (random ids, bags "
                     "of 0 to 3 where the example batch has empty bags; dense values of the example batch, or normal without one): "
-                    "find the logarithm, root, division or overflow in forward and clamp its input"
+                    "find the logarithm, root, division or overflow in forward and clamp its input; an output of integers "
+                    "beyond 16,777,216, as of raw ids, is NaN, since outputs are float32: return positions"
                 )
             )
             raise ConfigError(f"the model's output {output.name!r} is {odd} of golden request {index}; {cause}")

@@ -2,7 +2,7 @@
 
 A step is made from an archive and its applied deltas, so that each process that serves the archive runs the same steps, and each
 state of a predictor has its own. To add a step, write a class of :class:`IdStep` and a function that makes it, and name the function
-in ``STEPS``.
+in ``STEPS``; its metrics are in ``COUNTS``, and ``SHOWN`` names what ``recinfer inspect`` shows of its part of an archive.
 """
 
 from __future__ import annotations
@@ -16,15 +16,28 @@ from numpy.typing import NDArray
 
 from recinfer.archive.check import Request
 from recinfer.archive.manifest import Manifest
+from recinfer.archive.part import Changes, ShownPart
 from recinfer.archive.reader import Archive
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, bags_of, offsets_of
 from recinfer.lru import LruCache
 from recinfer.quant.bags import BagPlaces
-from recinfer.vocabulary.opened import IdChanges
+from recinfer.vocabulary.described import shown_strings, shown_vocabularies
 from recinfer.vocabulary.step import vocabulary_step
 
-__all__ = ["STEPS", "ByteStep", "CountReplaced", "IdCounts", "IdStep", "IdSteps", "MakeStep", "out_of_range"]
+__all__ = [
+    "COUNTS",
+    "SHOWN",
+    "STEPS",
+    "ByteStep",
+    "CountReplaced",
+    "FeatureCount",
+    "IdCounts",
+    "IdStep",
+    "IdSteps",
+    "MakeStep",
+    "out_of_range",
+]
 
 _MAX_ORDERS = 256  # stored orders of keys; clients send few different ones
 _INT64 = np.iinfo(np.int64)
@@ -35,6 +48,25 @@ CountReplaced = Callable[[Mapping[str, int]], None]
 """Counts ids that became the default row, by feature."""
 
 
+@dataclass(frozen=True)
+class FeatureCount:
+    """A count by feature. ``metric``, ``help``: of Prometheus; ``outcome``: its label, of a metric that has several counts."""
+
+    metric: str
+    help: str
+    outcome: str | None = None
+
+
+_KNOWN = "recinfer_vocabulary_ids", "Ids of features with a vocabulary: known or unknown."
+COUNTS = {
+    "replaced": FeatureCount("recinfer_out_of_range_ids", "Ids out of range that became the default row."),
+    "missing": FeatureCount("recinfer_missing_features", "Predictions that lacked a feature and had it filled in."),
+    "known": FeatureCount(*_KNOWN, "known"),
+    "unknown": FeatureCount(*_KNOWN, "unknown"),
+}
+"""The counts of a model by feature, as a server's status names them (:attr:`recinfer.inference.intake.FeatureIntake.counts`)."""
+
+
 @dataclass(frozen=True, eq=False)
 class IdCounts:
     """Counters of what steps did, which all states of a predictor share.
@@ -42,7 +74,7 @@ class IdCounts:
     Attributes:
         replaced: counts ids that became the default row.
         places: feature -> its place in ``found``.
-        found: int64 ``[features, 2]``, ids that a vocabulary has and ids that it lacks.
+        found: int64 ``[features, 2]``, ids that a step knows and ids that it does not know.
     """
 
     replaced: CountReplaced
@@ -92,7 +124,7 @@ class ByteStep(Protocol):
         ...
 
 
-MakeStep = Callable[[Archive, Sequence[IdChanges], IdCounts], "IdStep | None"]
+MakeStep = Callable[[Archive, Sequence[Changes], IdCounts], "IdStep | None"]
 """Makes a step of an archive and its applied deltas; None if the archive has no use for it."""
 
 
@@ -108,7 +140,7 @@ class IdSteps:
         in_bytes: whether the byte paths have to run steps (:meth:`rewrite`).
     """
 
-    def __init__(self, archive: Archive, deltas: Sequence[IdChanges], counts: IdCounts) -> None:
+    def __init__(self, archive: Archive, deltas: Sequence[Changes], counts: IdCounts) -> None:
         self._steps = [step for make in STEPS if (step := make(archive, deltas, counts)) is not None]
         self._byte_steps = [step for step in self._steps if not step.decoded_only]
         self._drops = frozenset(feature for step in self._steps for feature in step.drops)
@@ -239,7 +271,7 @@ class _OutOfRange:
         return np.array(low, np.int64), np.array(high, np.int64), np.array(replacement, np.int64)
 
 
-def out_of_range(archive: Archive, deltas: Sequence[IdChanges], counts: IdCounts) -> IdStep | None:
+def out_of_range(archive: Archive, deltas: Sequence[Changes], counts: IdCounts) -> IdStep | None:
     """Makes the step of ``recinfer export --out-of-range FEATURE=default``."""
     if all(feature.out_of_range != "default_row" for feature in archive.manifest.features):
         return None
@@ -248,3 +280,5 @@ def out_of_range(archive: Archive, deltas: Sequence[IdChanges], counts: IdCounts
 
 STEPS: list[MakeStep] = [vocabulary_step, out_of_range]
 """Makes the steps of an archive, in their order."""
+SHOWN: list[Callable[[Archive], ShownPart]] = [shown_vocabularies, shown_strings]
+"""Describes the parts of an archive that steps read."""

@@ -12,19 +12,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from recinfer.archive.manifest import FeatureInfo, Manifest
+from recinfer.archive.part import Changes
 from recinfer.archive.reader import Archive
 from recinfer.errors import InputError
 from recinfer.excerpts import some
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.id_steps import IdCounts, IdSteps
-from recinfer.inference.results import weighted_features
 from recinfer.lru import LruCache
-from recinfer.vocabulary.opened import IdChanges
 from recinfer.vocabulary.strings import StringRows, open_strings
+
+if TYPE_CHECKING:
+    from recinfer.data.contract import FeatureContract
 
 __all__ = ["FeatureIntake", "TakenFeatures"]
 
@@ -70,7 +73,7 @@ class FeatureIntake:
         self._features = {n: by_name.get(n) or FeatureInfo(n, "reject", "reject", 0) for n in manifest.request_features}
         self._computes_ids = manifest.signature is not None and manifest.signature.ids is not None
         self.names = tuple(self._features)
-        self.weighted = weighted_features(manifest)
+        self.weighted = manifest.weighted_features
         self.needs_weights = bool(self.weighted)
         self._orders: LruCache[tuple[str, ...], _Order] = LruCache(_MAX_ORDERS)
         self.replaced: Counter[str] = Counter()
@@ -83,7 +86,7 @@ class FeatureIntake:
         counted = manifest.raw_features | manifest.string_features
         self._counted = [name for name in read if name in counted]
 
-    def at(self, archive: Archive, deltas: Sequence[IdChanges]) -> FeatureIntake:
+    def at(self, archive: Archive, deltas: Sequence[Changes]) -> FeatureIntake:
         """The intake of a state of the archive: its own steps, and the counters of all states.
 
         Raises:
@@ -96,14 +99,15 @@ class FeatureIntake:
         return state
 
     @property
-    def known(self) -> dict[str, int]:
-        """Feature with a vocabulary -> ids of requests that the vocabulary has, since the start."""
-        return {name: int(self._counts.found[self._counts.places[name], 0]) for name in self._counted}
-
-    @property
-    def unknown(self) -> dict[str, int]:
-        """Feature with a vocabulary -> ids of requests that the vocabulary lacks, since the start."""
-        return {name: int(self._counts.found[self._counts.places[name], 1]) for name in self._counted}
+    def counts(self) -> dict[str, dict[str, int]]:
+        """The counts of :data:`recinfer.inference.id_steps.COUNTS` since the start, by feature."""
+        found = {name: self._counts.found[self._counts.places[name]].tolist() for name in self._counted}
+        return {
+            "replaced": {name: self.replaced[name] for name in self.names},
+            "missing": {name: self.missing[name] for name in self.names},
+            "known": {name: known for name, (known, _) in found.items()},
+            "unknown": {name: unknown for name, (_, unknown) in found.items()},
+        }
 
     def take(
         self, features: Bags, *, need_all: bool, elsewhere: Set[str] = frozenset(), fill: bool = True
@@ -146,6 +150,16 @@ class FeatureIntake:
             if order.defaults and fill:
                 features = _fill(features, {k: row for k, row in order.defaults.items() if k not in elsewhere})
         return TakenFeatures(features, order.present)
+
+    def contract(self, manifest: Manifest) -> FeatureContract | None:
+        """The archive's feature contract, whose texts become rows by the archive's indexes; None without one."""
+        if manifest.contract is None:
+            return None
+        from recinfer.data.contract import FeatureContract
+        from recinfer.vocabulary.plain import indexed_contract
+
+        contract = FeatureContract.from_dict(manifest.contract)
+        return contract if self.strings is None else indexed_contract(contract, self.strings)
 
     def with_rows(self, features: Bags) -> Bags:
         """The features with the row of each string; raises InputError for strings of a feature that takes integers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -71,8 +71,6 @@ class Part:
         names, dims: names and columns of its outputs.
         positions: weights of ids by position in the bag.
         order: the module's features, in the order of the cheapest lookup.
-        columns_of: function from features to the columns (first, end) of their vectors in the pooled output, neighbours
-            joined.
     """
 
     info: ModuleInfo
@@ -80,10 +78,11 @@ class Part:
     dims: list[int]
     positions: PositionWeights | None
     order: tuple[str, ...]
-    columns_of: Callable[[frozenset[str]], list[tuple[int, int]]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "columns_of", _columns_of(self.info.features, self.dims))
+    @functools.cached_property
+    def columns_of(self) -> Callable[[frozenset[str]], list[tuple[int, int]]]:
+        """Function from features to the columns (first, end) of their vectors in the pooled output, neighbours joined."""
+        return functools.lru_cache(maxsize=64)(functools.partial(_columns, self.info.features, self.dims))
 
     @property
     def needs_weights(self) -> bool:
@@ -339,18 +338,14 @@ def output_names(manifest: Manifest) -> dict[str, list[str]]:
     }
 
 
-def _columns_of(features: Sequence[str], dims: Sequence[int]) -> Callable[[frozenset[str]], list[tuple[int, int]]]:
-    @functools.lru_cache(maxsize=64)
-    def columns_of(wanted: frozenset[str]) -> list[tuple[int, int]]:
-        runs: list[tuple[int, int]] = []
-        for name, dim, end in zip(features, dims, accumulate(dims)):
-            if name in wanted and runs and runs[-1][1] == end - dim:
-                runs[-1] = (runs[-1][0], end)
-            elif name in wanted:
-                runs.append((end - dim, end))
-        return runs
-
-    return columns_of
+def _columns(features: Sequence[str], dims: Sequence[int], wanted: frozenset[str]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for name, dim, end in zip(features, dims, accumulate(dims)):
+        if name in wanted and runs and runs[-1][1] == end - dim:
+            runs[-1] = (runs[-1][0], end)
+        elif name in wanted:
+            runs.append((end - dim, end))
+    return runs
 
 
 def sharded_module(

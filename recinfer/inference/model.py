@@ -33,19 +33,16 @@ from recinfer.errors import ArchiveError, ConfigError, InputError
 from recinfer.inference.bags import Bags
 from recinfer.inference.byte_tables import ByteTables
 from recinfer.inference.id_steps import IdSteps
-from recinfer.inference.ids_program import IdsProgram
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Steps, output_names
 from recinfer.inference.named_inputs import NamedInputs
+from recinfer.inference.programs import IdsProgram, TensorOf, UserPrograms, read_whole_tables
 from recinfer.inference.results import LookupResult, feature_specs, on_host, selected
 from recinfer.inference.stages import Stages
-from recinfer.inference.user_programs import TensorOf, UserPrograms
-from recinfer.inference.whole_tables import read_whole_tables
 from recinfer.quant.transfers import to_device, to_host
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
-    from recinfer.vocabulary.strings import StringRows
 
 __all__ = ["LoadedModel", "States", "at_one_state"]
 
@@ -238,7 +235,7 @@ class LoadedModel(States):
         self.inputs = NamedInputs(manifest)
         self.mergeable = self.inputs.mergeable
         self.features = tuple(feature_specs(manifest, output_names(manifest)))
-        self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
+        self.num_dense = manifest.num_dense
         outputs = () if manifest.dense is None else manifest.dense.outputs
         self.output_names = [output.name for output in outputs]
         self._no_outputs = [(0, *output.shape) for output in outputs]  # the shapes of the outputs of no samples
@@ -248,7 +245,7 @@ class LoadedModel(States):
         manifest = archive.manifest
         self.intake = self.intake.at(archive, self._deltas)
         if self.contract is None:
-            self.contract = _contract(manifest, self.intake.strings)
+            self.contract = self.intake.contract(manifest)
         self.lookups: Lookups
         if self._lookups_of is None:
             mapped = archive.map_shards(**self._mapping, edit=edit)
@@ -269,12 +266,8 @@ class LoadedModel(States):
         self._ids: IdsProgram | None = None
         if signature is not None and signature.ids is not None:
             ids = signature.ids
-            names = [i.name for i in ids.inputs], ids.outputs
             threads = self._dense_options["num_threads"]
-            self._ids = IdsProgram(
-                manifest, open_program(archive, "dense/ids", *names, ids.engine, num_threads=threads)
-            )
-
+            self._ids = IdsProgram(manifest, open_program(archive, "dense/ids", ids, ids.outputs, num_threads=threads))
         self.user: UserPrograms | None = None
         if signature is not None and signature.user is not None:
             self.user = UserPrograms(archive, signature.user, self.output_names, self._dense_options)
@@ -308,8 +301,7 @@ class LoadedModel(States):
 
     @property
     def engine_reason(self) -> str | None:
-        """The reason why torch runs the dense part instead of onnxruntime, which is faster on the CPU; None if
-        onnxruntime runs it."""
+        """The reason why torch runs the dense part instead of onnxruntime; None if onnxruntime runs it."""
         dense = self.manifest.dense
         if dense is None or self.engine != "torch":
             return None
@@ -338,8 +330,7 @@ class LoadedModel(States):
 
     @at_one_state
     def select(self, found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()) -> LookupResult:
-        """The embeddings of the features ``present`` (None: all), from the result of each module (None: not looked
-        up)."""
+        """The embeddings of the features ``present`` (None: all), from each module's result (None: not looked up)."""
         return selected(self.parts, on_host(found), present, missing)
 
     @property
@@ -360,8 +351,7 @@ class LoadedModel(States):
 
     @at_one_state
     def looked_up(self, request: Request, steps: IdSteps | None = None) -> Request:
-        """``request`` with the features that lookups read: its own or those of the ids program, after ``steps``, by default this
-        state's."""
+        """``request`` with the features that lookups read, after ``steps`` (None: this state's)."""
         given = request if self._ids is None else self._ids.looked_up(request)
         return (steps or self.intake.steps).looked_up(given)
 
@@ -398,8 +388,7 @@ class LoadedModel(States):
         ]
 
     def run_checked(self, tensors: Sequence[Tensor], batch: int) -> list[Tensor]:
-        """Run :meth:`run_engine` on this state for a check; an engine's own exception becomes a ConfigError with the
-        batch's sizes."""
+        """Run :meth:`run_engine` for a check; an engine's own exception becomes a ConfigError with the batch's sizes."""
         try:
             return self.run_engine(tensors, batch)
         except Exception as error:  # each engine raises its own types for errors of the archive's program
@@ -437,7 +426,7 @@ class LoadedModel(States):
         return outputs
 
     def run_user(self, user_of: TensorOf, tensor_of: TensorOf, batches: Sequence[int]) -> list[Tensor]:
-        """Run the dense part in two: see :meth:`recinfer.inference.user_programs.UserPrograms.run`."""
+        """Run the dense part in two: see :meth:`recinfer.inference.programs.UserPrograms.run`."""
         assert self.user is not None
         start = time.perf_counter()
         outputs = self.user.run(
@@ -494,13 +483,3 @@ def _check_unchanged(archive: Archive) -> None:
         text = b""
     if archive.manifest_sha256 and hashlib.sha256(text).hexdigest() != archive.manifest_sha256:
         raise ArchiveError(f"{str(archive.root)!r} was replaced since it was loaded; load it again", rule="X5")
-
-
-def _contract(manifest: Manifest, strings: StringRows | None) -> FeatureContract | None:
-    if manifest.contract is None:
-        return None
-    from recinfer.data.contract import FeatureContract
-    from recinfer.inference.plain_vocabularies import indexed_contract
-
-    contract = FeatureContract.from_dict(manifest.contract)
-    return contract if strings is None else indexed_contract(contract, strings)

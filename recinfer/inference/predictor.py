@@ -129,8 +129,7 @@ class Predictor(LoadedModel):
 
     @at_one_state
     def check_request(self, index: int) -> None:
-        """Replay golden request ``index``; raises ArchiveError (C1, C2) if it fails or its answer differs from the
-        stored one."""
+        """Replay golden request ``index``; raises ArchiveError (C1, C2) if it fails or its answer is not the stored one."""
         request, answer = read_requests(self.archive)[index]
         try:
             given = self.replay(request)

@@ -41,7 +41,7 @@ from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.excerpts import some
-from recinfer.inference.ids_program import IdsProgram
+from recinfer.inference.programs import IdsProgram
 from recinfer.quant.formats.names import Precision
 from recinfer.quant.rows import PACKED_TYPES
 from recinfer.version import __version__

@@ -85,7 +85,7 @@ class RecordedReference:
         """
         if manifest.dense is None:
             raise ConfigError("reference: this model has no dense part and so no outputs to compare")
-        weighted = {f for m in manifest.modules if m.is_weighted and m.position_weights is None for f in m.features}
+        weighted = manifest.weighted_features
         names = list(manifest.request_features)
         jagged = [info for info in manifest.named_inputs if info.kind == "jagged"]
         tensors = [info for info in manifest.named_inputs if info.kind == "tensor"]
@@ -99,13 +99,13 @@ class RecordedReference:
         missing = [name for name in expected if name not in self.tensors]
         unknown = sorted(set(self.tensors) - set(expected))
         if missing or unknown:
-            raise InputError(
-                f"reference {self.path}: expected {some(expected)}; "
+            raise self._error(
+                f"expected {some(expected)}; "
                 f"missing {some(missing, none='nothing')}, unknown {some(unknown, none='nothing')}"
             )
         rows = len(self._integers(f"{names[0]}.lengths"))
         if not rows:
-            raise InputError(f"reference {self.path}: got no rows; record at least one batch")
+            raise self._error("got no rows; record at least one batch")
         lengths = {name: self._lengths(name, rows) for name in names}
         offsets = {name: torch.cat([torch.zeros(1, dtype=torch.int64), n.cumsum(0)]) for name, n in lengths.items()}
         rows_of = {
@@ -114,7 +114,10 @@ class RecordedReference:
             if name not in manifest.raw_features
         }
         values = {name: self._ids(name, int(offsets[name][-1]), rows_of.get(name)) for name in names}
-        weights = {name: self._weights(name, name in weighted, len(values[name])) for name in names}
+        weights = {
+            n: self._floats(f"{n}.weights", ids.shape) if n in weighted else torch.ones(len(ids))
+            for n, ids in values.items()
+        }
         dense = self._floats(given, (rows, manifest.dense.num_dense)) if manifest.dense.num_dense else None
         outputs = [self._floats(o.name, (rows, *o.shape)) for o in manifest.dense.outputs]
         batches = []
@@ -133,19 +136,20 @@ class RecordedReference:
             batches.append(RecordedBatch(start, request, [output[start:stop] for output in outputs]))
         return batches
 
+    def _error(self, text: str) -> InputError:
+        return InputError(f"reference {self.path}: {text}")
+
     def _tensor(self, info: InputInfo, rows: int) -> Tensor:
         tensor = self.tensors[info.name]
         if str(tensor.dtype) != f"torch.{info.dtype}" or len(tensor) != rows or tensor.dim() != len(info.shape):
-            raise InputError(
-                f"reference {self.path}: {info.name} is {_shape(tensor)}; expected {info.dtype} {[rows, *info.shape[1:]]}"
-            )
+            raise self._error(f"{info.name} is {_shape(tensor)}; expected {info.dtype} {[rows, *info.shape[1:]]}")
         return tensor
 
     def _jagged(self, info: InputInfo, rows: int, start: int, stop: int) -> JaggedTensor:
         lengths, values = self._lengths(info.name, rows), self.tensors[f"{info.name}.values"]
         if str(values.dtype) != f"torch.{info.dtype}" or len(values) != int(lengths.sum()):
-            raise InputError(
-                f"reference {self.path}: {info.name}.values is {_shape(values)}; expected {info.dtype} and "
+            raise self._error(
+                f"{info.name}.values is {_shape(values)}; expected {info.dtype} and "
                 f"{int(lengths.sum())} values, the sum of {info.name}.lengths"
             )
         first = int(lengths[:start].sum())
@@ -154,53 +158,42 @@ class RecordedReference:
     def _integers(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         if tensor.dtype not in _INTEGERS or tensor.dim() != 1:
-            raise InputError(f"reference {self.path}: {name} is {_shape(tensor)}; expected integers with one dimension")
+            raise self._error(f"{name} is {_shape(tensor)}; expected integers with one dimension")
         return tensor.long()
 
     def _lengths(self, name: str, rows: int) -> Tensor:
         lengths = self._integers(f"{name}.lengths")
         if len(lengths) != rows:
-            raise InputError(
-                f"reference {self.path}: {name}.lengths has {len(lengths)} rows, another feature's lengths {rows}"
-            )
+            raise self._error(f"{name}.lengths has {len(lengths)} rows, another feature's lengths {rows}")
         if bool((lengths < 0).any()):
-            raise InputError(f"reference {self.path}: {name}.lengths has negative numbers")
+            raise self._error(f"{name}.lengths has negative numbers")
         return lengths
 
     def _ids(self, name: str, count: int, rows: int | None) -> Tensor:
         values = self._integers(f"{name}.values")
         if len(values) != count:
-            raise InputError(
-                f"reference {self.path}: {name}.values has {len(values)} ids, {name}.lengths sum to {count}"
-            )
+            raise self._error(f"{name}.values has {len(values)} ids, {name}.lengths sum to {count}")
         if rows is None:  # an ids program or a vocabulary makes rows of them
             return values
         bad = ((values < 0) | (values >= rows)).nonzero()
         if len(bad):
             at = int(bad[0])
-            raise InputError(
-                f"reference {self.path}: {name}.values[{at}] is {int(values[at])}; expected ids below {rows}, the rows "
-                "of its table"
+            raise self._error(
+                f"{name}.values[{at}] is {int(values[at])}; expected ids below {rows}, the rows of its table"
             )
         return values
-
-    def _weights(self, name: str, weighted: bool, count: int) -> Tensor:
-        return self._floats(f"{name}.weights", (count,)) if weighted else torch.ones(count)
 
     def _floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.tensors[name]
         same = [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]  # [B] equals [B, 1]
         if tensor.dtype not in _FLOATS or not same:
-            raise InputError(
-                f"reference {self.path}: {name} is {_shape(tensor)}; expected float32 {list(shape)}, as the model "
-                f"computes it without autocast"
+            raise self._error(
+                f"{name} is {_shape(tensor)}; expected float32 {list(shape)}, as the model computes it without autocast"
             )
         bad = (~torch.isfinite(tensor)).nonzero()
         if len(bad):
             at = bad[0].tolist()
-            raise InputError(
-                f"reference {self.path}: {name}{at} is {float(tensor[tuple(at)])}; expected finite numbers"
-            )
+            raise self._error(f"{name}{at} is {float(tensor[tuple(at)])}; expected finite numbers")
         return tensor.float().reshape(shape)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from recinfer.archive.captured import add_at
 from recinfer.archive.manifest import Manifest, MissingShards, TableInfo
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.rows import RowReader, row_chunks
@@ -122,13 +123,7 @@ def embedding_model(manifest: Manifest) -> nn.Module:
             collection = EmbeddingCollection(tables=configs, device=meta)
         if not module.path:
             return collection
-        *parents, name = module.path.split(".")
-        parent = root
-        for part in parents:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.add_module(name, collection)
+        add_at(root, module.path, collection)
     return root
 
 

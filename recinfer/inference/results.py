@@ -23,13 +23,11 @@ __all__ = [
     "InputSpec",
     "LookupResult",
     "Outputs",
-    "computed_features",
     "feature_specs",
     "input_specs",
     "on_host",
     "selected",
     "tensors_of",
-    "weighted_features",
 ]
 
 
@@ -63,13 +61,12 @@ class LookupResult:
 def feature_specs(manifest: Manifest, names: dict[str, list[str]]) -> list[FeatureSpec]:
     """The outputs of lookup, in the model's order; ``names`` are the output names of each module by its path."""
     missing = {feature.name: feature.missing for feature in manifest.features}
-    weighted, computed = weighted_features(manifest), computed_features(manifest)
     specs = []
     for module in manifest.modules:
         looked_up = [(table, name) for table in manifest.module_tables(module.path) for name in table.features]
         for name, (table, feature) in zip(names[module.path], looked_up):
             pooled = module.kind == "pooled"
-            flags = missing[feature], feature in weighted, feature in computed
+            flags = missing[feature], feature in manifest.weighted_features, feature in manifest.computed_features
             specs.append(FeatureSpec(name, table.name, table.rows, table.dim, pooled, *flags))
     return specs
 
@@ -81,31 +78,14 @@ def input_specs(manifest: Manifest) -> tuple[InputSpec, ...]:
         return ()
     return tuple(
         InputSpec(
-            info.name,
-            info.path,
-            info.kind,
-            info.dtype,
-            info.shape,
-            info.weighted,
-            signature.per_sample.get(info.name, 0),
-            signature.as_long_as.get(info.name, ""),
-            signature.counts.get(info.name, ""),
-            signature.user is not None and info.name in signature.user.names,
+            **vars(info),
+            per_sample=signature.per_sample.get(info.name, 0),
+            as_long_as=signature.as_long_as.get(info.name, ""),
+            counts=signature.counts.get(info.name, ""),
+            user=signature.user is not None and info.name in signature.user.names,
         )
         for info in signature.inputs
     )
-
-
-def computed_features(manifest: Manifest) -> frozenset[str]:
-    """The features of lookups whose ids the ids program computes."""
-    signature = manifest.signature
-    return frozenset() if signature is None or signature.ids is None else frozenset(signature.ids.features)
-
-
-def weighted_features(manifest: Manifest) -> frozenset[str]:
-    """The features whose ids may have weights."""
-    modules = [module for module in manifest.modules if module.is_weighted and module.position_weights is None]
-    return frozenset(feature for module in modules for feature in module.features)
 
 
 def selected(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FeatureSpec", "InputSpec", "Outputs"]
+__all__ = ["FeatureSpec", "InputSpec", "Outputs", "values_per_sample"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,15 @@ class InputSpec:
             return f"{self.dtype} [{', '.join(sizes)}]"
         rest = f" [{', '.join(sizes[1:])}]" if sizes[1:] else ""
         return f"a list of {self.dtype}{rest} per sample"
+
+
+def values_per_sample(specs: Mapping[str, InputSpec], name: str) -> int:
+    """The number of values of the input ``name`` in each sample that forward relies on; 1 where any number is right."""
+    name = next((counts.name for counts in specs.values() if counts.counts == name), name)
+    spec = specs.get(name)
+    if spec is None:
+        return 1
+    return spec.per_sample or specs.get(spec.as_long_as, spec).per_sample or 1
 
 
 def _size_text(size: int | str, batch: int | None) -> str:

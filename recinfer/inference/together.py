@@ -6,7 +6,7 @@ for the first candidate and their vectors are copied to the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from recinfer.inference.intake import TakenFeatures
 from recinfer.inference.lookups import Steps
 from recinfer.inference.model import LoadedModel
 from recinfer.inference.named_inputs import GivenInput
+from recinfer.inference.programs import TensorOf
 from recinfer.inference.results import LookupResult, Outputs, on_host, tensors_of
-from recinfer.inference.user_programs import TensorOf, UserPrograms
 from recinfer.input_arrays import as_input, batch_of_inputs
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
@@ -62,7 +62,6 @@ class _CheckedRequest:
         given: the request's own bags, where the ids program computed ``features``.
     """
 
-    at: int
     dense: Tensor | None
     features: Bags
     shared: frozenset[str]
@@ -79,9 +78,57 @@ class _CheckedRequest:
 
 def lookup_one(model: LoadedModel, features: Features) -> Steps[LookupResult]:
     """See ``Predictor.lookup``."""
-    taken = _taken_for_lookup(model, features)
-    found = yield from model.find([taken.features], taken.present)
-    return model.select(found.parts, taken.present, found.missing)
+    return (yield from _find(model, [_taken_for_lookup(model, features)]))[0]
+
+
+def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
+    """``Predictor.lookup`` of several requests, with one lookup per module."""
+    return _together(model, requests, _taken_for_lookup, _find)
+
+
+def predict_one(model: LoadedModel, request: PredictInputs) -> Steps[Outputs]:
+    """See ``Predictor.predict``."""
+    outputs = yield from _run(model, [_checked(model, request)])
+    assert outputs is not None
+    return outputs[0]
+
+
+def predict_many(model: LoadedModel, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
+    """``Predictor.predict`` of several requests, with one lookup per module and one run of the dense part."""
+    return _together(model, requests, _checked, _run)
+
+
+def _together(
+    model: LoadedModel,
+    requests: Sequence[Any],
+    check: Callable[[LoadedModel, Any], Any],
+    run: Callable[[LoadedModel, list[Any]], Steps[list[Any] | None]],
+) -> Steps[list[Any]]:
+    """The answer or error of each request: of one run of all, or of a run of each where one is invalid."""
+    answers: dict[int, Any] = {}
+    taken: dict[int, Any] = {}
+    for at, request in enumerate(requests):
+        try:
+            taken[at] = check(model, request)
+        except Exception as error:
+            answers[at] = error
+    if len(taken) > 1 and model.mergeable:
+        try:
+            found = yield from run(model, list(taken.values()))
+            answers.update(zip(taken, found or ()))
+        except UnavailableError as error:  # not the fault of one request
+            answers.update(dict.fromkeys(taken, error))
+        except Exception:  # a request is invalid; separate runs find which
+            pass
+    for at, mine in taken.items():
+        if at not in answers:
+            try:
+                found = yield from run(model, [mine])
+                assert found is not None
+                answers[at] = found[0]
+            except Exception as error:
+                answers[at] = error
+    return [answers[at] for at in range(len(requests))]
 
 
 def _taken_for_lookup(model: LoadedModel, features: Features) -> TakenFeatures:
@@ -101,87 +148,17 @@ def _taken_for_lookup(model: LoadedModel, features: Features) -> TakenFeatures:
     return TakenFeatures(model.intake.steps.apply(taken.features), taken.present)
 
 
-def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
-    """``Predictor.lookup`` of several requests, with one lookup per module."""
-    if len(requests) == 1 or not model.mergeable:
-        alone = []
-        for request in requests:
-            alone.append((yield from _result_or_error(lookup_one(model, request))))
-        return alone
-    answers: list[Any] = [None] * len(requests)
-    taken = []
-    for at, request in enumerate(requests):
-        try:
-            taken.append((at, _taken_for_lookup(model, request)))
-        except Exception as error:
-            answers[at] = error
-    if not taken:
-        return answers
-    batches = [mine.features.batch for _, mine in taken]
-    try:
-        found = yield from model.find([mine.features for _, mine in taken])
-    except UnavailableError as error:  # not the fault of one request
-        for at, _ in taken:
-            answers[at] = error
-        return answers
-    except Exception:  # a request has a bad id; separate runs find which
-        for at, _ in taken:
-            answers[at] = yield from _result_or_error(lookup_one(model, requests[at]))
-        return answers
-    for (at, mine), parts in zip(taken, _split_by_request(on_host(found.parts), batches)):
-        answers[at] = model.select(parts, mine.present, found.missing)
-    return answers
+def _find(model: LoadedModel, taken: Sequence[TakenFeatures]) -> Steps[list[LookupResult]]:
+    """The rows of each request."""
+    if len(taken) == 1:
+        found = yield from model.find([taken[0].features], taken[0].present)
+        return [model.select(found.parts, taken[0].present, found.missing)]
+    found = yield from model.find([mine.features for mine in taken])
+    parts = _split_by_request(on_host(found.parts), [mine.features.batch for mine in taken])
+    return [model.select(own, mine.present, found.missing) for mine, own in zip(taken, parts)]
 
 
-def predict_many(model: LoadedModel, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
-    """``Predictor.predict`` of several requests, with one lookup per module and one run of the dense part."""
-    if len(requests) == 1 or not model.mergeable:
-        alone = []
-        for request in requests:
-            alone.append((yield from _result_or_error(predict_one(model, request))))
-        return alone
-    answers: list[Any] = [None] * len(requests)
-    taken = []
-    for at, request in enumerate(requests):
-        try:
-            taken.append(_checked(model, at, request))
-        except Exception as error:
-            answers[at] = error
-    if not taken:
-        return answers
-    outputs = None
-    try:
-        outputs = yield from _run(model, taken)
-    except UnavailableError as error:  # not the fault of one request
-        for mine in taken:
-            answers[mine.at] = error
-        return answers
-    except Exception:  # a request is invalid; separate runs find which
-        pass
-    if outputs is None:
-        for mine in taken:
-            answers[mine.at] = yield from _result_or_error(predict_one(model, requests[mine.at]))
-        return answers
-    for mine, mine_outputs in zip(taken, outputs):
-        answers[mine.at] = mine_outputs
-    return answers
-
-
-def predict_one(model: LoadedModel, request: PredictInputs) -> Steps[Outputs]:
-    """See ``Predictor.predict``."""
-    outputs = yield from _run(model, [_checked(model, 0, request)])
-    assert outputs is not None
-    return outputs[0]
-
-
-def _result_or_error(steps: Steps[Any]) -> Steps[Any]:
-    try:
-        return (yield from steps)
-    except Exception as error:
-        return error
-
-
-def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedRequest:
+def _checked(model: LoadedModel, request: PredictInputs) -> _CheckedRequest:
     intake, named = model.intake, model.inputs
     model.check_has_dense()
     candidates = bags_of(_no_features(request) if request.features is None else request.features)
@@ -220,9 +197,9 @@ def _checked(model: LoadedModel, at: int, request: PredictInputs) -> _CheckedReq
     given = features
     if model.computes_ids:
         shared = frozenset()
-        alone = _CheckedRequest(at, dense, features, shared, of_context, repeated, checked, given)
+        alone = _CheckedRequest(dense, features, shared, of_context, repeated, checked, given)
         features = model.compute_ids(features, lambda about: _input(about, [alone]))
-    return _CheckedRequest(at, dense, features, shared, of_context, repeated, checked, given)
+    return _CheckedRequest(dense, features, shared, of_context, repeated, checked, given)
 
 
 def _no_features(request: PredictInputs) -> Bags:
@@ -327,7 +304,8 @@ def _run(model: LoadedModel, taken: Sequence[_CheckedRequest]) -> Steps[list[Out
     contexts = any(mine.shared for mine in taken)
     user = model.user
     # With one candidate a request, two runs cost more than one.
-    if user is not None and total > len(taken) and _gives_user(user, taken):
+    # The user's programs run where every request has samples and gives all of the user's inputs as its context.
+    if user is not None and total > len(taken) and all(m.batch and user.names <= m.of_context for m in taken):
         outputs = model.run_user(*_by_owner(model, taken, found.parts, batches), batches)
         return _split_outputs(model, outputs, taken, batches, found.missing)
     vectors_of: list[Tensor] = []
@@ -343,11 +321,6 @@ def _run(model: LoadedModel, taken: Sequence[_CheckedRequest]) -> Steps[list[Out
     )
     outputs = model.run_engine(tensors, total)
     return _split_outputs(model, outputs, taken, batches, found.missing)
-
-
-def _gives_user(user: UserPrograms, taken: Sequence[_CheckedRequest]) -> bool:
-    """Whether every request has samples and gives all of the user's inputs as its context."""
-    return all(mine.batch and user.names <= mine.of_context for mine in taken)
 
 
 def _split_outputs(

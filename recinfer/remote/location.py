@@ -102,6 +102,17 @@ class Location:
             listed = self._filesystem.ls(f"{self._root}/{path}", detail=False)
         return sorted(name for entry in listed if (name := str(entry).rstrip("/").rpartition("/")[2]).endswith(suffix))
 
+    def stamp(self, path: str) -> str:
+        """Text that changes when a file in a folder changes; raises as :meth:`read`.
+
+        The text is empty where the storage gives neither a hash nor a time of each file, as web servers.
+        """
+        with self._errors(path):
+            self._filesystem.invalidate_cache()
+            found = self._filesystem.find(f"{self._root}/{path}", detail=True)
+        stamps = {name: _stamp(info) for name, info in found.items()}
+        return hashlib.sha256(repr(sorted(stamps.items())).encode()).hexdigest() if all(stamps.values()) else ""
+
     @contextmanager
     def _errors(self, path: str) -> Iterator[None]:
         where = f"{self.url}/{path}".rstrip("/")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recinfer.archive.strict_json import MAX_JSON_BYTES
-from recinfer.errors import ArchiveError, NotFoundError
+from recinfer.errors import ArchiveError, NotFoundError, RecinferError
 from recinfer.excerpts import quoted, some
 from recinfer.files import naming, write_file
 from recinfer.remote.cache import ArchiveCache, CachedArchive
@@ -20,7 +20,8 @@ from recinfer.remote.location import Location, mirror_folder
 
 __all__ = ["StoreMirror"]
 
-_AGAIN_S = 600.0  # after which a damaged version is downloaded again: it may have been uploaded anew
+# A damaged version is downloaded again when its files change, or after this time: some storages do not tell of a change.
+_AGAIN_S = 600.0
 _STAMPS = ".stamps.json"  # names with a dot are no models
 
 
@@ -49,7 +50,8 @@ class StoreMirror:
         self.url = self._location.url
         self.folder = mirror_folder(url, cache.folder)
         self._lock = threading.Lock()
-        self._damaged: dict[tuple[str, str, bytes], tuple[float, str]] = {}  # time and error by version and manifest
+        # By version and manifest: the time, the stamp of the files, and the error.
+        self._damaged: dict[tuple[str, str, bytes], tuple[float, str, str]] = {}
 
     def refresh(self) -> None:
         """Make the mirror's manifests those of the store now.
@@ -86,13 +88,16 @@ class StoreMirror:
         if not text:
             raise NotFoundError(f"version: {self._location.url} has no {quoted(version)} of model {quoted(model)}")
         key = (model, version, hashlib.sha256(text).digest())
-        since, why = self._damaged.get(key, (0.0, ""))
-        if why and time.monotonic() - since < _AGAIN_S:
+        since, stamp, why = self._damaged.get(key, (0.0, "", ""))
+        # Taken before a download, so that files which are uploaded meanwhile count as changed. The first download has none: the
+        # next call repeats it once, but an archive that the cache has needs no storage.
+        now = self._stamp_of(model, version) if why else ""
+        if why and now == stamp and time.monotonic() - since < _AGAIN_S:
             raise ArchiveError(why)
         try:
             return self._cache.archive(self._location, f"{model}/{version}", manifest=text, wanted=self._wanted)
         except ArchiveError as error:  # each poll would download the damaged file again
-            self._damaged[key] = (time.monotonic(), str(error))
+            self._damaged[key] = (time.monotonic(), now, str(error))
             raise
 
     def folder_of(self, manifest_sha256: str) -> str | None:
@@ -122,6 +127,13 @@ class StoreMirror:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, text)
         return path
+
+    def _stamp_of(self, model: str, version: str) -> str:
+        """See :meth:`Location.stamp`; empty too where the storage gives no answer."""
+        try:
+            return self._location.stamp(f"{model}/{version}")
+        except RecinferError:
+            return ""
 
     def _stamps(self) -> dict[str, str]:
         try:

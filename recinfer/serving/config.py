@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from recinfer import env
 from recinfer.errors import ConfigError
 from recinfer.remote.location import is_url, mirror_folder
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.wire.address import plain_host
 from recinfer.serving.wire.followed_files import is_pipe
-from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.limits import BatchConfig, Limits
 from recinfer.serving.wire.unix_socket import check_socket_path
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ class ModelsConfig:
     store_url: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "deltas", _paths("--delta", self.deltas))
+        object.__setattr__(self, "deltas", tuple(map(Path, _several("--delta", self.deltas))))
         if isinstance(self.model_store, str) and is_url(self.model_store):
             object.__setattr__(self, "store_url", self.model_store)
             object.__setattr__(
@@ -390,10 +389,6 @@ def _several(name: str, given: Iterable[str | os.PathLike[str]]) -> tuple[str | 
     if isinstance(given, str | os.PathLike):
         raise ConfigError(f"{name}: got {given!s:.80}, expected a tuple of paths")
     return tuple(given)
-
-
-def _paths(name: str, given: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
-    return tuple(map(Path, _several(name, given)))
 
 
 def _checked_origin(text: str) -> str:

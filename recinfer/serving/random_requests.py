@@ -99,7 +99,7 @@ class RandomRequests:
         inputs = {spec.name: self._values(spec, counts[spec.name]) for spec in self._jagged}
         dense = None
         for spec in self._tensors:
-            tensor = self._tensor(spec, 1 if spec.name in user else batch)
+            tensor = self._numbers(spec.dtype, _sizes(spec.shape, 1 if spec.name in user else batch))
             if self._model.num_dense and spec.name not in user:
                 dense = tensor
             else:
@@ -137,9 +137,6 @@ class RandomRequests:
     def _values(self, spec: InputSpec, lengths: NDArray[np.int32]) -> InputArrays:
         values = self._numbers(spec.dtype, (int(lengths.sum()), *_sizes(spec.shape[1:], 0)))
         return InputArrays(values, np.ascontiguousarray(lengths))
-
-    def _tensor(self, spec: InputSpec, batch: int) -> NDArray[Any]:
-        return self._numbers(spec.dtype, _sizes(spec.shape, batch))
 
     def _numbers(self, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """Normal numbers, or 0 and 1 where they are whole: such inputs mostly count or select."""

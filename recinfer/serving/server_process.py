@@ -72,8 +72,7 @@ class ServerProcess:
         return f"127.0.0.1:{self.output['port']}"
 
     def poll(self) -> int | None:
-        """The exit code, negative for the signal that ended the process; None while it runs. All output of an ended
-        process is in ``output``."""
+        """The exit code, negative for a signal, with all output in ``output`` then; None while the process runs."""
         code = self._process.poll()
         if code is not None:
             self._reader.join(_LAST_WORDS_S)
@@ -94,8 +93,7 @@ class ServerProcess:
             raise UnavailableError(f"the server did not start: {self._text}: {reason}")
 
     def stop(self, seconds: float = _STOP_S) -> bool:
-        """Send SIGTERM, on which the server finishes its requests, and SIGKILL after ``seconds``; returns whether the
-        process ended before."""
+        """Send SIGTERM, and SIGKILL after ``seconds``; returns whether the process ended before."""
         self._process.terminate()
         try:
             self._process.wait(seconds)

@@ -1,20 +1,22 @@
-"""The vocabularies of an archive as plain data, for `recinfer inspect`."""
+"""The vocabularies of an archive, for `recinfer inspect`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from recinfer.archive.part import ShownPart
 from recinfer.archive.reader import Archive
-from recinfer.vocabulary.info import VocabularyInfo
+from recinfer.sizes import size_text
+from recinfer.vocabulary.info import StringInfo, VocabularyInfo
 from recinfer.vocabulary.opened import read_shapes
 from recinfer.vocabulary.strings import read_string_shapes
 
-__all__ = ["describe_strings", "describe_vocabularies", "unknown_text"]
+__all__ = ["shown_strings", "shown_vocabularies", "unknown_text"]
 
 
-def describe_vocabularies(archive: Archive) -> list[dict[str, Any]]:
+def shown_vocabularies(archive: Archive) -> ShownPart:
     """For each vocabulary its table, number of ids, load, bytes, segments and the rows of unknown ids."""
-    return [
+    entries = [
         {
             "table": info.table,
             "module": info.module,
@@ -28,11 +30,20 @@ def describe_vocabularies(archive: Archive) -> list[dict[str, Any]]:
         }
         for info, shape in read_shapes(archive)
     ]
+    columns = {
+        "table": [info.full_name for info in archive.manifest.vocabularies],
+        "ids": [f"{each['ids']:,}" for each in entries],
+        **_sizes(entries),
+        "segments": [str(each["segments"]) for each in entries],
+        "unknown ids read": [str(each["unknown"]) for each in entries],
+    }
+    numbers = "ids", "rows", "load", "bytes", "segments"
+    return ShownPart(VocabularyInfo.key, entries, "vocabularies", columns, numbers)
 
 
-def describe_strings(archive: Archive) -> list[dict[str, Any]]:
+def shown_strings(archive: Archive) -> ShownPart:
     """For each vocabulary of strings its features, number of strings, load, bytes, the row of unknown strings and examples."""
-    return [
+    entries = [
         {
             "features": list(info.features),
             "strings": shape.ids,
@@ -46,6 +57,23 @@ def describe_strings(archive: Archive) -> list[dict[str, Any]]:
         }
         for info, shape in read_string_shapes(archive)
     ]
+    infos = archive.manifest.string_vocabularies
+    columns = {
+        "features": [", ".join(info.features) for info in infos],
+        "strings": [f"{each['strings']:,}" for each in entries],
+        **_sizes(entries),
+        "unknown strings read": [str(each["unknown"]) for each in entries],
+        "for example": [", ".join(map(repr, list(info.examples)[:3])) for info in infos],
+    }
+    return ShownPart(StringInfo.key, entries, "vocabularies of strings", columns, ("strings", "rows", "load", "bytes"))
+
+
+def _sizes(entries: list[dict[str, Any]]) -> dict[str, list[str]]:
+    return {
+        "rows": [f"{each['rows']:,}" for each in entries],
+        "load": [f"{each['load']:.2f}" for each in entries],
+        "bytes": [size_text(each["bytes"]) for each in entries],
+    }
 
 
 def unknown_text(info: VocabularyInfo) -> str:

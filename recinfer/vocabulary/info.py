@@ -1,25 +1,19 @@
-"""The vocabularies of an archive, as its manifest lists them, and their rules V1, V2 and V7."""
+"""The vocabularies of an archive and their changes in a delta, as the JSON of both lists them; rules V1, V2, V7 and X9."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+import numpy as np
+
+from recinfer.archive.part import DeltaPart, Model, Part, Tensors
 from recinfer.errors import ArchiveError
 from recinfer.excerpts import excerpt
 from recinfer.vocabulary.table import MAX_VOCABULARY_ROWS, Segment, TableVocabulary, check_segments
 
-__all__ = [
-    "MAX_EXAMPLES",
-    "StringInfo",
-    "VocabularyInfo",
-    "check_strings",
-    "check_vocabularies",
-    "index_path",
-    "info_of",
-    "string_index_path",
-]
+__all__ = ["MAX_EXAMPLES", "DeltaVocabulary", "StringInfo", "VocabularyInfo", "info_of"]
 
 MAX_EXAMPLES = 16
 """Most known strings that a manifest lists per vocabulary of strings."""
@@ -27,16 +21,33 @@ _MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class VocabularyInfo:
+class VocabularyInfo(Part):
     """The vocabulary of one table; its ids are in the index file at the same place among the index files.
 
     ``input_hash_size`` and ``segments``: see :class:`recinfer.vocabulary.table.TableVocabulary`.
     """
 
+    key: ClassVar[str] = "vocabularies"
+
     module: str
     table: str
     input_hash_size: int
     segments: tuple[Segment, ...]
+
+    @classmethod
+    def path(cls, number: int) -> str:
+        """The archive path of the index of the vocabulary ``number``, in the manifest's order."""
+        return f"vocabulary/{number:05d}.index"
+
+    @classmethod
+    def check(cls, entries: Sequence[VocabularyInfo], model: Model) -> None:
+        """Raise ArchiveError unless rules V1 and V2 hold."""
+        _check_vocabularies(entries, model)
+
+    def raw_features(self, model: Model) -> Collection[str]:
+        """The features of the table."""
+        key = self.module, self.table
+        return [name for table in model.tables if (table.module, table.name) == key for name in table.features]
 
     @property
     def full_name(self) -> str:
@@ -50,7 +61,7 @@ class VocabularyInfo:
 
 
 @dataclass(frozen=True)
-class StringInfo:
+class StringInfo(Part):
     """The vocabulary of strings of some features; its keys are in the index file at the same place among those of strings.
 
     Attributes:
@@ -61,6 +72,8 @@ class StringInfo:
         unknown: the row of unknown strings.
         examples: some known strings and their rows.
     """
+
+    key: ClassVar[str] = "string_vocabularies"
 
     features: tuple[str, ...]
     hash: Literal["siphash-2-4"]
@@ -74,15 +87,66 @@ class StringInfo:
         """The only segment of its index."""
         return (Segment(0, self.rows, self.unknown),)
 
+    @classmethod
+    def path(cls, number: int) -> str:
+        """The archive path of the index of the vocabulary of strings ``number``, in the manifest's order."""
+        return f"vocabulary/strings-{number:05d}.index"
 
-def index_path(number: int) -> str:
-    """The archive path of the index of the vocabulary ``number``, in the manifest's order."""
-    return f"vocabulary/{number:05d}.index"
+    @classmethod
+    def check(cls, entries: Sequence[StringInfo], model: Model) -> None:
+        """Raise ArchiveError unless rule V7 holds."""
+        _check_strings(entries, model)
+
+    def string_features(self) -> Mapping[str, Collection[str]]:
+        """Each feature with the examples."""
+        return dict.fromkeys(self.features, self.examples)
 
 
-def string_index_path(number: int) -> str:
-    """The archive path of the index of the vocabulary of strings ``number``, in the manifest's order."""
-    return f"vocabulary/strings-{number:05d}.index"
+@dataclass(frozen=True)
+class DeltaVocabulary(DeltaPart):
+    """Changed ids of the vocabulary of one table, ascending, and their rows, -1 without one."""
+
+    key: ClassVar[str] = "vocabularies"
+
+    module: str
+    table: str
+    ids: int
+    ids_sha256: str
+    rows_sha256: str
+
+    def tensors(self) -> dict[str, tuple[int, str]]:
+        """See :class:`recinfer.archive.part.DeltaPart`."""
+        return {"ids": (self.ids, self.ids_sha256), "id_rows": (self.ids, self.rows_sha256)}
+
+    @classmethod
+    def check(cls, changes: Sequence[tuple[DeltaVocabulary, Tensors]]) -> None:
+        """Raise ArchiveError for what breaks rule X9 in itself."""
+        seen: set[tuple[str, str]] = set()
+        for entry, (ids, rows) in changes:
+            kept = np.sort(rows[rows >= 0])
+            if (
+                (entry.module, entry.table) in seen
+                or (ids[1:] <= ids[:-1]).any()
+                or (rows < -1).any()
+                or (kept[1:] == kept[:-1]).any()
+            ):
+                raise ArchiveError(
+                    f"vocabulary of table {entry.table[:80]!r}: listed twice, its ids do not ascend, or two ids get one row",
+                    rule="X9",
+                )
+            seen.add((entry.module, entry.table))
+
+    def check_fit(self, tensors: Tensors, model: Model) -> None:
+        """Raise ArchiveError if the archive has no such vocabulary, or no such row."""
+        infos = [info for part in model.parts for info in part if isinstance(info, VocabularyInfo)]
+        if (self.module, self.table) not in {(info.module, info.table) for info in infos}:
+            raise ArchiveError(f"table {self.table[:80]!r} of the archive has no vocabulary", rule="X9")
+        highest = int(tensors[1].max())
+        rows = next(table.rows for table in model.tables if (table.module, table.name) == (self.module, self.table))
+        if highest >= rows:
+            raise ArchiveError(
+                f"vocabulary of table {self.table!r}: an id gets row {highest}; the table has {rows}", rule="X9"
+            )
 
 
 def info_of(module: str, table: str, vocabulary: TableVocabulary) -> VocabularyInfo:
@@ -90,21 +154,10 @@ def info_of(module: str, table: str, vocabulary: TableVocabulary) -> VocabularyI
     return VocabularyInfo(module, table, vocabulary.input_hash_size, vocabulary.segments)
 
 
-def check_vocabularies(
-    infos: Sequence[VocabularyInfo],
-    rows: Mapping[tuple[str, str], int],
-    readers: Mapping[str, Sequence[tuple[str, str]]],
-    missing: Mapping[str, str | int],
-    sequences: frozenset[str],
-) -> None:
-    """Raise ArchiveError unless rules V1 and V2 hold.
-
-    Args:
-        rows: (module, table) -> its rows.
-        readers: feature -> the tables that it reads.
-        missing: feature -> its policy.
-        sequences: paths of sequence modules.
-    """
+def _check_vocabularies(infos: Sequence[VocabularyInfo], model: Model) -> None:
+    rows = {(table.module, table.name): table.rows for table in model.tables}
+    missing = {feature.name: feature.missing for feature in model.features}
+    sequences = {module.path for module in model.modules if module.kind == "sequence"}
     keys = [(info.module, info.table) for info in infos]
     if len(set(keys)) != len(keys) or not rows.keys() >= set(keys):
         raise ArchiveError(f"vocabularies {keys[:5]}; expected tables of the archive, each once", rule="V1")
@@ -117,8 +170,8 @@ def check_vocabularies(
                 rule="V2",
             )
     with_vocabulary = set(keys)
-    for feature, tables in readers.items():
-        if with_vocabulary.isdisjoint(tables):
+    for feature, tables in model.feature_tables.items():
+        if with_vocabulary.isdisjoint((table.module, table.name) for table in tables):
             continue
         if len(tables) > 1:
             raise ArchiveError(
@@ -134,13 +187,8 @@ def check_vocabularies(
             )
 
 
-def check_strings(infos: Sequence[StringInfo], rows: Mapping[str, int | None], raw: frozenset[str]) -> None:
-    """Raise ArchiveError unless rule V7 holds.
-
-    Args:
-        rows: feature of requests -> rows of the smallest table that it reads, None without one.
-        raw: features of tables with a vocabulary of raw ids.
-    """
+def _check_strings(infos: Sequence[StringInfo], model: Model) -> None:
+    rows = {name: min(table.rows for table in tables) for name, tables in model.feature_tables.items()}
 
     def refuse(place: int, message: str) -> ArchiveError:
         return ArchiveError(f"string_vocabularies[{place}]: {message}", rule="V7")
@@ -150,13 +198,13 @@ def check_strings(infos: Sequence[StringInfo], rows: Mapping[str, int | None], r
         if not info.features or len(set(info.features)) != len(info.features):
             raise refuse(place, f"features {list(info.features)[:5]}; expected at least one, each once")
         for feature in info.features:
-            if feature not in rows or feature in seen or feature in raw:
+            if feature not in model.request_features or feature in seen or feature in model.raw_features:
                 raise refuse(
                     place,
                     f"feature {excerpt(repr(feature))}; expected a feature of requests, in one entry, whose tables have no "
                     "vocabulary of raw ids",
                 )
-            most = rows[feature]
+            most = rows.get(feature)
             if most is not None and info.rows > most:
                 raise refuse(place, f"{info.rows} rows for feature {feature!r}, which reads a table of {most} rows")
         seen.update(info.features)

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from recinfer.archive.part import Changes
 from recinfer.archive.paths import open_inside
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError
 from recinfer.vocabulary.index import IdIndex, IndexShape, open_index
-from recinfer.vocabulary.info import VocabularyInfo, index_path
+from recinfer.vocabulary.info import DeltaVocabulary, VocabularyInfo
 
-__all__ = ["IdChanges", "open_indexes", "read_shapes"]
-
-
-class IdChanges(Protocol):
-    """Changes of vocabularies: a delta, or one that is being made."""
-
-    def vocabulary(self, module: str, table: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """The changed ids of a table, each once, and their rows, -1 without one; None if none changes."""
-        ...
+__all__ = ["open_indexes", "read_shapes"]
 
 
-def open_indexes(archive: Archive, deltas: Sequence[IdChanges] = ()) -> list[tuple[VocabularyInfo, IdIndex]]:
+def open_indexes(archive: Archive, deltas: Sequence[Changes] = ()) -> list[tuple[VocabularyInfo, IdIndex]]:
     """Map and check the index of each vocabulary, in the manifest's order.
 
     Args:
@@ -38,8 +27,13 @@ def open_indexes(archive: Archive, deltas: Sequence[IdChanges] = ()) -> list[tup
     rows = {(t.module, t.name): t.rows for t in archive.manifest.tables}
     opened = []
     for number, info in enumerate(archive.manifest.vocabularies):
-        changes = [found for delta in deltas if (found := delta.vocabulary(info.module, info.table)) is not None]
-        path = index_path(number)
+        changes = [
+            tensors
+            for delta in deltas
+            for entry, tensors in delta.parts
+            if isinstance(entry, DeltaVocabulary) and (entry.module, entry.table) == (info.module, info.table)
+        ]
+        path = VocabularyInfo.path(number)
         with open_inside(archive.root, path) as file:
             index = open_index(file, path, rows[info.module, info.table], writable=bool(changes))
         index.check(path, info.segments, info.input_hash_size)
@@ -65,6 +59,6 @@ def read_shapes(archive: Archive) -> list[tuple[VocabularyInfo, IndexShape]]:
     rows = {(t.module, t.name): t.rows for t in archive.manifest.tables}
     shapes = []
     for number, info in enumerate(archive.manifest.vocabularies):
-        with open_inside(archive.root, index_path(number)) as file:
-            shapes.append((info, open_index(file, index_path(number), rows[info.module, info.table]).shape))
+        with open_inside(archive.root, VocabularyInfo.path(number)) as file:
+            shapes.append((info, open_index(file, VocabularyInfo.path(number), rows[info.module, info.table]).shape))
     return shapes

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.archive.part import Changes
 from recinfer.archive.reader import Archive
 from recinfer.lru import LruCache
 from recinfer.quant.bags import BagPlaces
 from recinfer.vocabulary._index import remap, remap_bytes
 from recinfer.vocabulary.index import table_structs
-from recinfer.vocabulary.opened import IdChanges, open_indexes
+from recinfer.vocabulary.opened import open_indexes
 
 __all__ = ["VocabularyStep", "vocabulary_step"]
 
@@ -43,7 +44,7 @@ class VocabularyStep:
 
     decoded_only = False
 
-    def __init__(self, archive: Archive, deltas: Sequence[IdChanges], counts: Counts) -> None:
+    def __init__(self, archive: Archive, deltas: Sequence[Changes], counts: Counts) -> None:
         opened = open_indexes(archive, deltas)
         self._indexes = [index for _, index in opened]
         self._tables, self._segments = table_structs(
@@ -93,6 +94,6 @@ class VocabularyStep:
         return order
 
 
-def vocabulary_step(archive: Archive, deltas: Sequence[IdChanges], counts: Counts) -> VocabularyStep | None:
+def vocabulary_step(archive: Archive, deltas: Sequence[Changes], counts: Counts) -> VocabularyStep | None:
     """Makes the step of an archive with vocabularies."""
     return VocabularyStep(archive, deltas, counts) if archive.manifest.vocabularies else None

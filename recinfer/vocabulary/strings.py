@@ -22,7 +22,7 @@ from recinfer.lru import LruCache
 from recinfer.vocabulary._index import remap
 from recinfer.vocabulary._strings import keys as write_keys
 from recinfer.vocabulary.index import IdIndex, IndexShape, build_index, open_index, table_structs
-from recinfer.vocabulary.info import MAX_EXAMPLES, StringInfo, string_index_path
+from recinfer.vocabulary.info import MAX_EXAMPLES, StringInfo
 from recinfer.vocabulary.step import Counts
 from recinfer.vocabulary.table import TableVocabulary
 
@@ -32,7 +32,6 @@ __all__ = [
     "check_rows",
     "open_strings",
     "read_string_shapes",
-    "string_files",
     "string_indexes",
     "string_keys",
 ]
@@ -129,12 +128,6 @@ def _distinct_keys(texts: Strings) -> tuple[int, NDArray[np.int64]]:
     raise AssertionError("different strings have equal 64-bit keys with every seed")
 
 
-def string_files(found: Sequence[tuple[StringInfo, IdIndex]]) -> Iterator[tuple[str, bytes]]:
-    """(path, bytes) of each index of :func:`string_indexes`."""
-    for number, (_, index) in enumerate(found):
-        yield string_index_path(number), b"".join((index.shape.header(), index.buckets.tobytes()))
-
-
 class StringRows:
     """The rows of strings, by the indexes of an archive. Any thread may call it.
 
@@ -207,16 +200,14 @@ def open_strings(archive: Archive, counts: Counts) -> StringRows:
     """
     opened = []
     for number, info in enumerate(archive.manifest.string_vocabularies):
-        path = string_index_path(number)
+        path = StringInfo.path(number)
         with open_inside(archive.root, path) as file:
             index = open_index(file, path, info.rows)
         index.check(path, info.segments, 0)
         opened.append((info, index))
     found = StringRows(opened, counts)
     for number, info in enumerate(archive.manifest.string_vocabularies):
-        check_rows(
-            found, info.features[0], list(info.examples), list(info.examples.values()), string_index_path(number)
-        )
+        check_rows(found, info.features[0], list(info.examples), list(info.examples.values()), StringInfo.path(number))
     return found
 
 
@@ -238,6 +229,6 @@ def check_rows(
 def read_string_shapes(archive: Archive) -> Iterator[tuple[StringInfo, IndexShape]]:
     """The sizes of each index of strings, from its header alone."""
     for number, info in enumerate(archive.manifest.string_vocabularies):
-        path = string_index_path(number)
+        path = StringInfo.path(number)
         with open_inside(archive.root, path) as file:
             yield info, open_index(file, path, info.rows).shape

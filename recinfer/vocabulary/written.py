@@ -1,62 +1,112 @@
-"""The parts of an archive or a delta that vocabularies of a checkpoint make."""
+"""The parts of an archive or a delta that vocabularies make, for an export."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.archive.check import Request
+from recinfer.archive.manifest import Manifest
+from recinfer.archive.part import Changes, DeltaPart, PendingChanges, Tensors, digest
 from recinfer.archive.reader import Archive
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
-from recinfer.vocabulary.changes import changed_ids
-from recinfer.vocabulary.index import build_index
-from recinfer.vocabulary.info import VocabularyInfo, index_path, info_of
-from recinfer.vocabulary.opened import IdChanges, open_indexes
+from recinfer.vocabulary.golden import raw_requests
+from recinfer.vocabulary.index import IdIndex, build_index
+from recinfer.vocabulary.info import DeltaVocabulary, StringInfo, VocabularyInfo, info_of
+from recinfer.vocabulary.managed_collisions import vocabularies_of
+from recinfer.vocabulary.opened import open_indexes
+from recinfer.vocabulary.plain import StringVocabularies, string_vocabularies
+from recinfer.vocabulary.strings import string_indexes
 from recinfer.vocabulary.table import TableVocabulary
 
-__all__ = ["PendingChanges", "Vocabularies", "index_files", "vocabulary_changes", "vocabulary_infos"]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from recinfer.checkpoint import CheckpointReader
+    from recinfer.data.contract import FeatureContract
+
+__all__ = ["Vocabularies", "WrittenParts", "vocabulary_changes", "written_parts"]
 
 Vocabularies = Mapping[tuple[str, str], TableVocabulary]
 """(module path, table) -> its vocabulary."""
 
 
-def vocabulary_infos(vocabularies: Vocabularies) -> tuple[VocabularyInfo, ...]:
-    """The manifest's entries; raises InputError for data that is no vocabulary."""
+@dataclass(frozen=True)
+class WrittenParts:
+    """The vocabularies of an archive that is being written.
+
+    Attributes:
+        entries: of the manifest.
+        vocabularies: of tables whose ids are raw.
+        string_indexes: of the vocabularies of strings.
+    """
+
+    entries: tuple[VocabularyInfo | StringInfo, ...]
+    vocabularies: Vocabularies
+    string_indexes: Sequence[IdIndex]
+
+    def files(self) -> Iterator[tuple[str, bytes]]:
+        """(path, bytes) of each index."""
+        indexes = chain(map(build_index, self.vocabularies.values()), self.string_indexes)
+        numbers: Counter[str] = Counter()
+        for entry, index in zip(self.entries, indexes):
+            yield entry.path(numbers[entry.key]), b"".join((index.shape.header(), index.buckets.tobytes()))
+            numbers[entry.key] += 1
+
+    def requests(self, manifest: Manifest, requests: Sequence[Request]) -> list[Request]:
+        """Golden requests as callers send them: with raw ids in place of rows."""
+        return raw_requests(manifest, self.vocabularies, requests)
+
+
+def written_parts(
+    manifest: Manifest,
+    model: nn.Module,
+    checkpoint: CheckpointReader,
+    contract: FeatureContract | None,
+    vocabularies: Vocabularies | None,
+    strings: StringVocabularies | None,
+) -> WrittenParts:
+    """The vocabularies of an export; see :func:`recinfer.inference.export.export_archive` for ``vocabularies`` and ``strings``.
+
+    Args:
+        manifest: without the vocabularies.
+
+    Raises:
+        ConfigError, InputError, CheckpointError: vocabularies that do not fit the model or the checkpoint.
+    """
+    raw = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
     infos = []
-    for (module, table), vocabulary in vocabularies.items():
+    for (module, table), vocabulary in raw.items():
         info = info_of(module, table, vocabulary)
         vocabulary.check(f"vocabulary of table {info.full_name!r}")
         infos.append(info)
-    return tuple(infos)
+    texts = string_indexes(string_vocabularies(manifest.with_parts(infos), contract, strings))
+    return WrittenParts((*infos, *(info for info, _ in texts)), raw, [index for _, index in texts])
 
 
-def index_files(vocabularies: Vocabularies) -> Iterator[tuple[str, bytes]]:
-    """(path, bytes) of each index, of vocabularies in the manifest's order."""
-    for number, vocabulary in enumerate(vocabularies.values()):
-        index = build_index(vocabulary)
-        yield index_path(number), b"".join((index.shape.header(), index.buckets.tobytes()))
-
-
-@dataclass(frozen=True)
-class PendingChanges:
-    """Changed ids of a delta that is not written yet, by (module, table): ids and rows, as in recinfer.archive.delta.Delta."""
-
-    changes: Mapping[tuple[str, str], tuple[NDArray[np.int64], NDArray[np.int64]]]
-
-    def vocabulary(self, module: str, table: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """See :class:`recinfer.vocabulary.opened.IdChanges`."""
-        return self.changes.get((module, table))
-
-
-def vocabulary_changes(archive: Archive, applied: Sequence[IdChanges], vocabularies: Vocabularies) -> PendingChanges:
+def vocabulary_changes(
+    archive: Archive,
+    applied: Sequence[Changes],
+    model: nn.Module,
+    checkpoint: CheckpointReader,
+    vocabularies: Vocabularies | None,
+) -> PendingChanges:
     """The changes from an archive with deltas applied to the vocabularies of a new checkpoint.
+
+    Args:
+        vocabularies: (module path, table) -> its vocabulary; None: those of the model's managed collisions.
 
     Raises:
         ConfigError: other tables have vocabularies, or one has other segments or rows of unknown ids.
     """
+    vocabularies = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
     opened = open_indexes(archive, applied)
     keys = {(info.module, info.table) for info, _ in opened}
     if keys != vocabularies.keys():
@@ -65,11 +115,39 @@ def vocabulary_changes(archive: Archive, applied: Sequence[IdChanges], vocabular
             f"tables with a vocabulary differ between the archive and the checkpoint: {some(odd)}; export this checkpoint as a new "
             "version"
         )
-    changes = {}
+    changes: list[tuple[DeltaPart, Tensors]] = []
     for info, index in opened:
         now = vocabularies[info.module, info.table]
         now.check(f"vocabulary of table {info.full_name!r}")
-        ids, rows = changed_ids(info, index, now)
+        ids, rows = _changed_ids(info, index, now)
         if len(ids):
-            changes[info.module, info.table] = ids, rows
-    return PendingChanges(changes)
+            entry = DeltaVocabulary(info.module, info.table, len(ids), digest(ids), digest(rows))
+            changes.append((entry, (ids, rows)))
+    return PendingChanges(tuple(changes))
+
+
+def _changed_ids(
+    info: VocabularyInfo, index: IdIndex, now: TableVocabulary
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The ids, ascending, whose row differs between the index and the vocabulary ``now``, and their rows, -1 without one.
+
+    Raises:
+        ConfigError: the vocabulary has other segments or rows of unknown ids, which a delta cannot change.
+    """
+    if info_of(info.module, info.table, now) != info:
+        raise ConfigError(
+            f"the vocabulary of table {info.full_name!r} has another input_hash_size, or other segments or rows of unknown ids, "
+            "than the archive's; export this checkpoint as a new version"
+        )
+    old_ids, old_rows = index.entries()
+    order = np.argsort(now.ids)
+    ids, rows = now.ids[order], now.rows[order]
+    gone = np.isin(old_ids, ids, assume_unique=True, invert=True)
+    at = np.searchsorted(old_ids, ids)
+    same = np.zeros(len(ids), np.bool_)
+    inside = at < len(old_ids)
+    same[inside] = (old_ids[at[inside]] == ids[inside]) & (old_rows[at[inside]] == rows[inside])
+    changed = np.concatenate((old_ids[gone], ids[~same]))
+    new_rows = np.concatenate((np.full(int(gone.sum()), -1, np.int64), rows[~same]))
+    order = np.argsort(changed)
+    return changed[order], new_rows[order]

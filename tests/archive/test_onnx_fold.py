@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from recinfer.archive.onnx_fold import fold_gathers
+from recinfer.archive.onnx_rewrites import fold_gathers
 from recinfer.models.dlrm import InteractionArch, OverArch
 
 onnx = pytest.importorskip("onnx")

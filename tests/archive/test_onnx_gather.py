@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from recinfer.archive.onnx_gather import gather_rows
+from recinfer.archive.onnx_rewrites import gather_rows
 from recinfer.models.dlrm import InteractionArch
 
 onnx = pytest.importorskip("onnx")

@@ -275,8 +275,8 @@ def test_a_bad_manifest_is_one_sentence(archive: Path, tmp_path: Path, change: d
 def test_ray_options_without_ray_are_an_error(archive: Path, tmp_path: Path):
     """A user who gives --tls-cert expects TLS."""
     command = ["deploy", str(archive), "--k8s", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, [*command, "--tls-cert", "cert.pem", "--min-replicas", "1"])
-    assert done.exit_code == 2 and "--min-replicas, --tls-cert" in " ".join(done.output.split())
+    done = CliRunner().invoke(app, [*command, "--tls-cert", "cert.pem", "--cool-down", "20"])
+    assert done.exit_code == 2 and "--cool-down, --tls-cert" in " ".join(done.output.split())
     assert not (tmp_path / "out").exists()
 
 

@@ -17,7 +17,7 @@ from recinfer.deploy.groups import footprint
 from recinfer.deploy.ray import replica
 from recinfer.deploy.ray.replica import shards_file
 from recinfer.deploy.ray.rollout import roll
-from recinfer.deploy.ray.spec import Bounds, Deployment, deployment_of
+from recinfer.deploy.ray.spec import Bounds, Deployment
 from recinfer.errors import ConfigError, RecinferError, UnavailableError
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.config import SecurityConfig
@@ -46,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec_of(store: Path, **options: Any) -> Deployment:
     found = footprint(store / "tiny" / "1", ranks_per_shard=2)
-    return deployment_of(found, store / "tiny" / "1", None, "test", security=SecurityConfig(TOKEN), **options)
+    return Deployment("tiny", "test", found, store / "tiny" / "1", "1", security=SecurityConfig(TOKEN), **options)
 
 
 class Load:
@@ -158,7 +158,7 @@ def test_a_version_rolls_out_and_back(running: Running):
     spec = running.records.deployment(running.spec.name)
     assert spec is not None and (spec.previous, spec.candidate) == ("1", None)
     with pytest.raises(ConfigError, match="model store"):
-        roll(running.records, replace(spec, store=None), "2")
+        roll(running.records, replace(spec, archive=Path("/data/tiny.rqa")), "2")
     with pytest.raises(ConfigError, match="no previous version"):
         roll(running.records, replace(spec, previous=None), None)
     until(
@@ -215,18 +215,18 @@ def test_a_server_that_cannot_start_says_why(running: Running):
 # ---------------------------------------------------------------- a server's state, without servers
 
 
-@pytest.mark.parametrize(("options", "ready"), [({}, False), ({"rankers": Bounds(1, 1, 1)}, True)])
+@pytest.mark.parametrize(("options", "ready"), [({}, False), ({"rankers": Bounds(1)}, True)])
 def test_missing_servers_are_pending(store: Path, options: dict[str, Any], ready: bool):
-    running = Running(spec_of(store, shards=Bounds(1, 1, 3), **options))
+    running = Running(spec_of(store, shards=Bounds(1, 3), **options))
     running.records.alive |= {"actor-0", "actor-1"}
     for number, group in enumerate((0, None)):
         server, _ = running.records.claim("tiny", group, f"actor-{number}", "n", "h")
-        server.state, server.address, server.calls = "serving", f"h:{number}", {"h:0": 3} if group is None else {}
+        server.state, server.address, server.calls = "serving", f"h:{number}", ["h:0"] if group is None else []
         running.records.write("tiny", server)
     found = running.status()
-    assert found["ready"] is ready and found["servers"][0]["load"] == 3.0
+    assert found["ready"] is ready
     assert [each["state"] for each in found["servers"]] == ["serving", "serving", *([] if ready else ["pending"])]
-    server.calls = {}
+    server.calls = []
     running.records.write("tiny", server)
     assert not running.status()["ready"], "a ranker does not list the shard server yet"
     running.records.alive.remove("actor-0")

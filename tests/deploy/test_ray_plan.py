@@ -9,13 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from recinfer.cli.deploy_ray import cores
+from recinfer.cli.deploy_options import Action, DeployOptions, ManifestOptions, RayOptions, ServerOptions
+from recinfer.cli.deploy_ray import cores, spec_of_options
+from recinfer.cli.main import app
 from recinfer.deploy.groups import MIB, Footprint, RankGroup
 from recinfer.deploy.ray.application import servers_needed
-from recinfer.deploy.ray.records import Server, requests_in
+from recinfer.deploy.ray.records import Server
 from recinfer.deploy.ray.rollout import roll
-from recinfer.deploy.ray.spec import Bounds, Deployment, check_room, deployment_of
+from recinfer.deploy.ray.spec import Bounds, Deployment
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.serving.config import SecurityConfig
 from tests.deploy.local import LocalRecords
@@ -25,43 +28,30 @@ FOUND = Footprint("ctr", "7", (RankGroup(0, (0, 1), 3 * GIB), RankGroup(1, (2,),
 
 
 def spec(archive: Path = Path("/models/ctr/7"), **options: Any) -> Deployment:
-    return deployment_of(FOUND, archive, None, "ab12", **options)
-
-
-def nodes(*memory: float) -> dict[str, tuple[float, float]]:
-    return {f"10.0.0.{i}": (size * GIB, 4.0) for i, size in enumerate(memory)}
-
-
-def test_servers_that_fit_nowhere_are_refused_with_what_there_is():
-    check_room(spec(), [0, 0, 1, None], nodes(3.8, 8))
-    found = {**nodes(2.5, 8), "10.0.0.9": (64.0 * GIB, 0.5)}
-    check_room(spec(), [0, 0], found)
-    with pytest.raises(UnavailableError) as refused:
-        check_room(spec(), [0, 0, 0], found)
-    for text in ("shard-0 (ranks 0,1)", "3.8 GiB", "10.0.0.0 2.5 GiB", "10.0.0.1 8.0 GiB", "0.5 CPUs"):
-        assert text in str(refused.value)
-    with pytest.raises(UnavailableError, match=r"ranker: .*no nodes"):
-        check_room(spec(), [None], {})
+    return Deployment("ctr", "ab12", FOUND, archive, "7", **options)
 
 
 @pytest.mark.parametrize(
     ("on", "bounds", "most"),
-    [(0, Bounds(2, 2, 2), None), (1, Bounds(2, 2, 2), None), (3, Bounds(2, 2, 2), 1), (3, Bounds(1, 1, 4), 2)],
+    [(1, Bounds(2), None), (3, Bounds(2), 1), (3, Bounds(1, 4), 2)],
 )
 def test_no_node_takes_more_than_its_share_of_a_kind(on: int, bounds: Bounds, most: int | None):
-    assert spec(nodes=on, shards=bounds).spread().per_node(0) == most
+    assert spec(nodes=on, shards=bounds).per_node(0) == most
 
 
 def test_a_share_grows_and_never_falls():
     """Serve replaces all servers of a kind whose share changes; were it a kind of one server, nobody would serve."""
-    made = spec(nodes=3).spread()
-    more = replace(made, shards=made.shards.scaled(4)).spread()
-    less = replace(more, shards=more.shards.scaled(1)).spread()
-    assert [each.shares for each in (made, more, less)] == [(1, 1), (2, 1), (2, 1)]
+    made = spec(nodes=3)
+    more = replace(made, shards=made.shards.scaled(4))
+    less = replace(more, shards=more.shards.scaled(1))
+    least = replace(less, shards=less.shards.scaled(2))
+    assert [(each.per_node(0), each.per_node(None)) for each in (made, more, less, least)] == [
+        *((1, 1), (2, 1), (2, 1), (2, 1))
+    ]
 
 
 def test_the_settings_of_the_servers():
-    made = spec(security=SecurityConfig("secret-secret-secret"), name=None)
+    made = spec(security=SecurityConfig("secret-secret-secret"))
     assert (made.name, made.version, made.store) == ("ctr", "7", Path("/models"))
     listed = Path("/tmp/shards.json")
     shard = replace(made, version="8").config(0, "10.0.0.1", 5000, listed)
@@ -70,7 +60,8 @@ def test_the_settings_of_the_servers():
     ranker = made.config(None, "10.0.0.1", 0, listed)
     assert ranker.models.admin and ranker.role.shards == listed and ranker.models.store == Path("/models")
     assert ranker.security.token == "secret-secret-secret" and "secret" not in repr(made)
-    assert made.memory(0) == FOUND.groups[0].memory_bytes and made.memory(None) == FOUND.ranker_bytes
+    assert made.resources(0) == {"CPU": 1.0, "memory": FOUND.groups[0].memory_bytes}
+    assert made.resources(None) == {"CPU": 1.0, "memory": FOUND.ranker_bytes}
 
 
 def test_an_archive_in_no_store_has_one_version():
@@ -78,24 +69,24 @@ def test_an_archive_in_no_store_has_one_version():
     assert made.store is None and made.version == "7"
     config = made.config(None, "h", 0, Path("/tmp/shards.json"))
     assert config.archives == (Path("/data/movies.rqa"),) and config.models.store is None and not config.models.admin
-    with pytest.raises(ConfigError, match="model store"):
-        deployment_of(FOUND, Path("/data/movies.rqa"), Path("/models"), "ab12")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "Ctr"}, "name"),
-        ({"name": "a/b"}, "name"),
-        ({"shards": Bounds(2, 3, 4)}, "replicas"),
-        ({"rankers": Bounds(0, 0, 4)}, "rankers"),
-        ({"queue_depth": 0}, "queue depth"),
-        ({"busy_percent": 101}, "busy percent"),
+        (["--name", "Ctr"], "name"),
+        (["--name", "a/b"], "name"),
+        (["--replicas", "3", "--max-replicas", "2"], "replicas: got 3, expected 1 to the maximum of 2"),
+        (["--rankers", "0"], "rankers"),
+        (["--queue-depth", "0"], "queue-depth"),
+        (["--queue-depth", "8"], "give --load-percent"),
+        (["--busy-percent", "101"], "busy-percent"),
+        (["--load-percent", "101"], "load-percent"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
-        spec(**options)
+def test_wrong_options_are_named(archive: Path, options: list[str], message: str):
+    done = CliRunner().invoke(app, ["deploy", str(archive), "--ray", "127.0.0.1:1", *options, "--json"])
+    assert done.exit_code == 2 and message in done.output
 
 
 def test_cpus_as_kubernetes_writes_them():
@@ -104,19 +95,46 @@ def test_cpus_as_kubernetes_writes_them():
         cores("two")
 
 
-@pytest.mark.parametrize(("count", "bounds"), [(3, Bounds(2, 2, 2)), (1, Bounds(2, 1, 4)), (None, Bounds(2, 1, 4))])
-def test_numbers_that_scaling_takes(count: int | None, bounds: Bounds):
+@pytest.mark.parametrize(
+    ("count", "bounds", "scaled"),
+    [
+        (3, Bounds(2), (3, 3)),
+        (3, Bounds(2, 4), (3, 4)),
+        (1, Bounds(2, 4), (1, 4)),
+        (1, Bounds(2, 4).scaled(4), (1, 4)),
+        (None, Bounds(2, 4), (2, 4)),
+    ],
+)
+def test_numbers_that_scaling_takes(count: int | None, bounds: Bounds, scaled: tuple[int, int]):
     found = bounds.scaled(count)
-    assert found.start == (count or bounds.start) and found.scales == bounds.scales
+    assert (found.least, found.most) == scaled
 
 
 @pytest.mark.parametrize(
     ("count", "bounds", "message"),
-    [(0, Bounds(2, 2, 2), "0 between 0 and 0"), (5, Bounds(2, 1, 4), "5 between 1 and 4")],
+    [(0, Bounds(2), "0, expected 1 to the maximum of 0"), (5, Bounds(1, 4), "5, exp")],
 )
 def test_numbers_that_scaling_refuses(count: int, bounds: Bounds, message: str):
     with pytest.raises(ConfigError, match=f"replicas: got {message}"):
         replace(spec(), shards=bounds.scaled(count))
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"),
+    [
+        ((None, None), (2, 2)),
+        ((3, None), (3, 3)),
+        ((None, 4), (2, 4)),
+        ((None, 1), (1, 1)),
+        ((1, 4), (1, 4)),
+    ],
+)
+def test_numbers_of_servers_from_options(archive: Path, given: tuple[int | None, int | None], bounds: tuple[int, int]):
+    servers = ServerOptions(replicas=given[0], max_replicas=given[1], rankers=given[0], max_rankers=given[1])
+    made = spec_of_options(
+        archive, DeployOptions(ray=RayOptions(), action=Action(), k8s=ManifestOptions(), servers=servers)
+    )
+    assert (made.shards.least, made.shards.most) == (made.rankers.least, made.rankers.most) == bounds
 
 
 # ---------------------------------------------------------------- records
@@ -179,12 +197,6 @@ def test_a_later_rollout_takes_over():
 
 
 # ---------------------------------------------------------------- load
-
-
-def test_requests_of_a_shard_server_are_those_that_rankers_wait_for():
-    rankers = [Server(f"ranker-{n}", None, inside=5.0, calls={"10.0.0.1:1": 2, "10.0.0.1:2": 9}) for n in range(2)]
-    assert requests_in(Server("a", 0, address="10.0.0.1:1"), rankers) == 4.0
-    assert requests_in(rankers[0], []) == 5.0
 
 
 @pytest.mark.parametrize(

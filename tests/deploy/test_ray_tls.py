@@ -21,7 +21,7 @@ from recinfer.deploy.groups import footprint
 from recinfer.deploy.ray import replica
 from recinfer.deploy.ray.client import missing_files
 from recinfer.deploy.ray.rollout import roll
-from recinfer.deploy.ray.spec import Bounds, Deployment, deployment_of
+from recinfer.deploy.ray.spec import Bounds, Deployment
 from recinfer.errors import RecinferError
 from recinfer.inference.predictor import load
 from recinfer.serving.config import SecurityConfig
@@ -52,13 +52,13 @@ def store(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spec_of(store: Path, pem: Path) -> Deployment:
-    one = Bounds(1, 1, 1)
+    one = Bounds(1)
     archive = store / "tiny" / "1"
     found = footprint(archive, ranks_per_shard=2)
     cert, key, ca = (pem / name for name in ("cert.pem", "key.pem", "ca.pem"))
     security = SecurityConfig(TOKEN, tls_cert=cert, tls_key=key, tls_client_ca=ca)
     options = {"security": security, "tls_ca": ca, "tls_name": NAME}
-    return deployment_of(found, archive, None, "test", shards=one, rankers=one, **options)
+    return Deployment("tiny", "test", found, archive, "1", shards=one, rankers=one, **options)
 
 
 @pytest.fixture

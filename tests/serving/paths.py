@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from recinfer.inference.lookups import run_now
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher, Predictions, lookup_now
 from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, PlainReader, PlainRequest, Request
 from recinfer.serving.engine.scheduler import Scheduler
+from recinfer.serving.wire.limits import BatchConfig
 
 LONG = 90.0
 

@@ -18,7 +18,6 @@ from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine import scheduler
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.registry import RequestStats
 from recinfer.serving.server.grpc_core import Admission, CoreServer
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
@@ -26,6 +25,7 @@ from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.wire import codec
+from recinfer.serving.wire.limits import BatchConfig
 from tests.serving.conftest import make_request
 from tests.waiting import until
 

@@ -19,7 +19,6 @@ from recinfer.errors import ConfigError, DeadlineError, InputError, OverloadedEr
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine import dispatcher
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.memory_budget import UNCOUNTED
 from recinfer.serving.engine.registry import RunCost
 from recinfer.serving.engine.request import Request
@@ -27,6 +26,7 @@ from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.server.grpc_methods import handler
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
+from recinfer.serving.wire.limits import BatchConfig
 from tests.serving.conftest import make_request
 from tests.waiting import until
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from recinfer.errors import UnavailableError
+from recinfer.serving.engine.busy import BusyShare, thread_seconds
 from recinfer.serving.server import shard_server
-from recinfer.serving.shards.busy import BusyShare, thread_seconds
 from recinfer.serving.shards.fan_out import waited_for
 from recinfer.serving.shards.fan_out_request import ShardQuery, begin_fan_out
 from tests.serving.remote.fleet import asking, shard, write_shards

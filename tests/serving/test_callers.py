@@ -31,7 +31,7 @@ from tests.serving.conftest import make_request
 from tests.waiting import until
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
-from recinfer.serving.server.packing import accepts_gzip
+from recinfer.serving.server.compression import accepts_gzip
 
 TOKEN = "a-token-of-some-length"
 SHOP, OTHER = "https://shop.example", "https://other.example"

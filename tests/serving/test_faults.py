@@ -31,10 +31,10 @@ import torch
 
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
+from recinfer.serving.wire.limits import BatchConfig
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.proto import open_inference_pb2 as oip
 from tests.ports import free_port

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from recinfer.archive.part import Changes
 from recinfer.archive.reader import Archive
 from recinfer.errors import InputError
 from recinfer.inference import id_steps
@@ -20,7 +21,6 @@ from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from recinfer.vocabulary.opened import IdChanges
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
 from tests.serving.paths import BytePath, decoded
 from tests.serving.remote import test_direct as remote
@@ -47,7 +47,7 @@ class RawIds:
 def raw_ids() -> Iterator[None]:
     """All archives that are loaded in a test have the step."""
 
-    def make(archive: Archive, deltas: Sequence[IdChanges], counts: IdCounts) -> RawIds:
+    def make(archive: Archive, deltas: Sequence[Changes], counts: IdCounts) -> RawIds:
         return RawIds()
 
     with pytest.MonkeyPatch.context() as patched:

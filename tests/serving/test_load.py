@@ -12,10 +12,10 @@ import pytest
 
 from recinfer.inference.predictor import load
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.batch_config import BatchConfig
+from recinfer.serving.engine.busy import Load
 from recinfer.serving.engine.scheduler import Scheduler
-from recinfer.serving.server.load import Load
 from recinfer.serving.server.server import Server
+from recinfer.serving.wire.limits import BatchConfig
 from tests.serving.conftest import make_request
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import logging.handlers
 import os
+import re
 import shutil
 import signal
 import threading
@@ -23,6 +24,7 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.engine.admin import AdminService
+from recinfer.serving.engine.change_log import show_changes
 from recinfer.serving.engine.model_config import parse_model_config, read_text
 from recinfer.serving.engine.poll import StorePoller
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
@@ -292,8 +294,10 @@ def test_a_config_says_versions_labels_and_weights(store: Path, kinds: list[Path
         assert "keeps the configuration it has" in line and said in line
         with pytest.raises(ConfigError, match=said):
             Followed(store, load(store / "tiny" / "3"), "3", config)
+    caplog.clear()
     config.write_text('[models.tiny]\nversions = ["1"]\nlabels = {stable = "1"}')
     assert followed.poll() == (["1"], {"1": 1})
+    assert [record.levelname for record in caplog.records if "is taken over" in record.getMessage()] == ["WARNING"]
     assert followed.registry.labels("tiny") == {"stable": "1"}
 
 
@@ -394,6 +398,18 @@ def test_changes_are_in_the_log(followed: Followed, store: Path, kinds: list[Pat
     assert rolled.getMessage() == "Rollback tiny, by CN=ann, reason: clicks fell"
     assert (rolled.change, rolled.model, rolled.who, rolled.reason) == ("Rollback", "tiny", "CN=ann", "clicks fell")  # type: ignore[attr-defined]
     assert "refused: version: got '9'" in refused.getMessage() and refused.levelno == logging.WARNING
+
+
+def test_lines_of_text_have_their_times(capsys: pytest.CaptureFixture[str]):
+    """Warnings too; FBGEMM's import gives the root logger a handler that writes none."""
+    show_changes()
+    logging.getLogger("recinfer.changes").info("Load tiny 2")
+    logging.getLogger("recinfer.serving.shards.replica").warning("a shard is gone")
+    logging.getLogger("recinfer.serving.shards.replica").info("not shown")
+    changed, warned = capsys.readouterr().err.splitlines()
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+    assert re.fullmatch(f"{time} Load tiny 2", changed)
+    assert re.fullmatch(f"{time} WARNING a shard is gone", warned)
 
 
 def test_workers_follow_their_supervisor_and_admin_verbs_reach_all(store: Path, kinds: list[Path]):

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from recinfer.arrow import as_raw
 from recinfer.data.contract import DenseFeature, FeatureContract, Hash, Identity, SparseFeature
 from recinfer.errors import InputError
 from recinfer.inference.lookups import run_now
 from recinfer.serving.client.bulk import batch_of
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.client.columns import as_raw
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.server.server import Server

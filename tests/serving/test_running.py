@@ -28,8 +28,8 @@ from recinfer.cli.serve_options import (
 )
 from recinfer.errors import ArchiveError, ConfigError, InputError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.app.ready import ReadyModels, ReadyRanks
 from recinfer.serving.app.running import RunningServer
+from recinfer.serving.app.service import ReadyModels, ReadyRanks
 from recinfer.serving.app.workers import worker_command
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.config import (
@@ -40,7 +40,7 @@ from recinfer.serving.config import (
     ServeConfig,
     TablesConfig,
 )
-from recinfer.serving.engine.batch_config import BatchConfig
+from recinfer.serving.wire.limits import BatchConfig
 from recinfer.serving.workers import process
 from tests.ports import free_port
 from tests.serving.conftest import make_request

@@ -11,10 +11,9 @@ import pytest
 
 from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.client import throttle
+from recinfer.serving.client import retry
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.client.retry import Retries
-from recinfer.serving.client.throttle import Throttle
+from recinfer.serving.client.retry import Retries, Throttle
 from recinfer.serving.wire.loop import run_on_loop
 from tests.serving.conftest import make_request
 from tests.serving.test_admission import held
@@ -99,7 +98,7 @@ def test_counts_of_many_threads():
 
 def test_both_clients_hold_back_predictions_alone(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     dense, kjt = make_request(1, 2)
-    monkeypatch.setattr(throttle, "_MEMORY_S", 60.0)  # slow as the machine may be
+    monkeypatch.setattr(retry, "_MEMORY_S", 60.0)  # slow as the machine may be
     with held(predictor, monkeypatch) as server:
         futures = server.fill()
         target = server.server.target

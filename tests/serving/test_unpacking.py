@@ -16,8 +16,8 @@ import pytest
 
 from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor
+from recinfer.serving.server.compression import TooLargeError, unpack
 from recinfer.serving.server.server import Server
-from recinfer.serving.server.unpacking import TooLargeError, unpack
 from recinfer.serving.wire.limits import Limits
 from tests.serving.conftest import make_request
 

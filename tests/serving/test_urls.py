@@ -332,6 +332,44 @@ def test_a_damaged_version_is_downloaded_once(
     mirror.archive("tiny", "1")
 
 
+def test_a_damaged_version_that_is_uploaded_again_is_read_at_once(bucket: Path, cache: ArchiveCache) -> None:
+    """Where the storage tells hashes or times of files; ten minutes were an operator's first wait before."""
+    shard = bucket / "store/tiny/1/shards/rank-00000.safetensors"
+    sound = shard.read_bytes()
+    shard.write_bytes(sound[:1000])
+    mirror = StoreMirror(f"file://{bucket}/store", cache)
+    mirror.refresh()
+    for _ in range(3):
+        with pytest.raises(ArchiveError, match="the file is truncated: upload the archive again"):
+            mirror.archive("tiny", "1")
+    shard.write_bytes(sound)
+    mirror.archive("tiny", "1")
+
+
+def test_a_damaged_version_of_unchanged_files_is_not_read_at_each_look(
+    bucket: Path, cache: ArchiveCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = bucket / "store/tiny/1/shards/rank-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    mirror = StoreMirror(f"file://{bucket}/store", cache)
+    mirror.refresh()
+    reads: list[str] = []
+    read_range = Location.read_range
+
+    def counted(location: Location, path: str, start: int, end: int | None) -> bytes:
+        reads.append(path)
+        return read_range(location, path, start, end)
+
+    monkeypatch.setattr(Location, "read_range", counted)
+    for _ in range(2):  # the second call downloads with the stamps of the files known
+        with pytest.raises(ArchiveError, match="F5"):
+            mirror.archive("tiny", "1")
+    reads.clear()
+    with pytest.raises(ArchiveError, match="F5"):
+        mirror.archive("tiny", "1")
+    assert not reads
+
+
 def test_a_delta_uploaded_anew_is_downloaded_anew(bucket: Path, storage: Storage, cache: ArchiveCache) -> None:
     mirror = StoreMirror(f"{storage.url}/store", cache)
     delta = bucket / "store/tiny/one.rqd"

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.server import http_server
 from recinfer.serving.server.server import Server
-from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.limits import BatchConfig, Limits
 from tests.serving.conftest import ROWS
 from tests.serving.tasks import COLUMNS, tasks_archive, tasks_predictor
 from tests.serving.test_sequences import predictors

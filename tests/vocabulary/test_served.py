@@ -19,7 +19,7 @@ from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from recinfer.vocabulary.index import HEADER_BYTES
-from recinfer.vocabulary.info import index_path
+from recinfer.vocabulary.info import VocabularyInfo
 from recinfer.vocabulary.table import Segment, TableVocabulary
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
 from tests.serving.paths import BytePath, decoded
@@ -111,7 +111,7 @@ def test_every_path_reads_the_rows_of_raw_ids(both: Both, narrow: bool) -> None:
 def test_hits_and_misses_are_counted_by_feature(both: Both) -> None:
     made, root, _ = both
     predictor = load(root)
-    before = predictor.intake.known, predictor.intake.unknown
+    before = predictor.intake.counts["known"], predictor.intake.counts["unknown"]
     ids = KeyedJaggedTensor(
         ["f_item", "f_user", "f_cat"],
         torch.tensor([*made[ITEM].ids[:3].tolist(), 5, 3, *made[CATS].ids[:1].tolist(), 2**33]),
@@ -120,7 +120,7 @@ def test_hits_and_misses_are_counted_by_feature(both: Both) -> None:
     predictor.lookup(ids)
     known, unknown = (
         {name: now[name] - was[name] for name in now}
-        for now, was in zip((predictor.intake.known, predictor.intake.unknown), before)
+        for now, was in zip((predictor.intake.counts["known"], predictor.intake.counts["unknown"]), before)
     )
     assert known == {"f_item": 3, "f_hist": 0, "f_cat": 1} and unknown == {"f_item": 1, "f_hist": 0, "f_cat": 1}
 
@@ -162,7 +162,7 @@ def test_reshard_keeps_the_index(both: Both, ranks: int, tmp_path: Path) -> None
         root, plan_archive(archive.manifest, world_size=ranks), tmp_path / "again.rqa", progress=False
     )
     assert again.manifest.vocabularies == archive.manifest.vocabularies
-    assert (again.root / index_path(0)).read_bytes() == (root / index_path(0)).read_bytes()
+    assert (again.root / VocabularyInfo.path(0)).read_bytes() == (root / VocabularyInfo.path(0)).read_bytes()
     ids, _ = raw_request(made, 7, 3)
     dense = torch.randn(7, NUM_DENSE)
     assert torch.equal(load(again.root).predict(dense, ids)["output"], load(root).predict(dense, ids)["output"])
@@ -230,7 +230,7 @@ def test_manifests_that_are_refused(both: Both, changes: dict[str, object], rule
 @pytest.mark.parametrize("change, rule", [("cut", "F4"), ("gone", "F3"), ("bucket", "V5"), ("swapped", "F5")])
 def test_index_files_that_are_refused(both: Both, change: str, rule: str, tmp_path: Path) -> None:
     out = rewritten(both[1], tmp_path / "bad.rqa")
-    path = out / index_path(0)
+    path = out / VocabularyInfo.path(0)
     data = bytearray(path.read_bytes())
     if change == "cut":
         path.write_bytes(data[:-64])

@@ -28,7 +28,6 @@ from recinfer.data.contract import FeatureContract, SparseFeature, Vocabulary
 from recinfer.data.features import DenseFeature
 from recinfer.errors import ArchiveError, ConfigError, InputError
 from recinfer.inference.id_steps import IdCounts
-from recinfer.inference.plain_vocabularies import id_vocabularies
 from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.verify import verify
 from recinfer.serving.engine.decoded_path import InferenceService
@@ -39,7 +38,8 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.proto import open_inference_pb2 as oip
 from recinfer.vocabulary import strings as own
 from recinfer.vocabulary.index import HEADER_BYTES, build_index
-from recinfer.vocabulary.info import string_index_path
+from recinfer.vocabulary.info import StringInfo
+from recinfer.vocabulary.plain import id_vocabularies
 from recinfer.vocabulary.strings import StringRows, StringVocabulary, string_indexes, string_keys
 from recinfer.vocabulary.table import TableVocabulary
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive
@@ -229,11 +229,14 @@ def test_strings_that_fit_no_feature_are_refused(served_archive: Served, feature
 
 def test_known_and_unknown_strings_are_counted(served_archive: Served) -> None:
     _, predictor = served_archive
-    before = predictor.intake.known["f_cat"], predictor.intake.unknown["f_cat"]
+    before = predictor.intake.counts["known"]["f_cat"], predictor.intake.counts["unknown"]["f_cat"]
     predictor.lookup({"f_cat": [["paris", "nowhere", ""], []]})
     predictor.lookup({"f_cat": [[5, 6]]})  # rows, not strings
-    assert (predictor.intake.known["f_cat"], predictor.intake.unknown["f_cat"]) == (before[0] + 2, before[1] + 1)
-    assert "f_user" not in predictor.intake.known
+    assert (predictor.intake.counts["known"]["f_cat"], predictor.intake.counts["unknown"]["f_cat"]) == (
+        before[0] + 2,
+        before[1] + 1,
+    )
+    assert "f_user" not in predictor.intake.counts["known"]
 
 
 # ---- messages
@@ -563,10 +566,10 @@ def test_vocabularies_of_a_contract_are_in_the_archive(tmp_path: Path) -> None:
         "f_hist": ["", "item 5", "Ünïcödé-6"],
         **{f"d{at}": [0.5, 1, None] for at in range(NUM_DENSE)},
     }
-    before = predictor.intake.known["f_user"]
+    before = predictor.intake.counts["known"]["f_user"]
     found, expected = predictor.contract.apply_arrays(columns), contract.apply_arrays(columns)
     assert found[1].values.tolist() == expected[1].values.tolist()
-    assert predictor.intake.known["f_user"] == before + 2
+    assert predictor.intake.counts["known"]["f_user"] == before + 2
     strings = {"f_user": [["red", "42"], [], ["blue"]], "f_cat": [["42"], ["42.0", "Ünïcödé"], []]}
     rows = {"f_user": [[0, 2], [], [3]], "f_cat": [[2], [3, 1], []]}
     assert torch.equal(predictor.lookup(strings)["f_cat"], predictor.lookup(rows)["f_cat"])
@@ -697,13 +700,13 @@ def test_a_manifest_that_breaks_a_rule_is_refused(
 def test_an_index_that_breaks_a_rule_is_refused(served_archive: Served, tmp_path: Path, what: str, rule: str) -> None:
     root = tmp_path / "broken.rqa"
     shutil.copytree(served_archive[0], root)
-    path = string_index_path(1)
+    path = StringInfo.path(1)
     data = bytearray((root / path).read_bytes())
     bucket = next(at for at in range(HEADER_BYTES, len(data), 64) if data[at + 60])
     if what == "cut":
         data = data[:-64]
     elif what == "other":
-        data = bytearray((root / string_index_path(0)).read_bytes())
+        data = bytearray((root / StringInfo.path(0)).read_bytes())
     elif what == "bucket":
         data[bucket + 60] = 6
     elif what == "row":

@@ -14,7 +14,7 @@ import torch
 from recinfer.errors import UnavailableError
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import InferenceClient
-from recinfer.vocabulary.info import index_path
+from recinfer.vocabulary.info import VocabularyInfo
 from tests.serving.supervised import supervised
 from tests.vocabulary.made import MAX, MIN
 from tests.vocabulary.test_deltas import Chain, chain, mark, request_of
@@ -89,7 +89,7 @@ def test_two_workers_map_one_index_and_switch_ids_and_rows_at_once(chain: Chain,
     every = np.unique(np.concatenate([vocabulary.ids for _, vocabulary in made]))
     ids = np.concatenate((np.random.default_rng(2).permutation(every)[:300], [MIN, -1, MAX]))
     with supervised("--model-store", tmp_path, "--admin") as (supervisor, target, said), AdminClient(target) as admin:
-        found = [mappings(pid, (folder / "7" / index_path(0)).resolve()) for pid in supervisor.pids]
+        found = [mappings(pid, (folder / "7" / VocabularyInfo.path(0)).resolve()) for pid in supervisor.pids]
         assert len(found) == 2 and found[0] == found[1] == [("r--s", found[0][0][1])]
         with Callers(target, chain, ids) as callers:
             until(lambda: len(callers.seen) > 12)

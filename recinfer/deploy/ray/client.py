@@ -7,7 +7,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import Any
 
 from recinfer.deploy.ray import rollout
 from recinfer.deploy.ray.records import NAMESPACE, Records, status_of
-from recinfer.deploy.ray.spec import Deployment, check_room
+from recinfer.deploy.ray.spec import Deployment, kind_name
 from recinfer.errors import ConfigError, NotFoundError, UnavailableError
+from recinfer.sizes import size_text
 
 __all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
 
-_REACH_S, _ANSWER_S, _FREE_S = 3.0, 60.0, 120.0
+_REACH_S, _ANSWER_S, _ROOM_S = 3.0, 60.0, 30.0
 _TRIES = 2  # starts of a server after its first, after which a command gives up; Serve gives up after as many
 
 
@@ -48,8 +49,7 @@ def connected(address: str) -> Iterator[None]:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         first = first.replace("`--address`", "`--ray`").rstrip(".; ")
         raise UnavailableError(
-            f"no Ray cluster at {address!r}: {first}; start one with `ray start --head`, and a node of it on this "
-            f"machine"
+            f"no Ray cluster at {address!r}: {first}; start one with `ray start --head`, and a node of it on this machine"
         ) from None
     try:
         yield
@@ -65,23 +65,17 @@ def deploy(spec: Deployment) -> None:
             node lacks a PEM file; names the node.
         UnavailableError: no node has room for a server, or a node does not respond.
     """
-    security = spec.security.read()
-    hosts = [node["NodeManagerAddress"] for node in _nodes()]
+    security, hosts = spec.security.read(), [node["NodeManagerAddress"] for node in _nodes()]
     for host in hosts:
         security.check_host(host)  # servers check this too, but only after they start
-    if spec.files:
-        missing = _on_every_node(missing_files, spec.files)
-        if silent := sorted(set(hosts) - missing.keys()):
-            raise UnavailableError(f"TLS: node {', '.join(silent)} did not respond within {_ANSWER_S:g} s; try again")
-        listed = "; ".join(f"node {host} cannot read {', '.join(f)}" for host, f in sorted(missing.items()) if f)
-        if listed:
-            raise ConfigError(f"TLS: {listed}; put each file at its path on every node")
-    if spec.name in Records().names():
+    missing = _on_every_node(missing_files, spec.files) if spec.files else {}
+    if listed := [f"node {host} cannot read {', '.join(files)}" for host, files in missing.items() if files]:
+        raise ConfigError(f"TLS: {'; '.join(listed)}; put each file at its path on every node")
+    if spec.name in deployments():
         raise ConfigError(
             f"deployment {spec.name!r} exists already: remove it (--down), update it (--roll), or give another --name"
         )
-    check_room(spec, [group for group in spec.kinds for _ in range(spec.bounds(group).start)], _free())
-    _run(replace(spec, nodes=len(_nodes())).spread())
+    _run(replace(spec, nodes=len(hosts)), None)
 
 
 def deployments() -> list[str]:
@@ -108,17 +102,19 @@ def rankers(name: str | None = None) -> list[str]:
 def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
     """Change the number of shard servers per group of ranks, or of rankers. Raises ConfigError, UnavailableError, and as
     ``status`` does."""
-    before = _deployment(name)
-    spec = replace(before, shards=before.shards.scaled(shards), rankers=before.rankers.scaled(rankers)).spread()
-    more = [group for group in spec.kinds for _ in range(spec.bounds(group).start - before.bounds(group).start)]
-    if more:
-        check_room(spec, more, _free())
-    _run(spec)
+    spec = _deployment(name)
+    _run(replace(spec, shards=spec.shards.scaled(shards), rankers=spec.rankers.scaled(rankers)), spec)
 
 
-def roll(name: str | None, version: str | None) -> str:
-    """Switch to another version (None: the previous one) and return the served version. Raises RecinferError."""
-    return rollout.roll(Records(), _deployment(name), version)
+def roll(name: str | None, archive: Path | None) -> str:
+    """Switch to another version in the same model store (None: the previous one) and return the served version. Raises
+    RecinferError."""
+    spec = _deployment(name)
+    if archive is not None and spec.store is not None and archive.parent.name != spec.servers.model:
+        raise ConfigError(
+            f"{archive}: expected an archive at STORE/{spec.servers.model}/VERSION, which {spec.name} serves"
+        )
+    return rollout.roll(Records(), spec, None if archive is None else archive.name)
 
 
 def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -> dict[str, Any]:
@@ -158,34 +154,59 @@ def down(name: str | None) -> list[str]:
         serve.delete(spec.name)
     rest = [server.name for server in Records().servers(spec.name) if server.state != "pending"]
     Records().forget(spec.name)
-    _on_every_node(_remove_files, spec.tag)
-    if not Records().names() and not serve.status().applications:
+    with suppress(UnavailableError):  # a node ends meanwhile
+        _on_every_node(_remove_files, spec.tag)
+    if not deployments() and not serve.status().applications:
         serve.shutdown()
     return rest
 
 
-def _run(spec: Deployment) -> None:
-    """Write a deployment, and have Serve run it or change its numbers of servers. Proxies stay off if Serve does not run
-    yet."""
+def _deployment(name: str | None) -> Deployment:
+    there = deployments()
+    found = Records().deployment(there[0] if name is None and len(there) == 1 else name or "")
+    if found is None:
+        raise NotFoundError(
+            f"deployment: got {'none' if name is None else repr(name)}, expected one of: {', '.join(there) or 'none exist'}"
+        )
+    return found
+
+
+def _run(spec: Deployment, before: Deployment | None) -> None:
+    """Write a deployment, and have Serve run it or change its numbers of servers, if nodes have room for the servers that
+    ``before`` lacks. Proxies stay off if Serve does not run yet."""
     from ray import serve
 
     from recinfer.deploy.ray.application import application
 
+    more = {kind: spec.bounds(kind).least - (before.bounds(kind).least if before else 0) for kind in spec.kinds}
+    _check_room(spec, [kind for kind, count in more.items() for _ in range(count)])
     Records().save(spec)
     serve.start(proxy_location="Disabled")
     target = serve.RunTarget(application(spec), name=spec.name, route_prefix=None)
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _deployment(name: str | None) -> Deployment:
-    there = Records().names()
-    if name is None and len(there) == 1:
-        name = there[0]
-    found = None if name is None else Records().deployment(name)
-    if found is None:
-        which = "got none" if name is None else f"got {name!r}"
-        raise NotFoundError(f"deployment: {which}, expected one of: {', '.join(there) or 'none exist'}")
-    return found
+def _check_room(spec: Deployment, more: list[int | None]) -> None:
+    """Have Ray reserve resources for more servers for a moment: Serve would wait for them. Raises UnavailableError, which
+    names the needed and the free resources."""
+    import ray
+
+    if not more:
+        return
+    group = ray.util.placement_group([spec.resources(kind) for kind in more], strategy="SPREAD")
+    has_room = group.wait(_ROOM_S)
+    ray.util.remove_placement_group(group)
+    if not has_room:
+        kinds = (
+            f"{more.count(kind)} {kind_name(kind)} ({_shown(spec.resources(kind))} each)"
+            for kind in dict.fromkeys(more)
+        )
+        free = _shown(ray.available_resources())
+        raise UnavailableError(f"no nodes have resources for {', '.join(kinds)}; free on all nodes together: {free}")
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return f"{size_text(resources.get('memory', 0.0))} and {resources.get('CPU', 0.0):g} CPUs"
 
 
 def missing_files(paths: list[Path]) -> list[str]:
@@ -205,33 +226,22 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _free() -> dict[str, tuple[float, float]]:
-    """By address of a node, its bytes of memory and CPUs that nothing has reserved."""
-    import ray
-    from ray._private.state import available_resources_per_node  # Ray 2.60 has no public name for it
-
-    try:  # on a node: a client from outside the cluster cannot call the function
-        found = ray.get(ray.remote(available_resources_per_node).options(num_cpus=0).remote(), timeout=_FREE_S)
-    except ray.exceptions.RayError as error:
-        raise UnavailableError(f"the cluster did not respond: {error}; try again") from None
-    free = {node["NodeManagerAddress"]: found.get(node["NodeID"], {}) for node in _nodes()}
-    return {host: (mine.get("memory", 0.0), mine.get("CPU", 0.0)) for host, mine in free.items()}
-
-
 def _on_every_node(run: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
-    """Run ``run(argument)`` on each node; returns the results by address, without nodes that do not respond in 60 s."""
+    """Run ``run(argument)`` on each node; returns the results by address. Raises UnavailableError for a node that does not
+    respond in 60 s."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    asked = {
-        ray.remote(run)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-        .remote(argument): node["NodeManagerAddress"]
-        for node in _nodes()
-    }
-    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
+    asked = {}
+    for node in _nodes():
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        task = ray.remote(run).options(num_cpus=0, scheduling_strategy=there)
+        asked[node["NodeManagerAddress"]] = task.remote(argument)
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
     found = {}
-    for answer in ready:
-        with suppress(ray.exceptions.RayError):  # the node failed meanwhile
-            found[asked[answer]] = ray.get(answer)
+    for host, answer in asked.items():
+        try:
+            found[host] = ray.get(answer, timeout=0)
+        except ray.exceptions.RayError:
+            raise UnavailableError(f"node {host} did not respond within {_ANSWER_S:g} s; try again") from None
     return found

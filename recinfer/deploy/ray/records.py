@@ -8,25 +8,16 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from recinfer.deploy.ray.spec import Deployment, kind_name
 
-__all__ = ["NAMESPACE", "Records", "Server", "requests_in", "status_of"]
+__all__ = ["NAMESPACE", "Records", "Server", "status_of"]
 
 NAMESPACE = "recinfer"
 """The namespace of all keys."""
-_OWN = (
-    "group",
-    "actor",
-    "port",
-    "loaded",
-    "refused",
-    "inside",
-    "calls",
-)  # fields of a record that the status leaves out
 
 
 @dataclass
@@ -41,9 +32,8 @@ class Server:
         restarts: how often a replica of its name started after the first one.
         address, port, metrics_port, pid: of its process.
         version: the served one; ``loaded``: all loaded ones; ``refused``: the error of a version that it could not load.
-        rate: requests per second; ``memory``: resident bytes.
-        inside: average number of requests in it; ``busy``: the share of time in which a shard server is busy.
-        calls: a ranker's open calls to each shard server that it lists, by address.
+        load: the share of its capacity in use, 0 to 1; ``memory``: resident bytes.
+        calls: addresses of the shard servers that a ranker calls.
     """
 
     name: str
@@ -61,11 +51,9 @@ class Server:
     version: str = ""
     loaded: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    rate: float = 0.0
+    load: float = 0.0
     memory: int = 0
-    inside: float = 0.0
-    busy: float = 0.0
-    calls: dict[str, int] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
 
     @property
     def serving(self) -> bool:
@@ -93,7 +81,7 @@ class Records:
 
     def deployment(self, name: str) -> Deployment | None:
         """A deployment as it should be; None if there is none of that name."""
-        found = self._store._internal_kv_get(name.encode(), namespace=NAMESPACE)
+        found = self._get(name)
         return None if found is None else pickle.loads(found)
 
     def save(self, spec: Deployment) -> None:
@@ -103,14 +91,12 @@ class Records:
     def servers(self, deployment: str) -> list[Server]:
         """The servers of a deployment, shard servers first. A server whose actor has ended is ``pending``."""
         alive = self._actors()
-        found = []
-        for key in self._keys(f"{deployment}/"):
-            value = self._store._internal_kv_get(key.encode(), namespace=NAMESPACE)
-            if value is not None:
-                found.append(server := Server(**json.loads(value)))
-                if server.actor not in alive:
-                    server.state, server.why = "pending", server.why or f"its replica on {server.host} has ended"
-                    server.address, server.metrics_port, server.pid, server.memory = "", 0, 0, 0
+        values = [self._get(key) for key in self._keys(f"{deployment}/")]
+        found = [Server(**json.loads(value)) for value in values if value is not None]
+        for server in found:
+            if server.actor not in alive:
+                server.state, server.why = "pending", server.why or f"its replica on {server.host} has ended"
+                server.address, server.metrics_port, server.pid, server.memory = "", 0, 0, 0
         return sorted(found, key=lambda each: (each.group is None, each.group or 0, len(each.name), each.name))
 
     def write(self, deployment: str, server: Server, overwrite: bool = True) -> bool:
@@ -144,6 +130,10 @@ class Records:
     def _keys(self, prefix: str) -> list[str]:
         return [key.decode() for key in self._store._internal_kv_list(prefix.encode(), namespace=NAMESPACE)]
 
+    def _get(self, key: str) -> bytes | None:
+        found: bytes | None = self._store._internal_kv_get(key.encode(), namespace=NAMESPACE)
+        return found
+
     def _delete(self, key: str) -> bool:
         return bool(self._store._internal_kv_del(key.encode(), namespace=NAMESPACE))
 
@@ -154,44 +144,33 @@ class Records:
         return {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
 
 
-def requests_in(server: Server, others: Iterable[Server]) -> float:
-    """Requests in a server at once: in a ranker by its own count; in a shard server the calls that rankers wait for,
-    because its queue is in its sockets."""
-    if server.group is None:
-        return server.inside
-    return float(sum(other.calls.get(server.address, 0) for other in others))
-
-
 def status_of(spec: Deployment, servers: Sequence[Server]) -> dict[str, Any]:
     """The state as JSON values, as ``recinfer deploy --status`` shows it. A deployment is ``ready`` when the wanted number
     of servers serves and every ranker calls all shard servers."""
-    shown: list[Server] = []
-    counts = True
+    shown, counts = list[Server](), True
     for group in spec.kinds:
         bounds, mine = spec.bounds(group), [server for server in servers if server.group == group]
         here = [server for server in mine if server.state != "pending"]
         # The number that the load needs is Serve's affair; below the minimum a server is missing in any case.
-        lacking = (bounds.least if bounds.scales else bounds.start) - len(here)
-        counts &= lacking <= 0 if bounds.scales else lacking == 0
-        absent = [server for server in mine if server.state == "pending"]
-        absent += [Server(kind_name(group), group, why="it waits for a node with room")] * (lacking - len(absent))
-        shown += here + absent[: max(0, lacking)]
+        lacking = max(0, bounds.least - len(here))
+        counts &= bounds.least <= len(here) <= bounds.most
+        ended = [server for server in mine if server.state == "pending"]
+        absent = Server(kind_name(group), group, why="it waits for a node with room")
+        shown += here + (ended + [absent] * lacking)[:lacking]
     listed = {server.address for server in shown if server.group is not None}
+    rankers = [server for server in shown if server.group is None]
     return {
         "name": spec.name,
         "model": spec.servers.model,
         "version": spec.version,
         "previous": spec.previous,
-        "ready": counts and all(s.serving and (s.group is not None or set(s.calls) == listed) for s in shown),
-        "rankers": sorted(server.address for server in shown if server.group is None and server.serving),
+        "ready": counts and all(s.serving for s in shown) and all(set(s.calls) == listed for s in rankers),
+        "rankers": sorted(server.address for server in rankers if server.serving),
         "servers": [
             {
-                **{key: value for key, value in asdict(server).items() if key not in _OWN},
+                **asdict(server),
                 "role": "ranker" if server.group is None else "shard",
                 "ranks": [] if server.group is None else list(spec.servers.groups[server.group].ranks),
-                "rate": round(server.rate, 1),
-                "load": round(requests_in(server, servers), 1),
-                "busy": None if server.group is None else round(server.busy, 2),
             }
             for server in shown
         ],

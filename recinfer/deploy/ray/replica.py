@@ -1,4 +1,4 @@
-"""The Ray Serve replica that runs one server: starts it on its own node, reports its health and load, and drains it."""
+"""The agent of one server: starts it in this process, keeps its record, reports its health and load, and drains it."""
 
 from __future__ import annotations
 
@@ -11,66 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recinfer import env
-from recinfer.archive.mapping import name_files_at_sigbus
-from recinfer.deploy.ray.records import Records, requests_in
+from recinfer.deploy.ray.records import Records
 from recinfer.deploy.ray.spec import Deployment
 from recinfer.errors import RecinferError, UnavailableError
 from recinfer.files import write_file
 from recinfer.serving.app.running import RunningServer
 from recinfer.serving.client.admin import AdminClient
-from recinfer.serving.engine.change_log import show_changes
-from recinfer.serving.server.tuning import raise_open_files, tune_process
 from recinfer.serving.shards.config import shards_json
 from recinfer.serving.wire.address import join_address
 
-__all__ = ["Agent", "ServerReplica", "shards_file"]
+__all__ = ["Agent", "shards_file"]
 
 _PERIOD_S = 1.0
 _READ_S, _READ_AT_MOST_S = 1.0, 15.0  # for rankers to have read another list: they look twice a second
 _RANKER_DRAIN_S = 5.0  # for callers to have noticed that a ranker is not listed any more
 _STOP_S = 20.0
 _CALL_S = 600.0  # loading reads and checks a whole archive
-_UNCOUNTED = frozenset({"State", "Prepare", "ListModels", "Load", "Unload", "SetDefault"})  # a deployment's own calls
 _log = logging.getLogger(__name__)
-
-
-class ServerReplica:
-    """The class of all Serve deployments. Serve calls all its methods.
-
-    Args:
-        deployment: name of the deployment.
-        group: number of the group of ranks of its server; None for a ranker.
-        others: Serve's handles of the deployments of shard servers, which make them part of the application.
-    """
-
-    def __init__(self, deployment: str, group: int | None, *others: object) -> None:
-        import ray
-        from ray import serve
-
-        node = ray.get_runtime_context().get_node_id()
-        host = next(found["NodeManagerAddress"] for found in ray.nodes() if found["NodeID"] == node)
-        actor = serve.get_replica_context().replica_id.to_full_id_str()
-        # This process runs the server alone, so it gets the settings of `recinfer serve`.
-        env.share_heaps()
-        raise_open_files()
-        name_files_at_sigbus()
-        tune_process()
-        show_changes()
-        self._agent = Agent(Records(), deployment, group, actor, node, host)
-
-    def check_health(self) -> None:
-        """Return once the server responds; Serve replaces a replica that does not return in time."""
-        self._agent.status()
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """The load, for recinfer.deploy.ray.application.servers_needed."""
-        return {"needed": self._agent.needed}
-
-    def __del__(self) -> None:
-        """Serve's hook for a graceful shutdown: returns when the server has finished its requests."""
-        if hasattr(self, "_agent"):
-            self._agent.stop()
 
 
 class Agent:
@@ -78,7 +35,6 @@ class Agent:
     date in threads of its own.
 
     Attributes:
-        needed: the number of fully loaded servers that the load of this one amounts to.
         server: the record.
 
     Raises:
@@ -86,14 +42,16 @@ class Agent:
         RecinferError: the server does not start; its record says why, and the next replica takes its name.
     """
 
+    _thread: threading.Thread | None = None  # none before the server serves
+
     def __init__(self, records: Records, deployment: str, group: int | None, actor: str, node: str, host: str) -> None:
-        self._records, self._name = records, deployment
+        self._records = records
+        self._name = deployment
         self._spec = self._read_spec()
         self.server, port = records.claim(deployment, group, actor, node, host)
-        self.server.pid, self.needed = os.getpid(), 0.0
+        self.server.pid = os.getpid()
         self._listed: dict[int, list[str]] = {}
         self._written = ""
-        self._last = (time.monotonic(), 0, 0.0)
         self._stopping = threading.Event()
         try:
             self._running = self._start(port)
@@ -108,14 +66,14 @@ class Agent:
         if group is None and self._spec.store is not None:
             self._each_second(self._follow)  # in another thread, since loading takes long
 
-    def status(self) -> dict[str, Any]:
-        """The figures of the server; waits until it responds."""
-        return self._running.status()
+    def check_health(self) -> None:
+        """Return once the server responds."""
+        self._running.status()
 
     def stop(self) -> None:
         """Remove the server from rankers' lists, wait until nobody calls it, have it finish its requests, and wait. A second
         call has no effect."""
-        if self._stopping.is_set():
+        if self._thread is None or self._stopping.is_set():
             return
         self._stopping.set()
         self._thread.join()
@@ -132,17 +90,17 @@ class Agent:
 
     def _start(self, port: int) -> RunningServer:
         """The server, on ``port`` if it is free; a ranker's starts once every group of ranks has had a server."""
-        server, spec = self.server, self._spec
-        file = shards_file(spec.tag, server.name)
+        server = self.server
+        file = shards_file(self._spec.tag, server.name)
         while server.group is None and not self._list():
             time.sleep(_PERIOD_S)
-            self._spec = spec = self._read_spec()
+            self._spec = self._read_spec()
         try:
-            return RunningServer(spec.config(server.group, server.host, port, file), self._report)
+            return RunningServer(self._spec.config(server.group, server.host, port, file), self._report)
         except UnavailableError:
             if not port:
                 raise
-        return RunningServer(spec.config(server.group, server.host, 0, file), self._report)
+        return RunningServer(self._spec.config(server.group, server.host, 0, file), self._report)
 
     def _report(self, line: str) -> None:
         """Take a ranker's line about its wait for shards."""
@@ -163,37 +121,22 @@ class Agent:
 
     def _step(self) -> None:
         """Bring a ranker's shards.json and the record up to date."""
-        server, ready = self.server, self._running.ready
+        server, ready, is_ranker = self.server, self._running.ready, self.server.group is None
         self._spec = self._records.deployment(self._name) or self._spec
-        if server.group is None:
+        if is_ranker:
             self._list()
-        status = self.status()
-        models = status["models"] if server.group is None else status["held"]["versions"]
+        status = self._running.status()
+        models = status["models"] if is_ranker else status["held"]["versions"]
         server.loaded = [model["version"] for model in models]
         server.version = ", ".join(dict.fromkeys(model["version"] for model in models if model.get("weight", 1)))
-        server.busy = 0.0 if server.group is None else float(status["held"]["busy"])
-        replicas = (status["shards"] or {}).get("replicas", ())
-        server.calls = {replica["address"]: int(replica["outstanding"]) for replica in replicas}
-        server.rate, server.inside = self._rates(status)
+        server.calls = sorted({replica["address"] for replica in status["shards"]["replicas"]}) if is_ranker else []
+        server.load = round(status["load"], 2)
         server.memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         server.port, server.metrics_port = ready.port, ready.metrics_port or 0
         server.address = join_address(server.host, ready.port)
-        if status["ready"]:
-            server.state, server.why = "serving", ""
-        else:
-            server.state, server.why = "starting", server.why or "it is not ready"
-        requests = requests_in(server, self._records.servers(self._name))
-        self.needed = max(requests / self._spec.queue_depth, 100 * server.busy / self._spec.busy_percent)
+        server.state = "serving" if status["ready"] else "starting"
+        server.why = "" if status["ready"] else server.why or "it is not ready"
         self._write()
-
-    def _rates(self, status: dict[str, Any]) -> tuple[float, float]:
-        """Requests per second since the last call, and the seconds per second that completed requests spent in the
-        server."""
-        then, last_count, last_seconds = self._last
-        count = sum(item["count"] for item in status["requests"] if item["method"] not in _UNCOUNTED)
-        seconds = sum(state["total"] for method, state in status["latency"].items() if method not in _UNCOUNTED)
-        self._last = now, _, _ = time.monotonic(), count, seconds
-        return (count - last_count) / (now - then), (seconds - last_seconds) / (now - then)
 
     def _list(self) -> bool:
         """Write shards.json if it changes; the ranker reads it within half a second. Returns whether there is one."""
@@ -240,12 +183,10 @@ class Agent:
         """Wait until no client or ranker sends requests to the server any more."""
         self.server.state = "draining"
         self._write()
-        start = time.monotonic()
+        start, least = time.monotonic(), _RANKER_DRAIN_S if self.server.group is None else _READ_S
         while (spent := time.monotonic() - start) < _READ_AT_MOST_S:
-            if self.server.group is None and spent >= _RANKER_DRAIN_S:
-                return
-            listing = any(self.server.address in other.calls for other in self._records.servers(self._name))
-            if self.server.group is not None and spent >= _READ_S and not listing:
+            listed = any(self.server.address in other.calls for other in self._records.servers(self._name))
+            if spent >= least and not listed:
                 return
             time.sleep(_PERIOD_S / 2)
 

@@ -11,8 +11,7 @@ from recinfer.errors import ConfigError, InputError, UnavailableError
 
 __all__ = ["roll"]
 
-_LOAD_S, _SWITCH_S = 3600.0, 60.0
-_LOOK_S = 0.1
+_SWITCH_S, _LOOK_S = 60.0, 0.1
 
 
 def roll(records: Records, spec: Deployment, version: str | None) -> str:
@@ -23,7 +22,7 @@ def roll(records: Records, spec: Deployment, version: str | None) -> str:
     Raises:
         ConfigError: there is no store, or no previous version.
         InputError: a ranker refused the version; the served version is unchanged.
-        UnavailableError: no ranker serves, loading takes too long, or another rollout took over.
+        UnavailableError: no ranker serves, or another rollout took over.
     """
     if spec.store is None:
         raise ConfigError(
@@ -36,7 +35,8 @@ def roll(records: Records, spec: Deployment, version: str | None) -> str:
         return wanted
     records.save(replace(spec, candidate=wanted))
     try:
-        _wait_until_loaded(records, spec.name, wanted)
+        while not _is_loaded(records, spec.name, wanted):  # a ranker refuses a version that takes too long
+            time.sleep(_LOOK_S)
         now = records.deployment(spec.name) or spec
         records.save(replace(now, version=wanted, previous=now.version, candidate=None))
     except BaseException:  # also Ctrl-C: rankers unload the candidate
@@ -50,25 +50,18 @@ def roll(records: Records, spec: Deployment, version: str | None) -> str:
     return wanted
 
 
-def _wait_until_loaded(records: Records, name: str, version: str) -> None:
-    """Wait until all serving rankers have loaded the version. A ranker that ends meanwhile is left out: its successor loads
-    the version after its start."""
-    end = time.monotonic() + _LOAD_S
-    while time.monotonic() < end:
-        now, rankers = records.deployment(name), _serving(records, name)
-        if now is None or now.candidate != version:
-            raise UnavailableError(f"version {version!r}: another rollout or --down took over; look at --status")
-        if not rankers:
-            raise UnavailableError(
-                f"no ranker is serving, so none can load version {version!r}; the served version is unchanged"
-            )
-        for ranker in rankers:
-            if version in ranker.refused:
-                raise InputError(f"{ranker.name} on {ranker.host}: {ranker.refused[version]}")
-        if all(version in ranker.loaded for ranker in rankers):
-            return
-        time.sleep(_LOOK_S)
-    raise UnavailableError(f"version {version!r} was not loaded within {_LOAD_S:g} s; the served version is unchanged")
+def _is_loaded(records: Records, name: str, version: str) -> bool:
+    """Whether all serving rankers have loaded the version. A ranker that ends meanwhile is left out: its successor loads the
+    version after its start."""
+    now, rankers = records.deployment(name), _serving(records, name)
+    if now is None or now.candidate != version:
+        raise UnavailableError(f"version {version!r}: another rollout or --down took over; look at --status")
+    if not rankers:
+        raise UnavailableError(f"no ranker is serving, so none can load version {version!r}; nothing changed")
+    for ranker in rankers:
+        if version in ranker.refused:
+            raise InputError(f"{ranker.name} on {ranker.host}: {ranker.refused[version]}")
+    return all(version in ranker.loaded for ranker in rankers)
 
 
 def _serving(records: Records, name: str) -> list[Server]:

@@ -10,8 +10,7 @@ from recinfer.archive.manifest import engine_text
 from recinfer.serving.app.follower import StoreFollower
 from recinfer.serving.app.loading import load_models, open_store
 from recinfer.serving.app.ranker import fan_out_of, serve_when_reachable
-from recinfer.serving.app.ready import Ready, ReadyModels
-from recinfer.serving.app.service import Report
+from recinfer.serving.app.service import Ready, ReadyModels, Report
 from recinfer.serving.config import ServeConfig
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.store import StoreManager

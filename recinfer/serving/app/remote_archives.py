@@ -59,8 +59,7 @@ def _wanted(role: RoleConfig) -> Callable[[str], bool]:
 
 
 def store_mirror(config: ServeConfig) -> StoreMirror | None:
-    """The mirror of a model store behind a URL, which downloads the files that a server of this role reads; None for a store
-    on disk; raises ConfigError for a bad URL."""
+    """The mirror, for this role, of a store behind a URL; None for a store on disk; raises ConfigError for a bad URL."""
     models = config.models
     if models.store_url is None:
         return None

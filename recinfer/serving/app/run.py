@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from recinfer.serving.app.ready import Ready
 from recinfer.serving.app.remote_archives import with_local_archives
-from recinfer.serving.app.service import Report, Service
+from recinfer.serving.app.service import Ready, Report, Service
 from recinfer.serving.config import ServeConfig
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from recinfer.errors import ConfigError, InputError
-from recinfer.serving.app.ready import Ready, ReadyModels
 from recinfer.serving.app.remote_archives import with_local_archives
 from recinfer.serving.app.run import load_service
-from recinfer.serving.app.service import Report
+from recinfer.serving.app.service import Ready, ReadyModels, Report
 from recinfer.serving.config import AddressConfig, ModelsConfig, ServeConfig, TablesConfig
 from recinfer.serving.wire.address import join_address
 from recinfer.serving.wire.loop import run_on_loop
@@ -95,8 +94,7 @@ class RunningServer:
         return run_on_loop(self._service.status())
 
     def stop(self, grace: float | None = None) -> None:
-        """Let running requests end for up to ``grace`` seconds (None: the setting ``drain_seconds``), then close. A second
-        call has no effect."""
+        """Let running requests end for ``grace`` seconds (None: ``drain_seconds``), then close; once."""
         if not self._is_stopped:
             self._is_stopped = True
             try:

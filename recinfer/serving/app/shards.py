@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recinfer.errors import ConfigError
-from recinfer.serving.app.ready import Ready, ReadyRanks
 from recinfer.serving.app.remote_archives import refresh_or_go_on, store_mirror
+from recinfer.serving.app.service import Ready, ReadyRanks
 from recinfer.serving.config import ServeConfig
 from recinfer.serving.engine.store import UNSOUND, ModelStore
 from recinfer.serving.server.security import Security

@@ -15,9 +15,8 @@ from typing import Any
 
 from recinfer import env
 from recinfer.archive.strict_json import build
-from recinfer.serving.app.ready import Ready, ReadyModels
 from recinfer.serving.app.remote_archives import store_mirror
-from recinfer.serving.app.service import Report
+from recinfer.serving.app.service import Ready, ReadyModels, Report
 from recinfer.serving.config import ServeConfig
 from recinfer.serving.engine.poll import PollLoop, StorePoller
 from recinfer.serving.server.http_server import HttpServer

@@ -134,16 +134,14 @@ def _batches(rows: Iterable[Any], size: int) -> Iterator[list[tuple[int, Any]]]:
     """Batches of up to ``size`` rows with the same names; an item that is no row is a batch of its own."""
     batch: list[tuple[int, Any]] = []
     for at, row in zip(count(), rows):
-        if batch and (len(batch) == size or not _alike(batch[0][1], row)):
-            yield batch
-            batch = []
+        if batch:
+            alike = isinstance(row, Mapping) and isinstance(batch[0][1], Mapping) and row.keys() == batch[0][1].keys()
+            if len(batch) == size or not alike:
+                yield batch
+                batch = []
         batch.append((at, row))
     if batch:
         yield batch
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys()
 
 
 def _inputs_of(batch: Batch, dense: str, inputs: Collection[str]) -> tuple[Any, dict[str, Any], dict[str, Any]]:

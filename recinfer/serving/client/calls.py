@@ -10,8 +10,7 @@ import grpc
 from recinfer.env import grpc_proxy
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.client.retry import LONGEST_S, is_full, pushback
-from recinfer.serving.wire.retry import is_from_server
-from recinfer.serving.wire.status import error_of
+from recinfer.serving.wire.status import error_of, is_from_server
 from recinfer.serving.wire.tls import File, credentials_of
 
 __all__ = ["channel_to", "invoke", "security_of", "translated"]

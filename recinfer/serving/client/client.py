@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from recinfer.arrow import as_raw
 from recinfer.columns import DENSE
 from recinfer.errors import InputError, RecinferError, UnavailableError
 from recinfer.inference.specs import Outputs
@@ -25,10 +26,8 @@ from recinfer.serving.client.answers import (
 )
 from recinfer.serving.client.bulk import ScoredRow, score, score_async
 from recinfer.serving.client.calls import channel_to, translated
-from recinfer.serving.client.columns import as_raw
 from recinfer.serving.client.credentials import ClientCredentials
-from recinfer.serving.client.retry import Retries, check_timeout
-from recinfer.serving.client.throttle import Throttle
+from recinfer.serving.client.retry import Retries, Throttle, check_timeout
 from recinfer.serving.wire.arrays import bytes_field, encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.tracing import Metadata, client_span
@@ -191,7 +190,7 @@ class InferenceClient(_Client):
         """The model's outputs by name, from rows as the training data had them.
 
         The server turns the rows into ids and dense inputs by the feature contract of the model's archive. ``rows``: see
-        :func:`recinfer.serving.client.columns.as_raw`; its columns are those of the contract (``get_model().contract``).
+        :func:`recinfer.arrow.as_raw`; its columns are those of the contract (``get_model().contract``).
         ``context``: one row in the same form, with the columns that apply to all rows, such as a user's; ``rows`` have the
         others. Its features are sent and looked up once.
         """
@@ -415,8 +414,7 @@ class AsyncInferenceClient(_Client):
             await asyncio.sleep(wait)
 
     def _method(self, call: str) -> Any:
-        """gRPC's method for ``call``. The first call opens the channel, on its event loop: a client may be made before a
-        loop runs."""
+        """gRPC's method for ``call``; the first call opens the channel, on its event loop."""
         loop = asyncio.get_running_loop()
         if self._closed:
             raise self._is_closed()

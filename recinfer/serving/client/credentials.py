@@ -63,8 +63,7 @@ class ClientCredentials:
         self.channel, self.options = security_of(*self._tls, name)
 
     def changed(self) -> bool:
-        """Read the files again if a second has passed since the last time. Returns whether new calls need a new channel; files
-        that cannot be used change nothing."""
+        """Read the files again after a second; returns whether new calls need a new channel. Bad files change nothing."""
         if not self._files.used or time.monotonic() < self._next:
             return False
         with self._lock:

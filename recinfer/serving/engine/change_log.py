@@ -20,12 +20,20 @@ _log = logging.getLogger(LOGGER)
 
 
 def show_changes() -> None:
-    """Write these lines to stderr as text, for a process whose log is not JSON."""
+    """Write these lines, and the package's warnings and errors, to stderr as text with their times.
+
+    For a process whose log is not JSON. Without this, FBGEMM's import decides: its root handler writes no times.
+    """
+    _show(_log, "%(asctime)s %(message)s").setLevel(logging.INFO)
+    _show(logging.getLogger("recinfer"), "%(asctime)s %(levelname)s %(message)s")
+
+
+def _show(log: logging.Logger, line: str) -> logging.Logger:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    _log.handlers[:] = [handler]
-    _log.propagate = False
-    _log.setLevel(logging.INFO)
+    handler.setFormatter(logging.Formatter(line))
+    log.handlers[:] = [handler]
+    log.propagate = False
+    return log
 
 
 def log_change(call: str, data: bytes) -> None:

@@ -178,34 +178,8 @@ class InferenceService:
         served_of_task.set(model)
         predictor = model.predictor
         contract = predictor.manifest.contract
-        features = [
-            pb.FeatureInfo(
-                name=f.name,
-                table=f.table,
-                rows=f.rows,
-                dim=f.dim,
-                pooled=f.pooled,
-                missing=str(f.missing),
-                weighted=f.weighted,
-                computed=f.computed,
-            )
-            for f in predictor.features
-        ]
-        inputs = [
-            pb.InputInfo(
-                name=i.name,
-                path=i.path,
-                kind=i.kind,
-                dtype=i.dtype,
-                shape=map(str, i.shape),
-                weighted=i.weighted,
-                per_sample=i.per_sample,
-                as_long_as=i.as_long_as,
-                counts=i.counts,
-                user=i.user,
-            )
-            for i in predictor.inputs.specs
-        ]
+        features = [pb.FeatureInfo(**vars(f) | {"missing": str(f.missing)}) for f in predictor.features]
+        inputs = [pb.InputInfo(**vars(i) | {"shape": map(str, i.shape)}) for i in predictor.inputs.specs]
         return pb.ModelInfo(
             name=model.name,
             version=model.version,

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from recinfer.inference.byte_tables import AwaitedLookup, ReadyLookup
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
 from recinfer.serving.engine.registry import RequestStats, RunCost
@@ -37,6 +36,7 @@ from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, Fill, PlainReader, PlainRequest, Request, trace_of_task
 from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.wire.arrays import Buffer, output_head, predict_head
+from recinfer.serving.wire.limits import BatchConfig
 
 __all__ = ["Dispatcher", "LoopCaller", "ParallelParts", "Predictions"]
 
@@ -82,8 +82,7 @@ class Dispatcher:
         self._predictions.close()
 
     def dispatch(self, request: Request) -> None:
-        """Answer ``request``, or queue it. Never raises: errors are replied. The caller calls ``scheduler.run_ready``
-        when it has no further request."""
+        """Answer or queue ``request``; errors are replied. The caller calls ``scheduler.run_ready`` after its last one."""
         try:
             self._dispatch(request)
         except Exception as error:
@@ -279,8 +278,7 @@ class Predictions:
         return cost.expected(samples) <= max(_LONGEST_RUN_S, 2 * cost.expected(1))
 
     def seconds(self, entry: Entry, samples: int, threads: int) -> float:
-        """The learned estimate; infinite for a version's first run, whose duration is unknown, so that a worker thread
-        runs it."""
+        """The learned estimate; infinite for a version's first run, which a worker thread runs."""
         plain = entry.work.plain
         expected: float = plain.model.run_cost.expected(samples)
         if not expected:

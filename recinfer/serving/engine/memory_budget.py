@@ -1,5 +1,4 @@
-"""The memory budget: the bytes that all requests and answers of a process may hold, from the first received to the last
-sent byte."""
+"""The memory budget: the bytes that a process's requests and answers may hold, from first received to last sent."""
 
 from __future__ import annotations
 

@@ -158,7 +158,9 @@ class StorePoller:
             text = read_text(self.config)
             if text != self._text:
                 self._choices, self._text = self._checked(text), text
-                _log.info("model config: %s is taken over", self.config)
+                # The end of a reported error is shown where the error was.
+                level = logging.WARNING if "config" in self._logged else logging.INFO
+                _log.log(level, "model config: %s is taken over", self.config)
         except ConfigError as error:
             self._log_once("config", f"model config: the server keeps the configuration it has, since {error}")
         else:
@@ -213,8 +215,7 @@ class StorePoller:
             self._tried[key] = _TRY_AGAIN
 
     def _notice_fault(self, model: str, version: str, path: Path, seen: Fingerprint) -> bool:
-        """Whether files of a served version were changed in place; each transition goes into the log and the version's
-        health."""
+        """Whether files of a served version were changed in place; the log and the version's health show transitions."""
         key, before = (model, version), self._in_place.get((model, version), [])
         manifest = next(
             (served.content[0] for served in self._now().versions_of(model) if served.version == version), ""

@@ -23,8 +23,8 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from recinfer.errors import DeadlineError, OverloadedError
-from recinfer.serving.engine.batch_config import BatchConfig
 from recinfer.serving.engine.request import Request
+from recinfer.serving.wire.limits import BatchConfig
 
 __all__ = ["SHORT_S", "Entry", "QueueBudget", "Runner", "Scheduler", "SchedulerState"]
 

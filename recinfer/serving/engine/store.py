@@ -1,5 +1,4 @@
-"""A model store, a folder of archives, ``<model>/<version>/``, and deltas, ``<model>/*.rqd``; and a server's changes
-from it."""
+"""A model store: archives ``<model>/<version>/`` and deltas ``<model>/*.rqd``; and a server's changes from it."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class ModelStore:
         return predictor
 
     def opened(self, model: str, version: str, opens: Callable[[Path], P]) -> P:
-        """The result of ``opens`` for the folder of a version, which is downloaded before, and in use until the result is
-        freed."""
+        """The result of ``opens`` for a version's folder, which is downloaded before, and held until the result is freed."""
         path = self._inside(self._inside(self.folder, model), version)
         if self.mirror is None:
             return opens(path)
@@ -106,8 +104,7 @@ class ModelStore:
         return made
 
     def manifest_sha256(self, model: str, version: str) -> str | None:
-        """The SHA-256 of a version's manifest, which lists the hashes of all other files; None if the manifest is
-        unreadable."""
+        """The SHA-256 of a version's manifest; None if the manifest is unreadable."""
         try:
             data = (self._inside(self._inside(self.folder, model), version) / "manifest.json").read_bytes()
         except OSError:
@@ -357,8 +354,7 @@ def _open_version(store: ModelStore | None, name: str, version: str) -> ServedMo
 
 
 def _with_recorded_deltas(model: ServedModel, served: ServedVersion, store: ModelStore | None) -> ServedModel:
-    """``model`` with its recorded deltas; raises ArchiveError (X5) if the result has another content than the served
-    version."""
+    """``model`` with its recorded deltas; raises ArchiveError (X5) unless it is the served version's content then."""
     for _ in range(served.undone):
         model.predictor.undo_delta()
     for delta in served.deltas:

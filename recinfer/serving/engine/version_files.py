@@ -1,5 +1,4 @@
-"""The files of a version on disk: fingerprints that show a change, and the files changed in place under a server that
-maps them."""
+"""The files of a version on disk: fingerprints show a change in place under a server that maps them."""
 
 from __future__ import annotations
 

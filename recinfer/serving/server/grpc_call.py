@@ -22,8 +22,7 @@ from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
 from recinfer.serving.engine.request import CallName, Request
 from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.server.telemetry.observe import REQUEST_ID, Observer
-from recinfer.serving.wire.retry import trailing_of
-from recinfer.serving.wire.status import status_of
+from recinfer.serving.wire.status import status_of, trailing_of
 from recinfer.serving.wire.tracing import no_trace
 
 __all__ = [

@@ -12,7 +12,10 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from recinfer.errors import UnavailableError
 from recinfer.serving.engine.memory_budget import ticket_of_task
@@ -20,7 +23,6 @@ from recinfer.serving.engine.request import served_of_task, trace_of_task
 from recinfer.serving.server.grpc_call import CoreCall, logged_ending
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
-from recinfer.serving.server.reflection import add_reflection
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import most_connections
@@ -32,6 +34,7 @@ from recinfer.serving.wire.tracing import no_trace
 
 __all__ = [
     "Answer",
+    "add_reflection",
     "add_standard_services",
     "bind",
     "connection_options",
@@ -122,8 +125,7 @@ def bind(server: CoreServer, security: Security, host: str, port: int) -> int:
 
 
 def generic_handler(service: str, calls: Mapping[str, Answer], observer: Observer) -> grpc.GenericRpcHandler:
-    """The handler of the methods of ``service``. The methods parse bytes themselves, so that a parse error gets a code and a
-    message of recinfer."""
+    """The handler of ``service``'s methods, which parse bytes themselves: a parse error gets a message of recinfer."""
     methods = {
         call: grpc.unary_unary_rpc_method_handler(handler(call, answer, observer))  # type: ignore[arg-type]
         for call, answer in calls.items()
@@ -208,3 +210,47 @@ def _signed(name: str, call: Answer, security: Security) -> Answer:
         return await call(request.SerializeToString())
 
     return answer
+
+
+_METHOD = "ServerReflectionInfo"
+_ALPHA, _V1 = ".v1alpha.", ".v1."
+
+
+def add_reflection(server: CoreServer, services: Sequence[str], files: Sequence[FileDescriptor]) -> None:
+    """Add both versions of the reflection service to ``server``.
+
+    Args:
+        services: services that reflection lists, besides its own.
+        files: describe ``services``.
+    """
+    alpha = FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
+    pool = DescriptorPool()  # a new pool: recinfer's files and the Open Inference Protocol's are in different pools
+    for file in files:
+        pool.AddSerializedFile(file.serialized_pb)
+    pool.Add(alpha)
+    pool.Add(_as_v1(alpha))
+    own = (reflection.SERVICE_NAME, reflection.SERVICE_NAME.replace(_ALPHA, _V1))
+    shown = reflection.aio.ReflectionServicer((*services, *own), pool=pool)
+    method = grpc.stream_stream_rpc_method_handler(
+        shown.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handlers = [grpc.method_handlers_generic_handler(service, {_METHOD: method}) for service in own]
+    server.add_generic_rpc_handlers(handlers)
+
+
+def _as_v1(alpha: FileDescriptorProto) -> FileDescriptorProto:
+    """The file of v1, which grpcio-reflection lacks: v1alpha's under another package name."""
+    file = FileDescriptorProto()
+    file.CopyFrom(alpha)
+    file.name = "grpc/reflection/v1/reflection.proto"
+    file.package = file.package.removesuffix("alpha")
+    file.ClearField("options")
+    for field in (field for message in file.message_type for field in message.field):
+        if field.type_name:
+            field.type_name = field.type_name.replace(_ALPHA, _V1)
+    for method in (method for service in file.service for method in service.method):
+        method.input_type = method.input_type.replace(_ALPHA, _V1)
+        method.output_type = method.output_type.replace(_ALPHA, _V1)
+    return file

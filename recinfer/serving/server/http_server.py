@@ -21,11 +21,10 @@ from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_o
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.request import AnswerCall, served_of_task, trace_of_task
 from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema
+from recinfer.serving.server.compression import TooLargeError, largest, packed, unpack
 from recinfer.serving.server.cors import Cors
 from recinfer.serving.server.http_site import HttpSite
-from recinfer.serving.server.packing import packed
 from recinfer.serving.server.telemetry.observe import REQUEST_ID, RequestIds
-from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.status import status_of
 from recinfer.serving.wire.tracing import no_trace

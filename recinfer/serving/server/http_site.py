@@ -34,8 +34,7 @@ _QUOTED = re.compile(r":?\s*(bytearray\()?b['\"].*", re.DOTALL)  # the bytes at 
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Whether to log a record; False for clients' mistakes: aiohttp would log a traceback for every message that is not
-    HTTP."""
+    """Whether to log a record; False for a message that is not HTTP, of which aiohttp would log a traceback."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 

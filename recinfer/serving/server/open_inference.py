@@ -242,8 +242,7 @@ def to_call(request: InferRequest, model: ServedModel, limits: Limits) -> tuple[
 
 
 def _take_context(by_name: dict[str, InputTensor], feature_names: Sequence[str]) -> dict[str, InputTensor]:
-    """Take the tensors of the context out of ``by_name``; returns them by the rest of their names. A model with a feature
-    ``context.X`` takes no context."""
+    """Take the context's tensors out of ``by_name``, without the prefix; none if a feature's name has that prefix."""
     if any(name.startswith(CONTEXT) for name in feature_names):
         return {}
     names = [name for name in by_name if name.startswith(CONTEXT)]

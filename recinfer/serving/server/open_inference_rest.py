@@ -23,9 +23,8 @@ from recinfer.serving.engine.request import AnswerCall
 from recinfer.serving.server import open_inference as oip
 from recinfer.serving.server.api_docs.schemas import ModelSchemas, Schema, array_of, open_object
 from recinfer.serving.server.http_server import Described, Get, Post, Route, count_json
-from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
+from recinfer.serving.server.open_inference_described import add_schemas, model_metadata, server_metadata
 from recinfer.serving.server.open_inference_grpc import OpenInference, raw_tensor
-from recinfer.serving.server.open_inference_schemas import add_schemas
 from recinfer.serving.wire.arrays import Buffer
 from recinfer.serving.wire.json_codec import (
     json_pieces,

@@ -25,9 +25,8 @@ import grpc.aio
 from recinfer.errors import ConfigError
 from recinfer.serving.server.grpc_call import CoreCall, Ending
 from recinfer.serving.wire.address import plain_host
-from recinfer.serving.wire.certificates import expiry_of
 from recinfer.serving.wire.followed_files import FollowedFiles, is_pipe
-from recinfer.serving.wire.tls import File, fits_a_header, load_pem, read_file, tokens_of
+from recinfer.serving.wire.tls import File, expiry_of, fits_a_header, load_pem, read_file, tokens_of
 
 __all__ = ["NO_TOKEN", "Security", "follow_files"]
 
@@ -136,8 +135,7 @@ class Security:
         return self.tls_cert is not None
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """gRPC's credentials for a secure port; None without TLS. Raises ConfigError, which names an unreadable or wrong
-        file."""
+        """gRPC's credentials for a secure port; None without TLS. Raises ConfigError, which names the bad file."""
         if not self.uses_tls:
             return None
         served = self._tls()
@@ -222,8 +220,7 @@ class Security:
         return self.token_file is not None and not is_pipe(self.token_file)
 
     def look(self) -> None:
-        """Read the files again, and use them if they have changed and are sound; otherwise the old ones stay. The log and
-        :meth:`figures` have the outcome. Safe on any thread."""
+        """Read the files again, and use changed and sound ones; the log and :meth:`figures` have the outcome. Any thread."""
         live = self._live
         if self._follows_token:
             path = self.token_file
@@ -233,8 +230,7 @@ class Security:
             live.tls_files.look(self._read_tls, lambda found: live.use_tls(self._made(found)))
 
     def figures(self) -> dict[str, Any]:
-        """For a status: the seconds until the certificate expires (None without TLS), and how often files were read again, by
-        kind and outcome."""
+        """Seconds until the certificate expires (None without TLS), and rereads of files by kind and outcome."""
         live = self._live
         left = None if live.tls is None else live.tls.expires - time.time()
         followed: dict[str, FollowedFiles[Any]] = {"tls": live.tls_files, "token": live.token_file}

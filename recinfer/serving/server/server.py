@@ -16,14 +16,14 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from recinfer.errors import ConfigError, InputError
-from recinfer.serving.engine.batch_config import BatchConfig
+from recinfer.serving.engine.busy import Load
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher, LoopCaller
 from recinfer.serving.engine.memory_budget import MemoryBudget, ticket_of_task
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.remote_byte_path import MOST_FAN_OUTS
 from recinfer.serving.engine.request import CallName
-from recinfer.serving.engine.scheduler import Scheduler, SchedulerState
+from recinfer.serving.engine.scheduler import Scheduler
 from recinfer.serving.engine.store import ModelStore, StoreManager
 from recinfer.serving.server.grpc_call import Dispatch, dispatched
 from recinfer.serving.server.grpc_core import Admission, CoreServer, names_of
@@ -38,7 +38,6 @@ from recinfer.serving.server.grpc_methods import (
 )
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
-from recinfer.serving.server.load import Load
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security, follow_files
@@ -47,7 +46,7 @@ from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import tell_open_files
 from recinfer.serving.wire.address import check_address, join_address, plain_host
 from recinfer.serving.wire.admin_verbs import VERBS
-from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.limits import BatchConfig, Limits
 from recinfer.serving.wire.loop import STOP_SLACK_S, run_on_loop, run_start
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.wire.proto import inference_pb2 as pb
@@ -167,7 +166,7 @@ class Server:
             self.stats,
             self.service.registry,
             self.budget,
-            self._queue_state,
+            lambda: None if self._dispatcher is None else self._dispatcher.scheduler.state,
             shards=shown,
             is_ready=self.is_ready,
             security=self._security.figures,
@@ -204,8 +203,7 @@ class Server:
         return self
 
     def stop(self, grace: float | None = None) -> None:
-        """Refuse new requests, let running requests end for up to ``grace`` seconds (None: ``drain_s``), then close. A second
-        call has no effect."""
+        """Let running requests end for ``grace`` seconds (None: ``drain_s``), then close; a second call has no effect."""
         grace = self._drain_s if grace is None else grace
         if self._server is not None:
             run_on_loop(self._stop(grace), timeout=grace + STOP_SLACK_S)
@@ -263,8 +261,7 @@ class Server:
             run_on_loop(self._show_health())
 
     def is_ready(self) -> bool:
-        """Whether the server can answer now: it has started, reaches every rank that an answer needs, and knows of no fault of
-        a version. Call on the serving loop."""
+        """Whether the server has started, reaches every needed rank and knows of no fault. Call on the serving loop."""
         return self._health is not None and self._health.is_ready()
 
     def _can_answer(self) -> bool:
@@ -345,9 +342,6 @@ class Server:
 
         self._metrics = await start_metrics(self.status, self.host, port, self._security)
         self.metrics_port = self._metrics.port
-
-    def _queue_state(self) -> SchedulerState | None:
-        return None if self._dispatcher is None else self._dispatcher.scheduler.state
 
     def _admission(self, scheduler: Scheduler) -> Admission:
         # Small lookups in tables of this process do not enter the queue, and are never refused for its length.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from recinfer.errors import ArchiveError, InputError, OverloadedError
 from recinfer.inference.stages import Stages
+from recinfer.serving.engine.busy import BusyShare, thread_seconds
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.registry import RequestStats
 from recinfer.serving.server.grpc_core import Admission, CoreServer, names_of
@@ -27,7 +28,6 @@ from recinfer.serving.server.security import Security, follow_files
 from recinfer.serving.server.telemetry.metrics import Status, request_figures
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import tell_open_files
-from recinfer.serving.shards.busy import BusyShare, thread_seconds
 from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure, trace_headers
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.shards.transport import ShardListener
@@ -124,8 +124,7 @@ class ShardServer:
         self.stop()
 
     def status(self) -> Status:
-        """The status of this process in the form of recinfer.serving.server.telemetry.metrics; ``held``: the mapped
-        versions."""
+        """This process's status (recinfer.serving.server.telemetry.metrics); ``held``: the mapped versions."""
         busy = max((share.now() for share in self._busy), default=0.0)
         return {
             "uptime": time.monotonic() - self._started,

@@ -154,8 +154,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         raise NotImplementedError
 
     def begins(self, size: int) -> bool:
-        """Called when a message of ``size`` bytes has begun; returns whether there is room for it. If not, its bytes are
-        skipped."""
+        """Called when a message of ``size`` bytes begins; returns whether there is room, else its bytes are skipped."""
         return True
 
     def skipped(self, number: int) -> None:
@@ -167,8 +166,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
     # -- for subclasses
 
     def unsent(self) -> tuple[int, int]:
-        """Number of bytes that the other end's system has acknowledged, and number of bytes that wait here or in this
-        system."""
+        """Number of bytes that the other end has acknowledged, and number that wait here or in this system."""
         waiting = int(self._transport.get_write_buffer_size())
         if (sock := self._transport.get_extra_info("socket")) is not None:
             with suppress(OSError):

@@ -1,15 +1,24 @@
-"""The structs that the compiled loops of ``_ranks.c`` take and return, field by field in the order of the C structs of the same names."""
+"""The structs of the compiled loops of ``_ranks.c``, in the order of the C structs' fields, and where a rank's columns are joined.
+
+Packed answers hold stored rows of bags of at most one id: an INT8 row of 16 columns crosses the wire in 20 bytes instead of 64;
+the ranker turns it into the shard server's floats by the same compiled loop. ``pack`` of recinfer.quant._tables decides by feature.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig
+from recinfer.quant.formats.registry import row_format
+from recinfer.serving.shards.rank_modules import RankModule
 from recinfer.serving.wire.arrays import Buffer
 
-__all__ = ["PACKED_ANSWER", "PlainFind", "PlainPart", "RankAnswer", "RankStreams"]
+__all__ = ["PACKED_ANSWER", "PlainFind", "PlainPart", "RankAnswer", "RankSpans", "RankStreams", "is_packed", "spans_of"]
 
 PACKED_ANSWER = -1
 """``RankAnswer.columns`` of a rank whose answer is packed."""
@@ -83,3 +92,56 @@ class RankAnswer(NamedTuple):
     values: Buffer | NDArray[Any]
     columns: int
     spans: NDArray[np.int64]
+
+
+def is_packed(values: NDArray[Any]) -> bool:
+    """Whether an answer's array is packed."""
+    return values.dtype == np.uint8
+
+
+@dataclass(frozen=True, eq=False)
+class RankSpans:
+    """The spans of one rank for ``join``, see RankAnswer.
+
+    Attributes:
+        columns: number of columns of the rank's answer.
+        runs: int64 ``[R, 4]``, of a float32 answer: first column of the rank, first column of the joined vectors, number of
+            columns, whether other ranks add to them; neighbouring columns are one run.
+        pairs: int64 ``[P, 4]``, of a packed answer: number of columns, code of the row format, first column of the joined
+            vectors (-1: they lack it), whether other ranks add to them.
+    """
+
+    columns: int
+    runs: NDArray[np.int64]
+    pairs: NDArray[np.int64]
+
+    def answer(self, values: NDArray[Any]) -> RankAnswer:
+        """The rank's answer for ``join``."""
+        if is_packed(values):
+            return RankAnswer(values, PACKED_ANSWER, self.pairs)
+        return RankAnswer(values.astype(np.float32, copy=False), self.columns, self.runs)
+
+
+def spans_of(mine: RankModule, configs: Sequence[BaseEmbeddingConfig], firsts: Mapping[int, int]) -> RankSpans:
+    """The spans of a rank's part of a module.
+
+    Args:
+        configs: configurations of the module's tables.
+        firsts: number of a feature in the module -> first column of the joined vectors, for the features that they hold.
+    """
+    codes = {config.name: row_format(config.data_type).code for config in configs}
+    runs: list[tuple[int, int, int, int]] = []
+    pairs: list[tuple[int, int, int, int]] = []
+    column = 0
+    for pair in mine.pairs:
+        rect, adds = pair.rect, int(not mine.streams[pair.stream].whole)
+        to = firsts[pair.number] + rect.col_start if pair.number in firsts else -1
+        pairs.append((rect.cols, codes[rect.table], to, adds))
+        if to >= 0:
+            at, before, columns, added = runs[-1] if runs else (0, 0, 0, -1)
+            if (at + columns, before + columns, added) == (column, to, adds):
+                runs[-1] = (at, before, columns + rect.cols, adds)
+            else:
+                runs.append((column, to, rect.cols, adds))
+        column += rect.cols
+    return RankSpans(column, np.array(runs, np.int64).reshape(-1, 4), np.array(pairs, np.int64).reshape(-1, 4))

@@ -21,8 +21,7 @@ from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.fan_out_request import FanOutCallback, ShardQuery, begin_fan_out
 from recinfer.serving.shards.messages import Answers, Parts, part_head
-from recinfer.serving.shards.packed import RankSpans, spans_of
-from recinfer.serving.shards.rank_structs import RankStreams
+from recinfer.serving.shards.rank_structs import RankSpans, RankStreams, spans_of
 from recinfer.serving.shards.split import ModuleSplit
 
 __all__ = ["RemoteLookup", "RemoteRows", "RemoteTables"]

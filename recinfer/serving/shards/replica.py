@@ -17,7 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from recinfer.errors import UnavailableError
-from recinfer.serving.shards.credentials import ShardCredentials
+from recinfer.serving.shards.config import ShardCredentials
 from recinfer.serving.shards.messages import SERVICE_NAME
 from recinfer.serving.shards.transport import ResponseCallback, ShardAddress, ShardConnection, rankers_thread
 from recinfer.serving.shards.versions import VersionSpec
@@ -195,8 +195,7 @@ class Replica:
         self._strikes, self._out_seconds = 0, _OUT_S
 
     def was_slow(self, seconds: float) -> None:
-        """Record a request that another replica answered first, or whose deadline passed; three in a row suspend the
-        replica."""
+        """Record a late request; three in a row suspend the replica."""
         self._seconds = max(self._seconds, seconds)
         self._timed = time.monotonic()
         self._strikes += 1

@@ -23,8 +23,8 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from recinfer.quant.bags import BagPlaces
 from recinfer.serving.shards._ranks import is_packed_answer, join
 from recinfer.serving.shards.messages import encode_part
-from recinfer.serving.shards.packed import is_packed, spans_of
 from recinfer.serving.shards.rank_modules import ModuleLayout, RankModule
+from recinfer.serving.shards.rank_structs import is_packed, spans_of
 from recinfer.serving.wire.arrays import Buffer
 from recinfer.sparse.jagged_tensor import JaggedTensor
 

@@ -101,8 +101,7 @@ def field_head(number: int, size: int) -> bytes:
 
 
 def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:
-    """The elements of ``tensor`` as little-endian bytes of ``dtype``, row-major: a view if the tensor holds them in this
-    form."""
+    """``tensor`` as little-endian bytes of ``dtype``, row-major: a view where the tensor holds them in this form."""
     # A detach() or cpu() without effect costs as much as the copy of a small answer.
     if tensor.requires_grad or tensor.device.type != "cpu":
         tensor = tensor.detach().cpu()

@@ -300,8 +300,7 @@ def encode_predict_response(outputs: dict[str, Tensor], version: str, missing: t
 
 
 def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str, tuple[int, ...]]:
-    """Pooled embeddings, unpooled ones, the model's version, and the ranks whose rows are zero as they did not answer, out of
-    a serialized LookupResponse."""
+    """Pooled and unpooled embeddings, the version, and the ranks that did not answer, out of a LookupResponse."""
     found = decode_lookup(data)
     pooled = None
     if found.dims:

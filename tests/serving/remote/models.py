@@ -15,9 +15,8 @@ from recinfer.inference.export import export_archive
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.quant.bags import BagPlaces
-from recinfer.serving.shards.packed import spans_of
 from recinfer.serving.shards.rank_modules import ModuleLayout
-from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer
+from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer, spans_of
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import rectangles
 from tests.kept import kept

@@ -36,8 +36,8 @@ from recinfer.serving.server.server import Server
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.messages import decode_response, join_request
-from recinfer.serving.shards.packed import is_packed
 from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
+from recinfer.serving.shards.rank_structs import is_packed
 from recinfer.serving.shards.split import ModuleSplit
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire import codec

@@ -20,9 +20,8 @@ from recinfer.quant.bags import BagPlaces
 from recinfer.quant.rows import PACKED_TYPES
 from recinfer.serving.shards import tables as tables_module
 from recinfer.serving.shards.messages import decode_response, join_request
-from recinfer.serving.shards.packed import is_packed
 from recinfer.serving.shards.rank_modules import ModuleLayout, module_layouts
-from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer
+from recinfer.serving.shards.rank_structs import PACKED_ANSWER, RankAnswer, is_packed
 from recinfer.serving.shards.split import ModuleSplit
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire.limits import Limits

@@ -13,12 +13,13 @@ from recinfer.distributed.planner.model.constraints import ParameterConstraints
 from recinfer.distributed.planner.model.facts import TableFacts, per_feature, table_facts
 from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.topology import Topology
-from recinfer.distributed.planner.model.walk import embedding_tables, managed_collisions, sharded_modules
+from recinfer.distributed.planner.model.walk import embedding_tables, sharded_modules
 from recinfer.distributed.types import ModuleSharder
 from recinfer.distributed.types.kernels import kernels_where
 from recinfer.distributed.types.sharding_types import packed_sharding_types, rule_of
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from recinfer.modules.remapping import remapped_tables, trained_id_bytes
 from recinfer.quant.formats.registry import ROW_FORMATS, find_row_format
 
 __all__ = ["facts_of_option", "inference_tables", "model_tables"]
@@ -57,7 +58,7 @@ def model_tables(
                 figures=per_feature(name, c, len(features), batch_size),
                 pooled=ShardingOption.module_pooled(child, name),
                 weighted=_is_weighted(child, c),
-                id_row_bytes=_trained_id_bytes(child, name),
+                id_row_bytes=trained_id_bytes(child, name),
             )
             tables.append(facts)
     return tables
@@ -92,7 +93,7 @@ def facts_of_option(
         figures=(tuple(float(x) for x in option.input_lengths), tuple(poolings), tuple(int(b) for b in batches)),
         pooled=option.is_pooled,
         weighted=_is_weighted(option.module[1], c),
-        id_row_bytes=_trained_id_bytes(option.module[1], option.name),
+        id_row_bytes=trained_id_bytes(option.module[1], option.name),
     )
 
 
@@ -113,7 +114,7 @@ def inference_tables(
     """
     chosen, limits = dict(per_table_precision or {}), dict(constraints or {})
     tables = []
-    collisions = managed_collisions(model)
+    remapped = remapped_tables(model)
     for path, module, configs, pooled in embedding_tables(model):
         for config in configs:
             full_name = f"{path}.{config.name}" if path else config.name
@@ -141,7 +142,7 @@ def inference_tables(
                 figures=per_feature(config.name, c, len(config.feature_names), batch_size),
                 pooled=pooled,
                 weighted=c.is_weighted or not callable(method) or bool(method()),
-                id_row_bytes=_INDEX_ROW_BYTES if config.name in collisions.get(id(module), {}) else 0.0,
+                id_row_bytes=_INDEX_ROW_BYTES if config.name in remapped.get(id(module), {}) else 0.0,
             )
             tables.append(facts)
     if not tables:
@@ -158,17 +159,6 @@ def inference_tables(
         if unknown:
             raise ConfigError(f"{what} tables {sorted(unknown)}; the model has {sorted(full_names)[:20]}")
     return tables
-
-
-def _trained_id_bytes(module: nn.Module, table: str) -> float:
-    """Bytes per row of the ids, rows and policy's numbers of a table with managed collisions; 0 for other tables."""
-    part = managed_collisions(module).get(id(getattr(module, "_embedding_module", None)), {})
-    if table not in part:
-        return 0.0
-    collisions: Any = part[table]
-    rows = collisions.output_size()
-    tensors = [*collisions.parameters(), *collisions.buffers()]
-    return sum(t.numel() * t.element_size() for t in tensors if t.dim() and t.shape[0] == rows) / rows
 
 
 def _configs(module: nn.Module) -> dict[str, BaseEmbeddingConfig]:

@@ -4,7 +4,7 @@ A status is a JSON object. Its counts only grow, so that two statuses give a rat
 
     uptime      seconds
     workers     processes behind these figures
-    load        share of the capacity in use, 0 to 1: the mean of the processes (see recinfer.serving.server.load)
+    load        share of the capacity in use, 0 to 1: the mean of the processes (see recinfer.serving.engine.busy)
     ready       whether a request would be answered now: by every process, since all share the port
     requests    [{method, code, count}], of all versions, unloaded ones too
     latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for values beyond the bounds
@@ -14,8 +14,8 @@ A status is a JSON object. Its counts only grow, so that two statuses give a rat
     queue       {waiting, running, runs, requests, samples, expired, refused}, or None
     security    {certificate_expiry: seconds until it expires or None, rereads: {files: {outcome: count}}}
     memory      {budget, held, refused}: bytes of requests and answers, and the number of refusals
-    models      [{name, version, weight, deltas, age, mapped, ..., replaced, missing, known, unknown: {feature: count},
-                requests, latency}]: the last two in the form above, of the version's own requests
+    models      [{name, version, weight, deltas, age, mapped, ..., requests, latency, and for each of COUNTS: {feature: count}}]:
+                requests and latency in the form above, of the version's own requests
     shards      of a ranker: {calls: {outcome: count}, default_rows: {rank: count}, replicas: [{rank, address, up, ...}]}
     held        of a shard server alone: {ranks, busy, running, refused, versions: [{key, model, version, deltas, mapped}]}
 """
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from recinfer.archive.manifest import ENGINE_PACKAGES
 from recinfer.errors import NotFoundError
+from recinfer.inference.id_steps import COUNTS
 from recinfer.inference.stages import HistogramState, Stages, sum_histograms
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.registry import AnswerCounts, ModelRegistry, RequestStats, ServedModel
@@ -45,7 +46,6 @@ Status = dict[str, Any]
 _NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
 _NOW = ("waiting", "running")  # fields of the queue that are no counts since the start
 _MEMORY_NOW = ("budget", "held")
-_BY_FEATURE = ("replaced", "missing", "known", "unknown")  # counts of a model by feature
 
 
 class ServerMetrics:
@@ -217,7 +217,7 @@ def only_counts(status: Status) -> Status:
         "queue": None if queue is None else queue | dict.fromkeys(_NOW, 0),
         "memory": status["memory"] | dict.fromkeys(_MEMORY_NOW, 0),
         "models": [
-            {name: model[name] for name in ("name", "version", *_BY_FEATURE, "requests", "latency")}
+            {name: model[name] for name in ("name", "version", *COUNTS, "requests", "latency")}
             for model in status["models"]
         ],
     }
@@ -279,7 +279,7 @@ def _merge_models(running: Sequence[Status], everything: Sequence[Status]) -> li
         parts.get((model["name"], model["version"]), []).append(model)
     for key, model in merged.items():
         model.update(_merge_answers(parts[key]))
-        for kind in _BY_FEATURE:
+        for kind in COUNTS:
             model[kind] = dict(
                 sum((Counter(part[kind]) for part in parts[key]), Counter(dict.fromkeys(model[kind], 0)))
             )
@@ -316,17 +316,13 @@ def _described(model: ServedModel, weight: int) -> dict[str, Any]:
             for table in predictor.plan.tables
         ],
         "ranks": _ranks(predictor.plan),
-        "replaced": {name: intake.replaced[name] for name in intake.names},
-        "missing": {name: intake.missing[name] for name in intake.names},
-        "known": intake.known,
-        "unknown": intake.unknown,
+        **intake.counts,
         **_answers(model.answers),
     }
 
 
 def _ranks(plan: Plan) -> list[dict[str, Any]]:
-    """For each rank, the numbers of its tables and cells (rows x columns), and the planner's estimate of a batch, ms or
-    None."""
+    """Each rank's number of tables and cells (rows x columns), and the planner's ms for a batch, or None."""
     estimates = plan.estimates.get("perf_ms_per_rank") or [None] * plan.world_size
     ranks = [{"rank": rank, "tables": 0, "cells": 0, "ms": estimates[rank]} for rank in range(plan.world_size)]
     for table in plan.tables:

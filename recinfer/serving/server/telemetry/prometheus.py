@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from recinfer.inference.id_steps import COUNTS
 from recinfer.serving.server.telemetry.metrics import Status
 
 __all__ = ["prometheus_text"]
@@ -115,19 +116,12 @@ def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:
         "recinfer_model_weight", "Share of the requests that name no version, relative to the model's.", labels=labels
     )
     deltas = GaugeMetricFamily("recinfer_model_deltas", "Deltas applied to the model.", labels=labels)
-    replaced = CounterMetricFamily(
-        "recinfer_out_of_range_ids", "Ids out of range that became the default row.", labels=[*labels, "feature"]
-    )
-    missing = CounterMetricFamily(
-        "recinfer_missing_features",
-        "Predictions that lacked a feature and had it filled in.",
-        labels=[*labels, "feature"],
-    )
-    vocabulary = CounterMetricFamily(
-        "recinfer_vocabulary_ids",
-        "Ids of features with a vocabulary: known or unknown.",
-        labels=[*labels, "feature", "outcome"],
-    )
+    by_feature = {
+        count.metric: CounterMetricFamily(
+            count.metric, count.help, labels=[*labels, "feature", *(["outcome"] if count.outcome else [])]
+        )
+        for count in COUNTS.values()
+    }
     for model in models:
         own = [model["name"], model["version"]]
         info.add_metric([*own, model["precision"], model["plan"]], 1)
@@ -135,13 +129,11 @@ def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:
         age.add_metric(own, model["age"])
         weight.add_metric(own, model["weight"])
         deltas.add_metric(own, model["deltas"])
-        for family, counts in ((replaced, model["replaced"]), (missing, model["missing"])):
-            for feature, count in counts.items():
-                family.add_metric([*own, feature], count)
-        for outcome in ("known", "unknown"):
-            for feature, count in model[outcome].items():
-                vocabulary.add_metric([*own, feature, outcome], count)
-    yield from (info, mapped, age, weight, deltas, replaced, missing, vocabulary)
+        for key, count in COUNTS.items():
+            outcome = [count.outcome] if count.outcome else []
+            for feature, number in model[key].items():
+                by_feature[count.metric].add_metric([*own, feature, *outcome], number)
+    yield from (info, mapped, age, weight, deltas, *by_feature.values())
 
 
 def _ranker_metrics(shards: dict[str, Any]) -> Iterator[Metric]:

@@ -90,8 +90,7 @@ def _list(columns: Mapping[str, _Column], is_bare: bool) -> str:
 
 
 def status(registry: ModelRegistry, name: str, version: str, is_ready: bool) -> dict[str, Any]:
-    """The state of the loaded versions (or of ``version`` alone), with KServe's ``name`` and ``ready``: whether the server can
-    answer now. A version with a fault is UNKNOWN, since it may answer wrongly. Raises NotFoundError."""
+    """The state of the loaded versions, or of one, with KServe's ``name`` and ``ready``. Raises NotFoundError."""
     versions = [registry.get(name, version).version] if version else list(registry.versions(name))
     faults, found = registry.faults(name), []
     for each in versions:

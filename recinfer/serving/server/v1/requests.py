@@ -86,8 +86,7 @@ def _check_signature(name: Any, call: CallName) -> None:
 
 
 class _Table:
-    """The cells of B samples: B cells of each feature and named input, and one row of dense numbers per sample (empty: no
-    dense input)."""
+    """The cells of B samples: of each feature and named input, and a row of dense numbers per sample, if any."""
 
     def __init__(
         self,
@@ -359,8 +358,7 @@ def _other_inputs(rows: list[dict[str, Any]]) -> InputError:
 def _columns(
     columns: Any, inputs: ModelInputs, with_dense: bool, most: int, in_context: frozenset[str] = frozenset()
 ) -> _Table:
-    """The cells of ``inputs``: by name, a list of one cell per sample, or ``{"ids": [...], "weights": [...]}`` of such
-    lists."""
+    """The cells of ``inputs``: by name a list with one cell per sample, or ``{"ids": [...], "weights": [...]}``."""
     only = inputs.only()
     if only is not None and (type(columns) is list or (type(columns) is dict and "ids" in columns and only != "ids")):
         columns = {only: columns}

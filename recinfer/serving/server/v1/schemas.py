@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from recinfer.inference.specs import values_per_sample
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.api_docs.schemas import FLOAT, ModelSchemas, Schema, array_of, object_of
@@ -25,8 +26,7 @@ _MISSING_RANKS = {
 
 
 def add_schemas(model: ServedModel, limits: Limits, schemas: ModelSchemas) -> None:
-    """Add the schemas of the calls that ``model`` answers: ``Predict`` (with a dense part) and ``Lookup`` (unless the model
-    computes all ids)."""
+    """Add the schemas of the calls that ``model`` answers: ``Predict`` with a dense part, ``Lookup`` of given ids."""
     made = _Model(model, limits, schemas)
     if model.predictor.manifest.dense is not None:
         made.predict()
@@ -197,15 +197,6 @@ class _Model:
             forms.append(self._bag)
         return {"description": text, "anyOf": forms}
 
-    def _count(self, name: str) -> int:
-        """The number of values of a sample in an example."""
-        name = next((counts.name for counts in self._specs.values() if counts.counts == name), name)
-        spec = self._specs.get(name)
-        if spec is None:
-            return 1
-        other = self._specs.get(spec.as_long_as, spec)
-        return spec.per_sample or other.per_sample or 1
-
     def examples(self, *, with_dense: bool) -> dict[str, Any]:
         """Requests of two samples, as rows and as columns."""
         rows = []
@@ -216,7 +207,7 @@ class _Model:
                     continue
                 rows_of = min((table.rows for table in self._tables.get(name, ())), default=3)
                 counts = name in self._specs and self._specs[name].counts
-                ids: list[Any] = [1 if counts else (at + 1) % rows_of] * self._count(name)
+                ids: list[Any] = [1 if counts else (at + 1) % rows_of] * values_per_sample(self._specs, name)
                 if name in self._examples:
                     ids = [self._examples[name][at % len(self._examples[name])]] * len(ids)
                 if name in self._weighted:
@@ -229,7 +220,8 @@ class _Model:
                 one: Any = 0.5 if "float" in info.dtype else at == 1 if info.dtype == "bool" else at
                 for size in reversed(info.shape[1:]):
                     one = [one] * (size if isinstance(size, int) else 1)
-                row[info.name] = [one] * self._count(info.name) if info.kind == "jagged" else one
+                count = values_per_sample(self._specs, info.name)
+                row[info.name] = [one] * count if info.kind == "jagged" else one
             rows.append(row)
         found = {
             "rows": {"instances": rows},

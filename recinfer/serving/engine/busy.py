@@ -1,14 +1,17 @@
-"""Measures how busy a server's threads are. No queue shows the load: waiting calls stay in the sockets' buffers."""
+"""Measures how busy a server's threads are, and its load. No queue shows these: waiting calls stay in the sockets' buffers."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-__all__ = ["WINDOW_S", "BusyShare", "thread_seconds"]
+from recinfer.serving.engine.scheduler import Scheduler
+
+__all__ = ["WINDOW_S", "BusyShare", "Load", "thread_seconds"]
 
 WINDOW_S = 10.0
 """Seconds over which the share is a mean."""
@@ -59,3 +62,43 @@ class BusyShare:
             if now - self._looks[-1][0] >= WINDOW_S / _LOOKS:
                 self._looks.append((now, busy))
             return min(1.0, max(0.0, (busy - before) / (now - since))) if now > since else 0.0
+
+
+class Load:
+    """The load of a server of models over the last ten seconds, from 0 to 1: the largest of
+
+    - the busy time of each thread that answers requests,
+    - the mean number of requests in flight, queued or run, over the number of runs at a time,
+    - on a ranker, the mean number of fan-outs in flight, over the most that it begins.
+
+    The length of the queue is no such figure: it is 0 until the server is full. The mean number in flight grows faster than
+    the busy time, as it includes the requests that wait for others.
+
+    Args:
+        scheduler: counts the seconds of requests and fan-outs.
+        most_runs: runs at a time.
+        most_fan_outs: fan-outs at a time.
+        thread_ids: native ids of the threads that answer requests; None entries are left out.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        most_runs: int,
+        most_fan_outs: int,
+        thread_ids: Iterable[int | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock, self._since = clock, clock()
+        self._shares = [
+            BusyShare(lambda: scheduler.occupied_s[0] / most_runs, clock),
+            BusyShare(lambda: scheduler.occupied_s[1] / most_fan_outs, clock),
+            *(BusyShare(functools.partial(thread_seconds, each), clock) for each in thread_ids if each is not None),
+        ]
+
+    def now(self) -> float:
+        """The load; any thread may call. The time before the construction counts as idle."""
+        passed = self._clock() - self._since
+        return max(share.now() for share in self._shares) * min(1.0, passed / WINDOW_S)

@@ -1,4 +1,4 @@
-"""Removes a gather before a narrow ONNX layer by adding zero weights to that layer."""
+"""Rewrites an ONNX model for onnxruntime: gathers of columns that it runs slowly, and bfloat16 operators that it lacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["fold_gathers"]
+__all__ = ["compute_in_float32", "fold_gathers", "gather_rows"]
 
 # Multiplications per sample that a fold may add. Gathering a column costs over a nanosecond, as long as 80
 # multiplications.
@@ -88,8 +88,7 @@ class _Graph:
         return True
 
     def _source(self, name: str) -> tuple[str, NDArray[np.int64] | None]:
-        """The value that a layer may read instead of ``name``, and the columns that ``name`` takes of it; None means
-        all columns in order."""
+        """The value that a layer may read instead of ``name``, and the columns that ``name`` takes of it (None: all)."""
         from onnx import numpy_helper
 
         gather = self.made_by.get(name)
@@ -115,18 +114,17 @@ class _Graph:
             if node.output[0] not in self.gone
             for new in self.instead.get(node.output[0], [node])
         ]
-        nodes = [type(node).FromString(node.SerializeToString()) for node in nodes]
-        del self.graph.node[:]
-        self.graph.node.extend(nodes)
+        _put(self.graph.node, nodes)
         read = {name for node in nodes for name in node.input} | {item.name for item in self.graph.output}
-        kept = [tensor for tensor in self.graph.initializer if tensor.name in read]
-        kept = [type(tensor).FromString(tensor.SerializeToString()) for tensor in kept]
-        del self.graph.initializer[:]
-        self.graph.initializer.extend(kept)
-        shown = [value for value in self.graph.value_info if value.name not in self.gone]
-        shown = [type(value).FromString(value.SerializeToString()) for value in shown]
-        del self.graph.value_info[:]
-        self.graph.value_info.extend(shown)
+        _put(self.graph.initializer, [tensor for tensor in self.graph.initializer if tensor.name in read])
+        _put(self.graph.value_info, [value for value in self.graph.value_info if value.name not in self.gone])
+
+
+def _put(items: Any, new: list[Any]) -> None:
+    """Replace the elements of a protobuf list; the new ones may be among the old."""
+    copies = [type(item).FromString(item.SerializeToString()) for item in new]
+    del items[:]
+    items.extend(copies)
 
 
 def _scattered(weights: NDArray[np.float32], places: NDArray[np.int64], width: int) -> NDArray[np.float32]:
@@ -134,3 +132,91 @@ def _scattered(weights: NDArray[np.float32], places: NDArray[np.int64], width: i
     found = np.zeros((width, weights.shape[1]), np.float32)
     np.add.at(found, places, weights)
     return found
+
+
+_MANY = 16  # least number of columns for which two more nodes pay off
+
+
+def gather_rows(model: Any) -> int:
+    """Rewrite, in place, each Gather of many constant columns of a float32 matrix; returns how many.
+
+    A DLRM's interactions are such a gather; ``python -m benchmarks.dense`` measures the gain.
+
+    Args:
+        model: an ``onnx.ModelProto`` with the shapes of its values.
+    """
+    from onnx import TensorProto, helper
+
+    matrices = {
+        value.name
+        for value in (*model.graph.value_info, *model.graph.input)
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT and len(value.type.tensor_type.shape.dim) == 2
+    }
+    columns = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if len(tensor.dims) == 1}
+    nodes, changed = [], 0
+    for node in model.graph.node:
+        axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+        is_one = node.op_type == "Gather" and axis in (1, -1) and node.input[0] in matrices
+        if not is_one or columns.get(node.input[1], 0) < _MANY:
+            nodes.append(node)
+            continue
+        (out,) = node.output
+        turned, rows = f"{out}_turned", f"{out}_rows"
+        nodes += [
+            helper.make_node("Transpose", [node.input[0]], [turned], name=f"{node.name}_turn", perm=[1, 0]),
+            helper.make_node("Gather", [turned, node.input[1]], [rows], name=node.name, axis=0),
+            helper.make_node("Transpose", [rows], [out], name=f"{node.name}_turn_back", perm=[1, 0]),
+        ]
+        changed += 1
+    if changed:
+        _put(model.graph.node, nodes)
+    return changed
+
+
+def compute_in_float32(model: Any) -> int:
+    """Rewrite, in place, each operator that reads or writes bfloat16; returns how many.
+
+    Torch's bfloat16 layers sum up in float32 and round once too, so that the results are the same but for the order of
+    sums.
+
+    Args:
+        model: an ``onnx.ModelProto`` with the types of its values.
+    """
+    from onnx import TensorProto, helper
+
+    graph = model.graph
+    half = {
+        value.name
+        for value in (*graph.value_info, *graph.input, *graph.output)
+        if value.type.tensor_type.elem_type == TensorProto.BFLOAT16
+    }
+    half |= {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.BFLOAT16}
+    nodes: list[Any] = []
+    wide: dict[str, str] = {}  # bfloat16 value -> the same in float32
+    changed = 0
+
+    def widened(name: str) -> str:
+        if name not in half:
+            return name
+        if name not in wide:
+            wide[name] = f"{name}_float32"
+            nodes.append(helper.make_node("Cast", [name], [wide[name]], to=TensorProto.FLOAT))
+        return wide[name]
+
+    for node in graph.node:
+        if node.op_type in ("Cast", "CastLike", "Constant") or not half.intersection([*node.input, *node.output]):
+            nodes.append(node)
+            continue
+        inputs = [widened(name) for name in node.input]
+        exact = [f"{name}_exact" if name in half else name for name in node.output]
+        outputs = [name for name in node.output if name in half]
+        del node.input[:], node.output[:]
+        node.input.extend(inputs)
+        node.output.extend(exact)
+        nodes.append(node)
+        nodes += [helper.make_node("Cast", [f"{name}_exact"], [name], to=TensorProto.BFLOAT16) for name in outputs]
+        changed += 1
+    if changed:
+        _put(graph.node, nodes)
+        _put(graph.value_info, [value for value in graph.value_info if value.name not in half])
+    return changed
