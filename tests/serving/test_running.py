@@ -41,10 +41,12 @@ from recinfer.serving.config import (
     TablesConfig,
 )
 from recinfer.serving.wire.limits import BatchConfig
+from recinfer.serving.workers import process
 from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import write_shards
 from tests.waiting import until
+from tests.warm import starting_warm
 
 TOKEN = "a-token-of-enough-letters"
 
@@ -176,7 +178,7 @@ def test_workers_of_a_python_program(archive: Path, predictor: Predictor):
 
 
 def test_workers_that_do_not_start(tmp_path: Path):
-    with pytest.raises(UnavailableError, match="gone"):
+    with starting_warm(process), pytest.raises(UnavailableError, match="gone"):
         recinfer.serve(tmp_path / "gone", workers=2)
 
 
