@@ -22,6 +22,7 @@ import io
 import json
 import logging
 import os
+import random
 import re
 import sys
 import threading
@@ -63,11 +64,11 @@ class CaptureError(ValueError):
 
 
 class _CountNeeded(CaptureError):
-    """Forward takes another way by the number of values of a jagged input, at ``index`` among the tensors."""
+    """Forward takes another way by the number of values of a jagged input, at one of ``indices`` among the tensors."""
 
-    def __init__(self, message: str, index: int) -> None:
+    def __init__(self, message: str, indices: Sequence[int]) -> None:
         super().__init__(message)
-        self.index = index
+        self.indices = tuple(indices)
 
 
 Part = Literal["tensor", "values", "lengths", "weights"]
@@ -776,6 +777,19 @@ def _concat(base: type, original: Callable[..., Any]) -> Callable[..., Any]:
     return concat
 
 
+def _from_jt_dict(base: type, jt_dict: Mapping[str, Any]) -> Any:
+    """``KeyedJaggedTensor.from_jt_dict`` that keeps the sizes of each key."""
+    parts = {key: (jt.values(), jt.lengths(), jt.weights_or_none()) for key, jt in jt_dict.items()}
+    return _traced_kjt(
+        base, {key: (v, n if n.dtype == torch.int64 else n.long(), w) for key, (v, n, w) in parts.items()}
+    )
+
+
+def _from_offsets(base: Any, keys: list[str], values: Tensor, offsets: Tensor, weights: Any = None, **more: Any) -> Any:
+    """``KeyedJaggedTensor.from_offsets_sync`` that does not wait for numbers."""
+    return base(keys=keys, values=values, weights=weights, offsets=offsets, **more)
+
+
 def _regroup(keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]]) -> list[Tensor]:
     """``KeyedTensor.regroup`` as slices and concatenations."""
     columns: dict[str, Tensor] = {}
@@ -790,6 +804,25 @@ def _regroup_as_dict(
     keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]], keys: Sequence[str]
 ) -> dict[str, Tensor]:
     return dict(zip(keys, _regroup(keyed_tensors, groups)))
+
+
+_CDIST_ROWS = 25
+
+
+def _cdist(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``cdist`` by a mode that does not depend on the number of samples.
+
+    Torch takes the product of matrices where either side has more than 25 rows. Here the side of a fixed size decides.
+    """
+
+    def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
+        if compute_mode in (None, "use_mm_for_euclid_dist_if_necessary"):
+            fixed = [x.shape[-2] for x in (x1, x2) if isinstance(x.shape[-2], int)]
+            many = any(rows > _CDIST_ROWS for rows in fixed)
+            compute_mode = "use_mm_for_euclid_dist" if many else "donot_use_mm_for_euclid_dist"
+        return original(x1, x2, p=p, compute_mode=compute_mode)
+
+    return cdist
 
 
 def _batch_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -1165,7 +1198,19 @@ class _Whole(nn.Module):
         outputs: dict[str, Tensor] = {}
         structure = _structure(self.model(*args, **kwargs), "", outputs)
         self.__dict__["_keep"](tuple(outputs), structure)
-        return tuple(output.float() for output in outputs.values())
+        return tuple(_as_float32(output) for output in outputs.values())
+
+
+_EXACT = 2**24
+"""Integers beyond are no float32 each."""
+
+
+def _as_float32(output: Tensor) -> Tensor:
+    """``output`` as float32; an integer that float32 may round, as a raw id, is NaN, since another number would be wrong."""
+    number = output.float()
+    if output.dtype not in (torch.int64, torch.int32):
+        return number
+    return torch.where((output >= -_EXACT) & (output <= _EXACT), number, float("nan"))
 
 
 def _structure(value: Any, name: str, outputs: dict[str, Tensor]) -> Any:
@@ -1220,10 +1265,13 @@ def trace(
             return _traced(model, modules, abouts, read[0], prepare, counts)
         except _CountNeeded as error:
             # A view of several values as one row needs the same number of values in each sample.
-            count = _count_of_each([reader.found for reader, _ in read], error.index)
-            if not count or error.index in counts:
+            for index in error.indices:
+                count = 0 if index in counts else _count_of_each([reader.found for reader, _ in read], index)
+                if count:
+                    counts[index] = count
+                    break
+            else:
                 raise CaptureError(str(error)) from error
-            counts[error.index] = count
 
 
 def _count_of_each(batches: Sequence[Sequence[_Example]], index: int) -> int:
@@ -1363,21 +1411,90 @@ def input_nodes(program: ExportedProgram) -> list[torch.fx.Node]:
     return [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
 
 
-_EQUAL = re.compile(r"[^=<>!%/]+==[^=<>!%/]+")
-_SIZE = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
+_GUARD_ROUNDS = 12
 
 
 def _check_guards(program: ExportedProgram, slots: Sequence[Slot]) -> None:
-    """Refuse a trace that holds only for some sizes."""
-    guards = list(getattr(program, "_guards_code", None) or ())
+    """Refuse a trace that holds only for some sizes: a guard of it that other sizes break."""
+    guards = _guards(program)
+    symbols = sorted({name for guard in guards for name in guard.symbols})
+    ranges = {str(symbol): sizes for symbol, sizes in program.range_constraints.items()}
     for guard in guards:
-        # Where an operator broadcasts, torch notes "a == 1 or a == b" beside "a == b".
-        if _EQUAL.fullmatch(guard) or any(part in guards for part in guard.split(" or ")):
-            continue
-        sizes = _SIZE.sub(lambda m: f"size {m[2]} of {_title(slots[int(m[1])])}", guard)
-        text = f"forward takes another way for other sizes ({sizes[:300]}); write it without a branch on a size (torch.where)"
-        values = [int(m[1]) for m in _SIZE.finditer(guard) if slots[int(m[1])].part == "values"]
-        raise _CountNeeded(text, values[0]) if values else CaptureError(text)
+        if not all(guard.holds(sizes) for sizes in _trial_sizes(symbols, ranges, guard.is_users)):
+            raise _needed(guard, program, slots)
+
+
+def _needed(guard: _Guard, program: ExportedProgram, slots: Sequence[Slot]) -> CaptureError:
+    """The error that says on which sizes ``guard`` depends."""
+    of_values: list[int] = []
+    titles: dict[str, str] = {}
+    for index, (node, slot) in enumerate(zip(input_nodes(program), slots, strict=True)):
+        for axis, size in enumerate(node.meta["val"].shape):
+            if str(size) in guard.symbols:
+                titles.setdefault(str(size), f"size {axis} of {_title(slot)}")
+                of_values += [index] if slot.part == "values" else []
+    sizes = re.sub(r"\w+", lambda m: titles.get(m[0], m[0]), guard.text)
+    text = f"forward takes another way{guard.place} unless {sizes[:300]}; write it without a branch on a size (torch.where)"
+    return _CountNeeded(text, of_values) if of_values else CaptureError(text)
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """A condition on sizes under which a trace holds.
+
+    Attributes:
+        condition: a sympy expression of the symbols of sizes.
+        is_users: whether a line of the user's code asked it, not one of torch's.
+        place: that line, as text; empty if it is not known.
+    """
+
+    condition: Any
+    is_users: bool
+    place: str
+
+    @property
+    def symbols(self) -> set[str]:
+        """Names of the sizes in it."""
+        return {str(symbol) for symbol in self.condition.free_symbols}
+
+    @property
+    def text(self) -> str:
+        """The condition as Python."""
+        if hasattr(self.condition, "rel_op"):
+            return f"{self.condition.lhs} {self.condition.rel_op} {self.condition.rhs}"
+        return str(self.condition)
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        return bool(self.condition.subs({symbol: sizes[str(symbol)] for symbol in self.condition.free_symbols}))
+
+
+def _guards(program: ExportedProgram) -> list[_Guard]:
+    """The conditions on sizes that the trace of ``program`` met."""
+    sizes = [size for node in input_nodes(program) for size in node.meta["val"].shape]
+    traced: Any = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+    found = []
+    for guard in traced.guards if traced is not None else ():
+        frame: Any = getattr(getattr(guard, "sloc", None), "framework_loc", None)
+        known = isinstance(frame, traceback.FrameSummary) and _is_users(frame.filename)
+        found.append(_Guard(guard.expr.xreplace(traced.replacements), known, _place([frame]) if known else ""))
+    return found
+
+
+def _trial_sizes(symbols: Sequence[str], ranges: Mapping[str, Any], equal: bool) -> Iterator[dict[str, int]]:
+    """Large sizes of the symbols, which differ, and with ``equal`` also equal ones.
+
+    Torch compares sizes with 0 and 1, and with each other, to pick strides; its results hold for these too, which the trials
+    of programs show. A line of forward that compares sizes for equality does not.
+    """
+    numbers = random.Random(0)
+    for trial in range(_GUARD_ROUNDS):
+        same = int(2 ** numbers.uniform(6, 16))
+        sizes = {}
+        for symbol in symbols:
+            size = same if equal and trial >= _GUARD_ROUNDS // 2 else int(2 ** numbers.uniform(6, 16))
+            upper = str(getattr(ranges.get(symbol), "upper", ""))
+            sizes[symbol] = max(2, int(upper) - size % 3) if upper.isdigit() and size > int(upper) else size
+        yield sizes
 
 
 def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
@@ -1400,11 +1517,14 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
                 continue
             limits = f"at least {sizes.lower}" if sizes.lower > 2 else f"at most {sizes.upper}"
             what = "the number of samples" if slot.shape[axis] == "batch" else f"size {axis} of {_title(slot)}"
+            place = next(
+                (g.place for g in _guards(program) if g.place and size.node.expr in g.condition.free_symbols), ""
+            )
             text = (
-                f"forward takes another way unless {what} is {limits}; write it without a branch on a "
+                f"forward takes another way{place} unless {what} is {limits}; write it without a branch on a "
                 f"size (torch.where), or give the axis a fixed size"
             )
-            raise _CountNeeded(text, index) if slot.part == "values" and not axis else CaptureError(text)
+            raise _CountNeeded(text, [index]) if slot.part == "values" and not axis else CaptureError(text)
     return at_most
 
 
@@ -1471,6 +1591,8 @@ def _patched() -> Iterator[None]:
             if module is not None:
                 kjt = module.KeyedJaggedTensor
                 put(kjt, "concat", staticmethod(_concat(kjt, kjt.concat)))
+                put(kjt, "from_jt_dict", staticmethod(functools.partial(_from_jt_dict, kjt)))
+                put(kjt, "from_offsets_sync", staticmethod(functools.partial(_from_offsets, kjt)))
                 put(module.KeyedTensor, "regroup", staticmethod(_regroup))
                 if hasattr(module.KeyedTensor, "regroup_as_dict"):
                     put(module.KeyedTensor, "regroup_as_dict", staticmethod(_regroup_as_dict))
@@ -1478,6 +1600,8 @@ def _patched() -> Iterator[None]:
         if regroup is not None:
             forward = lambda self, tensors: _regroup_as_dict(tensors, self._groups, self._keys)  # noqa: E731
             put(regroup.KTRegroupAsDict, "forward", forward)
+        for owner in (torch, torch.functional):
+            put(owner, "cdist", _cdist(owner.cdist))
         put(nn.functional, "batch_norm", _batch_norm(nn.functional.batch_norm))
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path gives NaN for an empty history

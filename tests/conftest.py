@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.export_caches import cache_exports
+from tests.interpreter_caches import patch_once
 from tests.tiers import TIERS, tier_of
 
 try:
@@ -105,8 +106,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Cache what every export of a small model computes again."""
+    """Cache the work that every export of a small model, and every launch in Triton's interpreter, repeats."""
     cache_exports()
+    patch_once()
     prepare: Any = sys.modules.get("recinfer.inference.prepare")
     if _programs is not None and prepare is not None and not hasattr(prepare.export_part, "__wrapped__"):
         from tests.programs import kept_in

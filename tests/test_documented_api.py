@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.sources import walk
+
 TESTS = Path(__file__).parent
 DOCUMENTED: dict[str, dict[str, Any]] = json.loads((TESTS / "documented_api.json").read_text())
 
@@ -142,7 +144,7 @@ def used_in_tests() -> frozenset[str | None]:
     """Names that tests call, derive from or take members of, not only import or compare types with."""
     used: set[str | None] = set()
     for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 used.add(name_of(node.func))
             elif isinstance(node, ast.ClassDef):

@@ -30,7 +30,7 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, Em
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.quant.embedding_modules import EmbeddingBagCollection as QuantBags
 from recinfer.quant.embedding_modules import EmbeddingCollection as QuantRows
-from tests.sources import tree_of
+from tests.sources import nodes_of, tree_of
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "recinfer"
@@ -100,7 +100,7 @@ def unread(function: Any, method: bool) -> set[str]:
 def read_attributes() -> frozenset[str]:
     trees = [tree_of(path) for path in PACKAGE.rglob("*.py")]
     loads = (
-        n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)
+        n for tree in trees for n in nodes_of(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)
     )
     return frozenset(node.attr for node in loads)
 

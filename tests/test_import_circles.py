@@ -6,7 +6,7 @@ import ast
 import functools
 from pathlib import Path
 
-from tests.sources import tree_of
+from tests.sources import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
@@ -24,7 +24,7 @@ def modules() -> dict[str, Path]:
 def targets(tree: ast.Module, known: dict[str, Path]) -> set[str]:
     """Modules of ours that import statements of ``tree`` name: ``package.name`` where that is a module, else ``package``."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.sources import tree_of
+from tests.sources import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
@@ -140,7 +140,7 @@ def layer(name: str) -> str:
 def imports(path: Path) -> list[tuple[int, str]]:
     """(line, dotted name without ``recinfer.``) of every import of our own, ``from x import submodule`` included."""
     found = []
-    for node in ast.walk(modules()[path]):
+    for node in nodes_of(modules()[path]):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -197,7 +197,7 @@ def test_one_file_imports_the_tbe_classes() -> None:
     using = [
         str(path.relative_to(PACKAGE))
         for path in modules()
-        for node in ast.walk(modules()[path])
+        for node in nodes_of(modules()[path])
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fbgemm_gpu.split_table_batched")
     ]
     assert set(using) <= {"quant/tbe.py", "distributed/tables/cuda.py"}
@@ -206,7 +206,7 @@ def test_one_file_imports_the_tbe_classes() -> None:
 def test_the_environment_is_read_in_one_file() -> None:
     using = set()
     for path in modules():
-        for node in ast.walk(modules()[path]):
+        for node in nodes_of(modules()[path]):
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
                 using.add(str(path.relative_to(PACKAGE)))
     assert using <= {"env.py"}

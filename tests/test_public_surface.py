@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import tree_of
+from tests.sources import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
@@ -82,7 +82,7 @@ def names_of(target: ast.expr) -> list[str]:
 def describe(module: str, name: str) -> object:
     """What ``module`` offers as ``name``: members of a class, signature of a function; imports are followed."""
     found: object = None
-    for node in ast.walk(modules()[module]):
+    for node in nodes_of(modules()[module]):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return describe_class(node, modules()[module])
         if isinstance(node, Definition) and node.name == name and found is None:
@@ -219,7 +219,7 @@ def imported_by(module: ast.Module) -> dict[str, str]:
     """Imported name -> module that it comes from, wherever the import statement is."""
     return {
         alias.asname or alias.name: str(node.module)
-        for node in ast.walk(module)
+        for node in nodes_of(module)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }

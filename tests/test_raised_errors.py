@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recinfer import errors
-from tests.sources import tree_of
+from tests.sources import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent / "recinfer"
 FILES = sorted(ROOT.rglob("*.py"))
@@ -38,7 +38,7 @@ FIELD = re.compile(r"\{[A-Za-z_][\w.]*(\([^{}]*\)|\[[^{}]*\])?(![rsa])?(:[^{}]*)
 
 def raised(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and class of every raise of a class that has a plain name."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Raise) and node.exc is not None:
             kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
             if isinstance(kind, ast.Name):
@@ -48,7 +48,7 @@ def raised(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def unfilled(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and text of strings without f, in a raise, or a call that prints, logs or warns, that have ``{name}`` in them;
     but for those that ``format`` fills in."""
-    filled = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "format"}
+    filled = {id(n.value) for n in nodes_of(tree) if isinstance(n, ast.Attribute) and n.attr == "format"}
     says = {
         "print",
         "show",
@@ -63,7 +63,7 @@ def unfilled(tree: ast.Module) -> Iterator[tuple[int, str]]:
         "log",
         "fail",
     }
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             parts = [*node.args, *(k.value for k in node.keywords)] if name in says else []

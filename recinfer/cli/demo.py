@@ -16,7 +16,6 @@ from rich.panel import Panel
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.format import milliseconds
 from recinfer.cli.measure import Latency, Quality, measure_latency, quality_of, served_logits
 from recinfer.cli.options import DataFormat
 from recinfer.errors import ArchiveError
@@ -218,7 +217,7 @@ def _show(
         space.add_row(label, size_text(sizes[name]), f"{sizes[name] / sizes['checkpoint']:.2f}")
     times = Table("gRPC request", "rows", "p50", "p99")
     for latency in latencies:
-        times.add_row(latency.call, str(latency.batch), milliseconds(latency.p50), milliseconds(latency.p99))
+        times.add_row(latency.call, str(latency.batch), *(f"{s * 1e3:.2f} ms" for s in (latency.p50, latency.p99)))
     for table in (found, space, times):
         for column in table.columns[1:]:
             column.justify = "right"

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from recinfer import env
 from recinfer.cli.console import Output, styled
-from recinfer.cli.deploy_options import DeployOptions
+from recinfer.cli.deploy_options import DeployOptions, ServerOptions
 from recinfer.errors import ConfigError
 from recinfer.sizes import size_text
 
@@ -67,6 +67,8 @@ def spec_of_options(archive: Path, options: DeployOptions) -> Deployment:
     from recinfer.serving.wire.tls import read_token
 
     ray, servers = options.ray, options.servers
+    if servers.queue_depth != ServerOptions.queue_depth:
+        raise ConfigError("--queue-depth is for Kubernetes; rankers on Ray scale by their load: give --load-percent")
     cert, key, client_ca, ca = (
         None if path is None else path.absolute() for path in (ray.tls_cert, ray.tls_key, ray.tls_client_ca, ray.tls_ca)
     )
@@ -102,8 +104,7 @@ def cores(text: str) -> float:
 def _bounds(count: int | None, most: int | None) -> Bounds:
     from recinfer.deploy.ray.spec import Bounds
 
-    least = count or min(2, most or 2)
-    return Bounds(least, most or least)
+    return Bounds(count or min(2, most or 2), most)
 
 
 def _show(found: dict[str, Any], output: Output) -> None:

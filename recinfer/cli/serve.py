@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from recinfer import env
-from recinfer.cli.addresses import show_addresses
-from recinfer.cli.console import Output, debugging
+from recinfer.cli.console import Output, debugging, styled
 from recinfer.cli.declared import takes
 from recinfer.cli.interrupts import end_at_hangup
 from recinfer.cli.serve_options import ServeOptions
 from recinfer.serving.config import ServeConfig
+from recinfer.serving.server.http_protocols import HTTP_PROTOCOLS
+from recinfer.serving.wire.address import join_address
 
 if TYPE_CHECKING:
     from recinfer.serving.app.service import Ready
@@ -66,10 +68,10 @@ def _show(ready: Ready, config: ServeConfig, output: Output) -> None:
     if isinstance(ready, ReadyRanks):
         ranks, held = ", ".join(map(str, ready.ranks)), ", ".join(ready.held) or "no version yet"
         what = f"ranks {ranks} of {held}"
-        show_addresses(output, what, ready.host, ready.port, metrics_port=ready.metrics_port, tls=tls)
+        _show_addresses(output, what, ready.host, ready.port, metrics_port=ready.metrics_port, tls=tls)
         return
     what, workers = ", ".join(ready.serving), config.models.workers
-    show_addresses(
+    _show_addresses(
         output,
         what if workers == 1 else f"{what} in {workers} processes",
         ready.host,
@@ -80,3 +82,29 @@ def _show(ready: Ready, config: ServeConfig, output: Output) -> None:
         tls=tls,
         engines=ready.engines,
     )
+
+
+def _show_addresses(
+    output: Output,
+    what: str,
+    host: str,
+    port: int,
+    *,
+    http_port: int | None = None,
+    metrics_port: int | None = None,
+    unix_socket: str | None = None,
+    tls: bool = False,
+    engines: Sequence[str] = (),
+) -> None:
+    """Print what is served, and one line per port with an address to copy, then one per engine of a dense part."""
+    secure = "s" if tls else ""
+    output.show(styled("green", "serving", f" {what} on {join_address(host, port)}  (Ctrl-C stops)"))
+    if unix_socket is not None:
+        output.show(f"gRPC also on unix:{unix_socket}")
+    if http_port is not None:
+        names = ", ".join([*(known.name for known in HTTP_PROTOCOLS), "/docs"])
+        output.show(f"REST ({names}) over HTTP{secure.upper()} on {join_address(host, http_port)}")
+    if metrics_port is not None:
+        output.show(f"status page on http{secure}://{join_address(host, metrics_port)}/")
+    for engine in engines:
+        output.show(engine)

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from recinfer.archive.check import Request
 from recinfer.archive.manifest import Manifest
 from recinfer.archive.part import Changes, DeltaPart, PendingChanges, Tensors, digest
 from recinfer.archive.reader import Archive
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
-from recinfer.vocabulary.changes import changed_ids
 from recinfer.vocabulary.golden import raw_requests
 from recinfer.vocabulary.index import IdIndex, build_index
 from recinfer.vocabulary.info import DeltaVocabulary, StringInfo, VocabularyInfo, info_of
@@ -117,8 +119,35 @@ def vocabulary_changes(
     for info, index in opened:
         now = vocabularies[info.module, info.table]
         now.check(f"vocabulary of table {info.full_name!r}")
-        ids, rows = changed_ids(info, index, now)
+        ids, rows = _changed_ids(info, index, now)
         if len(ids):
             entry = DeltaVocabulary(info.module, info.table, len(ids), digest(ids), digest(rows))
             changes.append((entry, (ids, rows)))
     return PendingChanges(tuple(changes))
+
+
+def _changed_ids(
+    info: VocabularyInfo, index: IdIndex, now: TableVocabulary
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The ids, ascending, whose row differs between the index and the vocabulary ``now``, and their rows, -1 without one.
+
+    Raises:
+        ConfigError: the vocabulary has other segments or rows of unknown ids, which a delta cannot change.
+    """
+    if info_of(info.module, info.table, now) != info:
+        raise ConfigError(
+            f"the vocabulary of table {info.full_name!r} has another input_hash_size, or other segments or rows of unknown ids, "
+            "than the archive's; export this checkpoint as a new version"
+        )
+    old_ids, old_rows = index.entries()
+    order = np.argsort(now.ids)
+    ids, rows = now.ids[order], now.rows[order]
+    gone = np.isin(old_ids, ids, assume_unique=True, invert=True)
+    at = np.searchsorted(old_ids, ids)
+    same = np.zeros(len(ids), np.bool_)
+    inside = at < len(old_ids)
+    same[inside] = (old_ids[at[inside]] == ids[inside]) & (old_rows[at[inside]] == rows[inside])
+    changed = np.concatenate((old_ids[gone], ids[~same]))
+    new_rows = np.concatenate((np.full(int(gone.sum()), -1, np.int64), rows[~same]))
+    order = np.argsort(changed)
+    return changed[order], new_rows[order]

@@ -217,6 +217,17 @@ def test_outputs(wrap: Callable[[Tensor], Any], names: list[str]) -> None:
     assert all(v.dtype == torch.float32 for v in found.dense.module(torch.randn(2, 3), torch.randn(2, 8)).values())
 
 
+def test_an_integer_that_float32_cannot_hold_is_not_another_number() -> None:
+    model = Model(lambda self, dense, features, ids: (head(self, dense, self.ebc(features)), ids))
+    del model.other
+    found = cut(model, batches=((torch.randn(3, 3), kjt("a", "b"), torch.tensor([3, 4, 2**24])),))
+    raw = torch.tensor([-(2**24), 2**24 + 1, -(2**63)])
+    tensors = {"dense": torch.randn(3, 3), "pooled_0": torch.randn(3, 8), "ids": raw}
+    answer = found.dense.module(*(tensors[name] for name in found.dense.inputs))["output_1"]
+    assert answer[0] == -(2**24)
+    assert answer[1:].isnan().all()
+
+
 def changed_ids(self, dense, features):
     ids = KeyedJaggedTensor(features.keys(), features.values() % 20, lengths=features.lengths())
     return head(self, dense, self.ebc(ids))
@@ -395,6 +406,73 @@ def test_an_example_batch_shows_that_each_sample_has_one_id() -> None:
 
     ones = KeyedJaggedTensor(["a", "item"], torch.arange(6), lengths=torch.tensor([3, 0, 0, 1, 1, 1]))
     assert cut(Target(), batches=((ones,),)).signature.per_sample == {"item": 1}
+
+
+def test_a_view_of_several_values_as_one_row_may_leave_the_number_of_rows_open() -> None:
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ec = EmbeddingCollection(tables=[EmbeddingConfig(9, 4, "i", feature_names=["item", "codes"])])
+
+        def forward(self, features: KeyedJaggedTensor) -> Tensor:
+            rows = self.ec(features)
+            return rows["codes"].values().view(-1, 3, 4).sum(1) + rows["item"].to_padded_dense(2).sum(1)
+
+    lengths = torch.tensor([2, 0, 1, 3, 3, 3])
+    batch = KeyedJaggedTensor(["item", "codes"], torch.arange(12) % 9, lengths=lengths)
+    assert cut(Codes(), batches=((batch,),)).signature.per_sample == {"codes": 3}
+
+
+def by_jagged_tensors(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_jt_dict({name: ids[name] for name in ("b", "a")})
+
+
+def by_computed_jagged_tensors(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    bags = {name: JaggedTensor(ids[name].values() * 7 % 20, lengths=ids[name].lengths()) for name in ("b", "a")}
+    return KeyedJaggedTensor.from_jt_dict(bags)
+
+
+def by_offsets(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_offsets_sync(ids.keys(), ids.values(), ids.offsets())
+
+
+def by_lengths(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_lengths_sync(ids.keys(), ids.values() % 19, ids.lengths())
+
+
+@pytest.mark.parametrize("make", [by_jagged_tensors, by_computed_jagged_tensors, by_offsets, by_lengths])
+def test_forward_may_make_the_sparse_input_in_many_ways(make: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) -> None:
+    model = Model(lambda self, dense, features: head(self, dense, self.ebc(make(features))))
+    del model.other
+    batch = (torch.randn(3, 3), kjt("a", "b"))
+    found = cut(model, batches=(batch,))
+    assert (found.ids is None) == (make is by_jagged_tensors)
+    ids = kjt("a", "b")
+    pooled = model.ebc(make(ids))
+    with torch.no_grad():
+        answer = found.dense.module(batch[0], torch.cat([pooled["a"], pooled["b"]], 1))["output"]
+        torch.testing.assert_close(answer, model(batch[0], ids))
+
+
+@pytest.mark.parametrize("codes", [16, 40], ids=["few codes", "many codes"])
+def test_the_distance_to_codes_is_traced_for_all_numbers_of_samples(codes: int) -> None:
+    """Torch computes it in another way beyond 25 samples or codes."""
+    book = torch.randn(codes, 3)
+
+    def forward(self, dense, features):
+        return head(self, torch.cdist(dense, book).topk(3, largest=False).values, self.ebc(features))
+
+    model = Model(forward)
+    del model.other
+    found = cut(model, batches=((torch.randn(3, 3), kjt("a", "b")),))
+    for samples in (1, 64):
+        dense = torch.randn(samples, 3)
+        features = KeyedJaggedTensor(
+            ["a", "b"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(2 * samples, dtype=torch.int64)
+        )
+        with torch.no_grad():
+            answer = found.dense.module(dense, torch.zeros(samples, 8))["output"]
+            torch.testing.assert_close(answer, model(dense, features), atol=1e-5, rtol=1e-4)
 
 
 def test_sizes_of_ids_that_forward_joins_and_hashes_are_known() -> None:

@@ -215,7 +215,7 @@ def test_a_server_that_cannot_start_says_why(running: Running):
 # ---------------------------------------------------------------- a server's state, without servers
 
 
-@pytest.mark.parametrize(("options", "ready"), [({}, False), ({"rankers": Bounds(1, 1)}, True)])
+@pytest.mark.parametrize(("options", "ready"), [({}, False), ({"rankers": Bounds(1)}, True)])
 def test_missing_servers_are_pending(store: Path, options: dict[str, Any], ready: bool):
     running = Running(spec_of(store, shards=Bounds(1, 3), **options))
     running.records.alive |= {"actor-0", "actor-1"}

@@ -33,7 +33,7 @@ def spec(archive: Path = Path("/models/ctr/7"), **options: Any) -> Deployment:
 
 @pytest.mark.parametrize(
     ("on", "bounds", "most"),
-    [(1, Bounds(2, 2), None), (3, Bounds(2, 2), 1), (3, Bounds(1, 4), 2)],
+    [(1, Bounds(2), None), (3, Bounds(2), 1), (3, Bounds(1, 4), 2)],
 )
 def test_no_node_takes_more_than_its_share_of_a_kind(on: int, bounds: Bounds, most: int | None):
     assert spec(nodes=on, shards=bounds).per_node(0) == most
@@ -79,6 +79,7 @@ def test_an_archive_in_no_store_has_one_version():
         (["--replicas", "3", "--max-replicas", "2"], "replicas: got 3, expected 1 to the maximum of 2"),
         (["--rankers", "0"], "rankers"),
         (["--queue-depth", "0"], "queue-depth"),
+        (["--queue-depth", "8"], "give --load-percent"),
         (["--busy-percent", "101"], "busy-percent"),
         (["--load-percent", "101"], "load-percent"),
     ],
@@ -96,7 +97,13 @@ def test_cpus_as_kubernetes_writes_them():
 
 @pytest.mark.parametrize(
     ("count", "bounds", "scaled"),
-    [(3, Bounds(2, 2), (3, 3)), (3, Bounds(2, 4), (3, 4)), (1, Bounds(2, 4), (1, 4)), (None, Bounds(2, 4), (2, 4))],
+    [
+        (3, Bounds(2), (3, 3)),
+        (3, Bounds(2, 4), (3, 4)),
+        (1, Bounds(2, 4), (1, 4)),
+        (1, Bounds(2, 4).scaled(4), (1, 4)),
+        (None, Bounds(2, 4), (2, 4)),
+    ],
 )
 def test_numbers_that_scaling_takes(count: int | None, bounds: Bounds, scaled: tuple[int, int]):
     found = bounds.scaled(count)
@@ -105,7 +112,7 @@ def test_numbers_that_scaling_takes(count: int | None, bounds: Bounds, scaled: t
 
 @pytest.mark.parametrize(
     ("count", "bounds", "message"),
-    [(0, Bounds(2, 2), "0, expected 1 to the maximum of 0"), (5, Bounds(1, 4), "5, exp")],
+    [(0, Bounds(2), "0, expected 1 to the maximum of 0"), (5, Bounds(1, 4), "5, exp")],
 )
 def test_numbers_that_scaling_refuses(count: int, bounds: Bounds, message: str):
     with pytest.raises(ConfigError, match=f"replicas: got {message}"):

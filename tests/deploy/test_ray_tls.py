@@ -52,7 +52,7 @@ def store(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spec_of(store: Path, pem: Path) -> Deployment:
-    one = Bounds(1, 1)
+    one = Bounds(1)
     archive = store / "tiny" / "1"
     found = footprint(archive, ranks_per_shard=2)
     cert, key, ca = (pem / name for name in ("cert.pem", "key.pem", "ca.pem"))

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.sources import tree_of
+from tests.sources import nodes_of, tree_of
 
 PACKAGE = Path(__file__).parents[2] / "recinfer"
 
@@ -35,7 +35,7 @@ def classes() -> Iterator[tuple[str, set[str]]]:
     """Every class with the names of its fields."""
     for path in PACKAGE.rglob("*.py"):
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 fields = {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
                 yield f"{module}.{node.name}", fields

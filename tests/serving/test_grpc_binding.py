@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from recinfer.serving.server.grpc_binding import PARTS, check_binding, cygrpc
-from tests.sources import tree_of
+from tests.sources import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +24,7 @@ def test_one_file_imports_the_binding_and_names_all_that_is_used() -> None:
     used: dict[str, set[str]] = {}
     for path in (ROOT / "recinfer").rglob("*.py"):
         tree = tree_of(path)
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("grpc._"):
                 assert path.name == "grpc_binding.py", f"{path} imports {node.module}"
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cygrpc":

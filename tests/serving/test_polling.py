@@ -289,8 +289,10 @@ def test_a_config_says_versions_labels_and_weights(store: Path, kinds: list[Path
         assert "keeps the configuration it has" in line and said in line
         with pytest.raises(ConfigError, match=said):
             Followed(store, load(store / "tiny" / "3"), "3", config)
+    caplog.clear()
     config.write_text('[models.tiny]\nversions = ["1"]\nlabels = {stable = "1"}')
     assert followed.poll() == (["1"], {"1": 1})
+    assert [record.levelname for record in caplog.records if "is taken over" in record.getMessage()] == ["WARNING"]
     assert followed.registry.labels("tiny") == {"stable": "1"}
 
 

@@ -30,6 +30,7 @@ from recinfer.serving.server import security as security_module
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import Server
 from recinfer.serving.shards.lookups import MakeLookups
+from recinfer.serving.wire.followed_files import FollowedFiles
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.tls import expiry_of
 from tests.certificates import certified, need_openssl, self_signed
@@ -186,6 +187,21 @@ def test_a_certificate_that_does_not_fit_its_key_changes_nothing(
 # -- tokens
 
 
+def test_the_end_of_a_reported_failure_is_in_the_log(caplog: pytest.LogCaptureFixture):
+    """Also where the file is again as it was, so that nothing changes."""
+    files: FollowedFiles[bytes] = FollowedFiles("tokens", logging.getLogger("recinfer.test"))
+
+    def use(content: bytes) -> None:
+        if not content:
+            raise ConfigError("token: got 0 lines")
+
+    for content in (b"one", b"", b"", b"", b"one", b"one"):
+        files.look(lambda content=content: content, use)
+    failed, ended = caplog.records
+    assert failed.getMessage() == "the tokens stay as they were: token: got 0 lines"
+    assert (ended.levelname, ended.getMessage()) == ("WARNING", "the tokens are those in use again")
+
+
 def test_either_of_two_tokens_is_taken_and_a_bad_file_changes_nothing(
     predictor: Predictor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -223,7 +239,8 @@ def test_either_of_two_tokens_is_taken_and_a_bad_file_changes_nothing(
         with pytest.raises(RecinferError, match="needs a token"):
             old.lookup(features)
     assert "the tokens stay as they were: " in caplog.text and "got 0 lines with a token" in caplog.text
-    assert "the tokens were read again" in caplog.text
+    levels = [record.levelname for record in caplog.records if "the tokens were read again" in record.getMessage()]
+    assert levels == ["INFO", "WARNING"]  # the end of a reported failure is shown where the failure is
     assert OLD not in caplog.text and NEW not in caplog.text
 
 

@@ -71,7 +71,7 @@ def test_every_id_gets_its_row(case: str, tmp_path: Path) -> None:
     made = vocabulary(**CASES[case])  # type: ignore[arg-type]
     index = build_index(made)
     index.check(case, made.segments, made.input_hash_size)
-    ids = queries(made, 200_000)
+    ids = queries(made, 50_000)
     expected = expected_rows(made, ids)
     found, (hits, misses) = rows_of(index, made, ids)
     assert np.array_equal(found, expected)

@@ -59,6 +59,18 @@ def size_branch(self, ids, dense, x):
     return x * 2 if dense.shape[0] > 10 else x
 
 
+def values_branch(self, ids, dense, x):
+    return x * 2 if ids["hist"].values().shape[0] > 2 * dense.shape[0] + 3 else x
+
+
+def odd_branch(self, ids, dense, x):
+    return x * 2 if dense.shape[0] % 2 else x
+
+
+def equal_branch(self, ids, dense, x):
+    return x * 2 if ids["hist"].values().shape[0] != dense.shape[0] else x
+
+
 def random(self, ids, dense, x):
     return self.top(x) + torch.rand(x.shape[0], 1)
 
@@ -110,7 +122,10 @@ def plain(self, ids, dense, x):
 # fmt: off
 FORWARDS = [
     (branch, r"at test_refused\.py:\d+, in branch: `if x\.sum\(\) > 0:`.*depends on the numbers in a tensor; write torch\.where"),
-    (size_branch, "another way unless the number of samples is at most 10; .*torch.where"),
+    (size_branch, r"another way at .*in size_branch: .* unless the number of samples is at most 10; .*torch\.where"),
+    (values_branch, r"another way at .*in values_branch: .* unless size 0 of the values of ids\['hist'\] (<=|>) 2\*size 0 of .* \+ 3; .*torch\.where"),
+    (odd_branch, r"another way at .*in odd_branch: .* unless Mod\(size 0 of the lengths of .*, 2\) != 0; .*torch\.where"),
+    (equal_branch, r"another way at .*in equal_branch: .* unless size 0 of the values of .* != size 0 of the lengths of"),
     (random, "draws random numbers by aten.rand.default at .*self.training"),
     (dropout, "draws random numbers by aten.dropout.default at .*self.training"),
     (packed, "packs a padded sequence at test_refused.py.*on the padded sequence"),

@@ -16,19 +16,21 @@ __all__ = ["Bounds", "Deployment", "kind_name"]
 
 @dataclass(frozen=True)
 class Bounds:
-    """The number of servers of one kind is from ``least`` to ``most``, depending on load; ``peak``: the largest ``most``
-    before."""
+    """The number of servers of one kind: ``least``, or from ``least`` to ``ceiling`` depending on load; ``peak``: the largest
+    number before."""
 
     least: int
-    most: int
+    ceiling: int | None = None
     peak: int = 0
 
+    @property
+    def most(self) -> int:
+        """The largest number."""
+        return self.least if self.ceiling is None else self.ceiling
+
     def scaled(self, count: int | None) -> Bounds:
-        """With another number of servers, the least one if the number depends on load; None leaves it unchanged."""
-        if count is None:
-            return self
-        most = count if self.least == self.most else self.most
-        return Bounds(count, most, max(self.peak, self.most))
+        """With another least number of servers; None leaves it unchanged."""
+        return self if count is None else Bounds(count, self.ceiling, max(self.peak, self.most))
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Deployment:
     candidate: str | None = None
     nodes: int = 1
     cpus: float = 1.0
-    shards: Bounds = Bounds(2, 2)
-    rankers: Bounds = Bounds(2, 2)
+    shards: Bounds = Bounds(2)
+    rankers: Bounds = Bounds(2)
     busy_percent: int = BUSY_PERCENT
     load_percent: int = LOAD_PERCENT
     cool_down: float = 300.0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import platform
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from recinfer.distributed.planner.model.estimates import row_alignment
 from recinfer.distributed.planner.model.hardware import HardwareProfile, LookupGrid
-from recinfer.distributed.quant.measure_machine import copies_per_ms, memory_per_ms, processor
 from recinfer.distributed.quant.timings import Call, Timings
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
@@ -148,17 +150,17 @@ def _calibrated(
             torch.get_num_threads(),
         )
     on_cpu = device == "cpu"
-    copies = copies_per_ms(device, measure.synchronize)
+    copies = _copies_per_ms(device, measure.synchronize)
     call_ms, feature_ms = measure.overheads()
     return HardwareProfile(
         device=device,
-        name=torch.cuda.get_device_name() if device == "cuda" else processor(),
+        name=torch.cuda.get_device_name() if device == "cuda" else _processor(),
         threads=torch.get_num_threads(),
         call_ms=call_ms,
         feature_ms=feature_ms,
         grids={row_format(p).element_bits: measure.grid(p) for p in precisions},
-        memory_bytes_per_ms=memory_per_ms(torch.device("cpu"), lambda: None),
-        device_memory_bytes_per_ms=0.0 if on_cpu else memory_per_ms(torch.device(device), measure.synchronize),
+        memory_bytes_per_ms=_memory_per_ms(torch.device("cpu"), lambda: None),
+        device_memory_bytes_per_ms=0.0 if on_cpu else _memory_per_ms(torch.device(device), measure.synchronize),
         host_to_device_bytes_per_ms=copies[0],
         device_to_device_bytes_per_ms=copies[1],
         notes={"torch": torch.__version__, "disagreement": disagreement},
@@ -247,3 +249,43 @@ def _lengths(mean: float, num: int, generator: torch.Generator) -> torch.Tensor:
     low = int(mean)
     lengths = torch.full((num,), low, dtype=torch.int32)
     return lengths if mean == low else lengths + (torch.rand(num, generator=generator) < mean - low).int()
+
+
+def _fastest_ms(call: Callable[[], object], synchronize: Callable[[], None]) -> float:
+    times = []
+    for _ in range(12):
+        begin = time.perf_counter()
+        call()
+        synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return min(times)
+
+
+def _memory_per_ms(device: torch.device, synchronize: Callable[[], None]) -> float:
+    """Bytes per millisecond of reading a large tensor once."""
+    data = torch.ones(1 << 25, dtype=torch.float32, device=device)
+    return data.nbytes / _fastest_ms(data.sum, synchronize)
+
+
+def _copies_per_ms(device: str, synchronize: Callable[[], None]) -> tuple[float, float]:
+    """(host to device, device to device) bytes per millisecond; 0 without a device to measure."""
+    if device != "cuda":
+        return 0.0, 0.0
+    host = torch.ones(1 << 24, dtype=torch.float32).pin_memory()
+    there = host.to("cuda:0")
+    up = host.nbytes / _fastest_ms(lambda: there.copy_(host, non_blocking=True), synchronize)
+    if torch.cuda.device_count() < 2:
+        return up, 0.0
+    other = torch.empty_like(there, device="cuda:1")
+    return up, host.nbytes / _fastest_ms(lambda: other.copy_(there, non_blocking=True), synchronize)
+
+
+def _processor() -> str:
+    """Name of the processor, as the system reports it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -158,7 +158,9 @@ class StorePoller:
             text = read_text(self.config)
             if text != self._text:
                 self._choices, self._text = self._checked(text), text
-                _log.info("model config: %s is taken over", self.config)
+                # The end of a reported error is shown where the error was.
+                level = logging.WARNING if "config" in self._logged else logging.INFO
+                _log.log(level, "model config: %s is taken over", self.config)
         except ConfigError as error:
             self._log_once("config", f"model config: the server keeps the configuration it has, since {error}")
         else:

@@ -193,8 +193,9 @@ class ReplicaPool:
             ranks = ", ".join(map(str, lost))
             raise ConfigError(f"{self._path}: no address of rank {ranks}; what is served is cut for {needed} ranks")
         await self._list(config, ShardCredentials.of(config.settings, self._token()))
+        # The end of a reported error is shown where the error was.
+        _log.log(logging.WARNING if self._last_error else logging.INFO, "%s was read again", self._path)
         self._last_error = ""
-        _log.info("%s was read again", self._path)
 
     async def _list(self, config: ShardsConfig, credentials: ShardCredentials) -> None:
         """Use replicas for the addresses in the file and in DNS now, and close the others. A failure changes nothing."""

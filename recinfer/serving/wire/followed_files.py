@@ -60,7 +60,7 @@ class FollowedFiles(Generic[T]):
             try:
                 content = read()
                 if content == self.used:
-                    self._odd = None
+                    self._ended("the %s are those in use again")
                     return False
                 if content == self._odd and self._is_reported:
                     return False
@@ -68,10 +68,19 @@ class FollowedFiles(Generic[T]):
             except (ConfigError, InputError) as error:
                 self._failed(str(error) if content is None else content, error)
                 return False
-            self.used, self._odd = content, None
+            self.used = content
             self.outcomes["ok"] += 1
-            self._log.info("the %s were read again: new connections and calls use them", self._name)
+            if not self._ended("the %s were read again: new connections and calls use them"):
+                self._log.info("the %s were read again: new connections and calls use them", self._name)
             return True
+
+    def _ended(self, text: str) -> bool:
+        """Forget a failure; returns whether the log had reported it, so that it reports its end at a level that is shown too."""
+        was_reported = self._odd is not None and self._is_reported
+        self._odd, self._is_reported = None, False
+        if was_reported:
+            self._log.warning(text, self._name)
+        return was_reported
 
     def _failed(self, odd: T | str, error: Exception) -> None:
         if odd != self._odd:

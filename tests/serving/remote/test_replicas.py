@@ -73,6 +73,8 @@ def test_invalid_list_is_logged_once_and_a_later_valid_one_is_used(
         missing.write_text(TOKENS[0])
         until(lambda: [each.target for each in pool.everyone()] == [other.target])
         until(lambda: all(each.up for each in pool.everyone()))
+        until(lambda: "was read again" in caplog.text)
+        assert [record.levelname for record in caplog.records if "was read again" in record.getMessage()] == ["WARNING"]
 
 
 def test_changed_settings_reach_existing_replicas(tmp_path: Path):
