@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.archive.manifest import Manifest
+from recinfer.columns import dense_name
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags
 from recinfer.inference.results import input_specs
@@ -52,8 +53,11 @@ class NamedInputs:
         self._counts = {} if signature is None else signature.counts
         self._at_most = {} if signature is None else signature.at_most
         self.dense_name = ""
+        self.dense_names: frozenset[str] = frozenset()
         if signature is not None and manifest.dense is not None and manifest.dense.num_dense:
             self.dense_name = next(info.name for info in signature.inputs if info.kind == "tensor")
+            ids = [info.name for info in signature.inputs if info.kind == "ids"]
+            self.dense_names = frozenset((self.dense_name, dense_name(ids)))
         self.mergeable = all(
             info.shape[:1] == ("batch",) and all(isinstance(size, int) for size in info.shape[1:])
             for info in self.infos

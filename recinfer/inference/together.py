@@ -7,6 +7,7 @@ for the first candidate and their vectors are copied to the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,8 +164,8 @@ def _checked(model: LoadedModel, request: PredictInputs) -> _CheckedRequest:
     model.check_has_dense()
     candidates = bags_of(_no_features(request) if request.features is None else request.features)
     bags, once = _context(model, request)
-    dense, inputs = _dense_by_name(named.dense_name, request.dense, request.inputs)
-    dense_once, once = _dense_by_name(named.dense_name, None, once)
+    dense, inputs = _dense_by_name(named.dense_names, request.dense, request.inputs)
+    dense_once, once = _dense_by_name(named.dense_names, None, once)
     of_context = frozenset(once or ())
     shared: frozenset[str] = frozenset()
     own = None
@@ -212,7 +213,7 @@ def _context(model: LoadedModel, request: PredictInputs) -> tuple[Bags | None, M
     """The context's features and its other inputs, which a mapping may hold together."""
     context, once = request.context, dict(request.context_inputs or {})
     if isinstance(context, Mapping):
-        names = model.inputs.names | {model.inputs.dense_name}
+        names = model.inputs.names | model.inputs.dense_names
         once |= {name: value for name, value in context.items() if name in names}
         context = {name: value for name, value in context.items() if name not in names} or None
     if context is None:
@@ -226,16 +227,22 @@ def _context(model: LoadedModel, request: PredictInputs) -> tuple[Bags | None, M
 
 
 def _dense_by_name(
-    name: str, dense: Tensor | None, inputs: Mapping[str, Any] | None
+    names: AbstractSet[str], dense: Tensor | None, inputs: Mapping[str, Any] | None
 ) -> tuple[Tensor | None, Mapping[str, Any] | None]:
-    """``dense`` and the other inputs of a request, which may name the dense matrix ``name`` among its inputs."""
-    if not inputs or not name or name not in inputs:
+    """``dense`` and the other inputs of a request, which may have the dense matrix among them by one of its ``names``."""
+    given = sorted(names.intersection(inputs or ()))
+    if inputs is None or not given:
         return dense, inputs
+    name = given[0]
+    if len(given) > 1:
+        raise InputError(f"inputs: got {given[0]!r} and {given[1]!r}, which are the same input; give one of the two")
     if dense is not None:
         raise InputError(f"got dense and inputs[{name!r}], which are the same input; give one of the two")
-    given = inputs[name]
-    matrix = given if isinstance(given, Tensor) else torch.from_numpy(as_matrix(given))
-    return matrix, {other: value for other, value in inputs.items() if other != name}
+    value = inputs[name]
+    exact = isinstance(value, Tensor) and value.dtype == torch.float32
+    return value if exact else torch.from_numpy(as_matrix(value)), {
+        other: value for other, value in inputs.items() if other != name
+    }
 
 
 def _input(about: DenseInput, taken: Sequence[_CheckedRequest]) -> Tensor:

@@ -392,3 +392,32 @@ def test_a_plan_of_a_live_module() -> None:
     assert head.endswith("2 ranks on cpu")
     assert names.split() == ["table", "rows", "x", "dim", "precision", "sharding", "ranks"]
     assert [line.split()[0] for line in tables] == ["items.item", "users.user"]
+
+
+class Aged(nn.Module):
+    """One matrix of dense numbers, under a name of forward's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [EmbeddingBagConfig(20, 4, name, feature_names=[name]) for name in ("user", "item")]
+        self.bags = EmbeddingBagCollection(tables=tables)
+        self.top = nn.Linear(8 + 2, 1)
+
+    def forward(self, age: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        return self.top(torch.cat([age, self.bags(ids).values()], 1))
+
+
+def test_the_dense_matrix_of_a_context_has_both_names_on_every_way(tmp_path: Path) -> None:
+    ids = KeyedJaggedTensor(["user", "item"], torch.arange(6), lengths=torch.tensor([2, 0, 1, 1, 1, 1]))
+    model = Aged().eval()
+    archived = recinfer.export(model, (torch.rand(3, 2), ids), tmp_path / "aged.rqa", precision="fp32", progress=False)
+    items = {"item": [[3], [4, 5]]}
+    wanted = archived.predict([[0.3, 7.0]] * 2, {**items, "user": [[], []]})["output"]
+    with Server({"aged": archived.predictor}) as server, recinfer.InferenceClient(server.target) as client:
+        for one in (archived, client):
+            for name in ("age", "dense"):
+                for matrix in ([[0.3, 7.0]], torch.tensor([[0.3, 7.0]], dtype=torch.float64)):
+                    found = one.predict(features=items, context={"user": [[]], name: matrix})["output"]
+                    torch.testing.assert_close(found, wanted)
+            with pytest.raises(InputError, match="got 'age' and 'dense', which are the same input"):
+                one.predict(features=items, context={"user": [[]], "age": [[0.3, 7.0]], "dense": [[0.3, 7.0]]})

@@ -338,6 +338,14 @@ def test_both_clients_send_a_context(server: Server, client: InferenceClient, pr
     torch.testing.assert_close(client.predict(dense, ids)["output"], expected, rtol=0, atol=1e-6)
     for context in (user, as_lists):
         assert torch.equal(client.predict(dense, candidates, context=context)["output"], expected)
+    of_user = {
+        **as_lists,
+        "dense": dense[:1].double().tolist(),
+    }  # one matrix for all candidates, as lists of 64-bit numbers
+    found = client.predict(None, candidates, context=of_user)["output"]
+    assert torch.equal(found, client.predict(dense[:1].repeat(5, 1), candidates, context=user)["output"])
+    with pytest.raises(InputError, match=r"dense: got none, expected float32 \[5, \d+\]"):
+        client.predict(None, candidates, context=user)
     with pytest.raises(InputError, match="context: feature 'user' is also in features"):
         client.predict(dense, KeyedJaggedTensor.concat([candidates, repeated_user()]), context=user)
     with pytest.raises(InputError, match="context: got 2 samples, expected 1"):

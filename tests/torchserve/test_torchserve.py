@@ -91,7 +91,7 @@ def test_client_accepts_the_inputs_of_recinfers_client(torchserve: TorchServe, o
         for dense_, features_, words in (
             ([1.0, 2.0], features, "dense: got shape"),
             (dense, {**features, "user": ["a", "b"]}, "'user'"),
-            (None, features, "dense: got 0 bytes"),
+            (None, features, "dense: got none, expected float32"),
         ):
             with pytest.raises(InputError, match=words):
                 client.predict(dense_, features_)

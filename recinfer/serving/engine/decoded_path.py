@@ -130,8 +130,8 @@ class InferenceService:
             if request.context_inputs:
                 once = codec.decode_inputs(request.context_inputs, 1, self.limits)
                 self._check_repeated(once, features.batch)
-            name = predictor.inputs.dense_name
-            if request.dense or (name not in (inputs or ()) and name not in (once or ())):
+            names = predictor.inputs.dense_names
+            if request.dense or names.isdisjoint([*(inputs or ()), *(once or ())]):
                 dense = codec.decode_dense(request.dense, features.batch, predictor.num_dense)
             if context is not None:
                 self._check_context_size(model, context, features.batch)

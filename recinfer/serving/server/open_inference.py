@@ -221,7 +221,7 @@ def to_call(request: InferRequest, model: ServedModel, limits: Limits) -> tuple[
     inputs = [part for info in named.infos for part in _take_named(info, by_name)]
     once = _encode_context(of_context, named, feature_names, limits)
     dense = _dense(by_name, dense_name(feature_names), named.dense_name)
-    features = _features(by_name)
+    features = _features(by_name, feature_names)
     if dense is not None and features and dense.shape[0] != features[0].batch:
         raise InputError(
             f"input {dense.name!r}: got {dense.shape[0]} samples, expected {features[0].batch} as the features"
@@ -259,7 +259,7 @@ def _encode_context(
     dense = _dense(by_name, dense_name(feature_names), named.dense_name)
     if dense is not None:
         parts += encode_input(named.dense_name or dense.name, InputArrays(dense.data), None, dense.shape, 8)
-    features = _features(by_name)
+    features = _features(by_name, feature_names)
     return [*parts, *(_encode(features, features[0].batch, limits, 5) if features else [])]
 
 
@@ -295,6 +295,9 @@ def _dense(by_name: dict[str, InputTensor], name: str, own: str) -> InputTensor 
     tensor ``dense`` next to a feature of this name, whose ids are integers; None without such a tensor."""
     at = next((one for one in (name, own, "dense") if one in by_name and by_name[one].datatype == "FP32"), None)
     if at is None:
+        odd = next((by_name[one] for one in (own, name) if own and one in by_name), None)
+        if odd is not None:
+            raise InputError(f"input {odd.name!r}: got {odd.datatype}, expected FP32")
         return None
     found = by_name.pop(at)
     if len(found.shape) != 2:
@@ -344,7 +347,8 @@ class _Feature:
     weights: InputTensor | None
 
 
-def _features(by_name: dict[str, InputTensor]) -> list[_Feature]:
+def _features(by_name: dict[str, InputTensor], known: Sequence[str]) -> list[_Feature]:
+    """Take all tensors out of ``by_name``, as features; the caller refuses those that are not ``known``."""
     found = []
     while by_name:
         name = next(iter(by_name))
@@ -355,6 +359,10 @@ def _features(by_name: dict[str, InputTensor]) -> list[_Feature]:
             raise InputError(f"input {name!r}: got it alone, expected {stem + '.values'!r} and {stem + '.lengths'!r}")
         elif stem and part == "weights":
             found.append(_rectangular(stem, by_name))
+        elif name not in known and by_name[name].strings is None and by_name[name].datatype not in _INTEGERS:
+            raise InputError(
+                f"input {name!r}: got {by_name[name].datatype}, which no input of this model is; the model's metadata lists its inputs"
+            )
         else:
             found.append(_rectangular(name, by_name))
     for feature in found:
@@ -370,6 +378,9 @@ def _jagged(name: str, by_name: dict[str, InputTensor]) -> _Feature:
     counts = _counts(name, "ids", by_name)
     total = int(counts.sum(dtype=np.int64))
     if total != values.data.size:
+        if counts.size and int(counts.min()) < 0:
+            at = int(np.argmin(counts))
+            raise InputError(f"input '{name}.lengths': sample {at} has {counts[at]}, expected 0 or more ids per sample")
         raise InputError(f"input '{name}.values': got {values.data.size} ids, expected {total}, the sum of the lengths")
     return _Feature(name, counts.size, values, counts, _weights(name, values, by_name))
 

@@ -225,14 +225,20 @@ def _split_context(context: Any) -> tuple[FeatureArrays | None, dict[str, InputA
     except InputError:
         if not isinstance(context, Mapping):
             raise
-        columns = {n: as_input(n, data) for n, data in context.items() if type(data) is not tuple}
-        others = {
-            n: given for n, given in columns.items() if given.values.dtype.kind not in "iu" or given.values.ndim > 2
-        }
+        others = {name: as_input(name, data) for name, data in context.items() if not _may_be_ids(name, data)}
         if not others:
             raise
     rest = {name: data for name, data in context.items() if name not in others}
     return as_features(rest) if rest else None, others
+
+
+def _may_be_ids(name: str, data: Any) -> bool:
+    """Whether a column holds ids, strings or nothing: an empty history is a feature, too."""
+    try:
+        as_features({name: data})
+    except InputError:
+        return False
+    return True
 
 
 def _is_none(features: Any) -> bool:

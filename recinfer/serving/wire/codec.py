@@ -180,6 +180,8 @@ def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
     Raises:
         InputError: ``raw`` holds another number of bytes.
     """
+    if not raw and batch * num_dense:
+        raise InputError(f"dense: got none, expected float32 [{batch}, {num_dense}]")
     values = array_of("dense", raw, _FLOAT32, batch * num_dense, f"batch_size {batch} x num_dense {num_dense}")
     return torch.from_numpy(values).view(batch, num_dense)
 
