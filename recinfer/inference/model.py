@@ -465,6 +465,8 @@ class LoadedModel(States):
             or tuple(dense.shape) != (batch, self.num_dense)
         ):
             came = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else type(dense).__name__
+            if not self.num_dense:
+                raise InputError(f"dense: got {came}; this model takes no matrix of dense numbers: leave dense out")
             raise InputError(f"dense: got {came}; expected float32 [{batch}, {self.num_dense}] (batch, num_dense)")
         # A NaN or an infinity makes the sum non-finite. A finite batch whose sum overflows is checked one by one.
         if not math.isfinite(dense.sum().item()) and not bool(torch.isfinite(dense).all()):

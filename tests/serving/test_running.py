@@ -77,7 +77,11 @@ def test_a_server_answers_inside_the_block_and_is_gone_after_it(archive: Path, p
         with urllib.request.urlopen(f"{server.metrics_url}/status.json", timeout=60) as answer:
             assert server.status().keys() == json.load(answer).keys() and server.status()["ready"]
         assert is_open(server.target)
+        assert (
+            repr(server) == f"<server of tiny 3: gRPC {server.target}, REST {server.url}, metrics {server.metrics_url}>"
+        )
     assert not is_open(server.target)
+    assert repr(server) == "<stopped server of tiny 3>"
     server.stop()  # a second stop has no effect
     with recinfer.serve(str(archive)) as server:
         assert model_over_http(server) == "tiny" and server.metrics_url is None

@@ -103,6 +103,14 @@ class RunningServer:
                 for archive in self._cached:
                     archive.release()
 
+    def __repr__(self) -> str:
+        held = self.ready.serving if isinstance(self.ready, ReadyModels) else self.ready.held
+        content = ", ".join(held) or "no model"
+        if self._is_stopped:
+            return f"<stopped server of {content}>"
+        ports = {"gRPC": self.target, "REST": self.url, "metrics": self.metrics_url}
+        return f"<server of {content}: {', '.join(f'{name} {at}' for name, at in ports.items() if at)}>"
+
     def __enter__(self) -> RunningServer:
         return self
 
