@@ -450,7 +450,7 @@ def bag_of(entry: Any) -> Any:
     if entry is None:
         return ()
     entry = without_torch(entry)
-    return entry if isinstance(entry, list | tuple) or getattr(entry, "ndim", 0) else (entry,)
+    return entry if isinstance(entry, list | tuple) or bool(getattr(entry, "ndim", 0)) else (entry,)
 
 
 def _pandas(name: str, column: Any, field: str) -> NDArray[Any]:
