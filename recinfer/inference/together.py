@@ -230,7 +230,7 @@ def _dense_by_name(
     names: AbstractSet[str], dense: Tensor | None, inputs: Mapping[str, Any] | None
 ) -> tuple[Tensor | None, Mapping[str, Any] | None]:
     """``dense`` and the other inputs of a request, which may have the dense matrix among them by one of its ``names``."""
-    given = sorted(names.intersection(inputs or ()))
+    given = sorted(names & (inputs or {}).keys())
     if inputs is None or not given:
         return dense, inputs
     name = given[0]
