@@ -218,7 +218,7 @@ def as_matrix(data: Any) -> NDArray[np.float32]:
         InputError: it is no matrix of numbers. A bool in a list is none; arrays, tensors and columns of type bool are flags,
             1.0 and 0.0.
     """
-    data = _without_torch(data)
+    data = without_torch(data)
     if speaks_arrow(data) and not hasattr(data, "__array__"):
         data = pyarrow_table("dense", data)
     if hasattr(data, "column_names"):  # a pyarrow Table or RecordBatch
@@ -326,18 +326,18 @@ def _of_columns(columns: Mapping[str, Any]) -> FeatureArrays:
 def _of_keyed_jagged_tensor(features: Any) -> FeatureArrays:
     if features.variable_stride_per_key():
         raise InputError("features: got different batch sizes per key, expected one batch size for all")
-    values, weights = _without_torch(features.values()), features.weights_or_none()
+    values, weights = without_torch(features.values()), features.weights_or_none()
     if values.dtype not in (np.int32, np.int64):
         raise InputError(f"features.values: got {features.values().dtype}, expected torch.int64 or torch.int32")
-    lengths = _without_torch(features.lengths()).astype(np.int32, copy=False)
-    given = None if weights is None else _without_torch(weights)
+    lengths = without_torch(features.lengths()).astype(np.int32, copy=False)
+    given = None if weights is None else without_torch(weights)
     if given is not None and given.dtype.kind not in "iuf":
         raise InputError(f"features.weights: got {given.dtype} values, expected numbers")
     given = None if given is None else np.ascontiguousarray(given, np.float32)
     return FeatureArrays(tuple(features.keys()), features.stride(), lengths, values, given)
 
 
-def _without_torch(data: Any) -> Any:
+def without_torch(data: Any) -> Any:
     """A tensor as an array, sharing memory if possible; anything else unchanged. Does not import torch."""
     if not hasattr(data, "detach"):
         return data
@@ -411,7 +411,7 @@ def _flat(name: str, column: Any, field: str = "features") -> tuple[NDArray[Any]
     """All values ``[N]`` of a column and the number of values per sample ``[B]``."""
     if speaks_arrow(column):
         return _arrow(name, column, field)
-    column = _without_torch(column)
+    column = without_torch(column)
     if hasattr(column, "to_numpy"):
         column = _pandas(name, column, field)
     if isinstance(column, np.ma.MaskedArray):
@@ -423,7 +423,7 @@ def _flat(name: str, column: Any, field: str = "features") -> tuple[NDArray[Any]
         return column.reshape(-1), np.full(column.shape[0], each, np.int32)
     if isinstance(column, str | bytes) or not isinstance(column, Sequence | np.ndarray):
         raise InputError(f"{field}[{name!r}]: got a {type(column).__name__}, expected one entry per sample")
-    bags = [_bag(entry) for entry in column]
+    bags = [bag_of(entry) for entry in column]
     lengths = np.fromiter(map(len, bags), np.int32, len(bags))
     flat = list(chain.from_iterable(bags))
     return (_array(flat) if flat else np.zeros(0, np.int64)), lengths
@@ -445,11 +445,12 @@ def _array(values: list[Any]) -> NDArray[Any]:
         return np.array([None])
 
 
-def _bag(entry: Any) -> Any:
+def bag_of(entry: Any) -> Any:
+    """The values of one sample of a list: a sequence as it is, one value as a sequence of it, None as an empty one."""
     if entry is None:
         return ()
-    entry = _without_torch(entry)
-    return entry if isinstance(entry, list | tuple) or (isinstance(entry, np.ndarray) and entry.ndim) else (entry,)
+    entry = without_torch(entry)
+    return entry if isinstance(entry, list | tuple) or bool(getattr(entry, "ndim", 0)) else (entry,)
 
 
 def _pandas(name: str, column: Any, field: str) -> NDArray[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.arrow import pyarrow_array, speaks_arrow
-from recinfer.columns import as_float32
+from recinfer.columns import as_float32, bag_of, without_torch
 from recinfer.errors import InputError
 
 __all__ = ["InputArrays", "as_input", "batch_of_inputs"]
@@ -104,7 +104,7 @@ def _of_list(name: str, rows: list[Any]) -> InputArrays:
         return InputArrays(_plain(name, found))
     if found is not None and found.dtype != object:
         raise _no_numbers(name, f"{found.dtype} values")
-    listed = [_row(row) for row in rows]
+    listed = [bag_of(row) for row in rows]
     lengths = np.fromiter(map(len, listed), np.int32, len(listed))
     try:
         values = np.array(list(chain.from_iterable(listed)))
@@ -113,19 +113,11 @@ def _of_list(name: str, rows: list[Any]) -> InputArrays:
     return InputArrays(_plain(name, values), lengths)
 
 
-def _row(row: Any) -> Any:
-    if row is None:
-        return ()
-    if hasattr(row, "detach"):
-        row = _without_torch(row)
-    return row if isinstance(row, list | tuple) or bool(getattr(row, "ndim", 0)) else (row,)
-
-
 def _array(name: str, data: Any) -> NDArray[Any]:
     if isinstance(data, str | bytes | Mapping) or data is None:
         raise _no_numbers(name, type(data).__name__)
     try:
-        found = np.asarray(_without_torch(data))
+        found = np.asarray(without_torch(data))
     except (TypeError, ValueError, OverflowError):
         raise _no_numbers(name, type(data).__name__) from None
     return _plain(name, found)
@@ -151,13 +143,6 @@ def _of_arrow(name: str, column: Any) -> Any:
     if found.null_count:
         raise _no_numbers(name, "null")
     return found.to_numpy(zero_copy_only=False)
-
-
-def _without_torch(data: Any) -> Any:
-    if not hasattr(data, "detach"):
-        return data
-    tensor = data.detach().cpu()
-    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 
 def _no_numbers(name: str, got: str) -> InputError:

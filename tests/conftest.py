@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.export_caches import cache_exports
+from tests.export_caches import cache_exports, keep_programs, programs_of_run
 from tests.interpreter_caches import patch_once
 from tests.tiers import TIERS, tier_of
 
@@ -48,8 +48,6 @@ _FIRST = (
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data"
-
-_programs: Path | None = None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -106,17 +104,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Cache the work that every export of a small model, and every launch in Triton's interpreter, repeats."""
+    """Cache the work that every export of a small model, and every launch in Triton's interpreter, repeats.
+
+    Each test begins with the same seed, so that models which tests build alike are equal and share it; with --full-matrix the
+    random numbers go on from the test before.
+    """
     cache_exports()
     patch_once()
-    prepare: Any = sys.modules.get("recinfer.inference.prepare")
-    if _programs is not None and prepare is not None and not hasattr(prepare.export_part, "__wrapped__"):
-        from tests.programs import kept_in
-
-        prepare.export_part = kept_in(_programs, prepare.export_part)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and programs_of_run() is not None:
+        torch.default_generator.manual_seed(0)
     for name in ("recinfer.inference.export", "recinfer.inference.delta"):
         module: Any = sys.modules.get(name)
-        if _programs is not None and module is not None and not hasattr(module.cut_and_export, "__wrapped__"):
+        if programs_of_run() is not None and module is not None and not hasattr(module.cut_and_export, "__wrapped__"):
             from tests.programs import traced_once
 
             module.cut_and_export = traced_once(module.cut_and_export)
@@ -125,12 +125,12 @@ def pytest_runtest_setup() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def programs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
     """The folder of exported programs, which all processes of a test run share; none with --full-matrix."""
-    global _programs
     if request.config.getoption("--full-matrix"):
         return
     base = tmp_path_factory.getbasetemp()
-    _programs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
-    _programs.mkdir(exist_ok=True)
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+    folder.mkdir(exist_ok=True)
+    keep_programs(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import functools
 import sys
+from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_exports"]
+__all__ = ["cache_exports", "keep_programs", "programs_of_run"]
+
+_folder: Path | None = None
+
+
+def keep_programs(folder: Path | None) -> None:
+    """Look for the programs of a dense part in ``folder`` before they are exported; None: export all. The modules that export may be
+    imported later: :func:`cache_exports` begins with it."""
+    global _folder
+    _folder = folder
+
+
+def programs_of_run() -> Path | None:
+    """The folder of :func:`keep_programs`, for processes that this one starts."""
+    return _folder
 
 
 def cache_exports() -> None:
@@ -14,6 +29,11 @@ def cache_exports() -> None:
     exports: Any = sys.modules.get("torch._export.utils")
     if exports is not None and not hasattr(exports._materialize_cpp_cia_ops, "of_new"):
         _make_new_operators_known(exports)
+    prepare: Any = sys.modules.get("recinfer.inference.prepare")
+    if _folder is not None and prepare is not None and not hasattr(prepare.export_part, "__wrapped__"):
+        from tests.programs import kept_in
+
+        prepare.export_part = kept_in(_folder, prepare.export_part)
     if "onnxscript._framework_apis.torch_2_5" in sys.modules:  # whose function the later ones have
         _cache_functions_of_onnxscript()
 

@@ -53,9 +53,11 @@ def _derive_signatures_of_onnxscript() -> None:
     log.setLevel(level)
 
 
+gc.disable()  # some hundred passes over all that is imported find nothing to free
 for _name in _MODULES:
     importlib.import_module(_name)
 _derive_signatures_of_onnxscript()
 # Collections in a process that is forked pass over what was imported, and copy none of its pages. Each server collects once.
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from recinfer.archive.dense import ExportedDense, Part
 from recinfer.checkpoint import CheckpointReader
-from recinfer.inference.prepare import CutModel
+from recinfer.inference.prepare import CutModel, table_keys
 
 __all__ = ["kept_in", "traced_once"]
 
@@ -79,14 +79,15 @@ def _bytes_of(tensor: Tensor) -> Iterator[bytes]:
 def traced_once(cut_and_export: Callable[..., CutModel]) -> Callable[..., CutModel]:
     """``cut_and_export``, which returns what it has made of an equal model, weights and further arguments.
 
-    Models are equal if they pickle to the same bytes. A model that does not pickle, as one of a class within a test, and one with
-    much data are traced each time. Errors are raised anew each time.
+    Models are equal if they pickle to the same bytes and their weights outside the tables are equal: programs hold no vectors of
+    tables. A model that does not pickle, as one of a class within a test, and one with much data are traced each time. Errors are
+    raised anew each time.
     """
     made: dict[bytes, CutModel] = {}
 
     @functools.wraps(cut_and_export)
     def cut(model: Any, leaves: Any, checkpoint: CheckpointReader, *more: Any) -> CutModel:
-        key = _key_of_model(model, checkpoint, more)
+        key = _key_of_model(model, leaves, checkpoint, more)
         if key is None:
             return cut_and_export(model, leaves, checkpoint, *more)
         if key not in made:
@@ -106,7 +107,7 @@ class _Described(pickle.Pickler):
         return bytes, (b"\0".join((about, *(() if value.is_meta else _bytes_of(value)))),)
 
 
-def _key_of_model(model: Any, checkpoint: CheckpointReader, more: tuple[Any, ...]) -> bytes | None:
+def _key_of_model(model: Any, leaves: Any, checkpoint: CheckpointReader, more: tuple[Any, ...]) -> bytes | None:
     if checkpoint.num_bytes() > _MOST_BYTES:
         return None
     pickled = io.BytesIO()
@@ -115,9 +116,11 @@ def _key_of_model(model: Any, checkpoint: CheckpointReader, more: tuple[Any, ...
     except (AttributeError, TypeError, pickle.PicklingError):
         return None
     found = hashlib.blake2b(pickled.getbuffer(), digest_size=16)
-    keys = checkpoint.keys()
-    for key in keys:
+    tables = set(table_keys(leaves, checkpoint).values())
+    for key in checkpoint.keys():  # noqa: SIM118
         found.update(f"\0{key}\0".encode())
+        if key in tables:
+            continue
         for described in _bytes_of(checkpoint.read(key)):
             found.update(described)
     return found.digest()

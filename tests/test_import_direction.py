@@ -164,6 +164,25 @@ def test_imports_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_few_files_import_vocabularies() -> None:
+    """An id step registers in few places (docs/explanation/architecture.md); every other file loops over what is registered."""
+    importing = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in modules()
+        if not dotted(path).startswith("vocabulary") and any(n.startswith("vocabulary") for _, n in imports(path))
+    }
+    assert importing == {
+        "archive/delta.py",
+        "archive/manifest.py",
+        "cli/export.py",
+        "inference/delta.py",
+        "inference/export.py",
+        "inference/id_steps.py",
+        "inference/intake.py",
+        "serving/server/open_inference_grpc.py",
+    }
+
+
 def test_the_layers_themselves_have_no_cycle() -> None:
     """The table above may not allow what the design forbids: following it never leads back to the start."""
     # `distributed` names its own parts: that its runtime uses its planner and not the reverse is checked above.

@@ -31,7 +31,7 @@ CAUGHT = {
     "quant/cuda_graphs.py": {"RuntimeError"},
     "serving/server/grpc_core.py": {"RuntimeError"},  # as grpc.aio's server; grpc_methods.bind catches it
     "serving/server/v1/requests.py": {"KeyError"},
-    "serving/wire/certificates.py": {"ValueError"},
+    "serving/wire/tls.py": {"ValueError"},
 }
 FIELD = re.compile(r"\{[A-Za-z_][\w.]*(\([^{}]*\)|\[[^{}]*\])?(![rsa])?(:[^{}]*)?\}")
 

@@ -13,10 +13,12 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import IO, Any
 from unittest import mock
 
+from tests.export_caches import cache_exports, keep_programs, programs_of_run
 from tests.warm_shell import warm_tools
 
 __all__ = [
@@ -70,7 +72,7 @@ class Program:
         stdin, writes = context.Pipe(duplex=False)
         reads, stdout = context.Pipe(duplex=False)
         self._stderr = tempfile.NamedTemporaryFile("r")  # noqa: SIM115
-        program = (code, [str(a) for a in arguments], dict(os.environ), os.getcwd())
+        program = (code, [str(a) for a in arguments], dict(os.environ), os.getcwd(), programs_of_run())
         self._process = context.Process(target=_main, args=(stdin, stdout, self._stderr.name, *program), daemon=True)
         self._process.start()
         stdin.close()
@@ -168,7 +170,7 @@ class WarmPopen:
         context = warm_context()
         reads, writes = context.Pipe(duplex=False)
         ends = [Connection(os.dup(stdin)), writes, Connection(os.dup(2 if stderr is None else stderr.fileno()))]
-        program = (code, arguments, dict(os.environ if env is None else env), os.getcwd())
+        program = (code, arguments, dict(os.environ if env is None else env), os.getcwd(), programs_of_run())
         self._process = context.Process(target=_as_popen, args=(start_new_session, *ends, *program), daemon=True)
         self._process.start()
         for end in ends:
@@ -250,6 +252,7 @@ def _main(
     arguments: list[str],
     env: dict[str, str],
     at: str,
+    programs: Path | None,
 ) -> None:
     """Be ``python -c code *arguments``."""
     said = os.open(stderr, os.O_WRONLY | os.O_APPEND) if isinstance(stderr, str) else stderr
@@ -267,6 +270,9 @@ def _main(
     import torch
 
     torch.set_num_threads(1)
+    keep_programs(programs)
+    cache_exports()
+    multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]  # a program may have children
     sys.argv = ["-c", *arguments]
     main = ModuleType("__main__")
     sys.modules["__main__"] = main

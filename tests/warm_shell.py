@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.export_caches import cache_exports, keep_programs, programs_of_run
+
 __all__ = ["warm_tools"]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +58,7 @@ def warm_tools() -> Path:
     starts, ready = context.Pipe(duplex=False)
     lives, ends = context.Pipe(duplex=False)
     _kept.append(ends)
-    server = context.Process(target=_serve, args=(str(path), ready, lives), daemon=True)
+    server = context.Process(target=_serve, args=(str(path), ready, lives, programs_of_run()), daemon=True)
     server.start()
     ready.close()
     lives.close()
@@ -121,11 +123,13 @@ def _watch(connection: socket.socket, child: int) -> None:
             os._exit(0)
 
 
-def _serve(path: str, ready: Connection, lives: Connection) -> None:
+def _serve(path: str, ready: Connection, lives: Connection, programs: Path | None) -> None:
     """The server, and each process that it has forked for a command. Does not return."""
     import torch
 
     torch.set_num_threads(1)
+    keep_programs(programs)
+    cache_exports()
     command = _next_command(path, ready, lives)
     # A program of its own, which may have children, and not a daemon of the test process.
     process.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 
@@ -30,6 +31,7 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
     from torch.onnx._internal.exporter import _core
 
     registry = _registry()
+    _name_casts(program.graph)
 
     def decomposed(table: Any) -> ExportedProgram:
         # The exporter's run over all operators takes a third of an export; most programs have an ONNX form of each.
@@ -55,6 +57,17 @@ def _registry() -> Any:
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     return ONNXRegistry.from_torchlib(opset_version=OPSET)
+
+
+def _name_casts(graph: fx.Graph) -> None:
+    """Write conversions of a dtype as the operator that has an ONNX form.
+
+    Half of all models convert a tensor, and a conversion alone would have the exporter run over all operators.
+    """
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.to.dtype:
+            dtype = node.args[1] if len(node.args) > 1 else node.kwargs["dtype"]
+            node.target, node.args, node.kwargs = torch.ops.aten._to_copy.default, node.args[:1], {"dtype": dtype}
 
 
 def _has_form(node: fx.Node, forms: Any) -> bool:

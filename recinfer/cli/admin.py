@@ -186,12 +186,22 @@ def _shard_tables(shards: Sequence[ShardReplica]) -> list[Any]:
         table.columns[column].justify = "right"
     for replica in shards:
         state = Text("up", "green") if replica.up else Text(f"down: {replica.why}" if replica.why else "down", "red")
-        versions = " ".join(key[:8] for key in replica.versions)
+        versions = " ".join(map(_short_key, replica.versions))
         numbers = f"{replica.outstanding:,}", f"{replica.default_rows:,}"
         table.add_row(str(replica.rank), replica.address, state, *numbers, versions)
     gone = sorted({r.rank for r in shards} - {r.rank for r in shards if r.up})
     alarm = [Text(f"no shard server answers for rank {', '.join(map(str, gone))}", "bold red")] if gone else []
     return [table, *alarm]
+
+
+def _short_key(key: str) -> str:
+    """The start of a version's key, and the number of its deltas, as the status page shows them.
+
+    >>> _short_key("9bf5e7f34c925307a1b2"), _short_key("9bf5e7f34c925307a1b2+1:6f0c")
+    ('9bf5e7f3', '9bf5e7f3+1')
+    """
+    base, plus, deltas = key.partition(":")[0].partition("+")
+    return base[:8] + plus + deltas
 
 
 @takes(ListOptions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from recinfer import env
@@ -46,6 +47,11 @@ def run(options: ServeOptions) -> None:
 
     output = Output(options.as_json, logs=config.address.log_json)
 
+    def report(text: str) -> None:
+        """Print a line about the server that runs, with its time as in the log; lines of JSON have theirs."""
+        now = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
+        output.note(text if output.logs else f"{now} {text}")
+
     def ready(found: Ready) -> None:
         if not options.worker:  # otherwise the supervisor prints it once for all workers
             _show(found, config, output)
@@ -55,7 +61,7 @@ def run(options: ServeOptions) -> None:
             payload["workers"] = config.models.workers
         output.finish(payload)
 
-    serve_until_signal(config, on_ready=ready, report=output.note, worker=options.worker, debug=debugging())
+    serve_until_signal(config, on_ready=ready, report=report, worker=options.worker, debug=debugging())
     if not options.worker:
         output.note("stopped")
 

@@ -173,7 +173,7 @@ class RecordedReference:
         values = self._integers(f"{name}.values")
         if len(values) != count:
             raise self._error(f"{name}.values has {len(values)} ids, {name}.lengths sum to {count}")
-        if rows is None:  # an ids program or a vocabulary makes rows of them
+        if rows is None:  # an ids program or an id step makes rows of them
             return values
         bad = ((values < 0) | (values >= rows)).nonzero()
         if len(bad):

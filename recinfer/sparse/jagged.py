@@ -14,10 +14,61 @@ from recinfer.sparse.offsets import lengths_to_offsets, offsets_to_lengths
 from recinfer.sparse.printing import format_jagged, summary
 from recinfer.sparse.proxyable import Proxyable
 
-__all__ = ["JaggedTensor", "jt_is_equal"]
+__all__ = ["JaggedParts", "JaggedTensor", "jt_is_equal"]
 
 
-class JaggedTensor(metaclass=Proxyable):
+class JaggedParts(metaclass=Proxyable):
+    """The getters of a JaggedTensor, of ``B`` rows, and of a KeyedJaggedTensor, of ``F * B``."""
+
+    _values: Tensor
+    _weights: Tensor | None
+    _lengths: Tensor | None
+    _offsets: Tensor | None
+
+    def values(self) -> Tensor:
+        """``[N, ...]``."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """``[N]``; InputError without weights."""
+        if self._weights is None:
+            raise InputError(
+                f"this {type(self).__name__} has no weights; build it with weights=, or call weights_or_none()"
+            )
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """``[N]`` or None."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """``[B]``, or ``[F * B]`` with keys; computed from the offsets once if needed."""
+        if self._lengths is None:
+            assert self._offsets is not None
+            self._lengths = offsets_to_lengths(self._offsets)
+        return self._lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """The lengths, or None when only offsets are known."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """``[B + 1]``, or ``[F * B + 1]`` with keys; computed from the lengths once if needed."""
+        if self._offsets is None:
+            assert self._lengths is not None
+            self._offsets = lengths_to_offsets(self._lengths)
+        return self._offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """The offsets, or None when only lengths are known."""
+        return self._offsets
+
+    def device(self) -> torch.device:
+        """Device of the values."""
+        return self._values.device
+
+
+class JaggedTensor(JaggedParts):
     """Rows of different length.
 
     Args:
@@ -168,46 +219,6 @@ class JaggedTensor(metaclass=Proxyable):
         source = torch.where(column < lengths, starts + column, flat.shape[0])
         padded = torch.cat([flat, flat.new_full((1, *flat.shape[1:]), padding_value)])
         return padded.index_select(0, source.flatten()).reshape(*source.shape, *flat.shape[1:])
-
-    def values(self) -> Tensor:
-        """``[N, ...]``."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """``[N]``; InputError without weights."""
-        if self._weights is None:
-            raise InputError("this JaggedTensor has no weights; build it with weights=, or call weights_or_none()")
-        return self._weights
-
-    def weights_or_none(self) -> Tensor | None:
-        """``[N]`` or None."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """``[B]``, computed from the offsets once if needed."""
-        if self._lengths is None:
-            assert self._offsets is not None
-            self._lengths = offsets_to_lengths(self._offsets)
-        return self._lengths
-
-    def lengths_or_none(self) -> Tensor | None:
-        """``[B]``, or None when only offsets are known."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """``[B + 1]``, computed from the lengths once if needed."""
-        if self._offsets is None:
-            assert self._lengths is not None
-            self._offsets = lengths_to_offsets(self._lengths)
-        return self._offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        """``[B + 1]``, or None when only lengths are known."""
-        return self._offsets
-
-    def device(self) -> torch.device:
-        """Device of the values."""
-        return self._values.device
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> JaggedTensor:
         weights, lengths, offsets = (

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.sparse.checks import check_jagged, check_keys_per_stride, is_plain, require
-from recinfer.sparse.jagged import JaggedTensor
-from recinfer.sparse.offsets import lengths_to_offsets, offsets_to_lengths, prefix_sums, segment_sums
-from recinfer.sparse.proxyable import Proxyable
+from recinfer.sparse.jagged import JaggedParts, JaggedTensor
+from recinfer.sparse.offsets import prefix_sums, segment_sums
 
 __all__ = ["InverseIndices", "KeyedParts", "Strides"]
 
@@ -23,7 +22,7 @@ InverseIndices = tuple[list[str], Tensor]
 Strides = list[list[int]]
 
 
-class KeyedParts(metaclass=Proxyable):
+class KeyedParts(JaggedParts):
     """The state of a KeyedJaggedTensor and its getters; sizes are computed once, on first use."""
 
     _fields = [  # noqa: RUF012 - the name and the type are TorchRec's
@@ -140,46 +139,6 @@ class KeyedParts(metaclass=Proxyable):
     def keys(self) -> list[str]:
         """The ``F`` feature names."""
         return self._keys
-
-    def values(self) -> Tensor:
-        """``[N, ...]``."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """``[N]``; InputError without weights."""
-        if self._weights is None:
-            raise InputError("this KeyedJaggedTensor has no weights; build it with weights=, or call weights_or_none()")
-        return self._weights
-
-    def weights_or_none(self) -> Tensor | None:
-        """``[N]`` or None."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """``[F * B]``, computed from the offsets once if needed."""
-        if self._lengths is None:
-            assert self._offsets is not None
-            self._lengths = offsets_to_lengths(self._offsets)
-        return self._lengths
-
-    def lengths_or_none(self) -> Tensor | None:
-        """``[F * B]``, or None when only offsets are known."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """``[F * B + 1]``, computed from the lengths once if needed."""
-        if self._offsets is None:
-            assert self._lengths is not None
-            self._offsets = lengths_to_offsets(self._lengths)
-        return self._offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        """``[F * B + 1]``, or None when only lengths are known."""
-        return self._offsets
-
-    def device(self) -> torch.device:
-        """Device of the values."""
-        return self._values.device
 
     def _key_indices(self) -> dict[str, int]:
         if self._index_per_key is None:

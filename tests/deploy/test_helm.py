@@ -94,7 +94,7 @@ def test_keda_in_place_of_the_autoscalers(tmp_path: Path):
     assert asked["metadata"] == {
         "serverAddress": "http://prometheus:9090",
         "query": 'sum(recinfer_load{namespace="recinfer", pod=~"ctr-ranker-.+"})',
-        "threshold": "0.5",
+        "threshold": "0.4",
     }
     assert cores["metadata"] == {"value": "70"} and (spec["minReplicaCount"], spec["maxReplicaCount"]) == (2, 8)
     assert found["ScaledObject", "ctr-shard-1"]["spec"]["triggers"][0]["metadata"]["threshold"] == "0.7"

@@ -100,7 +100,7 @@ def test_names_and_labels_find_each_other():
     assert scaling["spec"]["scaleTargetRef"]["name"] in workloads
     pods = [metric["pods"] for metric in scaling["spec"]["metrics"] if metric["type"] == "Pods"]
     wanted = {each["metric"]["name"]: each["target"]["averageValue"] for each in pods}
-    assert wanted == {LOAD_METRIC: "500m", QUEUE_METRIC: "16"}
+    assert wanted == {LOAD_METRIC: "400m", QUEUE_METRIC: "16"}
     assert "replicas" not in workloads["ctr-ranker"], "the autoscaler's number must survive an apply"
 
 

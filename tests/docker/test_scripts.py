@@ -118,7 +118,7 @@ def script(name: str, tools: Path, log: Path, **variables: str) -> Iterator[Runn
 
 
 @pytest.fixture(scope="module")
-def fleet(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
+def fleet(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
     """A shard server for each of two ranks, and a ranker, as the compose file starts them."""
     folder = tmp_path_factory.mktemp("fleet")
     archive = build_archive(folder)
@@ -129,12 +129,10 @@ def fleet(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         for rank in (0, 1):
             more = {**common, "RECINFER_MODEL_STORE": str(folder), "RECINFER_RANKS": str(rank)}
             log = folder / f"shard-{rank}.log"
-            started[f"shard-{rank}"] = stack.enter_context(script("shard.sh", tools, log, **more))
+            started[f"shard-{rank}"] = stack.enter_context(script("shard.sh", warm, log, **more))
         ranks = {rank: [f"127.0.0.1:{started[f'shard-{rank}'].port}"] for rank in (0, 1)}
         shards = str(write_shards(folder / "shards.json", ranks))
-        ranker = stack.enter_context(
-            script("ranker.sh", tools, folder / "ranker.log", **common, RECINFER_SHARDS=shards)
-        )
+        ranker = stack.enter_context(script("ranker.sh", warm, folder / "ranker.log", **common, RECINFER_SHARDS=shards))
         started["ranker"] = ranker
         for server in started.values():
             server.wait()
@@ -289,9 +287,9 @@ def test_a_script_names_the_variable_that_it_lacks(name: str, missing: str, tool
     assert missing in (tmp_path / "log").read_text()
 
 
-def test_beyond_loopback_a_token_is_needed(tools: Path, tmp_path: Path):
+def test_beyond_loopback_a_token_is_needed(warm: Path, tmp_path: Path):
     archive = str(tmp_path / "none.rqa")
-    environment = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {"PATH": f"{warm}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [DOCKER / "serve.sh"],
         env={**environment, "RECINFER_ARCHIVE": archive},

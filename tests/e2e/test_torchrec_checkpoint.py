@@ -10,11 +10,13 @@ import torch
 
 from recinfer.archive.manifest import Manifest
 from recinfer.inference.predictor import load
+from recinfer.serving import server_process
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server_process import served
 from recinfer.sparse import KeyedJaggedTensor
 from tests.e2e.commands import run, run_json
 from tests.e2e.torchrec_model import FEATURES, TABLES
+from tests.warm import starting_warm
 
 MODEL = "tests.e2e.torchrec_model:build"
 
@@ -58,7 +60,7 @@ def test_int8_stays_within_the_bound(
 ) -> None:
     archive = export(checkpoint, tmp_path / "model.rqa", world_size, "int8")
     predictor = load(archive)
-    with served(archive) as target, InferenceClient(target, timeout=60) as client:
+    with starting_warm(server_process), served(archive) as target, InferenceClient(target, timeout=60) as client:
         embeddings = client.lookup(features)
         (logits,) = client.predict(reference["dense"], features).values()
     assert embeddings.keys() == FEATURES

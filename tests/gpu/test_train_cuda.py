@@ -9,7 +9,9 @@ import torch
 
 from recinfer import fbgemm
 from recinfer.checkpoint import CheckpointReader
+from recinfer.training import launch
 from recinfer.training.job import TrainJob, TrainReport, _on_new_ranks, _on_rank, run_job
+from tests.warm import warm_context
 
 cuda = pytest.param(
     "cuda",
@@ -30,9 +32,14 @@ def trained(folder: Path, device: str, *, sharded: bool) -> TrainReport:
 
 @pytest.mark.parametrize("device", ["cpu", cuda])
 @pytest.mark.parametrize("sharded", [False, True], ids=["local", "one-rank"])
-def test_a_device_trains_what_one_process_on_the_cpu_does(tmp_path: Path, device: str, sharded: bool) -> None:
+def test_a_device_trains_what_one_process_on_the_cpu_does(
+    tmp_path: Path, device: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if sharded and device == "cuda" and not fbgemm.HAS_CUDA:
         pytest.skip("FBGEMM's build here is not the one for CUDA")
+    if device == "cpu":  # a rank of CUDA starts as everywhere
+        warm_context()
+        monkeypatch.setattr(launch, "_START", "forkserver")
     mine = trained(tmp_path / "mine", device, sharded=sharded)
     theirs = trained(tmp_path / "cpu", "cpu", sharded=False)
     assert mine.num_steps == theirs.num_steps

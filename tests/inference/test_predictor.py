@@ -278,7 +278,9 @@ def test_weights_and_shared_names(tmp_path: Path) -> None:
     plain = bag(a=[[1, 2], [19]], b=[[4], [5, 6]])
     kjt = KeyedJaggedTensor(plain.keys(), plain.values(), torch.rand(6), lengths=plain.lengths())
     torch.testing.assert_close(predictor.predict(None, kjt)["output"], model(kjt), atol=1e-6, rtol=1e-5)
-    with pytest.raises(InputError, match=r"dense: got torch.float32 \[2, 1\]; this model takes no matrix.*leave dense out"):
+    with pytest.raises(
+        InputError, match=r"dense: got torch.float32 \[2, 1\]; this model takes no matrix.*leave dense out"
+    ):
         predictor.predict(torch.ones(2, 1), kjt)
     found = predictor.lookup(kjt)
     assert found.keys() == ["a@t", "a@u", "b@three", "a", "b@two"]

@@ -15,6 +15,8 @@ from tests.parity.training_cases import Case, full_matrix, representative, run_c
 def test_sharded_training_is_the_unsharded_one(world: int, local: int, request: pytest.FixtureRequest) -> None:
     full = request.config.getoption("--full-matrix")
     cases = full_matrix() if full else representative()
+    if world == 3 and not full:  # two of five by day: of each kind, batch, pooling, weighting and optimizer
+        cases = [case for number, case in enumerate(cases) if number % 5 in (0, 2)]
     run_ranks(world, run_cases, cases, local, env={"LOCAL_WORLD_SIZE": str(local)}, timeout=1800 if full else 300)
 
 

@@ -41,10 +41,12 @@ from recinfer.serving.config import (
     TablesConfig,
 )
 from recinfer.serving.wire.limits import BatchConfig
+from recinfer.serving.workers import process
 from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import write_shards
 from tests.waiting import until
+from tests.warm import starting_warm
 
 TOKEN = "a-token-of-enough-letters"
 
@@ -77,7 +79,9 @@ def test_a_server_answers_inside_the_block_and_is_gone_after_it(archive: Path, p
         with urllib.request.urlopen(f"{server.metrics_url}/status.json", timeout=60) as answer:
             assert server.status().keys() == json.load(answer).keys() and server.status()["ready"]
         assert is_open(server.target)
-        assert repr(server) == f"<server of tiny 3: gRPC {server.target}, REST {server.url}, metrics {server.metrics_url}>"
+        assert (
+            repr(server) == f"<server of tiny 3: gRPC {server.target}, REST {server.url}, metrics {server.metrics_url}>"
+        )
     assert not is_open(server.target)
     assert repr(server) == "<stopped server of tiny 3>"
     server.stop()  # a second stop has no effect
@@ -174,7 +178,7 @@ def test_workers_of_a_python_program(archive: Path, predictor: Predictor):
 
 
 def test_workers_that_do_not_start(tmp_path: Path):
-    with pytest.raises(UnavailableError, match="gone"):
+    with starting_warm(process), pytest.raises(UnavailableError, match="gone"):
         recinfer.serve(tmp_path / "gone", workers=2)
 
 

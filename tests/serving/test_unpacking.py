@@ -153,7 +153,7 @@ def test_no_other_port_or_path_unpacks_anything(server: Server):
 @pytest.mark.parametrize("size", [0, 1, 1000, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3_000_000])
 def test_unpacking_in_pieces_gives_the_whole(size: int):
     data = np.random.default_rng(size).integers(0, 3, size, np.uint8).tobytes()
-    for packed in (pack(data, "gzip"), pack(data, "deflate"), zlib.compress(data, 9, -15)):
+    for packed in (pack(data, "gzip"), pack(data, "deflate"), zlib.compress(data, 1, -15)):
         encoding = "gzip" if packed[:2] == b"\x1f\x8b" else "deflate"
         assert unpack(packed, encoding, size) == data
         if size:

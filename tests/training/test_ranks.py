@@ -27,7 +27,9 @@ def job(folder: Path, **changes: object) -> TrainJob:
     return TrainJob(**settings)  # type: ignore[arg-type]
 
 
-def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_train_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_context()
+    monkeypatch.setattr(launch, "_START", "forkserver")
     # Table-wise and row-wise: row-wise Adagrad is then the same whatever the number of ranks.
     sharding = {"*": "row_wise", "t_C1": "table_wise", "t_C2": "data_parallel"}
     one = run_job(job(tmp_path, out=tmp_path / "one", batch_size=128))

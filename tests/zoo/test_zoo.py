@@ -102,11 +102,11 @@ KINDS = [
     Kind(r.SeveralTensors, ("price", "shown", "image", "flags")),
     Kind(r.DictOfTensors, ("age", "price")),
     Kind(r.IntegerTensor, ("hour", "day")),
-    Kind(r.DenseKeyedTensor, ("price", "image"), by_day=False),
+    Kind(r.DenseKeyedTensor, ("price", "image")),
     Kind(r.DataclassBatch, ("price", "stats"), int8=True),
     Kind(r.WeightedAndPlain),
     Kind(r.FeatureProcessed),
-    Kind(r.MMoE, batches=0, by_day=False),
+    Kind(r.MMoE, batches=0),
     Kind(r.PLE),
     Kind(r.TwoTower),
     Kind(r.Autocast),
@@ -131,7 +131,7 @@ KINDS = [
     Kind(s.SharedTable),
     Kind(s.NeedIndices),
     Kind(s.PaddedTensors, ("words", "seen"), batches=2, also=check_free_axes),
-    Kind(s.MaskedSoftmax, per_sample={"item": 1}, by_day=False),
+    Kind(s.MaskedSoftmax, per_sample={"item": 1}),
     Kind(s.SegmentReduce),
     Kind(s.JaggedSoftmax, per_sample={"item": 1}),
     Kind(s.FbgemmOperators, per_sample={"item": 1}),
@@ -145,8 +145,8 @@ KINDS = [
         also=check_counts,
     ),
     Kind(e.ValuesAsColumns, per_sample={"last": 3}),
-    Kind(e.VariationalDropout, by_day=False),  # by day: test_capture_alone.py
-    Kind(e.Interests, by_day=False),
+    Kind(e.VariationalDropout),
+    Kind(e.Interests),
     Kind(e.TwoTowers, user=("user", "age")),
 ]
 # fmt: on

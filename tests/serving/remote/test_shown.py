@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from recinfer.cli import admin as admin_command
 from recinfer.cli import main
 from recinfer.inference.predictor import load
 from recinfer.serving.client import InferenceClient
-from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.client.admin import AdminClient, ShardReplica
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.store import ModelStore, StoreManager
 from recinfer.serving.server.server import Server
@@ -80,6 +81,14 @@ def test_admin_lists_shard_servers(ranker: Ranker) -> None:
     ranker.lose()
     run = CliRunner().invoke(main.app, ["admin", "list", "--target", ranker.server.target])
     assert "no shard server answers for rank 1, 2" in run.output and "down" in run.output
+
+
+def test_a_version_and_the_same_with_a_delta_differ() -> None:
+    """In a terminal too, as on the page: the keys of both begin alike."""
+    key = "9bf5e7f34c925307a1b2c3d4e5f60718"
+    replica = ShardReplica(0, "a:1", True, "", (key, f"{key}+2:{key}"), 0, 0)
+    (table,) = admin_command._shard_tables([replica])
+    assert list(table.columns[-1].cells) == ["9bf5e7f3 9bf5e7f3+2"]
 
 
 def test_watch_and_json_do_not_go_together(ranker: Ranker) -> None:
