@@ -223,6 +223,6 @@ def test_random_bytes_give_a_message_or_an_input_error(data: bytes):
 def test_a_context_with_numbers_may_have_strings_and_an_empty_history() -> None:
     context = {"history": [[]], "city": ["paris"], "age": [[0.5]]}
     sent = pb.PredictRequest.FromString(codec.encode_predict_request(None, {"item": [[1]]}, context=context))
-    assert list(sent.context.keys) == ["history"]
+    assert list(sent.context.keys) == ["history", "city"]
     assert list(sent.context.string_keys) == ["city"]
     assert [one.name for one in sent.context_inputs] == ["age"]
