@@ -153,6 +153,7 @@ def _best(methods: dict[str, Remap], draw: Callable[[], NDArray[np.int64]], roun
     best = dict.fromkeys(methods, float("inf"))
     for _ in range(rounds):
         for name, method in methods.items():
+            method(draw())  # so that its table is in the caches as far as it fits, not those of the method before
             ids = draw()
             start = time.thread_time_ns()
             method(ids)
