@@ -131,16 +131,16 @@ class ITEPEmbeddingBagCollection(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
+    ("kind", "why"),
     [
-        (ManagedCollisionEmbeddingBagCollection, "managed collisions"),
-        (ManagedCollisionCollection, "managed collisions"),
-        (ITEPEmbeddingBagCollection, "in-table pruning"),
+        (ManagedCollisionEmbeddingBagCollection, ", which none of the given sharders shards; give its own sharder too"),
+        (ManagedCollisionCollection, ", which none of the given sharders shards; give its own sharder too"),
+        (ITEPEmbeddingBagCollection, "; recinfer has no in-table pruning"),
     ],
 )
-def test_modules_that_remap_ids_are_refused_without_their_sharder(kind: type[Any], what: str) -> None:
+def test_modules_that_remap_ids_are_refused_without_their_sharder(kind: type[Any], why: str) -> None:
     model = nn.Sequential(kind(Towers("meta").c))
-    message = rf"module '0' is a {kind.__name__}; recinfer has no {what}"
+    message = rf"module '0' is a {kind.__name__}{why}"
     if kind is ITEPEmbeddingBagCollection:
         with pytest.raises(ConfigError, match=message):
             plan_inference(model, world_size=1)

@@ -51,9 +51,15 @@ def _configs(module: nn.Module) -> tuple[list[BaseEmbeddingConfig], bool] | None
 def _refuse_remapping(path: str, module: nn.Module) -> None:
     what = remapping(module)
     if what is not None:
+        name = type(module).__name__
+        if what == PRUNING:
+            raise ConfigError(
+                f"module {path!r} is a {name}; recinfer has no {what}. Train its EmbeddingBagCollection or EmbeddingCollection "
+                "alone, and hash ids below num_embeddings before the lookup"
+            )
         raise ConfigError(
-            f"module {path!r} is a {type(module).__name__}; recinfer has no {what} yet. Train its "
-            "EmbeddingBagCollection or EmbeddingCollection alone, and hash ids below num_embeddings before the lookup"
+            f"module {path!r} is a {name}, which none of the given sharders shards; give its own sharder too, or leave "
+            "sharders out: get_default_sharders() has it"
         )
 
 
