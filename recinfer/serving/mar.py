@@ -132,7 +132,7 @@ def _handler() -> Path:
     """The path of the handler's file, in the source tree or where an install put it."""
     root = Path(__file__).resolve().parents[2]
     # An environment, `pip install --user` and `pip install --target` have three places for a package's data.
-    bases = (Path(sysconfig.get_path("data")), Path(site.getuserbase()), root)
+    bases = (root, Path(sysconfig.get_path("data")), Path(site.getuserbase()))
     folders = [root / "handlers", *(base / "share" / "recinfer" / "handlers" for base in bases)]
     for folder in folders:
         if (folder / _HANDLER).is_file():
