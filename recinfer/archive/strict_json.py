@@ -7,6 +7,7 @@ import json
 import math
 import re
 import types
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -162,16 +163,14 @@ def _build_union(kind: Any, value: Any, where: str) -> Any:
     options = get_args(kind)
     if value is None and type(None) in options:
         return None
-    failure: ArchiveError | None = None
-    for option in options:
-        if option is type(None):
-            continue
-        try:
-            return _build(option, value, where)
-        except ArchiveError as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
+    first, *others = (option for option in options if option is not type(None))
+    try:
+        return _build(first, value, where)
+    except ArchiveError:  # the error to raise; a variable of it would make a cycle, which keeps what callers hold
+        for option in others:
+            with suppress(ArchiveError):
+                return _build(option, value, where)
+        raise
 
 
 def _build_scalar(kind: Any, value: Any, where: str) -> Any:

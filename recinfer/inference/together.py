@@ -129,7 +129,10 @@ def _together(
                 answers[at] = found[0]
             except Exception as error:
                 answers[at] = error
-    return [answers[at] for at in range(len(requests))]
+    try:
+        return [answers[at] for at in range(len(requests))]
+    finally:
+        answers.clear()  # an error's traceback holds this frame: together a cycle, which would keep the model
 
 
 def _taken_for_lookup(model: LoadedModel, features: Features) -> TakenFeatures:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -152,6 +154,24 @@ def test_a_prediction_needs_every_feature(exact: tuple[nn.Module, Predictor]) ->
     assert isinstance(refused, InputError) and str(refused).startswith("missing features: 'f_item', 'f_hist'; got")
     assert isinstance(answer, dict) and len(answer["output"]) == 2
     assert predictor.lookup(half).keys() == ["f_user", "f_cat"]
+
+
+def test_a_dropped_model_needs_no_garbage_collector(exact: tuple[nn.Module, Predictor]) -> None:
+    """Its pages stay mapped else until one runs, on an idle server for long; also after a request with an error."""
+    root = exact[1].archive.root
+    half, whole = bag(f_cat=[[3]], f_user=[[1]]), full(f_cat=[[3]], f_user=[[1]])
+    dense = torch.randn(1, 3)
+    load(root)  # what the first one imports
+    gc.collect()
+    gc.disable()
+    try:
+        predictor = load(root)
+        dropped = weakref.ref(predictor)
+        predictor.predict_many([PredictInputs(dense, half), PredictInputs(dense, whole)])
+        del predictor
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 def test_policies(with_policies: tuple[nn.Module, Archive]) -> None:
