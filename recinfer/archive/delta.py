@@ -261,11 +261,16 @@ def _check_fit(archive: Archive, delta: Delta, applied: tuple[Delta, ...]) -> No
     if info.base != archive.manifest_sha256:
         raise ArchiveError(
             f"the delta applies to the archive with manifest SHA-256 {info.base[:16]}..., this archive has "
-            f"{archive.manifest_sha256[:16]}...",
+            f"{archive.manifest_sha256[:16]}...; an archive that was exported again or resharded needs a delta of its own: "
+            "make one with recinfer delta",
             rule="X5",
         )
     if (info.model, info.version) != (manifest.model, manifest.version):
-        raise ArchiveError(f"the delta is for model {info.model[:80]!r} {info.version[:80]!r}", rule="X5")
+        raise ArchiveError(
+            f"the delta is for model {info.model[:80]!r} {info.version[:80]!r}, this archive is {manifest.model!r} "
+            f"{manifest.version!r}",
+            rule="X5",
+        )
     previous = applied[-1].sha256 if applied else info.base
     if (info.sequence, info.previous) != (len(applied) + 1, previous):
         raise ArchiveError(
