@@ -57,7 +57,7 @@ def signature(function: Definition) -> str:
 
 
 def describe_class(node: ast.ClassDef, module: ast.Module) -> dict[str, str]:
-    """Its members, and those of its private base classes in the same module."""
+    """Its members, and those of its base classes in the package, so that a method may move to one of them."""
     bases = list(map(ast.unparse, node.bases))
     names = [base.partition("[")[0] for base in bases]  # without the arguments of a generic class
     members = {"": f"class({', '.join(bases)})"}
@@ -68,10 +68,21 @@ def describe_class(node: ast.ClassDef, module: ast.Module) -> dict[str, str]:
         elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_":
             default = f" = {ast.unparse(item.value)}" if item.value else ""
             members[item.target.id] = f": {ast.unparse(item.annotation)}{default}"
-    for base in module.body:
-        if isinstance(base, ast.ClassDef) and base.name in names and base.name.startswith("_"):
-            members = describe_class(base, module) | members
+    for base, home in base_classes(names, module):
+        members = describe_class(base, home) | members
     return members
+
+
+def base_classes(names: list[str], module: ast.Module) -> list[tuple[ast.ClassDef, ast.Module]]:
+    """The classes of ``names`` that ``module`` defines or imports from the package by ``from``, with their modules."""
+    found = []
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and node.name in names:
+            found.append((node, module))
+        elif isinstance(node, ast.ImportFrom) and node.module in modules():
+            imported = [alias.name for alias in node.names if (alias.asname or alias.name) in names]
+            found += base_classes(imported, modules()[str(node.module)]) if imported else []
+    return found
 
 
 def names_of(target: ast.expr) -> list[str]:
