@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from recinfer.archive.jagged_aten import decompositions
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import MAX_TABLE_BYTES, DenseInput
+from recinfer.archive.operator_forms import replace_operators
 from recinfer.archive.subgraph import Program, is_assertion, subgraph
 from recinfer.capture import Captured, Slot, input_nodes
 from recinfer.errors import ConfigError
@@ -108,14 +109,10 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     Raises:
         ConfigError: ids that depend on another lookup, or a module that forward never calls.
     """
-    graph_module = _decomposed(captured.program).module(check_guards=False)
-    assert isinstance(graph_module, fx.GraphModule)
+    graph_module = _decomposed(captured.program)
     graph = graph_module.graph
     for node in list(graph.nodes):
         if is_assertion(node) or node.op == "call_module":
-            graph.erase_node(node)
-        elif _keeps_dtype(node):
-            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     slots = dict(zip([n for n in graph.nodes if n.op == "placeholder"], captured.slots, strict=True))
     calls = list(_calls(graph))
@@ -131,34 +128,16 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     return Split(dense, ids, names.computed, names.lookups, facts_of(captured))
 
 
-def _keeps_dtype(node: fx.Node) -> bool:
-    """Whether a node converts a computed tensor to the dtype that it has, which ONNX has no form for.
-
-    Such a node stays where it makes an output of a lookup's vectors or of another output.
-    """
-    if node.target is not torch.ops.aten.to.dtype:
-        return False
-    source: Any = node.args[0]
-    if source.op != "call_function" or source.target in (_POOLED, _ROWS, _TABLE):
-        return False
-    same = source.meta["val"].dtype == node.meta["val"].dtype
-    return same and all(user.op != "output" for user in source.users)
-
-
-def _decomposed(program: ExportedProgram) -> ExportedProgram:
-    """``program`` without the operators that have a form in others, wrappers (autocast) and changes in place."""
+def _decomposed(program: ExportedProgram) -> fx.GraphModule:
+    """The graph of ``program`` without operators that have a form in others, wrappers (autocast) and changes in place."""
     forms = decompositions()
-
-    def stays(node: fx.Node) -> bool:
-        if isinstance(node.target, torch._ops.OpOverload):
-            return node.target not in forms and not node.target._schema.is_mutable
-        return not isinstance(node.target, torch._ops.HigherOrderOperator)
-
-    if all(stays(node) for node in program.graph.nodes):
-        return program  # a run over all operators takes longer than the trace
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
-        return program.run_decompositions(forms)
+    graph_module = program.module(check_guards=False)
+    if not replace_operators(graph_module.graph, lambda node: forms.get(node.target), forms):  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
+            graph_module = program.run_decompositions(forms).module(check_guards=False)
+    assert isinstance(graph_module, fx.GraphModule)
+    return graph_module
 
 
 def facts_of(captured: Captured) -> Facts:
