@@ -24,7 +24,7 @@ from recinfer.archive.onnx_export import OPSET, to_onnx
 from recinfer.archive.onnx_rewrites import compute_in_float32, fold_gathers, gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
-from recinfer.archive.subgraph import Program, is_assertion
+from recinfer.archive.subgraph import Program, free_axes, is_assertion
 from recinfer.capture import brief
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
@@ -57,14 +57,12 @@ class Part:
     Attributes:
         title: the part's name, for messages.
         program: the part.
-        free: the free axes of each input.
         example: makes inputs of a batch size from a seed.
         without_ids: makes inputs of a request without ids.
     """
 
     title: str
     program: Program
-    free: list[tuple[int, ...]]
     example: Callable[[int, int], list[Tensor]]
     without_ids: Callable[[], list[Tensor]]
 
@@ -77,6 +75,11 @@ class Part:
     def inputs(self) -> list[str]:
         """Names of the inputs, in order."""
         return [about.name for about in self.program.inputs]
+
+    @property
+    def free(self) -> list[tuple[int, ...]]:
+        """The free axes of each input."""
+        return [tuple(free_axes(node)) for node in self.program.given]
 
     @property
     def outputs(self) -> list[str]:

@@ -20,7 +20,7 @@ from recinfer.archive.subgraph import Program, is_assertion, subgraph
 from recinfer.capture import Captured, Slot, input_nodes
 from recinfer.errors import ConfigError
 
-__all__ = ["Facts", "ModuleLookup", "Split", "input_name", "split"]
+__all__ = ["Facts", "ModuleLookup", "Split", "split"]
 
 _POOLED = torch.ops.recinfer.pooled.default
 _ROWS = torch.ops.recinfer.rows.default
@@ -314,18 +314,15 @@ def _ids_program(
     return subgraph(whole, given, outputs, batch) if outputs else None
 
 
-def input_name(slot: Slot) -> str:
-    """The name of the program input that carries a tensor of the request."""
-    return slot.name if slot.part == "tensor" else f"{slot.name}/{slot.part}"
-
-
 def _slot_input(slot: Slot) -> DenseInput:
     """The program input that carries a tensor of the request."""
     width = 1
     for size in slot.shape[1:]:
         width *= size if isinstance(size, int) else 1
-    kind: Any = "tensor" if slot.part == "tensor" else f"jagged_{slot.part}"
-    return DenseInput(input_name(slot), kind, None, slot.name, width)
+    if slot.part == "tensor":
+        return DenseInput(slot.name, "tensor", None, slot.name, width)
+    kind: Any = f"jagged_{slot.part}"
+    return DenseInput(f"{slot.name}/{slot.part}", kind, None, slot.name, width)
 
 
 def _dense_program(
