@@ -21,7 +21,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from recinfer import env
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, IdsInfo, OnnxInfo, ProgramInfo
 from recinfer.archive.onnx_export import OPSET, to_onnx
-from recinfer.archive.onnx_rewrites import compute_in_float32, fold_gathers, gather_rows
+from recinfer.archive.onnx_rewrites import compute_in_float32, gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.archive.subgraph import Program, free_axes, is_assertion
@@ -159,7 +159,6 @@ def _to_onnx(program: ExportedProgram, part: Part) -> tuple[bytes | None, str | 
     """The ONNX bytes, or the reason why the export failed; the program cannot be used afterwards."""
     try:
         model = to_onnx(program, part.inputs, part.outputs)
-        fold_gathers(model)
         gather_rows(model)
         compute_in_float32(model)
         return model.SerializeToString(), None
