@@ -24,7 +24,7 @@ from recinfer.archive.onnx_export import OPSET, to_onnx
 from recinfer.archive.onnx_rewrites import compute_in_float32, gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
-from recinfer.archive.subgraph import Program, free_axes, is_assertion
+from recinfer.archive.subgraph import Program, free_axes
 from recinfer.capture import brief
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
@@ -141,13 +141,18 @@ def export_part(part: Part) -> ExportedDense:
     return ExportedDense(data, onnx, OnnxInfo(OPSET, error_found), None)
 
 
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
+"""Parts of names of operators that only check what a trace assumes, as :func:`torch._check` does."""
+
+
 def _free_sizes(program: ExportedProgram) -> None:
     """Let free axes have any size: torch assumes at least 2 of each, and asserts it."""
     for graph_module in program.graph_module.modules():
         if not isinstance(graph_module, torch.fx.GraphModule):
             continue
         for node in list(graph_module.graph.nodes):
-            if is_assertion(node) and not node.users:
+            checks = node.target is torch._check or any(name in str(node.target) for name in _ASSERTIONS)
+            if checks and not node.users:
                 graph_module.graph.erase_node(node)
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()

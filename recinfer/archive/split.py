@@ -16,7 +16,7 @@ from recinfer.archive.jagged_aten import decompositions
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import MAX_TABLE_BYTES, DenseInput
 from recinfer.archive.operator_forms import replace_operators
-from recinfer.archive.subgraph import Program, is_assertion, subgraph
+from recinfer.archive.subgraph import Program, subgraph
 from recinfer.capture import Captured, Slot, input_nodes
 from recinfer.errors import ConfigError
 
@@ -111,9 +111,6 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     """
     graph_module = _decomposed(captured.program)
     graph = graph_module.graph
-    for node in list(graph.nodes):
-        if is_assertion(node) or node.op == "call_module":
-            graph.erase_node(node)
     slots = dict(zip([n for n in graph.nodes if n.op == "placeholder"], captured.slots, strict=True))
     calls = list(_calls(graph))
     _check_stages(graph, calls, leaves)

@@ -12,14 +12,7 @@ from torch import fx
 
 from recinfer.archive.manifest import DenseInput
 
-__all__ = ["Program", "free_axes", "is_assertion", "subgraph"]
-
-_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
-
-
-def is_assertion(node: fx.Node) -> bool:
-    """Whether a node only checks what a trace assumes, such as sizes of at least 2."""
-    return node.target is torch._check or any(name in str(node.target) for name in _ASSERTIONS)
+__all__ = ["Program", "free_axes", "subgraph"]
 
 
 @dataclass(frozen=True)

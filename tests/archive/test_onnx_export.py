@@ -12,7 +12,7 @@ from torch.onnx._internal.exporter import _core
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from recinfer.archive.dense import OnnxEngine, _free_sizes
-from recinfer.archive.onnx_export import to_onnx
+from recinfer.archive.onnx_export import _FORMS, OPSET, to_onnx
 
 
 class Plain(nn.Module):
@@ -70,6 +70,9 @@ def test_the_exporter_has_the_private_names() -> None:
     given = {"model", "registry", "input_names", "output_names", "opset_version", "verbose"}
     assert given <= inspect.signature(_core.export).parameters.keys()
     assert "opset_version" in inspect.signature(ONNXRegistry.from_torchlib).parameters
+    assert list(inspect.signature(ONNXRegistry.register_op).parameters)[:3] == ["self", "target", "function"]
+    forms = ONNXRegistry.from_torchlib(opset_version=OPSET).functions
+    assert all(callable(forms[name][0].onnx_function) for name in _FORMS.values())
 
 
 @pytest.mark.parametrize(
