@@ -40,7 +40,9 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
         def form_of(node: fx.Node) -> Any:
             return None if _has_form(node, forms) else table.get(node.target, node.target)
 
-        if replace_operators(program.graph, form_of, table) and not any(map(form_of, program.graph.nodes)):
+        if replace_operators(program.graph, form_of, table, composite=False) and not any(
+            map(form_of, program.graph.nodes)
+        ):
             return program
         return ExportedProgram.run_decompositions(program, table)
 

@@ -20,13 +20,16 @@ Form = Callable[..., Any]
 """A function of an operator's arguments; gives NotImplemented for a call that it does not cover."""
 
 
-def replace_operators(graph: fx.Graph, form_of: Callable[[fx.Node], Form | None], table: dict[Any, Form]) -> bool:
+def replace_operators(
+    graph: fx.Graph, form_of: Callable[[fx.Node], Form | None], table: dict[Any, Form], *, composite: bool
+) -> bool:
     """Replace, in place, the operators of ``graph`` that have a form.
 
     Args:
         graph: of a trace, whose nodes have the values of the trace.
         form_of: gives a node's form; None where the operator stays.
         table: operator -> its form, for the operators in forms.
+        composite: whether operators that torch defines by others, such as matmul, stay in forms.
 
     Returns:
         False, without a change of the graph, if only a run over all operators can replace them: an operator has a graph
@@ -34,10 +37,10 @@ def replace_operators(graph: fx.Graph, form_of: Callable[[fx.Node], Form | None]
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     forms = {node: form for node in nodes if (form := form_of(node)) is not None}
-    if any(_has_effects(node) for node in nodes) or any("unbacked_bindings" in node.meta for node in forms):
+    if any(map(_has_effects, nodes)) or not all(map(_is_alone, forms)):
         return False
     for node, form in forms.items():
-        body, given = _traced(form, node, table)
+        body, given = _traced(form, node, table, composite)
         (result,) = (n.args[0] for n in body.nodes if n.op == "output")
         if result is not None:
             with graph.inserting_before(node):
@@ -53,7 +56,14 @@ def _has_effects(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
-def _traced(form: Form, node: fx.Node, table: dict[Any, Form]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+def _is_alone(node: fx.Node) -> bool:
+    """Whether a form can take the place of a node: of an operator that gives tensors of known sizes."""
+    return isinstance(node.target, torch._ops.OpOverload) and "unbacked_bindings" not in node.meta
+
+
+def _traced(
+    form: Form, node: fx.Node, table: dict[Any, Form], composite: bool
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """The graph of a form for the arguments of ``node``, which returns None if the form does not cover them, and the nodes that
     its inputs stand for."""
     flat, spec = tree_flatten((node.args, node.kwargs))
@@ -66,9 +76,10 @@ def _traced(form: Form, node: fx.Node, table: dict[Any, Form]) -> tuple[fx.Graph
         return None if result is NotImplemented else result
 
     values = [source.meta["val"] for source in given.values()]
-    mode = next(value.fake_mode for value in values if isinstance(value, torch._subclasses.FakeTensor))
+    tensors = tree_flatten((values, node.meta["val"]))[0]
+    mode = next(value.fake_mode for value in tensors if isinstance(value, torch._subclasses.FakeTensor))
     with mode, torch.no_grad():
-        body = make_fx(call, decomposition_table=table)(*values).graph
+        body = make_fx(call, decomposition_table=table, pre_dispatch=composite)(*values).graph
     return body, dict(zip((n for n in body.nodes if n.op == "placeholder"), given.values(), strict=True))
 
 

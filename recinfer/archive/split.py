@@ -129,7 +129,7 @@ def _decomposed(program: ExportedProgram) -> fx.GraphModule:
     """The graph of ``program`` without operators that have a form in others, wrappers (autocast) and changes in place."""
     forms = decompositions()
     graph_module = program.module(check_guards=False)
-    if not replace_operators(graph_module.graph, lambda node: forms.get(node.target), forms):  # type: ignore[arg-type]
+    if not replace_operators(graph_module.graph, lambda node: forms.get(node.target), forms, composite=True):  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
             graph_module = program.run_decompositions(forms).module(check_guards=False)
