@@ -179,7 +179,6 @@ def test_few_files_import_vocabularies() -> None:
         "inference/export.py",
         "inference/id_steps.py",
         "inference/intake.py",
-        "serving/server/open_inference_grpc.py",
     }
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recinfer.serving.wire._wire import read_request
-from recinfer.vocabulary._strings import keys, split
+from recinfer.serving.wire._wire import read_request, split
+from recinfer.vocabulary._strings import keys
 
 import recinfer
 from recinfer.cli import export as export_command
