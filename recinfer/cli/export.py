@@ -21,14 +21,13 @@ from recinfer.cli.models import (
     parse_precisions,
 )
 from recinfer.cli.options import DataFormat, MissingShards, parse_pair
+from recinfer.cli.vocabularies import VocabularyOption, read_vocabularies
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
 from recinfer.quant.formats.names import Precision
 from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import nn
 
     from recinfer.capture import Captured
@@ -124,16 +123,7 @@ def run(
             show_default="the checkpoint's",
         ),
     ] = None,
-    vocabulary: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FEATURE=FILE",
-            help="File with one string per line: requests may then give the feature's ids as strings, the first line for row 0. Other "
-            "strings read the row behind the last line's. Or a .npy file of int64 ids: requests then hold these ids in place of rows. "
-            "Repeatable. A feature contract's vocabularies need no option.",
-            show_default=False,
-        ),
-    ] = None,
+    vocabulary: VocabularyOption = None,
     reference: ReferenceOption = None,
     missing_shards: Annotated[
         MissingShards,
@@ -154,8 +144,6 @@ def run(
     from recinfer.inference.evaluation import EvalData
     from recinfer.inference.export import export_archive
     from recinfer.inference.recorded import RecordedReference
-    from recinfer.vocabulary.managed_collisions import vocabularies_of
-    from recinfer.vocabulary.plain import id_vocabularies
 
     if max_auc_drop is not None and eval_data is None:
         raise ConfigError("--max-auc-drop needs rows to measure on: give --eval-data FILE and --format FORMAT")
@@ -175,7 +163,6 @@ def run(
     given = reader.contract if contract is None else FeatureContract.read(contract)
     held_out = EvalData.read(eval_data, format.value, given, eval_limit) if eval_data else None
     recorded = None if reference is None else RecordedReference.read(reference)
-    strings, ids = _vocabularies(vocabulary)
     reports: list[ExportReport] = []
 
     def on_report(report: ExportReport) -> None:
@@ -192,8 +179,7 @@ def run(
         contract=given,
         inputs=resolve_inputs(inputs) if inputs else (),
         user=user or (),
-        strings=strings,
-        vocabularies={**vocabularies_of(module, reader), **id_vocabularies(module, ids, given)} if ids else None,
+        vocabularies=read_vocabularies(vocabulary),
         missing=_missing(missing),
         out_of_range=_out_of_range(out_of_range),
         missing_shards=missing_shards.in_manifest,
@@ -217,46 +203,6 @@ def run(
     output.finish(
         {**describe_archive(manifest), "archive": str(out), "report": reports[0].to_dict(), "seconds": seconds}
     )
-
-
-def _vocabularies(pairs: list[str] | None) -> tuple[dict[str, list[str]], dict[str, NDArray[np.int64]]]:
-    """``["city=cities.txt", "item=ids.npy"]`` as {feature: strings} and {feature: int64 ids}."""
-    strings: dict[str, list[str]] = {}
-    ids: dict[str, NDArray[np.int64]] = {}
-    for pair in pairs or ():
-        feature, path = parse_pair(pair, "--vocabulary", "FEATURE=FILE", at_first=True)
-        if feature in strings or feature in ids:
-            raise ConfigError(f"--vocabulary: got feature {feature!r} twice; expected it once")
-        try:
-            if path.endswith(".npy"):
-                ids[feature] = _ids_of_file(path)
-            else:
-                text = Path(path).read_bytes().decode("utf-8-sig")
-                strings[feature] = text.removesuffix("\n").replace("\r\n", "\n").split("\n") if text else []
-        except OSError as error:
-            raise ConfigError(
-                f"--vocabulary {path}: {error.strerror}; expected a file with one string per line, or a .npy file of int64 ids"
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"--vocabulary {path}: byte {error.start} is no UTF-8; expected one string per line"
-            ) from None
-    return strings, ids
-
-
-def _ids_of_file(path: str) -> NDArray[np.int64]:
-    import numpy as np
-
-    try:
-        found = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError):
-        raise ConfigError(
-            f"--vocabulary {path}: no array of numbers; expected int64 [N] as numpy.save writes it"
-        ) from None
-    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype not in (np.int64, np.int32):
-        got = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "several arrays"
-        raise ConfigError(f"--vocabulary {path}: got {got}; expected int64 [N]")
-    return found.astype(np.int64)
 
 
 def _missing(pairs: list[str] | None) -> dict[str, str | int]:

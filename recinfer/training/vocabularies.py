@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recinfer.checkpoint import check_target
 from recinfer.data.features import SparseFeature
@@ -124,7 +124,8 @@ def managed_dlrm(
     """
     sizes = [SparseFeature(f.name, Hash(rows.get(f.name, f.num_embeddings + 1))) for f in contract.sparse]
     model = build_dlrm(replace(contract, sparse=tuple(sizes)), embedding_dim=embedding_dim, seed=seed)
-    collection = model.sparse_arch.embedding_bag_collection
+    arch: Any = model.sparse_arch
+    collection = arch.embedding_bag_collection
     tables = collection.embedding_bag_configs()
     modules: dict[str, ManagedCollisionModule] = {
         table.name: MCHManagedCollisionModule(
@@ -138,7 +139,7 @@ def managed_dlrm(
         for table, feature in zip(tables, contract.sparse)
     }
     collisions = ManagedCollisionCollection(modules, tables)
-    model.sparse_arch.embedding_bag_collection = ManagedCollisionEmbeddingBagCollection(collection, collisions)
+    arch.embedding_bag_collection = ManagedCollisionEmbeddingBagCollection(collection, collisions)
     return model
 
 

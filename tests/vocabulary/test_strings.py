@@ -20,9 +20,9 @@ from recinfer.serving.wire._wire import read_request, split
 from recinfer.vocabulary._strings import keys
 
 import recinfer
-from recinfer.cli import export as export_command
 from recinfer.cli.lookup import parse_features
 from recinfer.cli.rows import read_rows
+from recinfer.cli.vocabularies import read_vocabularies
 from recinfer.columns import as_features, strings_of
 from recinfer.data.contract import FeatureContract, SparseFeature, Vocabulary
 from recinfer.data.features import DenseFeature
@@ -41,7 +41,7 @@ from recinfer.vocabulary.index import HEADER_BYTES, build_index
 from recinfer.vocabulary.info import StringInfo
 from recinfer.vocabulary.plain import id_vocabularies
 from recinfer.vocabulary.strings import StringRows, StringVocabulary, string_indexes, string_keys
-from recinfer.vocabulary.table import TableVocabulary
+from recinfer.vocabulary.table import TableVocabulary, even_segments
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive
 from tests.e2e.commands import run_json
 from tests.hostile.damage import edit_manifest, rewrite
@@ -469,7 +469,7 @@ def test_a_ranker_turns_strings_into_rows(tmp_path: Path) -> None:
         export = remote.export_archive
 
         def with_strings(*args: Any, **options: Any) -> Any:
-            return export(*args, strings={"b": names}, **options)
+            return export(*args, vocabularies={"b": names}, **options)
 
         patched.setattr(remote, "export_archive", with_strings)
         root = remote.make_archive.__wrapped__(tmp_path / "strings", "row_wise")  # type: ignore[attr-defined]
@@ -578,23 +578,23 @@ def test_vocabularies_of_a_contract_are_in_the_archive(tmp_path: Path) -> None:
 
 def test_exports_refuse_vocabularies_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'a' occurs twice"):
-        make_archive(tmp_path, strings={"f_cat": ["a", "b", "a"]})
+        make_archive(tmp_path, vocabularies={"f_cat": ["a", "b", "a"]})
     with pytest.raises(ConfigError, match="has no feature 'none'"):
-        make_archive(tmp_path, strings={"none": ["a"]})
+        make_archive(tmp_path, vocabularies={"none": ["a"]})
     with pytest.raises(
         ConfigError, match="feature 'f_user' has 53 strings, and unknown ones read row 53; its table has 53 rows"
     ):
-        make_archive(tmp_path, strings={"f_user": [str(n) for n in range(53)]})
+        make_archive(tmp_path, vocabularies={"f_user": [str(n) for n in range(53)]})
     with pytest.raises(InputError, match="lone surrogate"):
-        make_archive(tmp_path, strings={"f_cat": ["a\udfff"]})
+        make_archive(tmp_path, vocabularies={"f_cat": ["a\udfff"]})
     with pytest.raises(InputError, match="expected a list of strings"):
         StringVocabulary("abc")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown strings read row 3; expected 0 to 1"):
         StringVocabulary(("a",), 3)
-    with pytest.raises(ConfigError, match="the feature contract has a vocabulary of feature 'f_cat'"):
-        make_archive(tmp_path, contract=contract_of(("a",)), strings={"f_cat": ["a"]})
+    with pytest.raises(ConfigError, match="the feature contract has one of feature 'f_cat'"):
+        make_archive(tmp_path, contract=contract_of(("a",)), vocabularies={"f_cat": ["a"]})
     archive = make_archive(
-        tmp_path, strings={"f_user": StringVocabulary(tuple(str(n) for n in range(53)), 0), "f_cat": []}
+        tmp_path, vocabularies={"f_user": StringVocabulary(tuple(str(n) for n in range(53)), 0), "f_cat": []}
     )[1]
     assert torch.equal(
         load(archive.root).lookup({"f_cat": ["a"]})["f_cat"], load(archive.root).lookup({"f_cat": [0]})["f_cat"]
@@ -604,13 +604,12 @@ def test_exports_refuse_vocabularies_that_do_not_fit(tmp_path: Path) -> None:
 def test_a_file_of_ids_makes_a_vocabulary_of_its_table(tmp_path: Path) -> None:
     ids = np.array([9_000_000_000_000_000_001, -5, 42], np.int64)
     np.save(tmp_path / "ids.npy", ids)
-    (tmp_path / "names.txt").write_bytes("\ufeffparis\r\nnew york\n\n東京".encode())
+    (tmp_path / "names.txt").write_bytes("\ufeffparis\r\nnew york\n\n東京\r\n".encode())
     given = [f"f_cat={tmp_path}/ids.npy", f"f_user={tmp_path}/names.txt"]
-    strings, found = export_command._vocabularies(given)
-    assert strings == {"f_user": ["paris", "new york", "", "東京"]}
+    made: dict[str, Any] = dict(read_vocabularies(given))
+    assert made["f_user"] == ["paris", "new york", "", "東京"]
     model = Ranker()
-    made = id_vocabularies(model, found, None)
-    archive = make_archive(tmp_path, model=model, vocabularies=made, strings=strings)[1]
+    archive = make_archive(tmp_path, model=model, vocabularies=made)[1]
     predictor = load(archive.root)
     plain = load(make_archive(tmp_path / "plain", model=model)[1].root)
     found_vectors = predictor.lookup(
@@ -629,8 +628,9 @@ def test_a_file_of_ids_makes_a_vocabulary_of_its_table(tmp_path: Path) -> None:
             id_vocabularies(model, vocabularies, None)
     with pytest.raises(ConfigError, match="the feature contract makes rows"):
         id_vocabularies(model, {"f_cat": ids}, contract_of(("a",)))
+    both = {("ebc", "cats"): TableVocabulary(ids, np.arange(3), 307, even_segments(307, 1)), "f_cat": ["a"]}
     with pytest.raises(ConfigError, match="the table of feature 'f_cat' has a vocabulary of raw ids"):
-        make_archive(tmp_path / "both", model=model, vocabularies=made, strings={"f_cat": ["a"]})
+        make_archive(tmp_path / "both", model=model, vocabularies=both)
     np.save(tmp_path / "floats.npy", np.zeros(3))
     (tmp_path / "text.npy").write_text("1 2 3")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -642,9 +642,9 @@ def test_a_file_of_ids_makes_a_vocabulary_of_its_table(tmp_path: Path) -> None:
         ("latin.txt", "byte 3 is no UTF-8"),
     ):
         with pytest.raises(ConfigError, match=message):
-            export_command._vocabularies([f"f_cat={tmp_path}/{name}"])
+            read_vocabularies([f"f_cat={tmp_path}/{name}"])
     with pytest.raises(ConfigError, match="'f_cat' twice"):
-        export_command._vocabularies([given[0], given[0]])
+        read_vocabularies([given[0], given[0]])
 
 
 # ---- archives that break a rule
