@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -158,11 +159,13 @@ def run(
     else:
         reader, exported = CheckpointReader(checkpoint), read_program(program)
         module = collections_of(exported)
-    chosen = _plan(module, plan, world_size, precision, table_precision)
     about = reader.model_json or {}
     given = reader.contract if contract is None else FeatureContract.read(contract)
     held_out = EvalData.read(eval_data, format.value, given, eval_limit) if eval_data else None
     recorded = None if reference is None else RecordedReference.read(reference)
+    vocabularies = read_vocabularies(vocabulary)
+    indexed = {**(given.vocabulary_sizes if given else {}), **{name: len(ids) for name, ids in vocabularies.items()}}
+    chosen = _plan(module, plan, world_size, precision, table_precision, indexed)
     reports: list[ExportReport] = []
 
     def on_report(report: ExportReport) -> None:
@@ -179,7 +182,7 @@ def run(
         contract=given,
         inputs=resolve_inputs(inputs) if inputs else (),
         user=user or (),
-        vocabularies=read_vocabularies(vocabulary),
+        vocabularies=vocabularies,
         missing=_missing(missing),
         out_of_range=_out_of_range(out_of_range),
         missing_shards=missing_shards.in_manifest,
@@ -223,6 +226,7 @@ def _plan(
     world_size: int | None,
     precision: Precision | None,
     table_precision: list[str] | None,
+    indexed: Mapping[str, int],
 ) -> Plan:
     """The plan to export by: the file's, or one made now."""
     from recinfer.distributed.planner import Plan, plan_inference
@@ -232,7 +236,12 @@ def _plan(
     if path is None:
         chosen = DataType.parse(precision or "int8")
         return plan_inference(
-            module, world_size=world_size or 1, compute_device="cpu", precision=chosen, per_table_precision=per_table
+            module,
+            world_size=world_size or 1,
+            compute_device="cpu",
+            precision=chosen,
+            per_table_precision=per_table,
+            indexed=indexed,
         )
     plan = Plan.load(path)
     if world_size not in (None, plan.world_size):
