@@ -17,7 +17,7 @@ from recinfer.archive.part import Changes, DeltaPart, PendingChanges, Tensors, d
 from recinfer.archive.reader import Archive
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
-from recinfer.vocabulary.golden import raw_requests
+from recinfer.vocabulary.golden import raw_requests, string_requests
 from recinfer.vocabulary.index import IdIndex, build_index
 from recinfer.vocabulary.info import DeltaVocabulary, StringInfo, VocabularyInfo, info_of
 from recinfer.vocabulary.managed_collisions import vocabularies_of
@@ -51,11 +51,13 @@ class WrittenParts:
     Attributes:
         entries: of the manifest.
         vocabularies: of tables whose ids are raw.
-        string_indexes: of the vocabularies of strings.
+        strings: of features whose ids may be strings.
+        string_indexes: of these vocabularies, one for equal ones.
     """
 
     entries: tuple[VocabularyInfo | StringInfo, ...]
     vocabularies: Mapping[tuple[str, str], TableVocabulary]
+    strings: Mapping[str, StringVocabulary]
     string_indexes: Sequence[IdIndex]
 
     def files(self) -> Iterator[tuple[str, bytes]]:
@@ -67,8 +69,8 @@ class WrittenParts:
             numbers[entry.key] += 1
 
     def requests(self, manifest: Manifest, requests: Sequence[Request]) -> list[Request]:
-        """Golden requests as callers send them: with raw ids in place of rows."""
-        return raw_requests(manifest, self.vocabularies, requests)
+        """Golden requests as callers send them: with raw ids and strings in place of rows."""
+        return string_requests(manifest, self.strings, raw_requests(manifest, self.vocabularies, requests))
 
 
 def written_parts(
@@ -86,14 +88,15 @@ def written_parts(
     Raises:
         ConfigError, InputError, CheckpointError: vocabularies that do not fit the model or the checkpoint.
     """
-    raw, strings = _given(model, checkpoint, contract, vocabularies)
+    raw, given = _given(model, checkpoint, contract, vocabularies)
     infos = []
     for (module, table), vocabulary in raw.items():
         info = info_of(module, table, vocabulary)
         vocabulary.check(f"vocabulary of table {info.full_name!r}")
         infos.append(info)
-    texts = string_indexes(string_vocabularies(manifest.with_parts(infos), contract, strings))
-    return WrittenParts((*infos, *(info for info, _ in texts)), raw, [index for _, index in texts])
+    strings = string_vocabularies(manifest.with_parts(infos), contract, given)
+    texts = string_indexes(strings)
+    return WrittenParts((*infos, *(info for info, _ in texts)), raw, strings, [index for _, index in texts])
 
 
 def _given(

@@ -20,6 +20,9 @@ from recinfer.serving.wire._wire import read_request, split
 from recinfer.vocabulary._strings import keys
 
 import recinfer
+from recinfer.archive.check import REQUESTS, read_requests
+from recinfer.archive.reader import open_archive
+from recinfer.archive.tensors import pack_tensors, unpack_tensors
 from recinfer.cli.lookup import parse_features
 from recinfer.cli.rows import read_rows
 from recinfer.cli.vocabularies import read_vocabularies
@@ -47,7 +50,7 @@ from tests.e2e.commands import run_json
 from tests.hostile.damage import edit_manifest, rewrite
 from tests.serving.paths import BytePath, decoded
 from tests.serving.remote import test_direct as remote
-from tests.vocabulary.strings import CITIES, ITEMS, STRINGS, both_requests, string_archive
+from tests.vocabulary.strings import CITIES, ITEMS, STRINGS, both_requests, row_of, string_archive
 
 # ---- keys
 
@@ -715,6 +718,68 @@ def test_an_index_that_breaks_a_rule_is_refused(served_archive: Served, tmp_path
     if what == "gone":
         (root / path).unlink()
     refused(root, rule)
+
+
+def test_golden_requests_hold_strings(served_archive: Served, tmp_path: Path) -> None:
+    root, predictor = served_archive
+    pairs = read_requests(open_archive(root))
+    assert [None if request.strings is None else request.strings.keys for request, _ in pairs] == [
+        None,
+        *[("f_item", "f_hist", "f_cat")] * 4,
+    ]
+    request = pairs[2][0]
+    assert request.strings is not None
+    rows = [(name, row) for name in STRINGS for row in request.features[name].values().tolist()]
+    ends = np.cumsum(request.strings.lengths)
+    texts = [bytes(one) for one in np.split(np.frombuffer(request.strings.data, np.uint8), ends[:-1])]
+    assert [row for _, row in rows] == [row_of(STRINGS[name], text) for (name, _), text in zip(rows, texts)]
+    assert {row == STRINGS[name].unknown_row for name, row in rows} == {True, False}
+    before = predictor.intake.counts["known"]["f_cat"]
+    predictor.check_request(2)
+    assert predictor.intake.counts["known"]["f_cat"] > before
+
+
+def with_requests(root: Path, copy: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    shutil.copytree(root, copy)
+    tensors = {
+        name: tensor.clone() for name, tensor in unpack_tensors((copy / REQUESTS).read_bytes(), "", "C1").items()
+    }
+    change(tensors)
+    rewrite(copy, REQUESTS, pack_tensors(tensors))
+    return copy
+
+
+@pytest.mark.parametrize(
+    "change, rule",
+    [
+        (lambda t: t.pop("2/string_lengths"), "C1"),
+        (lambda t: t.update({"2/strings": t["2/strings"][1:]}), "C1"),
+        (lambda t: t.update({"2/strings": t["2/strings"].int()}), "C1"),
+        (lambda t: t.update({"2/string_lengths": t["2/string_lengths"][1:]}), "C1"),
+        (
+            lambda t: t["2/string_lengths"].sub_(torch.eye(len(t["2/string_lengths"]), dtype=torch.int32)[0] * 10**6),
+            "C1",
+        ),
+        (lambda t: t["2/strings"].add_(1), "C2"),
+    ],
+)
+def test_strings_of_golden_requests_that_break_a_rule_are_refused(
+    served_archive: Served, tmp_path: Path, change: Any, rule: str
+) -> None:
+    root = with_requests(served_archive[0], tmp_path / "broken.rqa", change)
+    if rule == "C1":
+        refused(root, rule)
+    with pytest.raises(ArchiveError) as raised:
+        load(root).check_request(2)
+    assert raised.value.rule == rule
+
+
+def test_golden_requests_of_earlier_archives_hold_the_rows(served_archive: Served, tmp_path: Path) -> None:
+    def without(tensors: dict[str, torch.Tensor]) -> None:
+        for at in range(1, 5):
+            del tensors[f"{at}/strings"], tensors[f"{at}/string_lengths"]
+
+    assert verify(with_requests(served_archive[0], tmp_path / "earlier.rqa", without)).ok
 
 
 def test_a_contract_that_differs_from_the_index_is_refused(tmp_path: Path) -> None:

@@ -131,9 +131,9 @@ def inference_tables(
                     "compute_device to it"
                 )
             # Features of one table share their vocabulary, as a rule, and with it the index.
-            known = max((indexed or {}).get(feature, 0) for feature in config.feature_names)
+            ids = max(((indexed or {}).get(feature, 0) for feature in config.feature_names), default=0)
             if config.name in remapped.get(id(module), {}):
-                known = config.num_embeddings
+                ids = config.num_embeddings
             c, method = limit or ParameterConstraints(), getattr(module, "is_weighted", None)
             facts = table_facts(
                 path,
@@ -147,7 +147,7 @@ def inference_tables(
                 figures=per_feature(config.name, c, len(config.feature_names), batch_size),
                 pooled=pooled,
                 weighted=c.is_weighted or not callable(method) or bool(method()),
-                id_row_bytes=_INDEX_ID_BYTES * known / config.num_embeddings,
+                id_row_bytes=_INDEX_ID_BYTES * ids / config.num_embeddings,
             )
             tables.append(facts)
     if not tables:
