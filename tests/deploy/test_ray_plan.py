@@ -28,7 +28,7 @@ FOUND = Footprint("ctr", "7", (RankGroup(0, (0, 1), 3 * GIB), RankGroup(1, (2,),
 
 
 def spec(archive: Path = Path("/models/ctr/7"), **options: Any) -> Deployment:
-    return Deployment("ctr", "ab12", FOUND, archive, "7", **options)
+    return Deployment("ctr", FOUND, archive, "7", **options)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,7 @@ def test_the_settings_of_the_servers():
     ranker = made.config(None, "10.0.0.1", 0, listed)
     assert ranker.models.admin and ranker.role.shards == listed and ranker.models.store == Path("/models")
     assert ranker.security.token == "secret-secret-secret" and "secret" not in repr(made)
-    assert made.resources(0) == {"CPU": 1.0, "memory": FOUND.groups[0].memory_bytes}
-    assert made.resources(None) == {"CPU": 1.0, "memory": FOUND.ranker_bytes}
+    assert (made.memory(0), made.memory(None)) == (FOUND.groups[0].memory_bytes, FOUND.ranker_bytes)
 
 
 def test_an_archive_in_no_store_has_one_version():
@@ -143,18 +142,18 @@ def test_numbers_of_servers_from_options(archive: Path, given: tuple[int | None,
 def test_a_replica_takes_the_name_of_an_ended_one_and_its_port_on_the_same_host():
     records = LocalRecords()
     records.alive |= {f"actor-{n}" for n in range(6)}
-    made = [records.claim("ctr", 0, f"actor-{n}", "n", f"10.0.0.{n}")[0] for n in range(3)]
+    made = [records.claim("ctr", 0, f"actor-{n}", f"10.0.0.{n}")[0] for n in range(3)]
     assert [each.name for each in made] == ["shard-0-0", "shard-0-1", "shard-0-2"]
     for number, each in enumerate(made):
         each.port, each.address, each.state = 4000 + number, f"10.0.0.{number}:{4000 + number}", "serving"
         records.write("ctr", each)
     records.alive -= {"actor-1", "actor-2"}
     assert [each.state for each in records.servers("ctr")] == ["serving", "pending", "pending"]
-    took, port = records.claim("ctr", 0, "actor-3", "n", "10.0.0.2")
+    took, port = records.claim("ctr", 0, "actor-3", "10.0.0.2")
     assert (took.name, took.restarts, port) == ("shard-0-2", 1, 4002)
-    took, port = records.claim("ctr", 0, "actor-4", "n", "10.0.0.9")
+    took, port = records.claim("ctr", 0, "actor-4", "10.0.0.9")
     assert (took.name, took.restarts, port) == ("shard-0-1", 1, 0)
-    assert records.claim("ctr", None, "actor-5", "n", "10.0.0.9")[0].name == "ranker-0"
+    assert records.claim("ctr", None, "actor-5", "10.0.0.9")[0].name == "ranker-0"
     records.forget("ctr", "shard-0-0")
     assert Counter(each.state for each in records.servers("ctr")) == {"starting": 3}
     records.forget("ctr")
@@ -167,7 +166,7 @@ def test_a_version_is_served_once_all_rankers_have_it_and_not_if_one_refuses_it(
     with pytest.raises(UnavailableError, match="no ranker is serving"):
         roll(records, made, "8")
     records.alive |= {"a", "b"}
-    rankers = [Server(f"ranker-{n}", None, actor, "n", "h", "serving") for n, actor in enumerate("ab")]
+    rankers = [Server(f"ranker-{n}", None, actor, "h", "serving") for n, actor in enumerate("ab")]
     rankers[0].loaded, rankers[0].version = ["7", "8"], "8"
     rankers[1].refused = {"8": "it is not sound"}
     for each in rankers:
