@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +17,9 @@ from recinfer.cli.deploy_options import Action, DeployOptions, ManifestOptions, 
 from recinfer.cli.deploy_ray import cores, spec_of_options
 from recinfer.cli.main import app
 from recinfer.deploy.groups import MIB, Footprint, RankGroup
+from recinfer.deploy.ray import client
 from recinfer.deploy.ray.application import servers_needed
-from recinfer.deploy.ray.records import Server
+from recinfer.deploy.ray.records import Server, status_of
 from recinfer.deploy.ray.rollout import roll
 from recinfer.deploy.ray.spec import Bounds, Deployment
 from recinfer.errors import ConfigError, InputError, UnavailableError
@@ -193,6 +196,40 @@ def test_a_later_rollout_takes_over():
     with pytest.raises(UnavailableError, match="took over"):
         roll(records, made, "8")
     assert records.deployment("ctr") == replace(made, candidate="9"), "the later one goes on"
+
+
+# ---------------------------------------------------------------- Serve's reasons
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], dict[str, Any]]:
+    """The status of a ranker that has not started, where Serve has this status and message."""
+
+    def found(status: str, message: str) -> dict[str, Any]:
+        kinds = {"ranker": SimpleNamespace(status=status, message=message)}
+        serve = SimpleNamespace(
+            status=lambda: SimpleNamespace(applications={"ctr": SimpleNamespace(deployments=kinds)})
+        )
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(serve=serve))
+        one = replace(spec(), servers=replace(FOUND, groups=()), rankers=Bounds(1))
+        return client._with_reasons(status_of(one, []))
+
+    return found
+
+
+def test_a_server_that_has_not_started_has_serves_reason(absent: Callable[[str, str], dict[str, Any]]):
+    assert [each["why"] for each in absent("UPDATING", "")["servers"]] == ["its replica has not started"]
+    message = "1 replicas have taken more than 30s to be scheduled. Resources required: 9 CPUs"
+    assert absent("UPDATING", message)["servers"][0]["why"] == message
+
+
+def test_a_kind_of_servers_that_serve_gave_up_is_an_error(absent: Callable[[str, str], dict[str, Any]]):
+    """As on nodes without recinfer: the last line of the message, a traceback, is the error."""
+    with pytest.raises(UnavailableError, match=r"^ranker: ModuleNotFoundError: No module named 'recinfer'$"):
+        absent(
+            "DEPLOY_FAILED",
+            "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'recinfer'\n",
+        )
 
 
 # ---------------------------------------------------------------- load

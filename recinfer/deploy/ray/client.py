@@ -34,7 +34,8 @@ def connected(address: str) -> Iterator[None]:
     """
     import ray
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    # Not its level, which the import of ray.serve sets.
+    logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if address != "auto" and not (host and port.isdecimal()):
         raise ConfigError(f"--ray: got {address[:80]!r}, expected host:port, ray://host:port or auto")
@@ -141,15 +142,20 @@ def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -
 
 
 def _with_reasons(found: dict[str, Any]) -> dict[str, Any]:
-    """A status in which servers without a replica have Serve's reason: resources that it waits for, or an error of Python."""
+    """A status in which servers that have not started have Serve's reason, such as resources that it waits for. Raises
+    UnavailableError if Serve gave up, as on nodes without recinfer."""
     if any(not server["actor"] for server in found["servers"]):
         from ray import serve
 
         there = serve.status().applications.get(found["name"])
         kinds = {} if there is None else there.deployments
         for server in found["servers"]:
-            if server["name"] in kinds:  # the name of its kind, as it has none of its own yet
-                server["why"] = kinds[server["name"]].message or server["why"]
+            kind = kinds.get(server["name"])  # until its start, a server has its kind's name
+            if kind is not None:
+                last_line = kind.message.rstrip().rpartition("\n")[2]  # of a traceback: the error
+                server["why"] = last_line or server["why"]
+                if kind.status == "DEPLOY_FAILED":
+                    raise UnavailableError(f"{server['name']}: {server['why']}")
     return found
 
 
