@@ -184,6 +184,15 @@ def test_a_version_is_served_once_all_rankers_have_it_and_not_if_one_refuses_it(
     assert after is not None and (after.version, after.previous, after.candidate) == ("8", "7", None)
 
 
+@pytest.mark.parametrize("archive", ["/models/other/8", "/elsewhere/ctr/8"])
+def test_an_archive_of_another_store_or_model_is_refused(archive: str, monkeypatch: pytest.MonkeyPatch):
+    """Servers would load the version of that name from their own store."""
+    monkeypatch.setattr(client, "_deployment", lambda name: spec())
+    monkeypatch.setattr(client, "Records", LocalRecords)
+    with pytest.raises(ConfigError, match=f"^{archive}: expected an archive at /models/ctr/VERSION"):
+        client.roll(None, Path(archive))
+
+
 def test_a_later_rollout_takes_over():
     class Later(LocalRecords):
         def servers(self, deployment: str) -> list[Server]:

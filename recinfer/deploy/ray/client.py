@@ -104,10 +104,8 @@ def roll(name: str | None, archive: Path | None) -> str:
     """Switch to another version in the same model store (None: the previous one) and return the served version. Raises
     RecinferError."""
     spec = _deployment(name)
-    if archive is not None and spec.store is not None and archive.parent.name != spec.servers.model:
-        raise ConfigError(
-            f"{archive}: expected an archive at STORE/{spec.servers.model}/VERSION, which {spec.name} serves"
-        )
+    if archive is not None and spec.store is not None and archive.parent != spec.archive.parent:
+        raise ConfigError(f"{archive}: expected an archive at {spec.archive.parent}/VERSION, which {spec.name} serves")
     return rollout.roll(Records(), spec, None if archive is None else archive.name)
 
 
@@ -152,7 +150,7 @@ def _with_reasons(found: dict[str, Any]) -> dict[str, Any]:
         for server in found["servers"]:
             kind = kinds.get(server["name"])  # until its start, a server has its kind's name
             if kind is not None:
-                last_line = kind.message.rstrip().rpartition("\n")[2]  # of a traceback: the error
+                last_line = kind.message.rstrip().rpartition("\n")[2]  # the error, if it is a traceback
                 server["why"] = last_line or server["why"]
                 if kind.status == "DEPLOY_FAILED":
                     raise UnavailableError(f"{server['name']}: {server['why']}")
