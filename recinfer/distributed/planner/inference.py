@@ -57,8 +57,8 @@ def plan_inference(
         hbm_gb, ddr_gb: GiB of device and host memory per rank (defaults of :class:`Topology`).
         batch_size: samples per request batch.
         constraints: by table name.
-        indexed: feature -> number of strings or ids of which the archive will have an index, beside managed collisions; see
-            :attr:`recinfer.data.contract.FeatureContract.vocabulary_sizes`.
+        indexed: feature -> number of strings or ids of which the archive will have an index; tables whose rows a module of the
+            model makes of raw ids need no entry.
         topology: used instead of one built from the sizes above; its world size and device must agree.
         pinned: a plan whose tables keep their places; only the others are planned.
         hardware: measured figures of the machine (``recinfer calibrate``); not together with ``topology``.

@@ -130,7 +130,7 @@ def inference_tables(
                     "plan_inference puts every table on one kind of device; omit device_group, or set "
                     "compute_device to it"
                 )
-            # Features of one table share their vocabulary, as a rule, and with it the index.
+            # The features of one table share an index, as a rule.
             ids = max(((indexed or {}).get(feature, 0) for feature in config.feature_names), default=0)
             if config.name in remapped.get(id(module), {}):
                 ids = config.num_embeddings
