@@ -200,7 +200,7 @@ def _compare(onnx: DenseEngine, torch_engine: DenseEngine, part: Part) -> float:
             finite = torch.isfinite(b)  # a logarithm of random inputs may be NaN, in both
             if not torch.equal(finite, torch.isfinite(a)):
                 return math.inf
-            a, b = a[finite], b[finite]
+            a, b = a[finite].double(), b[finite].double()  # a mask between two programs is a bool
             if b.numel():
                 worst = max(worst, float((a - b).abs().max()) / max(1.0, float(b.abs().max())))
     return worst

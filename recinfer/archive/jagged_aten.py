@@ -142,6 +142,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 _FBGEMM: dict[str, Callable[..., Any]] = {
     "asynchronous_complete_cumsum": _complete_cumsum,
     "jagged_to_padded_dense": _jagged_to_padded_dense,
-    "jagged_to_padded_dense_forward": _jagged_to_padded_dense,  # what jagged_2d_to_dense and jagged_1d_to_dense call
+    "jagged_to_padded_dense_forward": _jagged_to_padded_dense,  # jagged_2d_to_dense and jagged_1d_to_dense call it
     "dense_to_jagged": _dense_to_jagged,
 }

@@ -112,3 +112,27 @@ def test_two_batches_tell_the_samples_of_tensors(tmp_path: Path) -> None:
         recinfer.export(model, one, tmp_path / "one.rqa", precision="fp32")
     served = recinfer.export(model, [one, two], tmp_path / "two.rqa", precision="fp32")
     assert torch.allclose(served(torch.arange(3), shift), model(torch.arange(3), shift))
+
+
+class Masked(nn.Module):
+    """The mask of a history, of the user alone, goes to the candidates' part as booleans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec, self.ebc = rows(("hist",)), bags("item")
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        hist = self.ec(ids)["hist"]
+        scores = torch.einsum("bld,bd->bl", hist.to_padded_dense(LENGTH), self.ebc(ids)["item"])
+        mask = torch.arange(LENGTH) < hist.lengths().unsqueeze(1)
+        return torch.where(mask, scores, -1e9).softmax(1)
+
+
+def test_a_mask_between_the_users_part_and_the_candidates(tmp_path: Path) -> None:
+    d, model = Draw(6, 1), Masked().eval()
+    batch = d.kjt(d.bag("hist", 40), d.bag("item", 40, each=1))
+    served = recinfer.export(model, batch, tmp_path / "masked.rqa", precision="fp32", user=["hist"])
+    assert torch.allclose(served(batch), model(batch), atol=1e-6)
+    found = served.predict(features={"item": [[1], [2]]}, context={"hist": [[3, 7]]})["output"]
+    pair = served.predict(features={"item": [[1], [2]], "hist": [[3, 7], [3, 7]]})["output"]
+    assert torch.allclose(found, pair, atol=1e-6)
