@@ -318,9 +318,10 @@ def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool
     processors = getattr(module, "_feature_processors", None)
     positions = []
     for name, parameter in processors.named_parameters() if processors is not None else ():
+        by_position = name.startswith("position_weights.") or name.endswith(".position_weight")
         feature = name.removesuffix(".position_weight").removeprefix("_feature_processors.")
         feature = feature.removeprefix("position_weights.")
-        if feature in count:  # the weights of other names have no effect
+        if feature in count or not by_position:  # position weights of other names have no effect
             positions.append((feature, name, parameter.numel()))
     return EmbeddingModule(
         path,
