@@ -189,6 +189,8 @@ def _compare(onnx: DenseEngine, torch_engine: DenseEngine, part: Part) -> float:
             expected = torch_engine(tensors)
         except Exception as error:
             todo = "" if all(len(tensor) for tensor in tensors) else NEEDS_IDS
+            if "is invalid for input of size" in str(error):
+                todo = "; a view of several values as one row takes their number as a number of forward, not one of a tensor"
             raise ConfigError(f"{part.title} cannot run on {sizes}: {_raised(error)}{todo}") from error
         try:
             found = onnx(tensors)

@@ -144,3 +144,25 @@ def test_plain_torch_tables_are_refused_by_what_to_do(tmp_path: Path) -> None:
         ConfigError, match=r"Sequential has no embedding collection: .* Move large tables of nn.Embedding"
     ):
         recinfer.export(model, torch.zeros(4, 2, dtype=torch.int64), tmp_path / "plain.rqa")
+
+
+class ViewByLength(nn.Module):
+    """The number of values of each sample is read from the first one, or is a number."""
+
+    def __init__(self, count: int | None) -> None:
+        super().__init__()
+        self.ec, self.count = rows(("hist",)), count
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        count = ids.lengths()[0].item() if self.count is None else self.count
+        return self.ec(ids)["hist"].values().view(ids.lengths().numel(), count, DIM).sum(1)
+
+
+def test_a_view_by_a_number_of_a_tensor_is_refused_by_what_to_write(tmp_path: Path) -> None:
+    d = Draw(6, 1)
+    batch = d.kjt(d.bag("hist", 40, each=3))
+    with pytest.raises(ConfigError, match=r"is invalid for input of size .*their number as a number of forward"):
+        recinfer.export(ViewByLength(None), batch, tmp_path / "read.rqa", precision="fp32")
+    served = recinfer.export(ViewByLength(3), batch, tmp_path / "number.rqa", precision="fp32")
+    assert served.manifest.signature is not None
+    assert served.manifest.signature.per_sample == {"hist": 3}
