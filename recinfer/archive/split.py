@@ -111,6 +111,9 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     """
     graph_module = _decomposed(captured.program)
     graph = graph_module.graph
+    for node in graph.nodes:
+        if node.target in _SQUEEZES:
+            _keep_free_axes(node)
     slots = dict(zip([n for n in graph.nodes if n.op == "placeholder"], captured.slots, strict=True))
     calls = list(_calls(graph))
     _check_stages(graph, calls, leaves)
@@ -123,6 +126,22 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     ids = _ids_program(graph_module, slots, names, batch)
     dense = _dense_program(graph_module, slots, calls, names, outputs, batch)
     return Split(dense, ids, names.computed, names.lookups, facts_of(captured))
+
+
+_SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
+
+
+def _keep_free_axes(squeeze: fx.Node) -> None:
+    """Let ``squeeze`` remove the axes that it removed in the trace, where no size was free: not the batch of one sample."""
+    source: Any = squeeze.args[0]
+    shape = source.meta["val"].shape
+    given: Any = range(len(shape)) if len(squeeze.args) == 1 else squeeze.args[1]
+    named = [given] if isinstance(given, int) else given
+    axes = [axis for axis in named if shape and not isinstance(shape[axis], torch.SymInt) and shape[axis] == 1]
+    if axes:
+        squeeze.target, squeeze.args = torch.ops.aten.squeeze.dims, (source, axes)
+    else:
+        squeeze.target, squeeze.args = torch.ops.aten.clone.default, (source,)
 
 
 def _decomposed(program: ExportedProgram) -> fx.GraphModule:
