@@ -5,6 +5,7 @@ Only this file uses private names of the exporter; ``tests/archive/test_onnx_exp
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -40,10 +41,12 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
         def form_of(node: fx.Node) -> Any:
             return None if _has_form(node, forms) else table.get(node.target, node.target)
 
+        before = copy.deepcopy(program.graph)
         if replace_operators(program.graph, form_of, table, composite=False) and not any(
             map(form_of, program.graph.nodes)
         ):
             return program
+        program.graph_module.graph = before  # torch's run refuses some operators of forms
         return ExportedProgram.run_decompositions(program, table)
 
     program.run_decompositions = decomposed  # type: ignore[method-assign,assignment]
