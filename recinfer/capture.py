@@ -30,6 +30,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -318,8 +319,11 @@ def described(path: str, module: nn.Module, configs: Sequence[Any], pooled: bool
     processors = getattr(module, "_feature_processors", None)
     positions = []
     for name, parameter in processors.named_parameters() if processors is not None else ():
+        by_position = name.startswith("position_weights.") or name.endswith(".position_weight")
         feature = name.removesuffix(".position_weight").removeprefix("_feature_processors.")
-        positions.append((feature.removeprefix("position_weights."), name, parameter.numel()))
+        feature = feature.removeprefix("position_weights.")
+        if feature in count or not by_position:  # position weights of other names have no effect
+            positions.append((feature, name, parameter.numel()))
     return EmbeddingModule(
         path,
         pooled,
@@ -797,8 +801,8 @@ def _regroup(keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]]) -> l
     for keyed in keyed_tensors:
         parts = keyed.values().split(list(keyed.length_per_key()), dim=keyed.key_dim())
         columns.update(zip(keyed.keys(), parts))
-    dim = keyed_tensors[0].key_dim()
-    return [torch.cat([columns[key] for key in group], dim) for group in groups]
+    dim, nothing = keyed_tensors[0].key_dim(), keyed_tensors[0].values()
+    return [torch.cat([columns[key] for key in group], dim) if group else nothing.narrow(dim, 0, 0) for group in groups]
 
 
 def _regroup_as_dict(
@@ -1063,7 +1067,7 @@ def _sample(batches: Sequence[Sequence[_Example]]) -> None:
     first = batches[0]
     for other in batches[1:]:
         _check_same(first, other)
-    sizes = [_batch_size(batch) for batch in batches]
+    sizes = _batch_sizes(batches)
     fixed = {size for example in first if example.part == "tensor" for size in example.tensor.shape[1:]}
     count = next(size for size in _SIZES if size not in fixed)
     picked = torch.arange(count) % sizes[0]
@@ -1109,17 +1113,27 @@ def _check_same(first: Sequence[_Example], other: Sequence[_Example]) -> None:
         )
 
 
-def _batch_size(batch: Sequence[_Example]) -> int:
+def _batch_sizes(batches: Sequence[Sequence[_Example]]) -> list[int]:
+    """The number of samples of each batch; of tensors alone, the rows that differ between two batches count."""
+    first, last = (
+        {e.path: len(e.tensor) for e in batch if e.part == "tensor" and e.tensor.dim()}
+        for batch in (batches[0], batches[-1])
+    )
+    same = {path for path, rows in first.items() if last[path] == rows}
+    return [_batch_size(batch, same if len(same) < len(first) else set(), len(batches) > 1) for batch in batches]
+
+
+def _batch_size(batch: Sequence[_Example], fixed: AbstractSet[str], two: bool) -> int:
     sizes = {e.path: len(e.tensor) for e in batch if e.part == "lengths"}
     if not sizes:
-        sizes = {e.path: len(e.tensor) for e in batch if e.tensor.dim()}
+        sizes = {e.path: len(e.tensor) for e in batch if e.tensor.dim() and e.path not in fixed}
     if not sizes:
         raise CaptureError("the example batch has no tensor with a batch axis")
     distinct = sorted(set(sizes.values()))
     if len(distinct) > 1 and any(e.part == "lengths" for e in batch):
-        one, two = (next(p for p, n in sizes.items() if n == size) for size in (distinct[0], distinct[-1]))
+        one, other = (next(p for p, n in sizes.items() if n == size) for size in (distinct[0], distinct[-1]))
         raise CaptureError(
-            f"the example batch has {sizes[one]} samples in {one} and {sizes[two]} in {two}; give one batch size "
+            f"the example batch has {sizes[one]} samples in {one} and {sizes[other]} in {other}; give one batch size "
             f"(negatives that a sampler added are for training: leave them out, or export the towers; the features of one user "
             f"for many candidates go into requests as context)"
         )
@@ -1127,9 +1141,8 @@ def _batch_size(batch: Sequence[_Example]) -> int:
     size = distinct[count.index(max(count))]
     if count.count(max(count)) > 1:
         each = ", ".join(f"{n} rows in {path}" for path, n in sizes.items())
-        raise CaptureError(
-            f"the example batch has {each}, and no ids to tell which is the number of samples; {_TWO_BATCHES}"
-        )
+        todo = "give values and lengths of ids as a KeyedJaggedTensor" if two else _TWO_BATCHES
+        raise CaptureError(f"the example batch has {each}, and no ids to tell which is the number of samples; {todo}")
     if size < 2:
         raise CaptureError(
             f"the example batch has {size} sample{'' if size == 1 else 's'}; give at least 2, so that the batch axis differs "
@@ -1354,6 +1367,9 @@ def _traced(
     with _patched(), torch.no_grad(), notes:
         try:
             program = _exported(whole, tuple(example.sample for example in examples), axes)
+            if notes.length_at and _fixed(program, examples):
+                with _traced_numbers(whole.model):
+                    program = _exported(whole, tuple(example.sample for example in examples), axes)
         except CaptureError:
             raise
         except Exception as error:
@@ -1417,27 +1433,34 @@ def _exported(whole: _Whole, tensors: tuple[Tensor, ...], axes: Any) -> Exported
         lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
         if not any(re.search(r"\bint\(", line) for line in lines):
             raise
-    with _traced_int(whole.model):
+    with _traced_numbers(whole.model):
         return export()
 
 
 @contextlib.contextmanager
-def _traced_int(model: nn.Module) -> Iterator[None]:
-    """Lets ``int(x)`` in the packages of the model's classes return a traced size, which Python's ``int`` cannot."""
+def _traced_numbers(model: nn.Module) -> Iterator[None]:
+    """Lets ``int(x)`` and ``len(x)`` in the packages of the model's classes return a traced size, which Python's cannot."""
     packages = {kind.__module__.partition(".")[0] for module in model.modules() for kind in type(module).__mro__}
     packages -= {"torch", "torchrec", "recinfer", "fbgemm_gpu", "builtins", __name__}
-    files = [
-        file
-        for name, file in list(sys.modules.items())
-        if name.partition(".")[0] in packages and name != __name__ and "int" not in vars(file)
+    numbers = {"int": _Int, "len": _len}
+    places = [
+        (vars(file), name)
+        for module, file in list(sys.modules.items())
+        if module.partition(".")[0] in packages and module != __name__
+        for name in numbers.keys() - vars(file).keys()
     ]
-    for file in files:
-        vars(file)["int"] = _Int
+    for names, name in places:
+        names[name] = numbers[name]
     try:
         yield
     finally:
-        for file in files:
-            del vars(file)["int"]
+        for names, name in places:
+            del names[name]
+
+
+def _len(value: Any) -> Any:
+    """``len`` for the model's own files while a trace runs."""
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
 
 
 class _IntType(type):
@@ -1457,6 +1480,17 @@ class _Int(int, metaclass=_IntType):
     """``int`` for the model's own files while a trace runs; other threads that use it there get Python's own numbers."""
 
 
+def _is_number(size: Any) -> bool:
+    """Whether the size of an axis is a number; a symbol that a trace found equal to a number is one."""
+    return str(size).isdigit()
+
+
+def _fixed(program: ExportedProgram, examples: Sequence[_Example]) -> bool:
+    """Whether forward fixes a free axis."""
+    shapes = [node.meta["val"].shape for node in input_nodes(program)]
+    return any(_is_number(shape[axis]) for example, shape in zip(examples, shapes) for axis in example.free)
+
+
 def _slots(program: ExportedProgram, examples: Sequence[_Example], length_at: str) -> tuple[Slot, ...]:
     """Describe the inputs of ``program``; refuses a free axis that forward fixes, maybe by a len() ``length_at``."""
     nodes = input_nodes(program)
@@ -1467,7 +1501,7 @@ def _slots(program: ExportedProgram, examples: Sequence[_Example], length_at: st
         shape: list[int | str] = []
         for axis, size in enumerate(node.meta["val"].shape):
             text = str(size)
-            fixed = text.lstrip("-").isdigit()
+            fixed = _is_number(size)
             if axis in example.free and fixed:
                 what = {"values": "number of values", "lengths": "number of samples", "weights": "number of weights"}
                 raise CaptureError(

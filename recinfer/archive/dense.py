@@ -189,6 +189,8 @@ def _compare(onnx: DenseEngine, torch_engine: DenseEngine, part: Part) -> float:
             expected = torch_engine(tensors)
         except Exception as error:
             todo = "" if all(len(tensor) for tensor in tensors) else NEEDS_IDS
+            if "is invalid for input of size" in str(error):
+                todo = "; a view of several values as one row takes their number as a number of forward, not one of a tensor"
             raise ConfigError(f"{part.title} cannot run on {sizes}: {_raised(error)}{todo}") from error
         try:
             found = onnx(tensors)
@@ -200,7 +202,7 @@ def _compare(onnx: DenseEngine, torch_engine: DenseEngine, part: Part) -> float:
             finite = torch.isfinite(b)  # a logarithm of random inputs may be NaN, in both
             if not torch.equal(finite, torch.isfinite(a)):
                 return math.inf
-            a, b = a[finite], b[finite]
+            a, b = a[finite].double(), b[finite].double()  # a mask between two programs is a bool
             if b.numel():
                 worst = max(worst, float((a - b).abs().max()) / max(1.0, float(b.abs().max())))
     return worst

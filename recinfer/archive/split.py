@@ -117,6 +117,8 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
         elif _keeps_dtype(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif node.target in _SQUEEZES:
+            _keep_free_axes(node)
     slots = dict(zip([n for n in graph.nodes if n.op == "placeholder"], captured.slots, strict=True))
     calls = list(_calls(graph))
     _check_stages(graph, calls, leaves)
@@ -143,6 +145,22 @@ def _keeps_dtype(node: fx.Node) -> bool:
         return False
     same = source.meta["val"].dtype == node.meta["val"].dtype
     return same and all(user.op != "output" for user in source.users)
+
+
+_SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
+
+
+def _keep_free_axes(squeeze: fx.Node) -> None:
+    """Let ``squeeze`` remove the axes that it removed in the trace, where no size was free: not the batch of one sample."""
+    source: Any = squeeze.args[0]
+    shape = source.meta["val"].shape
+    given: Any = range(len(shape)) if len(squeeze.args) == 1 else squeeze.args[1]
+    named = [given] if isinstance(given, int) else given
+    axes = [axis for axis in named if shape and not isinstance(shape[axis], torch.SymInt) and shape[axis] == 1]
+    if axes:
+        squeeze.target, squeeze.args = torch.ops.aten.squeeze.dims, (source, axes)
+    else:
+        squeeze.target, squeeze.args = torch.ops.aten.clone.default, (source,)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:

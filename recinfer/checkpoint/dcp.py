@@ -178,7 +178,7 @@ def _load(path: Path) -> torch_metadata.Metadata:
         raise
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path.parent}: no {METADATA_FILE} in it; expected a folder of torch.distributed.checkpoint, or a .pt file"
+            f"{path.parent}: no {METADATA_FILE} in it; expected a folder of torch.distributed.checkpoint, a .pt or a .safetensors file"
         ) from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(f"{path}: cannot be read: {error!r}; the checkpoint is damaged") from error

@@ -1,4 +1,5 @@
-"""Reads a checkpoint in slices: a torch.distributed.checkpoint folder (ours or TorchRec's) or a ``.pt`` state dict.
+"""Reads a checkpoint in slices: a torch.distributed.checkpoint folder (ours or TorchRec's), or a state dict in a file of
+torch.save or safetensors.
 
 Tensors are read from the byte ranges of their files into memory that the caller chooses, so a table never exists twice,
 and a slice of rows reads only the shards that overlap it. torchrec is not needed for any sharding. Files need not be
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from recinfer.checkpoint.dcp import Chunk, StoredTensor, read_metadata
 from recinfer.checkpoint.model_json import build_model, read_model_json
+from recinfer.checkpoint.safetensors_file import is_safetensors, read_safetensors
 from recinfer.checkpoint.torch_file import TensorBytes, read_torch_file
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.excerpts import some
@@ -38,7 +40,7 @@ class CheckpointReader:
     the module's own, without the ``model.`` before them. :meth:`align` finds any other nesting by the module's keys.
 
     Args:
-        path: a folder with ``.metadata``, or a file of torch.save.
+        path: a folder with ``.metadata``, or a file of torch.save or safetensors.
         prefix: the part of the keys to leave out, with its dot; None finds it. ``""`` shows the keys as stored.
 
     Raises:
@@ -53,7 +55,9 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str], prefix: str | None = None) -> None:
         self.path = Path(path)
         if not self.path.exists():
-            raise CheckpointError(f"{self.path}: does not exist; expected a checkpoint folder or a .pt file")
+            raise CheckpointError(
+                f"{self.path}: does not exist; expected a checkpoint folder, a .pt or a .safetensors file"
+            )
         self._tensors = read_metadata(self.path) if self.path.is_dir() else _read_state_dict(self.path)
         self.prefix = _model_prefix(self._tensors) if prefix is None else prefix
 
@@ -257,13 +261,14 @@ def _read_state_dict(path: Path) -> dict[str, StoredTensor]:
 
     def walk(value: Any, at: tuple[Any, ...]) -> None:
         if isinstance(value, TensorBytes):
+            value.check()
             chunk = Chunk((0,) * len(value.shape), value.shape, path, known=value)
             tensors[".".join(map(str, at))] = StoredTensor(value.shape, value.dtype, at, (chunk,))
         elif isinstance(value, Mapping):
             for name, inner in value.items():
                 walk(inner, (*at, name))
 
-    walk(read_torch_file(path), ())
+    walk(read_safetensors(path) if is_safetensors(path) else read_torch_file(path), ())
     if not tensors:
         raise CheckpointError(f"{path}: does not hold a dict of tensors; expected torch.save(model.state_dict(), path)")
     return tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,16 @@ def resolve_inputs(spec: str) -> list[Any]:
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises exceptions of many types
+            text = str(error)
+            other = re.search(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)", text)
+            what = (
+                f"holds a {other[1]}"
+                if other
+                else f"cannot be read: {type(error).__name__}: {text.splitlines()[0][:200]}"
+            )
             raise InputError(
-                f"--inputs {spec!r} cannot be read: {type(error).__name__}: {str(error).split(chr(10))[0][:200]}; save tensors in "
-                f"plain tuples, lists and dicts by torch.save, or name a function, pkg.module:function, for other classes"
+                f"--inputs {spec!r} {what}; save tensors in plain tuples, lists and dicts by torch.save, or name a function, "
+                f"pkg.module:function, for other classes"
             ) from None
     else:
         found = _call("--inputs", spec)

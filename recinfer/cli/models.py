@@ -26,7 +26,10 @@ __all__ = [
 ]
 
 CheckpointOption = Annotated[
-    Path, typer.Option("--checkpoint", help="Checkpoint: a torch.distributed.checkpoint folder or a .pt state dict.")
+    Path,
+    typer.Option(
+        "--checkpoint", help="Checkpoint: a torch.distributed.checkpoint folder, or a .pt or .safetensors state dict."
+    ),
 ]
 ModelOption = Annotated[
     str | None,

@@ -205,11 +205,11 @@ def _hinted(error: BaseException | None) -> str:
     return f"{text} (--keep COLUMN copies a column that is no input to --out, --ignore COLUMN leaves it out{also})"
 
 
-def _named_inputs(client: InferenceClient) -> Collection[str]:
-    """Names of the model's inputs beside features and dense numbers; none where the server does not answer, as each row then
-    has the error."""
+def _named_inputs(client: InferenceClient, dense: str) -> Collection[str]:
+    """Names of the model's inputs beside features and the column ``dense``; none where the server does not answer, as each row
+    then has the error. The dense numbers may have forward's name too."""
     try:
-        return [one.name for one in client.get_model().named_inputs]
+        return [one.name for one in client.get_model().inputs if one.kind != "ids" and one.name != dense]
     except RecinferError:
         return ()
 
@@ -260,7 +260,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
         progress.Progress(*columns, console=output.progress, transient=True) as shown,
     ):
         writer, task = csv.writer(file), shown.add_task("0 rows", total=None)
-        inputs.update(_named_inputs(client))
+        inputs.update(_named_inputs(client, dense))
         context = None if options.context is None else _context(options.context, dense, inputs)
         for row in client.predict_many(
             rows,

@@ -50,14 +50,17 @@ class ArchivedModel(Printed):
 
         Objects of any class are taken, as long as their tensors are where the example batch had them. An argument that is a
         KeyedJaggedTensor may be a dict of feature to lists (:func:`recinfer.columns.as_features`), which may hold strings. A
-        dict comes back as a
-        dict, as do a KeyedTensor, a named tuple and a dataclass; a tuple as a tuple.
+        dict comes back as a dict, as do a KeyedTensor, a named tuple and a dataclass; a tuple as a tuple. An archive of a
+        collection alone returns its vectors by name, as :meth:`lookup` has them.
 
         Raises:
             InputError: an input is missing, or has another shape or dtype; names the input and the sample.
         """
         args = tuple(self._without_lists(value) for value in args)
         kwargs = {name: self._without_lists(value) for name, value in kwargs.items()}
+        if self._call.is_collection:
+            found = self.predictor.lookup(self._call.features(args, kwargs))
+            return {name: found[name] for name in found.keys()}  # noqa: SIM118 - not a dict
         (outputs,) = self.predictor.predict_many([self._call.inputs(args, kwargs)])
         if isinstance(outputs, Exception):
             raise outputs
@@ -210,7 +213,7 @@ def load(
     return ArchivedModel(predictor)
 
 
-Parts = Mapping[str, Tensor]
+Parts = dict[str, Tensor]
 
 
 class Call:
@@ -223,6 +226,26 @@ class Call:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._signature = manifest.signature
+
+    @property
+    def is_collection(self) -> bool:
+        """Whether the exported model is an embedding collection with nothing around it."""
+        return self._manifest.dense is None and [module.path for module in self._manifest.modules] == [""]
+
+    def features(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bags:
+        """The only argument of a collection, a KeyedJaggedTensor."""
+        given = (*args, *kwargs.values())
+        by_feature = given[0].to_dict() if len(given) == 1 and hasattr(given[0], "to_dict") else None
+        if by_feature is None:
+            kinds = ", ".join(type(value).__name__ for value in given) or "nothing"
+            raise InputError(f"got {kinds}; this archive holds a collection alone, which takes one KeyedJaggedTensor")
+        parts: dict[str, Parts] = {}
+        for name in self._manifest.feature_tables.keys() & by_feature.keys():
+            jagged = by_feature[name]
+            parts[name] = {"values": jagged.values(), "lengths": jagged.lengths()}
+            if name in self._manifest.weighted_features:
+                parts[name]["weights"] = jagged.weights()
+        return _bags(parts)
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PredictInputs:
         """The request for arguments of forward; inputs of one sample beside features of many are its context.

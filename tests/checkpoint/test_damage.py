@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from recinfer.checkpoint import CheckpointReader
@@ -175,6 +176,24 @@ def test_no_torch_file(tmp_path: Path, content: bytes) -> None:
         CheckpointReader(tmp_path / "x.pt")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"F32"', b'"F99"', "a tensor is F99; expected one of F64"),
+        (b"[0,80]", b"[0,99]", "the bytes 0 to 99, beyond the end"),
+        (b"[5,4]", b"[9,4]", r"shape \(9, 4\) and torch.float32 needs 144 bytes, its storage has 80"),
+        (b'"shape"', b'"shade"', "the head of this safetensors file is damaged"),
+        (b"@\x00\x00", b"\xff\xff\xff", "the head has .* bytes, the file"),
+    ],
+)
+def test_a_damaged_safetensors_file(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(5, 4)}, tmp_path / "x.safetensors")
+    data = (tmp_path / "x.safetensors").read_bytes().replace(old, new, 1)
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointReader(tmp_path / "x.safetensors")
+
+
 def test_a_zip_of_something_else(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
         archive.writestr("a/b", "c")
@@ -211,8 +230,10 @@ def test_storages_that_are_short_compressed_or_of_the_other_byte_order(tmp_path:
 
 def test_random_damage_never_escapes_the_error(folder: Path, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(5, 4), "v": torch.ones(3)}, tmp_path / "x.pt")
+    save_file({"w": torch.ones(5, 4), "v": torch.ones(3)}, tmp_path / "x.safetensors")
+    files = [tmp_path / "x.pt", tmp_path / "x.safetensors"]
     rng = random.Random(0)
-    for path, opened in [(tmp_path / "x.pt", tmp_path / "x.pt"), (folder / ".metadata", folder)] * 150:
+    for path, opened in [*zip(files, files), (folder / ".metadata", folder)] * 150:
         good = path.read_bytes()
         bad = bytearray(good)
         for _ in range(rng.randint(1, 4)):

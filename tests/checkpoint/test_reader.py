@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 from recinfer.checkpoint import CheckpointReader, load_into
@@ -41,12 +42,15 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture(scope="module", params=["pt", "dcp"])
+@pytest.fixture(scope="module", params=["pt", "dcp", "safetensors"])
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stored")
     if request.param == "pt":
         torch.save(tensors(), folder / "all.pt")
         return folder / "all.pt"
+    if request.param == "safetensors":
+        save_file({name: tensor.contiguous() for name, tensor in tensors().items()}, folder / "all.safetensors")
+        return folder / "all.safetensors"
     dcp.save(tensors(), checkpoint_id=folder / "all", no_dist=True)
     return folder / "all"
 

@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+import recinfer
+from recinfer.checkpoint.resolve import resolve_inputs
+from recinfer.errors import InputError
 from recinfer.inference.predictor import load
 from recinfer.serving.server.server import Server
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.e2e.commands import run, run_json
+from tests.inference.test_archived import Aged
 from tests.serving.named_models import ask_priced, make_archive
 from tests.serving.test_named_inputs import lists_of
 from tests.serving.v1 import columns_of, rows_of
+from tests.zoo.drawing import Bag
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +78,33 @@ def test_predict_takes_them_from_files(archive: Path, target: str, tmp_path: Pat
         with out.open() as file:
             scores = [[float(v) for v in row["score"].split()] for row in csv.DictReader(file)]
         torch.testing.assert_close(torch.tensor(scores), want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_dense_numbers_of_a_file_have_the_name_that_inspect_shows(tmp_path: Path) -> None:
+    ids = KeyedJaggedTensor(["user", "item"], torch.arange(6), lengths=torch.tensor([2, 0, 1, 1, 1, 1]))
+    model = recinfer.export(Aged(), (torch.rand(3, 2), ids), tmp_path / "aged.rqa", precision="fp32", progress=False)
+    wanted = model.predict([[0.5, 7.0]], {"user": [[1, 2]], "item": [[3]]})["output"]
+    assert next(one["name"] for one in run_json("inspect", tmp_path / "aged.rqa")["inputs"]) == "age"
+    with Server({"aged": model.predictor}) as server:
+        for name in ("age", "dense"):
+            lines, table, out = tmp_path / "rows.jsonl", tmp_path / "rows.csv", tmp_path / "out.csv"
+            lines.write_text(json.dumps({"user": [1, 2], "item": [3], name: [0.5, 7.0]}))
+            table.write_text(f"user,item,{name}\n1 2,3,0.5 7.0\n")
+            for path in (lines, table):
+                assert run_json("predict", "--target", server.target, "--rows", path, "--out", out)["failed"] == 0
+                with out.open() as file:
+                    (row,) = csv.DictReader(file)
+                assert float(row["output"]) == pytest.approx(wanted.item())
+
+
+def test_a_file_of_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
+    torch.save(Bag("user", torch.arange(2), torch.tensor([1, 1])), tmp_path / "batch.pt")
+    with pytest.raises(InputError, match=r"batch.pt' holds a tests\.zoo\.drawing\.Bag; save tensors in plain"):
+        resolve_inputs(str(tmp_path / "batch.pt"))
+
+
+def test_inspect_of_a_checkpoint_says_what_is_expected(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "model.pt")
+    code, _, err = run("inspect", tmp_path / "model.pt")
+    assert code == 2
+    assert "it is no text; expected a JSON file of `recinfer plan`" in " ".join(err.split())

@@ -421,3 +421,26 @@ def test_the_dense_matrix_of_a_context_has_both_names_on_every_way(tmp_path: Pat
                     torch.testing.assert_close(found, wanted)
             with pytest.raises(InputError, match="got 'age' and 'dense', which are the same input"):
                 one.predict(features=items, context={"user": [[]], "age": [[0.3, 7.0]], "dense": [[0.3, 7.0]]})
+
+
+def test_a_collection_alone_is_called_like_the_model(tmp_path: Path) -> None:
+    pooled = EmbeddingBagCollection(tables=[EmbeddingBagConfig(20, 8, "t", feature_names=["a", "b"])], is_weighted=True)
+    rows = EmbeddingCollection(tables=[EmbeddingConfig(20, 8, "t", feature_names=["a", "b"])])
+    lengths = torch.tensor([2, 0, 1, 1], dtype=torch.int32)
+    ids = KeyedJaggedTensor(["a", "b"], torch.arange(4), torch.rand(4), lengths=lengths)
+    for model in (pooled, rows):
+        path = tmp_path / f"{type(model).__name__}.rqa"
+        recinfer.export(model, ids, path, precision="fp32")
+        served = recinfer.load(path)
+        for found in (served(ids), served(features=ids)):
+            for name, expected in model(ids).to_dict().items() if model is pooled else model(ids).items():
+                if isinstance(expected, JaggedTensor):
+                    assert torch.equal(found[name].lengths(), expected.lengths())
+                    assert torch.equal(found[name].values(), expected.values())
+                else:
+                    assert torch.allclose(found[name], expected)
+        with pytest.raises(
+            InputError, match="got Tensor, Tensor; this archive holds a collection alone, which takes one"
+        ):
+            served(torch.rand(2), torch.rand(2))
+    assert torch.equal(served({"a": [[0, 1], []], "b": [[2], [3]]})["a"].values(), rows(ids)["a"].values())

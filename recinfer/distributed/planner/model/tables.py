@@ -153,7 +153,8 @@ def inference_tables(
     if not tables:
         raise ConfigError(
             f"{type(model).__name__} has no embedding collection: expected a module with embedding_bag_configs() or "
-            "embedding_configs()"
+            "embedding_configs(). Move large tables of nn.Embedding and nn.EmbeddingBag into an EmbeddingCollection or "
+            "EmbeddingBagCollection; the rest of the model stays as it is"
         )
     full_names = {f"{t.module_path}.{t.name}" if t.module_path else t.name for t in tables}
     names = {t.name for t in tables}
