@@ -281,9 +281,10 @@ def embedding_modules(model: nn.Module) -> dict[nn.Module, EmbeddingModule]:
         if "FeatureProcessedEmbeddingBagCollection" in names:
             inner = getattr(module, "_embedding_bag_collection")  # noqa: B009 - not a declared attribute
         for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
-            configs = getattr(inner, method, None)
-            if callable(configs):
-                about = described(path, module, list(configs()), pooled)
+            read: Any = getattr(inner, method, None)
+            configs = list(read()) if callable(read) else []
+            if configs:  # a collection without tables, which forward cannot call, is none
+                about = described(path, module, configs, pooled)
                 found[module] = replace(about, collisions=collisions.get(id(module), {}))
                 break
         else:
@@ -1190,12 +1191,13 @@ class _Whole(nn.Module):
         build: Callable[[Sequence[Tensor]], tuple[Any, Any]],
         examples: Sequence[_Example],
         counts: Mapping[int, int],
+        alike: Mapping[int, int],
         keep: Callable[[tuple[str, ...], Any], None],
     ) -> None:
         super().__init__()
         self.model = model
         self._batched = [index for index, example in enumerate(examples) if example.batched]
-        self._counts = dict(counts)
+        self._counts, self._alike = dict(counts), dict(alike)
         self.__dict__["_build"] = build
         self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
 
@@ -1207,6 +1209,9 @@ class _Whole(nn.Module):
         for index, count in self._counts.items():
             if tensors[index].shape[0] != count * tensors[self._batched[0]].shape[0]:
                 raise CaptureError(f"the inputs of the trace have not {count} values in each sample")
+        for index, other in self._alike.items():
+            if tensors[index].shape[0] != tensors[other].shape[0]:
+                raise CaptureError("the inputs of the trace differ in their numbers of values")
         args, kwargs = self.__dict__["_build"](tensors)
         outputs: dict[str, Tensor] = {}
         structure = _structure(self.model(*args, **kwargs), "", outputs)
@@ -1273,9 +1278,14 @@ def trace(
     read = [_read_batch(model, batch) for batch in batches]
     _sample([reader.found for reader, _ in read])
     counts: dict[int, int] = {}
+    alike: dict[int, int] = {}
     while True:
         try:
-            return _traced(model, modules, abouts, read[0], prepare, counts)
+            captured = _traced(model, modules, abouts, read[0], prepare, counts, alike)
+            found = _by_lengths_of_others(captured, [reader.found for reader, _ in read], alike)
+            if not found:
+                return captured
+            alike |= found
         except _CountNeeded as error:
             # A view of several values as one row needs the same number of values in each sample.
             for index in error.indices:
@@ -1285,6 +1295,44 @@ def trace(
                     break
             else:
                 raise CaptureError(str(error)) from error
+
+
+def _by_lengths_of_others(
+    captured: Captured, batches: Sequence[Sequence[_Example]], known: Mapping[int, int]
+) -> dict[int, int]:
+    """Jagged values whose own lengths forward does not read, so that those of another input cut them: index -> that input's.
+
+    Timestamps of a history are one, beside its ids. The example batches tell which other input has the same lengths.
+    """
+    nodes = input_nodes(captured.program)
+    read = _needed_by_outputs(captured.program)
+    sizes = [str(node.meta["val"].shape[:1]) for node in nodes]
+    by_path = {(slot.path, slot.part): index for index, slot in enumerate(captured.slots)}
+    cutting = [index for index, slot in enumerate(captured.slots) if slot.part == "lengths" and nodes[index] in read]
+    found = {}
+    for (path, part), index in by_path.items():
+        if part != "values" or index in known or nodes[index] not in read or sizes.count(sizes[index]) > 1:
+            continue
+        own = by_path[path, "lengths"]
+        if nodes[own] in read:
+            continue
+        for other in cutting:
+            if all(torch.equal(batch[own].tensor, batch[other].tensor) for batch in batches):
+                found[index] = by_path[captured.slots[other].path, "values"]
+                break
+    return found
+
+
+def _needed_by_outputs(program: ExportedProgram) -> set[torch.fx.Node]:
+    """The nodes that outputs depend on; assertions and what they alone read are not among them."""
+    needed: set[torch.fx.Node] = set()
+    stack = [node for node in program.graph.nodes if node.op == "output"]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    return needed
 
 
 def _count_of_each(batches: Sequence[Sequence[_Example]], index: int) -> int:
@@ -1301,8 +1349,11 @@ def _traced(
     batch: tuple[_Reader, Builder],
     prepare: Callable[[nn.Module], object],
     counts: Mapping[int, int],
+    alike: Mapping[int, int],
 ) -> Captured:
-    """Trace ``model`` with ``counts`` values of each sample: index of a jagged input's values -> their number."""
+    """Trace ``model`` with ``counts`` values of each sample, index of a jagged input's values -> their number, and as many
+    values as another input has, ``alike``: index -> the other's.
+    """
     examples, build = batch[0].found, batch[1]
     called: set[int] = set()
     stubs: dict[int, Any] = {id(m): _Lookup(i, a, m, called) for i, (m, a) in enumerate(zip(modules, abouts))}
@@ -1310,7 +1361,7 @@ def _traced(
     body = copy.deepcopy(model, stubs).eval()
     prepare(body)
     results: list[tuple[tuple[str, ...], Any]] = []
-    whole = _Whole(body, build, examples, counts, lambda *result: results.append(result)).eval()
+    whole = _Whole(body, build, examples, counts, alike, lambda *result: results.append(result)).eval()
     axes = tuple({axis: Dim.AUTO for axis in example.free} for example in examples)
     notes = _Notes()
     with _patched(), torch.no_grad(), notes:
@@ -1331,6 +1382,7 @@ def _traced(
     _check_operators(program)
     # A loss that is no output may divide by the number of samples, which no archive may contain.
     program.graph_module.graph.eliminate_dead_code()
+    _state_sizes(program)
     return Captured(
         program=program,
         slots=slots,
@@ -1342,6 +1394,32 @@ def _traced(
         examples=tuple(example.tensor for example in examples),
         at_most=_limits(program, slots),
     )
+
+
+def _state_sizes(program: ExportedProgram) -> None:
+    """Replace -1 in the shape of a view by its size: torch cannot tell it for an empty tensor."""
+    graph = program.graph
+    known: dict[str, tuple[torch.fx.Node, int]] = {}
+    for node in input_nodes(program):
+        for axis, size in enumerate(node.meta["val"].shape):
+            known.setdefault(str(size), (node, axis))
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in (
+            torch.ops.aten.view.default,
+            torch.ops.aten.reshape.default,
+        ):
+            continue
+        given = list(node.args[1])
+        if -1 not in given:
+            continue
+        size = node.meta["val"].shape[given.index(-1)]
+        if not isinstance(size, int):
+            if str(size) not in known:
+                continue
+            with graph.inserting_before(node):
+                read = graph.call_function(torch.ops.aten.sym_size.int, known[str(size)])
+            read.meta["val"], size = size, read
+        node.args = (node.args[0], [size if each == -1 else each for each in given])
 
 
 def _exported(whole: _Whole, tensors: tuple[Tensor, ...], axes: Any) -> ExportedProgram:
@@ -1538,6 +1616,11 @@ def _trial_sizes(symbols: Sequence[str], ranges: Mapping[str, Any], equal: bool)
         yield sizes
 
 
+_NO_LIMIT = 2**31 - 1
+"""No request has so many values. Torch's limits from here on are those of its integers: ``torch._check_is_size``, or the sum of
+two sizes, one of which is read from a tensor."""
+
+
 def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
     """The largest sizes of free axes, which forward has compared with numbers: a matrix of positions has a last row.
 
@@ -1551,7 +1634,8 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
     for index, (node, slot) in enumerate(zip(nodes, slots, strict=True)):
         for axis, size in enumerate(node.meta["val"].shape):
             sizes = ranges.get(str(size))
-            if sizes is None or (sizes.lower <= 2 and not str(sizes.upper).isdigit()):
+            limited = sizes is not None and str(sizes.upper).isdigit() and int(sizes.upper) < _NO_LIMIT
+            if sizes is None or (sizes.lower <= 2 and not limited):
                 continue
             if sizes.lower <= 2 and axis and slot.part == "tensor" and slot.shape[axis] != "batch":
                 at_most[str(slot.shape[axis])] = int(sizes.upper)

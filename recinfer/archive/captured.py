@@ -26,11 +26,19 @@ _MODEL = "model."
 
 
 def read_program(path: str | os.PathLike[str]) -> Captured:
-    """Read a captured program; raises ConfigError for another file, an unknown version or a program that D1 refuses."""
+    """Read a captured program; raises ConfigError for another file, an unknown version, a program that D1 refuses, or a model
+    without tables.
+    """
     try:
-        return read_capture(path, lambda data: check_program(data, lookups=True))
+        captured = read_capture(path, lambda data: check_program(data, lookups=True))
     except CaptureError as error:
         raise ConfigError(str(error)) from None
+    if not captured.modules:
+        raise ConfigError(
+            f"{path}: the captured model has no EmbeddingBagCollection or EmbeddingCollection, and an archive needs a table; "
+            f"serve a model without tables by ONNX Runtime or TorchServe"
+        )
+    return captured
 
 
 def collections_of(captured: Captured) -> nn.Module:

@@ -359,7 +359,8 @@ def _check_outputs(dense: Part) -> dict[str, tuple[int, ...]]:
                 raise ConfigError(
                     f"output {name!r} of forward has shape {tuple(value.shape)} for a batch of {batch}; expected the batch as "
                     f"first dimension (remove the loss and other summaries from an inference model; where each sample has "
-                    f"one id, .to_padded_dense(1).squeeze(1) of an unpooled feature is [samples, dim])"
+                    f"one id, .to_padded_dense(1).squeeze(1) of an unpooled feature is [samples, dim]; where each has several scores, "
+                    f"torch.ops.fbgemm.jagged_to_padded_dense makes them [samples, most scores])"
                 )
             shape = tuple(value.shape[1:])
             if shapes.setdefault(name, shape) != shape:

@@ -58,6 +58,18 @@ def _dense_to_jagged(
     return dense.flatten(0, 1).index_select(0, bag * dense.shape[1] + place), list(x_offsets)
 
 
+def _add_dense_to_jagged(x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Values [total, D] plus their places of ``y`` [B, N, D], and their offsets; values behind the N places stay as they are."""
+    if len(x_offsets) != 1:
+        return NotImplemented
+    starts, width = x_offsets[0].long(), y.shape[1]
+    bag = _segments(starts[1:] - starts[:-1], x_values.shape[0])
+    place = torch.arange(x_values.shape[0], device=y.device) - starts.index_select(0, bag)
+    row = torch.where(place < width, bag * width + place, y.shape[0] * width)
+    padded = torch.cat([y.flatten(0, 1), y.new_zeros(1, y.shape[2])])
+    return x_values + padded.index_select(0, row), list(x_offsets)
+
+
 def _repeat_interleave(repeats: Tensor, *, output_size: Any = None) -> Tensor:
     if output_size is not None:
         return _segments(repeats, output_size)
@@ -150,4 +162,5 @@ _FBGEMM: dict[str, Callable[..., Any]] = {
     "jagged_1d_to_dense": _jagged_to_dense,
     "jagged_to_padded_dense_forward": _jagged_to_padded_dense,  # torch's run over all operators makes it of these two
     "dense_to_jagged": _dense_to_jagged,
+    "jagged_dense_elementwise_add_jagged_output": _add_dense_to_jagged,
 }

@@ -6,6 +6,7 @@ must be data only, so such entries are rejected: rule D1.
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import zipfile
@@ -33,7 +34,7 @@ _TARGET = re.compile(
 _FILE_OPERATORS = re.compile(r"file|save|load|dump|from_blob|alloc|share_memory|set_")
 _SYMBOL = re.compile(r"Symbol\('[su]\d+'((, (positive|nonnegative|integer)=True))*\)")
 _WORDS = re.compile(
-    r"\b(Integer|Add|Mul|Mod|PythonMod|FloorDiv|CleanDiv|CeilDiv|Max|Min|And|Or|Not|Eq|Ne|Ge|Gt|Le|Lt|Equality|Unequality"
+    r"\b(Integer|Add|Mul|Mod|PythonMod|FloorDiv|CleanDiv|CeilDiv|Pow|Max|Min|And|Or|Not|Eq|Ne|Ge|Gt|Le|Lt|Equality|Unequality"
     r"|(Strict)?(GreaterThan|LessThan)|int_oo|oo|True|False|evaluate)\b"
 )
 _ARITHMETIC = re.compile(r"[\d\s(),=<>!+*/%-]*")
@@ -152,7 +153,22 @@ def _check_target(target: Any, lookups: bool) -> None:
         raise _refused(f"the operator {str(target)[:80]!r} is not an allowed operator of aten, prims or fbgemm")
 
 
+_MOST_POWERS = 4
+_SMALL = ("Integer(2)", "Integer(3)", "Integer(4)")
+
+
+def _has_small_powers(text: str) -> bool:
+    """Whether the powers in an expression, such as the stride of a square of positions, give no number without end."""
+    try:
+        calls = [node for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Call)]
+    except (SyntaxError, RecursionError, MemoryError):
+        return False
+    powers = [[ast.unparse(given) for given in call.args] for call in calls if ast.unparse(call.func) == "Pow"]
+    return len(powers) == text.count("Pow") <= _MOST_POWERS and all(p[1:] in ([s] for s in _SMALL) for p in powers)
+
+
 def _check_expression(text: Any) -> None:
-    rest = _SYMBOL.sub("", text) if isinstance(text, str) and len(text) <= 4096 else "?"
-    if not _ARITHMETIC.fullmatch(_WORDS.sub("", rest)) or "**" in rest or re.search(r"\d{19}", rest):
+    rest = _SYMBOL.sub("0", text) if isinstance(text, str) and len(text) <= 4096 else "?"
+    large = "**" in rest or re.search(r"\d{19}", rest) or ("Pow" in rest and not _has_small_powers(rest))
+    if large or not _ARITHMETIC.fullmatch(_WORDS.sub("", rest)):
         raise _refused(f"the expression {str(text)[:80]!r} is not integer arithmetic")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recinfer.capture import Captured, CaptureError, _Int, capture
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from recinfer.archive.captured import read_program
+from recinfer.capture import Captured, CaptureError, _Int, capture, embedding_modules
+from recinfer.errors import ConfigError
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 @dataclass
@@ -123,6 +126,70 @@ def test_labels_may_tell_the_number_of_samples() -> None:
     captured = capture(model, (_batch(6),))
     _check(model, captured)
     assert [slot.shape[0] for slot in captured.slots] == ["batch"] * 5
+
+
+class ManyValues(Padded):
+    """Its checks on sizes are those of TorchEasyRec's fx_numel and fx_int_item."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        torch._check(batch.tensors["rows"].shape[0] <= 2**31 - 1)
+        return super().forward(batch)
+
+
+def test_the_largest_int32_is_no_limit() -> None:
+    model = ManyValues().eval()
+    captured = capture(model, (_batch(6),))
+    _check(model, captured)
+    assert captured.at_most == {}
+
+
+def test_a_collection_without_tables_is_none() -> None:
+    """A configuration may leave one in a model, whose forward never calls it."""
+    model = Padded()
+    model.none = nn.Module()
+    model.none.embedding_bag_configs = list  # type: ignore[assignment]
+    assert embedding_modules(model) == {}
+
+
+class Times(nn.Module):
+    """The lengths of ``ids`` cut ``times`` too."""
+
+    def forward(self, ids: JaggedTensor, times: JaggedTensor) -> Tensor:
+        torch._check(times.lengths().max().item() > 0)
+        ends = ids.lengths().cumsum(0)
+        steps = torch.cat([times.values().new_zeros(1), times.values().cumsum(0)])
+        return steps[ends] - steps[ends - ids.lengths()] + ids.values().sum()
+
+
+def test_numbers_whose_lengths_are_unread_are_as_many_as_the_ids() -> None:
+    lengths = torch.tensor([2, 0, 1, 3])
+    ids = JaggedTensor(torch.arange(6), lengths=lengths)
+    captured = capture(Times(), (ids, JaggedTensor(torch.rand(6), lengths=lengths)))
+    sizes = {slot.path: slot.shape[0] for slot in captured.slots if slot.part == "values"}
+    assert sizes["ids"] == sizes["times"]
+    other = JaggedTensor(torch.rand(6), lengths=torch.tensor([1, 1, 1, 3]))
+    sizes = {slot.path: slot.shape[0] for slot in capture(Times(), (ids, other)).slots if slot.part == "values"}
+    assert sizes["ids"] != sizes["times"]
+
+
+def test_a_program_without_tables_is_refused(tmp_path: Path) -> None:
+    """TorchEasyRec's models of semantic ids."""
+    capture(Padded(), (_batch(6),)).save(tmp_path / "model.rqp")
+    with pytest.raises(ConfigError, match=r"no EmbeddingBagCollection .* by ONNX Runtime or TorchServe"):
+        read_program(tmp_path / "model.rqp")
+
+
+class Columns(nn.Module):
+    def forward(self, batch: Batch) -> Tensor:
+        size = batch.tensors["lengths"].max().item()
+        places = torch.arange(size).expand(batch.tensors["lengths"].shape[0], size)  # type: ignore[arg-type]
+        return batch.tensors["rows"][0, places.flatten() % 9].view(places.shape[0], places.shape[1], -1).sum(1)
+
+
+def test_a_view_knows_its_last_size_where_it_is_empty() -> None:
+    captured = capture(Columns(), (_batch(6),))
+    views = [node for node in captured.program.graph.nodes if "aten.view" in str(node.target)]
+    assert [node.args[1][-1] for node in views] == [4]
 
 
 class KTRegroupAsDict(nn.Module):

@@ -557,6 +557,13 @@ def test_num_dense_without_a_linear_that_shows_it() -> None:
     assert cut(model, 3).num_dense == 3
 
 
+def test_a_collection_without_tables_is_left_out() -> None:
+    model = Model(direct)
+    model.none = nn.Module()
+    model.none.embedding_bag_configs = list  # type: ignore[assignment]
+    assert "none" not in [leaf.about.path for leaf in find_leaves(model)]
+
+
 def test_models_without_tables_are_refused() -> None:
     with pytest.raises(ConfigError, match="no EmbeddingBagCollection"):
         find_leaves(nn.Linear(3, 3))

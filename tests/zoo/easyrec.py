@@ -16,8 +16,9 @@ from tests.zoo.sequences import rows
 
 @dataclass
 class SequenceBatch(EasyBatch):
-    """A batch whose steps of a sequence may have several ids: their numbers are jagged too."""
+    """A batch whose steps of a sequence may have several ids: their numbers are jagged too. Steps may have numbers."""
 
+    sequence_dense_features: dict[str, JaggedTensor] = field(default_factory=dict)
     sequence_mulval_lengths: dict[str, KeyedJaggedTensor] = field(default_factory=dict)
 
 
@@ -150,3 +151,68 @@ class TwoTowers(nn.Module):
         groups = KeyedTensor.regroup_as_dict(found, [["user", "age"], ["item", "shop", "price"]], ["user", "item"])
         towers = [nn.functional.normalize(self.towers[name](group), dim=1) for name, group in groups.items()]
         return {"similarity": (towers[0] * towers[1]).sum(1, keepdim=True) / 0.05}
+
+
+def positive(number: Tensor) -> int:
+    """The number in a tensor, as a size that is above 0 and fits an int32."""
+    size: int = number.item()  # type: ignore[assignment]
+    torch._check(size > 0)
+    torch._check(size <= 2**31 - 1)
+    return size
+
+
+def steps_of(values: Tensor, offsets: Tensor, size: int) -> Tensor:
+    padded: Tensor = torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [size], 0.0)
+    return padded
+
+
+class CandidatesAfterHistory(nn.Module):
+    """DLRM-HSTU: each candidate of a sample is a step after its history, and has its own score; up to three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec = rows(("hist", "candidate"))
+        self.none = nn.Module()  # its configuration has no pooled features
+        self.none.embedding_bag_configs = list  # type: ignore[assignment]
+        self.positions = nn.Parameter(torch.randn(8, DIM))
+        self.uvqk, self.norm, self.top = nn.Linear(DIM, 4 * DIM), nn.LayerNorm(DIM), mlp(DIM, 8, 1)
+
+    @staticmethod
+    def draw(d: Draw) -> tuple[Any, ...]:
+        hist, candidates = d.bag("hist", 40, user=True, least=1), d.bag("candidate", 40, least=1, most=3)
+        times = d.jagged(d.bag("times", 0, like=hist, user=True, kind=torch.float32))
+        batch = SequenceBatch(
+            sparse_features={"base": d.kjt(hist, candidates)}, sequence_dense_features={"times": times}
+        )
+        return (batch,)
+
+    def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
+        found = self.ec(batch.sparse_features["base"])
+        hist, candidates = found["hist"], found["candidate"]
+        torch._check(hist.values().shape[0] <= 2**31 - 1)
+        left, right = positive(hist.lengths().max()), positive(candidates.lengths().max())
+        cumsum = torch.ops.fbgemm.asynchronous_complete_cumsum
+        before, after = cumsum(hist.lengths()), cumsum(candidates.lengths())
+        size, offsets, lengths = left + right, before + after, hist.lengths() + candidates.lengths()
+        place = torch.arange(size).unsqueeze(0)
+        numbers = batch.sequence_dense_features["times"]
+        positive(numbers.lengths().max())
+        times = steps_of(numbers.values().unsqueeze(1), before, left)
+        past = steps_of(hist.values(), before, left) + times.tanh()
+        both = torch.cat([past, steps_of(candidates.values(), after, right)], 1)
+        taken = (place < hist.lengths().unsqueeze(1)) | (
+            (place >= left) & (place < left + candidates.lengths().unsqueeze(1))
+        )
+        positions = self.positions[place.expand(lengths.shape[0], size).flatten()].view(-1, size, DIM)
+        x = both.flatten(0, 1)[taken.flatten()]
+        x = torch.ops.fbgemm.jagged_dense_elementwise_add_jagged_output(x, [offsets], positions)[0]
+        u, v, q, k = torch.nn.functional.silu(self.uvqk(x)).split([DIM] * 4, 1)
+        q, k, v = (steps_of(part, offsets, size) for part in (q, k, v))
+        step = place.clamp(max=hist.lengths().unsqueeze(1))
+        seen = (step.unsqueeze(2) > step.unsqueeze(1)) | torch.eye(size, dtype=torch.bool).unsqueeze(0)
+        scores = torch.nn.functional.silu(torch.einsum("bxa,bya->bxy", q, k)) / 20 * seen
+        attended = torch.ops.fbgemm.dense_to_jagged(torch.einsum("bxy,byv->bxv", scores, v), [offsets], x.shape[0])[0]
+        padded = steps_of(self.norm(attended) * u + x, offsets, size).flatten(0, 1)
+        last = (place >= hist.lengths().unsqueeze(1)) & (place < lengths.unsqueeze(1))
+        logits = self.top(padded[last.flatten()])
+        return {"logits": steps_of(logits, after, 3).squeeze(2), "candidates": candidates.lengths()}

@@ -147,6 +147,7 @@ KINDS = [
     Kind(e.ValuesAsColumns, per_sample={"last": 3}),
     Kind(e.VariationalDropout),
     Kind(e.Interests),
+    Kind(e.CandidatesAfterHistory, ("times",), as_long_as={"times": "hist"}, by_day=False),
     Kind(e.TwoTowers, user=("user", "age")),
 ]
 # fmt: on

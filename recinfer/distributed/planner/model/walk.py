@@ -22,7 +22,8 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
 
     A collection is any module with ``embedding_bag_configs()`` (pooled) or ``embedding_configs()``; its children are
     not searched. The path of the model itself is ``""``. A module with several names appears once, under the first.
-    A module that changes ids in front of a collection has no tables: the collection behind it is found.
+    A module that changes ids in front of a collection has no tables: the collection behind it is found. A collection without
+    tables, which a configuration may leave in a model, is left out.
 
     Raises:
         ConfigError: a module of in-table pruning.
@@ -35,7 +36,7 @@ def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Ba
         if remapping(module) == PRUNING:
             _refuse_remapping(path, module)
         configs = _configs(module)
-        if configs is not None and not has_no_rows(module):
+        if configs is not None and configs[0] and not has_no_rows(module):
             yield path, module, *configs
 
 
