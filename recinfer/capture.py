@@ -1546,7 +1546,14 @@ def _needed(guard: _Guard, program: ExportedProgram, slots: Sequence[Slot]) -> C
                 titles.setdefault(str(size), f"size {axis} of {_title(slot)}")
                 of_values += [index] if slot.part == "values" else []
     sizes = re.sub(r"\w+", lambda m: titles.get(m[0], m[0]), guard.text)
-    text = f"forward takes another way{guard.place} unless {sizes[:300]}; write it without a branch on a size (torch.where)"
+    return _branch(guard.place, sizes[:300], of_values)
+
+
+def _branch(place: str, condition: str, of_values: Sequence[int], other: str = "") -> CaptureError:
+    """The error for a trace that holds under ``condition`` alone, which is on the numbers of the values ``of_values``, if any."""
+    text = (
+        f"forward takes another way{place} unless {condition}; write it without a branch on a size (torch.where){other}"
+    )
     return _CountNeeded(text, of_values) if of_values else CaptureError(text)
 
 
@@ -1638,11 +1645,8 @@ def _limits(program: ExportedProgram, slots: Sequence[Slot]) -> dict[str, int]:
             place = next(
                 (g.place for g in _guards(program) if g.place and size.node.expr in g.condition.free_symbols), ""
             )
-            text = (
-                f"forward takes another way{place} unless {what} is {limits}; write it without a branch on a "
-                f"size (torch.where), or give the axis a fixed size"
-            )
-            raise _CountNeeded(text, [index]) if slot.part == "values" and not axis else CaptureError(text)
+            of_values = [index] if slot.part == "values" and not axis else []
+            raise _branch(place, f"{what} is {limits}", of_values, ", or give the axis a fixed size")
     return at_most
 
 
@@ -1651,7 +1655,7 @@ def _check_operators(program: ExportedProgram) -> None:
     for node in program.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        place = place_of(node)
+        place = _place_of(node)
         if node.users and _is_random(node):
             raise CaptureError(
                 f"forward draws random numbers by {node.target}{place}; an archive gives the same answer each time: draw "
@@ -1677,7 +1681,7 @@ def _is_random(node: torch.fx.Node) -> bool:
     return any(switches) if switches else True
 
 
-def place_of(node: torch.fx.Node) -> str:
+def _place_of(node: torch.fx.Node) -> str:
     """The line of forward that a node of a trace comes from, as text; empty if it is not known."""
     found = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)', node.meta.get("stack_trace") or "")
     for file, line, name, text in reversed(found):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from recinfer.archive.leaves import Leaf
 from recinfer.archive.made_batch import made_batch
 from recinfer.archive.manifest import DenseInput, InputInfo, Signature
 from recinfer.archive.samples import Samples, samples_of
-from recinfer.archive.split import ModuleLookup, Split, input_name, split
+from recinfer.archive.split import ModuleLookup, Split, split
 from recinfer.archive.subgraph import Program
 from recinfer.archive.user_axis import split_user
 from recinfer.capture import Captured, CaptureError, Slot, brief, trace
@@ -26,15 +26,24 @@ __all__ = ["Cut", "cut_captured", "cut_model"]
 _TRIALS = 50
 
 
+_TITLES = {
+    "model": "the dense part",
+    "ids": "the program that computes ids",
+    "user": "the user program",
+    "candidates": "the candidates program",
+}
+"""Names of programs, as those of their files, and their names in messages."""
+
+
 @dataclass(frozen=True)
 class Cut:
     """A model cut at its lookups.
 
     Attributes:
-        dense: the program behind the lookups.
-        ids: the program before them, which computes the features ``computed`` (-> whether their ids carry weights); None where forward passes its ids on.
+        parts: the programs by the names of their files: ``model``, the dense part behind the lookups; ``ids``, which computes features
+            before them, where forward does not pass its ids on; ``user`` and ``candidates``, the dense part in two, with ``user``.
+        computed: features that the ids program computes -> whether their ids carry weights.
         user: names of the user's inputs, as the caller gave them.
-        user_part, candidates: the dense program in two parts; None without ``user``.
         signature: what forward takes and returns, without programs.
         lookups: the lookups of each module.
         num_dense: columns of the dense input; 0 where requests name their tensors.
@@ -42,12 +51,9 @@ class Cut:
         samples: makes requests.
     """
 
-    dense: Part
-    ids: Part | None
+    parts: dict[str, Part]
     computed: dict[str, bool]
     user: tuple[str, ...]
-    user_part: Part | None
-    candidates: Part | None
     signature: Signature
     lookups: tuple[ModuleLookup, ...]
     num_dense: int
@@ -55,10 +61,9 @@ class Cut:
     samples: Samples
 
     @property
-    def parts(self) -> dict[str, Part]:
-        """The programs by the names of their files."""
-        parts = {"model": self.dense, "ids": self.ids, "user": self.user_part, "candidates": self.candidates}
-        return {name: part for name, part in parts.items() if part is not None}
+    def dense(self) -> Part:
+        """The dense part."""
+        return self.parts["model"]
 
 
 def cut_model(
@@ -126,19 +131,20 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
         user=None,
         counts={a: b for a, b in parts.facts.counts.items() if a in known and b in known},
     )
-    trials = _Trials(parts, samples, used)
-    dense = trials.part("the dense part", parts.dense)
-    user_part, candidates = _user_parts(parts, infos, user, trials) if user else (None, None)
-    outputs = _check_outputs(dense)
+    trials = _Trials(parts, samples)
+    programs = {"model": parts.dense}
+    if parts.ids is not None:
+        programs["ids"] = parts.ids
+    if user:
+        programs["user"], programs["candidates"] = _split_user(parts, infos, user, trials)
+        trials.user = programs["user"]
+    outputs = _check_outputs(trials.part("model", parts.dense))
     if not trials.finite(parts.dense):  # a mean or a softmax over no ids
         samples = replace(samples, never_empty=True)
     return Cut(
-        dense=dense,
-        ids=None if parts.ids is None else trials.part("the program that computes ids", parts.ids),
+        parts={name: trials.part(name, program) for name, program in programs.items()},
         computed=parts.computed,
         user=tuple(user),
-        user_part=user_part,
-        candidates=candidates,
         signature=signature,
         lookups=parts.lookups,
         num_dense=num_dense,
@@ -147,7 +153,9 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
     )
 
 
-def _user_parts(parts: Split, infos: Sequence[InputInfo], names: Sequence[str], trials: _Trials) -> tuple[Part, Part]:
+def _split_user(
+    parts: Split, infos: Sequence[InputInfo], names: Sequence[str], trials: _Trials
+) -> tuple[Program, Program]:
     """The parts of the dense program that read the user's inputs ``names``, and the others."""
     unknown = [name for name in names if name not in {info.name for info in infos}]
     if unknown:
@@ -164,23 +172,7 @@ def _user_parts(parts: Split, infos: Sequence[InputInfo], names: Sequence[str], 
     owned = {about.name for about in parts.dense.inputs if trials.read_by(about, infos) <= set(names)}
     pooled = {about.name: trials.columns(about) for about in parts.dense.inputs if about.kind == "pooled"}
     mixed = {name: [feature in names for feature in columns] for name, columns in pooled.items() if name not in owned}
-    user, candidates = split_user(parts.dense, owned, mixed)
-    part = trials.part("the user program", user)
-
-    def with_user(tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Inputs of the candidates program, out of the dense program's."""
-        by_name = dict(zip((about.name for about in parts.dense.inputs), tensors))
-        with torch.no_grad():
-            by_name |= user.module(*(by_name[about.name] for about in user.inputs))
-        return [by_name[about.name] for about in candidates.inputs]
-
-    return part, Part(
-        "the candidates program",
-        candidates,
-        [trials.free_axes(about) for about in candidates.inputs],
-        lambda batch, seed: with_user(trials.example(parts.dense.inputs, batch, seed)),
-        lambda: with_user(trials.without_ids(parts.dense.inputs)),
-    )
+    return split_user(parts.dense, owned, mixed)
 
 
 def _refuse_meta(body: nn.Module) -> None:
@@ -250,17 +242,18 @@ def _with_plain_dense(parts: Split, infos: Sequence[InputInfo]) -> tuple[Split, 
 
 
 class _Trials:
-    """Makes inputs of programs: of random requests, with random vectors of as many rows as the lookups would give."""
+    """Makes inputs of programs: of random requests, with random vectors of as many rows as the lookups would give.
 
-    def __init__(self, parts: Split, samples: Samples, slots: Sequence[Slot]) -> None:
-        self._parts = parts
+    Attributes:
+        user: the user program, whose outputs the candidates program takes; None without one.
+    """
+
+    user: Program | None = None
+
+    def __init__(self, parts: Split, samples: Samples) -> None:
+        self._ids = parts.ids
         self._samples = samples
-        self._tensors_of_requests = {input_name(slot): slot for slot in slots if slot.part == "tensor"}
-        self._rows = {
-            (lookup.leaf.path, config.name): config.num_embeddings
-            for lookup in parts.lookups
-            for config in lookup.leaf.configs
-        }
+        self._lookups = {lookup.leaf.path: lookup for lookup in parts.lookups}
         self._features = {  # output of a sequence module -> the feature of its ids
             (lookup.leaf.path, output): feature
             for lookup in parts.lookups
@@ -268,22 +261,14 @@ class _Trials:
             for output, (_, feature) in zip(lookup.leaf.output_names(lookup.features), lookup.columns)
         }
 
-    def part(self, title: str, program: Program) -> Part:
+    def part(self, name: str, program: Program) -> Part:
         """The part ``program`` with its trials."""
         return Part(
-            title,
+            _TITLES[name],
             program,
-            [self.free_axes(about) for about in program.inputs],
             lambda batch, seed: self.example(program.inputs, batch, seed),
             lambda: self.without_ids(program.inputs),
         )
-
-    def free_axes(self, about: DenseInput) -> tuple[int, ...]:
-        """The axes of a program's input that are free."""
-        if about.kind == "table":
-            return ()
-        slot = self._tensors_of_requests.get(about.name) if about.kind == "tensor" else None
-        return (0,) if slot is None else tuple(axis for axis, size in enumerate(slot.shape) if isinstance(size, str))
 
     def read_by(self, about: DenseInput, infos: Sequence[InputInfo]) -> set[str]:
         """The inputs of requests that a program's input depends on."""
@@ -292,19 +277,13 @@ class _Trials:
         if about.kind == "dense":
             return {info.name for info in infos if info.kind == "tensor"}
         if about.kind == "pooled":
-            (lookup,) = (lookup for lookup in self._parts.lookups if lookup.leaf.path == about.module)
-            names = {name for _, name in lookup.columns}
-        elif about.kind in ("values", "lengths"):
-            names = {self._features[about.module or "", about.feature or ""]}
-        else:
-            names = {about.feature or ""}
-        return names
+            return set(self.columns(about))
+        return {self._features.get((about.module or "", about.feature or ""), about.feature or "")}
 
     def columns(self, about: DenseInput) -> list[str]:
         """The feature of each column of a pooled input."""
-        (lookup,) = (lookup for lookup in self._parts.lookups if lookup.leaf.path == about.module)
-        dims = [config.embedding_dim for config in lookup.leaf.configs]
-        return [name for table, name in lookup.columns for _ in range(dims[table])]
+        lookup = self._lookups[about.module or ""]
+        return [name for table, name in lookup.columns for _ in range(lookup.leaf.configs[table].embedding_dim)]
 
     def example(self, inputs: Sequence[DenseInput], batch: int, seed: int) -> list[Tensor]:
         """Inputs for ``batch`` samples; no free size is below 2 unless the batch is."""
@@ -336,32 +315,31 @@ class _Trials:
 
     def _tensors(self, inputs: Sequence[DenseInput], request: Request, generator: torch.Generator) -> list[Tensor]:
         computed: dict[str, Tensor] = {}
-        if self._parts.ids is not None:
-            with torch.no_grad():
-                computed = self._parts.ids.module(*(input_tensor(i, request) for i in self._parts.ids.inputs))
-        tensors = []
-        for about in inputs:
-            if about.kind == "pooled":
-                batch = request.features.stride()
-                tensors.append(torch.randn(batch, about.dim, generator=generator))
-                continue
-            if about.kind == "table":
-                tensors.append(
-                    torch.randn(self._rows[about.module or "", about.feature or ""], about.dim, generator=generator)
-                )
-                continue
-            if about.kind not in ("values", "lengths"):
-                tensors.append(input_tensor(about, request))
-                continue
-            feature = self._features[about.module or "", about.feature or ""]
-            lengths = computed.get(f"computed/{feature}/lengths")
-            if lengths is None:
-                lengths = request.features[feature].lengths().long()
-            if about.kind == "lengths":
-                tensors.append(lengths)
-            else:
-                tensors.append(torch.randn(int(lengths.sum()), about.dim, generator=generator))
-        return tensors
+        with torch.no_grad():
+            if self._ids is not None:
+                computed |= self._ids.module(*(input_tensor(about, request) for about in self._ids.inputs))
+            if self.user is not None and any(about.kind == "user" for about in inputs):
+                computed |= self.user.module(*self._tensors(self.user.inputs, request, generator))
+        return [self._tensor(about, request, generator, computed) for about in inputs]
+
+    def _tensor(
+        self, about: DenseInput, request: Request, generator: torch.Generator, computed: Mapping[str, Tensor]
+    ) -> Tensor:
+        if about.kind == "user":
+            return computed[about.name]
+        if about.kind == "pooled":
+            return torch.randn(request.features.stride(), about.dim, generator=generator)
+        if about.kind == "table":
+            configs = self._lookups[about.module or ""].leaf.configs
+            rows = next(config.num_embeddings for config in configs if config.name == about.feature)
+            return torch.randn(rows, about.dim, generator=generator)
+        if about.kind not in ("values", "lengths"):
+            return input_tensor(about, request)
+        feature = self._features[about.module or "", about.feature or ""]
+        lengths = computed.get(f"computed/{feature}/lengths")
+        if lengths is None:
+            lengths = request.features[feature].lengths().long()
+        return lengths if about.kind == "lengths" else torch.randn(int(lengths.sum()), about.dim, generator=generator)
 
 
 def _check_outputs(dense: Part) -> dict[str, tuple[int, ...]]:

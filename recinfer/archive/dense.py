@@ -21,10 +21,10 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from recinfer import env
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, IdsInfo, OnnxInfo, ProgramInfo
 from recinfer.archive.onnx_export import OPSET, to_onnx
-from recinfer.archive.onnx_rewrites import compute_in_float32, fold_gathers, gather_rows
+from recinfer.archive.onnx_rewrites import compute_in_float32, gather_rows
 from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
-from recinfer.archive.subgraph import Program, is_assertion
+from recinfer.archive.subgraph import Program, free_axes
 from recinfer.capture import brief
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
@@ -57,14 +57,12 @@ class Part:
     Attributes:
         title: the part's name, for messages.
         program: the part.
-        free: the free axes of each input.
         example: makes inputs of a batch size from a seed.
         without_ids: makes inputs of a request without ids.
     """
 
     title: str
     program: Program
-    free: list[tuple[int, ...]]
     example: Callable[[int, int], list[Tensor]]
     without_ids: Callable[[], list[Tensor]]
 
@@ -77,6 +75,11 @@ class Part:
     def inputs(self) -> list[str]:
         """Names of the inputs, in order."""
         return [about.name for about in self.program.inputs]
+
+    @property
+    def free(self) -> list[tuple[int, ...]]:
+        """The free axes of each input."""
+        return [tuple(free_axes(node)) for node in self.program.given]
 
     @property
     def outputs(self) -> list[str]:
@@ -138,13 +141,18 @@ def export_part(part: Part) -> ExportedDense:
     return ExportedDense(data, onnx, OnnxInfo(OPSET, error_found), None)
 
 
+_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
+"""Parts of names of operators that only check what a trace assumes, as :func:`torch._check` does."""
+
+
 def _free_sizes(program: ExportedProgram) -> None:
     """Let free axes have any size: torch assumes at least 2 of each, and asserts it."""
     for graph_module in program.graph_module.modules():
         if not isinstance(graph_module, torch.fx.GraphModule):
             continue
         for node in list(graph_module.graph.nodes):
-            if is_assertion(node) and not node.users:
+            checks = node.target is torch._check or any(name in str(node.target) for name in _ASSERTIONS)
+            if checks and not node.users:
                 graph_module.graph.erase_node(node)
         graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
@@ -156,7 +164,6 @@ def _to_onnx(program: ExportedProgram, part: Part) -> tuple[bytes | None, str | 
     """The ONNX bytes, or the reason why the export failed; the program cannot be used afterwards."""
     try:
         model = to_onnx(program, part.inputs, part.outputs)
-        fold_gathers(model)
         gather_rows(model)
         compute_in_float32(model)
         return model.SerializeToString(), None

@@ -40,6 +40,10 @@ def _jagged_to_padded_dense(
     return padded.index_select(0, source.flatten()).reshape(source.shape[0], source.shape[1], *values.shape[1:])
 
 
+def _jagged_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: Any, padding_value: float = 0.0) -> Tensor:
+    return _jagged_to_padded_dense(values, [offsets], [max_sequence_length], padding_value)
+
+
 def _dense_to_jagged(
     dense: Tensor,
     x_offsets: Sequence[Tensor],
@@ -154,7 +158,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 _FBGEMM: dict[str, Callable[..., Any]] = {
     "asynchronous_complete_cumsum": _complete_cumsum,
     "jagged_to_padded_dense": _jagged_to_padded_dense,
-    "jagged_to_padded_dense_forward": _jagged_to_padded_dense,  # jagged_2d_to_dense and jagged_1d_to_dense call it
+    "jagged_2d_to_dense": _jagged_to_dense,
+    "jagged_1d_to_dense": _jagged_to_dense,
+    "jagged_to_padded_dense_forward": _jagged_to_padded_dense,  # torch's run over all operators makes it of these two
     "dense_to_jagged": _dense_to_jagged,
     "jagged_dense_elementwise_add_jagged_output": _add_dense_to_jagged,
 }

@@ -5,6 +5,7 @@ Only this file uses private names of the exporter; ``tests/archive/test_onnx_exp
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+
+from recinfer.archive.operator_forms import replace_operators
 
 __all__ = ["OPSET", "to_onnx"]
 
@@ -31,12 +34,19 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
     from torch.onnx._internal.exporter import _core
 
     registry = _registry()
-    _name_casts(program.graph)
+    forms = registry.functions
 
     def decomposed(table: Any) -> ExportedProgram:
-        # The exporter's run over all operators takes a third of an export; most programs have an ONNX form of each.
-        if all(_has_form(node, registry.functions) for node in program.graph.nodes):
+        # The exporter's run over all operators takes a third of an export; few operators have no ONNX form.
+        def form_of(node: fx.Node) -> Any:
+            return None if _has_form(node, forms) else table.get(node.target, node.target)
+
+        before = copy.deepcopy(program.graph)
+        if replace_operators(program.graph, form_of, table, composite=False) and not any(
+            map(form_of, program.graph.nodes)
+        ):
             return program
+        program.graph_module.graph = before  # torch's run refuses some operators of forms
         return ExportedProgram.run_decompositions(program, table)
 
     program.run_decompositions = decomposed  # type: ignore[method-assign,assignment]
@@ -56,24 +66,25 @@ def _registry() -> Any:
     """The ONNX forms of torch's operators, of which the exporter parses the source: another third of an export."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    return ONNXRegistry.from_torchlib(opset_version=OPSET)
+    registry = ONNXRegistry.from_torchlib(opset_version=OPSET)
+    for target, name in _FORMS.items():
+        registry.register_op(target, registry.functions[name][0].onnx_function)
+    return registry
 
 
-def _name_casts(graph: fx.Graph) -> None:
-    """Write conversions of a dtype as the operator that has an ONNX form.
-
-    Half of all models convert a tensor, and a conversion alone would have the exporter run over all operators.
-    """
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.to.dtype:
-            dtype = node.args[1] if len(node.args) > 1 else node.kwargs["dtype"]
-            node.target, node.args, node.kwargs = torch.ops.aten._to_copy.default, node.args[:1], {"dtype": dtype}
+_FORMS = {
+    torch.ops.aten.to.dtype: "aten::_to_copy",
+    torch.ops.aten.item.default: "aten::_local_scalar_dense",
+}
+"""Operators that have the ONNX form of another one."""
 
 
 def _has_form(node: fx.Node, forms: Any) -> bool:
-    if node.op != "call_function":
-        return True
     operator: Any = node.target
+    if node.op != "call_function" or not node.users:  # the exporter leaves out assertions
+        return True
     if not hasattr(operator, "_schema"):
         return operator in forms
-    return operator.name() in forms and not operator._schema.is_mutable
+    if operator is torch.ops.aten.reshape.default and len({node.args[0], *node.all_input_nodes}) > 2:
+        return False  # where two sizes are not fixed, the form takes 0 for the size before
+    return operator.name() in forms

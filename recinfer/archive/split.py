@@ -15,11 +15,12 @@ from torch.export import ExportedProgram
 from recinfer.archive.jagged_aten import decompositions
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import MAX_TABLE_BYTES, DenseInput
-from recinfer.archive.subgraph import Program, is_assertion, subgraph
+from recinfer.archive.operator_forms import replace_operators
+from recinfer.archive.subgraph import Program, subgraph
 from recinfer.capture import Captured, Slot, input_nodes
 from recinfer.errors import ConfigError
 
-__all__ = ["Facts", "ModuleLookup", "Split", "input_name", "split"]
+__all__ = ["Facts", "ModuleLookup", "Split", "split"]
 
 _POOLED = torch.ops.recinfer.pooled.default
 _ROWS = torch.ops.recinfer.rows.default
@@ -108,16 +109,10 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     Raises:
         ConfigError: ids that depend on another lookup, or a module that forward never calls.
     """
-    graph_module = _decomposed(captured.program).module(check_guards=False)
-    assert isinstance(graph_module, fx.GraphModule)
+    graph_module = _decomposed(captured.program)
     graph = graph_module.graph
-    for node in list(graph.nodes):
-        if is_assertion(node) or node.op == "call_module":
-            graph.erase_node(node)
-        elif _keeps_dtype(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif node.target in _SQUEEZES:
+    for node in graph.nodes:
+        if node.target in _SQUEEZES:
             _keep_free_axes(node)
     slots = dict(zip([n for n in graph.nodes if n.op == "placeholder"], captured.slots, strict=True))
     calls = list(_calls(graph))
@@ -131,20 +126,6 @@ def split(captured: Captured, leaves: Sequence[Leaf]) -> Split:
     ids = _ids_program(graph_module, slots, names, batch)
     dense = _dense_program(graph_module, slots, calls, names, outputs, batch)
     return Split(dense, ids, names.computed, names.lookups, facts_of(captured))
-
-
-def _keeps_dtype(node: fx.Node) -> bool:
-    """Whether a node converts a computed tensor to the dtype that it has, which ONNX has no form for.
-
-    Such a node stays where it makes an output of a lookup's vectors or of another output.
-    """
-    if node.target is not torch.ops.aten.to.dtype:
-        return False
-    source: Any = node.args[0]
-    if source.op != "call_function" or source.target in (_POOLED, _ROWS, _TABLE):
-        return False
-    same = source.meta["val"].dtype == node.meta["val"].dtype
-    return same and all(user.op != "output" for user in source.users)
 
 
 _SQUEEZES = {torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
@@ -163,20 +144,16 @@ def _keep_free_axes(squeeze: fx.Node) -> None:
         squeeze.target, squeeze.args = torch.ops.aten.clone.default, (source,)
 
 
-def _decomposed(program: ExportedProgram) -> ExportedProgram:
-    """``program`` without the operators that have a form in others, wrappers (autocast) and changes in place."""
+def _decomposed(program: ExportedProgram) -> fx.GraphModule:
+    """The graph of ``program`` without operators that have a form in others, wrappers (autocast) and changes in place."""
     forms = decompositions()
-
-    def stays(node: fx.Node) -> bool:
-        if isinstance(node.target, torch._ops.OpOverload):
-            return node.target not in forms and not node.target._schema.is_mutable
-        return not isinstance(node.target, torch._ops.HigherOrderOperator)
-
-    if all(stays(node) for node in program.graph.nodes):
-        return program  # a run over all operators takes longer than the trace
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
-        return program.run_decompositions(forms)
+    graph_module = program.module(check_guards=False)
+    if not replace_operators(graph_module.graph, lambda node: forms.get(node.target), forms, composite=True):  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its classes
+            graph_module = program.run_decompositions(forms).module(check_guards=False)
+    assert isinstance(graph_module, fx.GraphModule)
+    return graph_module
 
 
 def facts_of(captured: Captured) -> Facts:
@@ -353,18 +330,15 @@ def _ids_program(
     return subgraph(whole, given, outputs, batch) if outputs else None
 
 
-def input_name(slot: Slot) -> str:
-    """The name of the program input that carries a tensor of the request."""
-    return slot.name if slot.part == "tensor" else f"{slot.name}/{slot.part}"
-
-
 def _slot_input(slot: Slot) -> DenseInput:
     """The program input that carries a tensor of the request."""
     width = 1
     for size in slot.shape[1:]:
         width *= size if isinstance(size, int) else 1
-    kind: Any = "tensor" if slot.part == "tensor" else f"jagged_{slot.part}"
-    return DenseInput(input_name(slot), kind, None, slot.name, width)
+    if slot.part == "tensor":
+        return DenseInput(slot.name, "tensor", None, slot.name, width)
+    kind: Any = f"jagged_{slot.part}"
+    return DenseInput(f"{slot.name}/{slot.part}", kind, None, slot.name, width)
 
 
 def _dense_program(

@@ -12,14 +12,7 @@ from torch import fx
 
 from recinfer.archive.manifest import DenseInput
 
-__all__ = ["Program", "is_assertion", "subgraph"]
-
-_ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
-
-
-def is_assertion(node: fx.Node) -> bool:
-    """Whether a node only checks what a trace assumes, such as sizes of at least 2."""
-    return node.target is torch._check or any(name in str(node.target) for name in _ASSERTIONS)
+__all__ = ["Program", "free_axes", "subgraph"]
 
 
 @dataclass(frozen=True)
@@ -63,14 +56,14 @@ def subgraph(
         value = node.meta.get("val")
         return _key(value, batch) if isinstance(value, torch.SymInt) else ""
 
-    sizes = {_key(size, batch) for node in given for size in _free(node).values()}
+    sizes = {_key(size, batch) for node in given for size in free_axes(node).values()}
     read = _needed(outputs.values(), lambda node: node in given or size_of(node) in sizes)
     wanted = [node for node in given if node in read or given[node].kind in keep]
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     sources: dict[str, tuple[fx.Node, int]] = {}
     for node in [*wanted, *(node for node in given if node not in wanted)]:
-        for axis, size in _free(node).items():
+        for axis, size in free_axes(node).items():
             sources.setdefault(_key(size, batch), (node, axis))
     wanted += {sources[size][0] for node in read if (size := size_of(node)) in sources}.difference(wanted)
     inputs = [node for node in given if node in wanted]
@@ -102,8 +95,8 @@ def _needed(nodes: Iterable[fx.Node], is_known: Callable[[fx.Node], bool]) -> se
     return found
 
 
-def _free(node: fx.Node) -> dict[int, Any]:
-    """The free axes of the tensor that a node stands for, with their sizes."""
+def free_axes(node: fx.Node) -> dict[int, Any]:
+    """The free axes of the tensor that a node of a trace stands for, with their sizes."""
     return {axis: size for axis, size in enumerate(node.meta["val"].shape) if not isinstance(size, int)}
 
 

@@ -176,13 +176,9 @@ def export_archive(
         folder.add(REQUESTS, pack_requests(requests))
         tables = tuple(replace(t, quantization=stats[t.module, t.name]) for t in manifest.tables)
         manifest = replace(manifest, tables=tables, files=tuple(folder.files))
-        weights = positions
-        manifest, floats = _answer(
-            folder, manifest, plan, requests, rows, weights, None if parts.cut is None else parts.cut.dense.module
-        )
-        found = None
-        if eval_data is not None:
-            found = _evaluate(floats, eval_data, eval_output, max_auc_drop)
+        program = None if parts.cut is None else parts.cut.dense.module
+        manifest, floats = _answer(folder, manifest, plan, requests, rows, positions, program)
+        found = None if eval_data is None else _evaluate(floats, eval_data, eval_output, max_auc_drop)
         compared = compare_export(floats, reference, recorded) if reference else None
         if on_report is not None:
             sizes = {k: checkpoint.dtype(key).itemsize for k, key in keys.items()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from recinfer.archive.captured import load_weights
 from recinfer.archive.check import Request, golden_requests
 from recinfer.archive.cut import Cut, cut_captured, cut_model
-from recinfer.archive.dense import ExportedDense, OnnxEngine, Part, TorchEngine, export_part
+from recinfer.archive.dense import ExportedDense, OnnxEngine, TorchEngine, export_part
 from recinfer.archive.leaves import Leaf
 from recinfer.archive.manifest import (
     FORMAT,
@@ -150,7 +150,7 @@ def cut_and_export(
         )
     if cut is None:
         return CutModel()
-    if contract is not None and (cut.num_dense != contract.num_dense or cut.ids is not None):
+    if contract is not None and (cut.num_dense != contract.num_dense or "ids" in cut.parts):
         raise ConfigError(
             f"the feature contract has {contract.num_dense} dense columns and gives ids as lookups read them, but forward "
             f"takes {cut.num_dense or 'other inputs'}; export without the contract, or pass its inputs on unchanged"
@@ -201,7 +201,7 @@ def _dense(model: CutModel) -> DenseInfo | None:
     cut = model.cut
     if cut is None:
         return None
-    program = _program(model, "model", cut.dense)
+    program = _program(model, "model")
     return DenseInfo(
         engine=program.engine,
         num_dense=cut.num_dense,
@@ -217,8 +217,8 @@ def _signature(model: CutModel) -> Signature | None:
     if cut is None:
         return None
     ids = user = None
-    if cut.ids is not None:
-        program = _program(model, "ids", cut.ids)
+    if "ids" in cut.parts:
+        program = _program(model, "ids")
         ids = IdsInfo(
             engine=program.engine,
             inputs=program.inputs,
@@ -227,16 +227,17 @@ def _signature(model: CutModel) -> Signature | None:
             onnx=program.onnx,
             onnx_refused=program.onnx_refused,
         )
-    if cut.user_part is not None and cut.candidates is not None:
-        programs = _program(model, "user", cut.user_part), _program(model, "candidates", cut.candidates)
-        user = UserInfo(cut.user, tuple(cut.user_part.outputs), *programs)
+    if "user" in cut.parts:
+        between = tuple(cut.parts["user"].outputs)
+        user = UserInfo(cut.user, between, _program(model, "user"), _program(model, "candidates"))
     return replace(cut.signature, ids=ids, user=user)
 
 
-def _program(model: CutModel, name: str, part: Part) -> ProgramInfo:
+def _program(model: CutModel, name: str) -> ProgramInfo:
+    assert model.cut is not None
     exported = model.exported[name]
     engine: Literal["onnx", "torch"] = "torch" if exported.onnx is None else "onnx"
-    return ProgramInfo(engine, part.program.inputs, exported.onnx_info, exported.onnx_refused)
+    return ProgramInfo(engine, model.cut.parts[name].program.inputs, exported.onnx_info, exported.onnx_refused)
 
 
 def _versions() -> dict[str, str]:

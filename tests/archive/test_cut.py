@@ -277,7 +277,7 @@ def test_an_example_batch_is_asked_for_where_it_is_needed(
     batch = [(dense, features), ((dense, features),), (dense, features, torch.randn(3, 3))][arguments]
     found = cut(model, batches=(batch,))
     assert found.outputs == {"output": (3 if forward is normed else 2,)}
-    assert (found.ids is not None) == (forward is changed_ids)
+    assert ("ids" in found.parts) == (forward is changed_ids)
     assert found.num_dense == (0 if forward is two_tensors else 3)
 
 
@@ -446,7 +446,7 @@ def test_forward_may_make_the_sparse_input_in_many_ways(make: Callable[[KeyedJag
     del model.other
     batch = (torch.randn(3, 3), kjt("a", "b"))
     found = cut(model, batches=(batch,))
-    assert (found.ids is None) == (make is by_jagged_tensors)
+    assert ("ids" not in found.parts) == (make is by_jagged_tensors)
     ids = kjt("a", "b")
     pooled = model.ebc(make(ids))
     with torch.no_grad():

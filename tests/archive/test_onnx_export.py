@@ -12,7 +12,7 @@ from torch.onnx._internal.exporter import _core
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from recinfer.archive.dense import OnnxEngine, _free_sizes
-from recinfer.archive.onnx_export import to_onnx
+from recinfer.archive.onnx_export import _FORMS, OPSET, to_onnx
 
 
 class Plain(nn.Module):
@@ -26,10 +26,38 @@ class Casts(nn.Module):
 
 
 class Spread(nn.Module):
-    """Has an operator without an ONNX form, which torch writes as others."""
+    """Has operators without an ONNX form, which torch writes as others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"y": torch.special.entr(x.sigmoid())}
+        places = torch.bucketize(x[:, 0].contiguous(), torch.tensor([-1.0, 1.0]))
+        added = torch.zeros(3, 2).index_add(0, places, x).index_select(0, places)
+        one = nn.functional.one_hot(places, 3)[:, :2]
+        return {
+            "y": torch.special.entr(x.sigmoid()) + self.norm(x) + added + one + torch.var_mean(x, 1)[1].unsqueeze(1)
+        }
+
+
+class InPlace(nn.Module):
+    """Changes a tensor in place, which only a run over all operators can write as others."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = x.exp()
+        y[:, 0] = 1
+        return {"y": y}
+
+
+class Empty(nn.Module):
+    """Gives a tensor two sizes that are not fixed, of which one may be 0."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        size = x[:, 1].long().max().item()
+        torch._check(size >= 0)
+        padded = torch.arange(size) * x[:, :1].long()
+        return {"y": x.sum(1) + padded.flatten().reshape(x.shape[0], size, 1).sum((1, 2))}
 
 
 def exported(module: nn.Module) -> ExportedProgram:
@@ -42,12 +70,17 @@ def test_the_exporter_has_the_private_names() -> None:
     given = {"model", "registry", "input_names", "output_names", "opset_version", "verbose"}
     assert given <= inspect.signature(_core.export).parameters.keys()
     assert "opset_version" in inspect.signature(ONNXRegistry.from_torchlib).parameters
+    assert list(inspect.signature(ONNXRegistry.register_op).parameters)[:3] == ["self", "target", "function"]
+    forms = ONNXRegistry.from_torchlib(opset_version=OPSET).functions
+    assert all(callable(forms[name][0].onnx_function) for name in _FORMS.values())
 
 
 @pytest.mark.parametrize(
-    ("module", "runs"), [(Plain(), 0), (Casts(), 0), (Spread(), 1)], ids=["plain", "casts", "spread"]
+    ("module", "runs"),
+    [(Plain(), 0), (Casts(), 0), (Spread().eval(), 0), (Empty(), 0), (InPlace(), 1)],
+    ids=lambda value: type(value).__name__,
 )
-def test_operators_are_replaced_only_where_one_has_no_onnx_form(
+def test_operators_without_an_onnx_form_are_replaced_alone(
     module: nn.Module, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[object] = []
@@ -58,9 +91,11 @@ def test_operators_are_replaced_only_where_one_has_no_onnx_form(
     model = to_onnx(exported(module), ["x"], ["y"])
     assert len(calls) == runs
     assert [value.name for value in (*model.graph.input, *model.graph.output)] == ["x", "y"]
-    x = torch.tensor([[0.5, -1.5], [2.25, -3.75]])
-    (found,) = OnnxEngine(model.SerializeToString(), ["x"], ["y"], 1)([x])
-    torch.testing.assert_close(found, module(x)["y"])
+    engine = OnnxEngine(model.SerializeToString(), ["x"], ["y"], 1)
+    for last in (-3.75, 3.0, 0.0):
+        x = torch.tensor([[0.5, -1.5 if last else 0.0], [2.25, last]])
+        if not isinstance(module, Empty) or last >= 0:
+            torch.testing.assert_close(engine([x])[0], module(x)["y"])
 
 
 def test_a_second_export_makes_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
