@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import countOf
@@ -25,6 +26,7 @@ __all__ = [
     "as_matrix",
     "dense_name",
     "free_name",
+    "of_context",
     "strings_of",
 ]
 
@@ -188,6 +190,15 @@ def as_features(data: Any) -> FeatureArrays:
     return _of_lists(columns) or _of_columns(columns)
 
 
+@contextmanager
+def of_context() -> Iterator[None]:
+    """The errors of a context's features name the context, since features beside it may be right."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"context: {error} (a context is one sample: a list with one entry for each feature)") from None
+
+
 def dense_name(taken: Iterable[str]) -> str:
     """The name of the dense numbers next to inputs named ``taken``: ``dense``, with ``_`` added while an input has it.
 
@@ -218,6 +229,8 @@ def as_matrix(data: Any) -> NDArray[np.float32]:
         InputError: it is no matrix of numbers. A bool in a list is none; arrays, tensors and columns of type bool are flags,
             1.0 and 0.0.
     """
+    if isinstance(data, Mapping):
+        raise InputError(f"dense: got a {type(data).__name__}, expected rows of numbers; features are the argument after it")
     data = without_torch(data)
     if speaks_arrow(data) and not hasattr(data, "__array__"):
         data = pyarrow_table("dense", data)

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 CheckpointOption = Annotated[
-    Path, typer.Option("--checkpoint", help="Checkpoint: a torch.distributed.checkpoint folder or a .pt state dict.")
+    Path, typer.Option("--checkpoint", help="Checkpoint: a .pt state dict, or a folder of torch's distributed checkpoints.")
 ]
 ModelOption = Annotated[
     str | None,

@@ -25,7 +25,7 @@ from recinfer.serving.client.answers import (
     torch_is_installed,
 )
 from recinfer.serving.client.bulk import ScoredRow, score, score_async
-from recinfer.serving.client.calls import channel_to, translated
+from recinfer.serving.client.calls import channel_to, check_target, translated
 from recinfer.serving.client.credentials import ClientCredentials
 from recinfer.serving.client.retry import Retries, Throttle, check_timeout
 from recinfer.serving.wire.arrays import bytes_field, encode_lookup_request, encode_predict_request
@@ -76,6 +76,7 @@ class _Client:
         for what, name in (("model", model), ("version", version), ("label", label)):
             if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
                 raise InputError(f"{what}: got {name!r:.80}, expected text")
+        check_target(target)
         check_timeout(timeout)
         if version and label:
             raise InputError(f"version: got {version!r:.80} and the label {label!r:.80}, expected one of them")
