@@ -196,7 +196,9 @@ def of_context() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(f"context: {error} (a context is one sample: a list with one entry for each feature)") from None
+        raise InputError(
+            f"context: {error} (a context is one sample: a list with one entry for each feature)"
+        ) from None
 
 
 def dense_name(taken: Iterable[str]) -> str:
@@ -230,7 +232,9 @@ def as_matrix(data: Any) -> NDArray[np.float32]:
             1.0 and 0.0.
     """
     if isinstance(data, Mapping):
-        raise InputError(f"dense: got a {type(data).__name__}, expected rows of numbers; features are the argument after it")
+        raise InputError(
+            f"dense: got a {type(data).__name__}, expected rows of numbers; features are the argument after it"
+        )
     data = without_torch(data)
     if speaks_arrow(data) and not hasattr(data, "__array__"):
         data = pyarrow_table("dense", data)

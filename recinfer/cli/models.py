@@ -26,7 +26,8 @@ __all__ = [
 ]
 
 CheckpointOption = Annotated[
-    Path, typer.Option("--checkpoint", help="Checkpoint: a .pt state dict, or a folder of torch's distributed checkpoints.")
+    Path,
+    typer.Option("--checkpoint", help="Checkpoint: a .pt state dict, or a folder of torch's distributed checkpoints."),
 ]
 ModelOption = Annotated[
     str | None,

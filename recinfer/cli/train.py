@@ -30,7 +30,10 @@ EXAMPLE = (
 
 
 def run(
-    out: Annotated[Path, typer.Option("--out", help="Checkpoint folder to write; a checkpoint there is replaced.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="Checkpoint folder to write; a checkpoint there is replaced.", show_default=False),
+    ],
     data: Annotated[
         Path | None,
         typer.Option("--data", help="File or folder with the rows to train on; not needed for --format synthetic."),

@@ -18,7 +18,7 @@ __all__ = ["Start", "read_start"]
 
 @dataclass(frozen=True)
 class Start:
-    """What a run takes over from the checkpoint that it starts from, besides weights and optimizer states.
+    """The description of the checkpoint that a run starts from; weights and optimizer states are loaded later.
 
     Attributes:
         contract: the feature contract: the same text stays the same row, so that a delta can follow.

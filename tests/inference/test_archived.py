@@ -349,7 +349,7 @@ def test_a_half_precision_model_is_to_be_exported_as_float(tmp_path: Path) -> No
 
 
 def test_a_state_dict_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model: got a OrderedDict, expected the nn.Module .* load_state_dict"):
+    with pytest.raises(ConfigError, match=r"model: got a OrderedDict, expected the nn.Module .* load_state_dict"):
         recinfer.export(Ranker().state_dict(), make_batch(6), tmp_path / "none.rqa")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="model: got a str"):
         recinfer.plan("model.pt")  # type: ignore[arg-type]

@@ -224,7 +224,9 @@ def test_names_are_text(name: Any):
 
 
 def test_dense_is_a_matrix_and_features_stand_behind_it():
-    with pytest.raises(InputError, match="dense: got a dict, expected rows of numbers; features are the argument after it"):
+    with pytest.raises(
+        InputError, match="dense: got a dict, expected rows of numbers; features are the argument after it"
+    ):
         as_matrix({"user": [1]})
 
 
@@ -236,16 +238,21 @@ def test_a_target_is_a_host_and_a_port(target: Any):
 
 
 def test_a_client_of_the_http_port_is_told_so(predictor: Predictor):
-    with Server({"tiny": predictor}, http_port=0) as both, InferenceClient(f"127.0.0.1:{both.http_port}", retries=0) as client:
-        with pytest.raises(UnavailableError, match=r"it speaks HTTP/1.1, .* give the server's gRPC port \(--port\)"):
-            client.get_model()
+    with (
+        Server({"tiny": predictor}, http_port=0) as both,
+        InferenceClient(f"127.0.0.1:{both.http_port}", retries=0) as client,
+        pytest.raises(UnavailableError, match=r"it speaks HTTP/1.1, .* give the server's gRPC port \(--port\)"),
+    ):
+        client.get_model()
 
 
 @pytest.mark.parametrize("context", [{"user": "x"}, {"user": [1], "history": [1, 2]}])
 def test_errors_of_a_context_name_it(client: InferenceClient, predictor: Predictor, context: Any):
     dense, candidates = make_request(3, 5, keys=["item", "shop"])
     for predict in (client.predict, predictor.predict):
-        with pytest.raises(InputError, match=r"^context: .*\(a context is one sample: a list with one entry for each feature\)"):
+        with pytest.raises(
+            InputError, match=r"^context: .*\(a context is one sample: a list with one entry for each feature\)"
+        ):
             predict(dense, candidates, context=context)
 
 

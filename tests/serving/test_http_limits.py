@@ -104,7 +104,11 @@ UNREADABLE: dict[str, tuple[bytes, int, str]] = {
     "a GET expects": (request(b"Expect: cookies\r\n"), 417, "Expect: got 'cookies'"),
     "expects where there is nothing": (request(b"Expect: cookies\r\n", path=b"/v2/nothing"), 417, "Expect"),
     "expects of another method": (request(b"Expect: cookies\r\n", method=b"DELETE"), 417, "Expect"),
-    "gRPC": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "got HTTP/2, expected HTTP/1.1; gRPC calls go to the port of --port"),
+    "gRPC": (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        400,
+        "got HTTP/2, expected HTTP/1.1; gRPC calls go to the port of --port",
+    ),
     "another method": (request(method=b"FOO"), 400, "(Invalid method encountered), expected a request such as GET"),
     "no method": (b"junk\r\n\r\n", 400, "method"),
     "no path": (b"GET\r\n\r\n", 400, "method"),

@@ -28,7 +28,9 @@ def sunday(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_that_learns_nothing_keeps_the_weights_and_the_contract_that_it_started_from(sunday: Path, tmp_path: Path):
+def test_a_run_that_learns_nothing_keeps_the_weights_and_the_contract_that_it_started_from(
+    sunday: Path, tmp_path: Path
+):
     monday = load_dataset(None, "synthetic", limit=600, seed=5)
     started = train(
         monday, start_from=sunday, dense_lr=1e-12, sparse_lr=1e-12, out=tmp_path / "monday.ckpt", progress=False
