@@ -27,21 +27,24 @@ def has_no_rows(module: nn.Module) -> bool:
 
 def remapped_tables(model: nn.Module) -> dict[int, Mapping[str, nn.Module]]:
     """``id`` of a collection whose tables take raw ids -> table -> the module that makes rows of its ids."""
-    found: dict[int, Mapping[str, nn.Module]] = {}
-    for module in model.modules():
-        collisions: Any = getattr(module, "_managed_collision_collection", None)
-        tables = getattr(module, "_embedding_module", None)
-        if collisions is not None and tables is not None:
-            found[id(tables)] = getattr(collisions, "_managed_collision_modules", {})
-    return found
+    return {
+        id(module._embedding_module): found
+        for module in model.modules()
+        if (found := _states(module)) and hasattr(module, "_embedding_module")
+    }
 
 
 def trained_id_bytes(module: nn.Module, table: str) -> float:
     """Bytes per row of what ``module`` keeps to make rows of a table's raw ids while it trains; 0 for tables that take rows."""
-    part = remapped_tables(module).get(id(getattr(module, "_embedding_module", None)), {})
-    if table not in part:
+    states = _states(module)
+    if table not in states:
         return 0.0
-    state: Any = part[table]
+    state: Any = states[table]
     rows = state.output_size()
     tensors = [*state.parameters(), *state.buffers()]
     return sum(t.numel() * t.element_size() for t in tensors if t.dim() and t.shape[0] == rows) / rows
+
+
+def _states(module: nn.Module) -> Mapping[str, Any]:
+    """Table -> the module that makes rows of its raw ids, of a collection with managed collisions."""
+    return getattr(getattr(module, "_managed_collision_collection", None), "_managed_collision_modules", {})

@@ -1,21 +1,19 @@
-"""Improves a placement: relieves the busiest rank, spends free memory, perturbs the placement and searches again."""
+"""Improves a placement: relieves the busiest rank, perturbs the placement and searches again."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from recinfer.distributed.planner.model.estimates import FloatN, IntN
-from recinfer.distributed.planner.solve.placing import Placement, Placer, refresh
-from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, Problem
+from recinfer.distributed.planner.solve.placing import Placement, Placer
+from recinfer.distributed.planner.solve.problem import FREE, Problem
 
 __all__ = ["GOOD", "LocalSearch"]
 
 GOOD = 1.0005  # close enough to the bound to stop
-
-_SINGLE, _UNIFORM, _HOST_ROWS, _OTHER = range(4)
 
 
 @dataclass(frozen=True)
@@ -38,15 +36,13 @@ class LocalSearch:
         placer: Placer,
         deadline: float,
         max_moves: int,
-        alternatives: list[IntN] | None = None,
     ) -> None:
         self.problem = problem
         self.placer = placer
         self.deadline = deadline
         self.max_moves = max_moves
         self.moves = 0
-        self.alternatives = self._prune() if alternatives is None else alternatives
-        self.by_kind = self._kinds()
+        self.alternatives = self._prune()
 
     def _prune(self) -> list[IntN]:
         """Options of each unit that no other option of the unit beats in load and in bytes of each tier, in all and per shard.
@@ -71,18 +67,6 @@ class LocalSearch:
             beaten = np.any(worse & ~equal, axis=1) | np.any(equal & earlier, axis=1)
             keep.append(o[~beaten])
         return keep
-
-    def _kinds(self) -> list[list[IntN]]:
-        """Alternatives of each unit by how they are evaluated."""
-        p = self.problem
-        single = (p.mode == FREE) & (np.diff(p.shard_ptr) == 1)
-        whole = (p.mode == FIXED) & (np.diff(p.shard_ptr) == p.world_size)
-        ordered = np.concatenate([[True], np.diff(p.fixed_rank) == 1])  # uniform options name ranks 0, 1, ...
-        ordered[p.shard_ptr[:-1]] = p.fixed_rank[p.shard_ptr[:-1]] == 0
-        uniform = whole & np.logical_and.reduceat(ordered, p.shard_ptr[:-1])
-        rows = (p.mode == HOST) & (np.diff(p.shard_ptr) == p.local_world_size)
-        kind = np.where(single, _SINGLE, np.where(uniform, _UNIFORM, np.where(rows, _HOST_ROWS, _OTHER)))
-        return [[o[kind[o] == k] for o in self.alternatives] for k in range(4)]
 
     def _collect(self, at: Placement) -> None:
         """Arrays of all shards that may go to any rank: unit, position, rank, load, bytes."""
@@ -169,16 +153,8 @@ class LocalSearch:
         units = self._units_on(at, busy)[:max_units]
         if not units.size:
             return False
-        without = self._without(at, units)
-        best: tuple[float, int, int, IntN] | None = None
-        for found in (
-            self._try_single(units, without),
-            self._try_rows(units, without),
-            self._try_pieces(units, without),
-        ):
-            if found is not None and found[0] < top * (1 - 1e-9) and (best is None or found[0] < best[0]):
-                best = found
-        if best is None:
+        best = self._best_option(units, self._without(at, units))
+        if best is None or best[0] >= top * (1 - 1e-9):
             return False
         _, unit, option, ranks = best
         self.placer.take(at, unit)
@@ -214,127 +190,22 @@ class LocalSearch:
         old_top = np.where(touched, perf, -np.inf).max(axis=1)
         return _LoadsWithout(perf, used, old_top, at)
 
-    def _pairs(self, units: IntN, kind: int) -> tuple[IntN, IntN]:
-        """(row in ``units``, option) of all alternatives of ``kind``."""
-        lists = [self.by_kind[kind][u] for u in units]
-        return np.repeat(np.arange(units.size), [x.size for x in lists]), np.concatenate(lists)
-
-    def _try_single(self, units: IntN, w: _LoadsWithout) -> tuple[float, int, int, IntN] | None:
-        """Try options with one shard, on the best rank."""
-        p = self.problem
-        row, option = self._pairs(units, _SINGLE)
-        if not row.size:
-            return None
-        shard = p.shard_ptr[option]
-        load = w.perf[row]
-        for used, amount, cap in zip(w.used, p.bytes, p.caps):
-            load[used[row] + amount[shard, None] > cap] = np.inf
-        rank = load.argmin(axis=1)
-        value = np.maximum(load[np.arange(row.size), rank] + p.perf[shard], w.old_top[row])
-        i = int(value.argmin())
-        return float(value[i]), int(units[row[i]]), int(option[i]), np.array([rank[i]])
-
-    def _try_rows(self, units: IntN, w: _LoadsWithout) -> tuple[float, int, int, IntN] | None:
-        """Try options with one shard on every rank of the world (uniform), or of the best host."""
+    def _best_option(self, units: IntN, w: _LoadsWithout) -> tuple[float, int, int, IntN] | None:
+        """The option of one of ``units`` that leaves the ranks it touches least loaded: load, unit, option, its ranks."""
         p = self.problem
         best = None
-        for kind, size in ((_UNIFORM, p.world_size), (_HOST_ROWS, p.local_world_size)):
-            row, option = self._pairs(units, kind)
-            if not row.size:
-                continue
-            shard = p.shard_ptr[option][:, None] + np.arange(size)
-            hosts = p.world_size // size
-            shape = (row.size, hosts, size)
-            load = w.perf[row].reshape(shape) + p.perf[shard][:, None, :]
-            top = load.max(axis=2)
-            for used, amount, cap in zip(w.used, p.bytes, p.caps):
-                over = used[row].reshape(shape) + amount[shard][:, None, :] > cap.reshape(1, hosts, size)
-                top[over.any(axis=2)] = np.inf
-            host = top.argmin(axis=1)
-            value = np.maximum(top[np.arange(row.size), host], w.old_top[row])
-            i = int(value.argmin())
-            found = (float(value[i]), int(units[row[i]]), int(option[i]), host[i] * size + np.arange(size))
-            if best is None or found[0] < best[0]:
-                best = found
-        return best
-
-    def _try_pieces(self, units: IntN, w: _LoadsWithout) -> tuple[float, int, int, IntN] | None:
-        """Try all other options: several free shards, or groups of shards on hosts."""
-        p = self.problem
-        row, option = self._pairs(units, _OTHER)
-        best = None
-        for r, o in zip(row.tolist(), option.tolist()):
+        for r, unit in enumerate(units.tolist()):
             trial = Placement(w.at.choice, w.at.ranks, w.perf[r], w.used[:, r])
-            ranks = self.placer.find(trial, o)
-            if ranks is None:
-                continue
-            load = w.perf[r].copy()
-            np.add.at(load, ranks, p.perf[p.shards_of(o)])
-            value = max(float(load[ranks].max()), float(w.old_top[r]))
-            if best is None or value < best[0]:
-                best = (value, int(units[r]), o, ranks)
-        return best
-
-    def spend_memory(self, at: Placement) -> Placement:
-        """Alternate :meth:`cheapen` with evening memory out, so that a single full rank does not prevent a replica."""
-        best = at
-        for _ in range(4):
-            before = best.perf.sum()
-            self.cheapen(best)
-            evened = self._even_memory(best)
-            self.cheapen(evened)
-            if evened.perf.sum() >= before * (1 - 1e-6) or time.monotonic() > self.deadline:
-                return evened if evened.perf.sum() < before else best
-            best = evened
-        return best
-
-    def _even_memory(self, at: Placement) -> Placement:
-        """A placement of the same options, whose free shards are moved and swapped to make the fullest rank less
-        full."""
-        p = self.problem
-        fullest = int((at.used / np.maximum(p.caps, 1)).max(axis=1).argmax())
-        by_bytes = LocalSearch(
-            replace(p, perf=p.bytes[fullest]), self.placer, self.deadline, 0, alternatives=self.alternatives
-        )
-        trial = Placement(at.choice.copy(), list(at.ranks), at.used[fullest].copy(), at.used.copy())
-        by_bytes._collect(trial)
-        for _ in range(300):
-            if not by_bytes._move_or_swap(trial, int(trial.perf.argmax())):
-                break
-        return refresh(p, trial)
-
-    def cheapen(self, at: Placement) -> None:
-        """Spend free memory: change units to options with less total load, in order of load saved per byte, if they
-        fit.
-
-        The busiest rank may rise by it; balancing comes after. Relieving one rank after another never finds these
-        changes, as a replica adds load to every rank.
-        """
-        p = self.problem
-        weight = 1.0 / np.maximum(p.caps.max(axis=1, keepdims=True), 1.0)
-        memory = (p.option_bytes * weight).sum(axis=0)
-        for _ in range(4):
-            moves = []
-            for unit in range(p.num_units):
-                now = int(at.choice[unit])
-                for option in self.alternatives[unit]:
-                    saved = p.option_perf[now] - p.option_perf[option]
-                    if saved > 1e-9 * p.option_perf[now]:
-                        moves.append((-saved / max(memory[option] - memory[now], 1e-9), unit, int(option)))
-            changed = 0
-            for _, unit, option in sorted(moves):
-                now = int(at.choice[unit])
-                if p.option_perf[option] >= p.option_perf[now]:
-                    continue
-                old_option, old_ranks = self.placer.take(at, unit)
-                ranks = self.placer.find(at, option)
+            for option in self.alternatives[unit].tolist():
+                ranks = self.placer.find(trial, option)
                 if ranks is None:
-                    self.placer.put(at, unit, old_option, old_ranks)
-                else:
-                    self.placer.put(at, unit, option, ranks)
-                    changed += 1
-            if not changed or time.monotonic() > self.deadline:
-                break
+                    continue
+                load = w.perf[r].copy()
+                np.add.at(load, ranks, p.perf[p.shards_of(option)])
+                value = max(float(load[ranks].max()), float(w.old_top[r]))
+                if best is None or value < best[0]:
+                    best = (value, unit, option, ranks)
+        return best
 
     def shake(self, best: Placement, target: float) -> Placement:
         """Iterated local search: perturb the busiest rank and a few others, search again, and keep results that are no

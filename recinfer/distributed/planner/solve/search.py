@@ -10,7 +10,6 @@ import time
 import numpy as np
 
 from recinfer.distributed.planner.solve.annealing import anneal
-from recinfer.distributed.planner.solve.exact import branch_and_bound, is_small
 from recinfer.distributed.planner.solve.local_search import GOOD, LocalSearch
 from recinfer.distributed.planner.solve.placing import Placement, refresh
 from recinfer.distributed.planner.solve.problem import Problem, lower_bound
@@ -19,7 +18,7 @@ from recinfer.distributed.planner.solve.starts import Starts
 
 __all__ = ["search"]
 
-_STARTS, _STARTS_BY_MEMORY = 3, 8
+_STARTS = 8
 _ANNEALED = 3  # annealed placements from which a local search starts
 _FEW = 24  # tables
 _FULL = 0.85  # share of a rank's memory above which a table can move only if others move too
@@ -47,38 +46,26 @@ def search(
     if not found.placed:
         found.row_wise_and_packed()
     local = LocalSearch(problem, found.placer, deadline, max_moves)
-    best = _improved(found, local, memory_binds=any(bound.prices) and max_moves > 0)
+    best = _improved(found, local)
     if max_moves:
         best = _escaped(found, local, best)
-    if best is None or (max_moves and best.worst > bound.value * GOOD):
-        best, report.proven = branch_and_bound(problem, found.placer, best)
     if best is None:
         return None, report
     best = refresh(problem, best)
-    report.proven |= best.worst <= bound.value * (1 + 1e-9)
     report.max_perf, report.moves = best.worst, local.moves
     report.seconds = time.monotonic() - begin
     return best, report
 
 
-def _improved(found: Starts, local: LocalSearch, *, memory_binds: bool) -> Placement | None:
+def _improved(found: Starts, local: LocalSearch) -> Placement | None:
     """The best placement that the local search finds from the best starts; None without a start."""
-    good = found.bound.value * GOOD
-    # When memory is the limit, a start can be judged only after its search: a balanced one may have the wrong replicas.
-    seeds = sorted(found.placed, key=lambda s: s.worst)[: _STARTS_BY_MEMORY if memory_binds else _STARTS]
-    best = min(seeds, key=lambda s: s.worst, default=None)
-    for seed in seeds:
-        improved = seed.copy()
-        for _ in range(2 if memory_binds else 1):
-            before = improved.copy()
-            if memory_binds:
-                improved = local.spend_memory(improved)
-            improved = local.run(improved, found.bound.value)
-            if improved.worst > before.worst:
-                improved = before
+    best: Placement | None = None
+    # A start can be judged only after its search: where memory is the limit, a balanced one may have the wrong replicas.
+    for seed in sorted(found.placed, key=lambda start: start.worst)[:_STARTS]:
+        improved = local.run(seed, found.bound.value)
         if best is None or improved.worst < best.worst:
             best = improved
-        if best.worst <= good or found.late():
+        if best.worst <= found.bound.value * GOOD or found.late():
             break
     return best
 
@@ -86,11 +73,11 @@ def _improved(found: Starts, local: LocalSearch, *, memory_binds: bool) -> Place
 def _escaped(found: Starts, local: LocalSearch, best: Placement | None) -> Placement | None:
     """A placement no worse than ``best``, by annealing, or by perturbing it and searching again.
 
-    Annealing is for problems with few tables or full memory, except problems that are later searched exactly.
+    Annealing is for problems with few tables or full memory.
     """
     problem, bound = found.problem, found.bound.value
-    if best is not None and (best.worst <= bound * GOOD or is_small(problem)):
-        return local.shake(best, bound)
+    if best is not None and best.worst <= bound * GOOD:
+        return best
     if best is None or problem.num_units <= _FEW or _fullest(problem, best) > _FULL:
         annealed = anneal(problem, found.placer, local.alternatives, bound, found.deadline)[:_ANNEALED]
         if annealed:

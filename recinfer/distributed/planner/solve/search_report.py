@@ -11,8 +11,7 @@ __all__ = ["SearchReport"]
 class SearchReport:
     """Quality of a plan and effort of its search.
 
-    ``gap`` has two parts: how far the plan is above the optimum, and how far the bound is below it. If ``proven`` is
-    true the plan is optimal, and all of the gap is due to the bound.
+    ``gap`` has two parts: how far the plan is above the optimum, and how far the bound is below it.
     """
 
     max_perf: float  # ms on the busiest rank
@@ -22,9 +21,13 @@ class SearchReport:
     num_plans: int = 0
     moves: int = 0
     source: str = "search"
-    proven: bool = False  # the plan is optimal: max_perf equals the bound, or all other plans were tried or excluded
 
     @property
     def gap(self) -> float:
         """max_perf / lower_bound: no plan is better by more than this; 1 is optimal."""
         return self.max_perf / self.lower_bound if self.lower_bound > 0 else 1.0
+
+    @property
+    def proven(self) -> bool:
+        """The plan is optimal: its busiest rank is at the bound."""
+        return self.gap <= 1 + 1e-9
