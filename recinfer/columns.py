@@ -520,6 +520,8 @@ def _ids(name: str, values: NDArray[Any]) -> NDArray[np.int64]:
         )
     if values.dtype == object and all(isinstance(value, int) for value in values.flat):
         raise InputError(f"features[{name!r}]: got an integer of more than 64 bits, expected ids of 64 bits")
-    if values.ndim != 1 or values.dtype.kind not in "iu" or (values.dtype == np.uint64 and values.max() >= 1 << 63):
+    if values.dtype == np.uint64 and values.max() >= 1 << 63:
+        raise InputError(f"features[{name!r}]: got {values.max()}, expected ids of 64 bits with a sign, up to 2^63 - 1")
+    if values.ndim != 1 or values.dtype.kind not in "iu":
         raise InputError(f"features[{name!r}]: got {values.dtype} values, expected integer ids or lists of them")
     return values.astype(np.int64, copy=False)

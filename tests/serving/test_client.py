@@ -193,6 +193,7 @@ def test_pyarrow_columns():
         ({"user": [True]}, "expected integer ids"),
         ({"user": [[[1]]]}, "expected integer ids"),
         ({"user": [2**63]}, "expected integer ids"),
+        ({"user": np.array([2**63], np.uint64)}, r"got 9223372036854775808, expected ids .* up to 2\^63 - 1"),
         ({"user": [[3], [10**30]]}, "got an integer of more than 64 bits"),
         ({"user": np.zeros((1, 1, 1), int)}, "shape"),
         ({"user": [1], "shop": [1, 2]}, "got 2 samples, expected 1"),
@@ -228,6 +229,11 @@ def test_dense_is_a_matrix_and_features_stand_behind_it():
         InputError, match="dense: got a dict, expected rows of numbers; features are the argument after it"
     ):
         as_matrix({"user": [1]})
+
+
+def test_a_client_prints_its_target():
+    with InferenceClient("127.0.0.1:1") as client:
+        assert repr(client) == "<InferenceClient of 127.0.0.1:1>"
 
 
 @pytest.mark.parametrize("target", ["http://127.0.0.1:8501", "grpc://localhost:8500", "8500", "", None])

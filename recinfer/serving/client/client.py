@@ -95,6 +95,9 @@ class _Client:
         self._longest = timeout  # seconds of the longest call so far
         self._open()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.target}>"
+
     def _open(self) -> None:
         """Prepare the channel; the constructor calls this last."""
         raise NotImplementedError
