@@ -192,7 +192,7 @@ def test_pyarrow_columns():
         ({"user": [1.5]}, "expected integer ids"),
         ({"user": [True]}, "expected integer ids"),
         ({"user": [[[1]]]}, "expected integer ids"),
-        ({"user": [2**63]}, "expected integer ids"),
+        ({"user": [2**63]}, "expected ids of 64 bits"),
         ({"user": np.array([2**63], np.uint64)}, r"got 9223372036854775808, expected ids .* up to 2\^63 - 1"),
         ({"user": [[3], [10**30]]}, "got an integer of more than 64 bits"),
         ({"user": np.zeros((1, 1, 1), int)}, "shape"),
