@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +76,6 @@ def spec_of_options(archive: Path, options: DeployOptions) -> Deployment:
     found = footprint(archive, servers.ranks_per_shard)
     return Deployment(
         name=options.name or dns_label(found.model),
-        tag=secrets.token_hex(4),
         servers=found,
         archive=archive.resolve(),
         version=found.version,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from recinfer.deploy.ray.records import Records, status_of
@@ -54,10 +55,11 @@ class LocalRecords(Records):
 
 
 class Running:
-    """A deployment, one agent per server; this class starts agents where Serve would start replicas."""
+    """A deployment, one agent per server; this class starts agents where Serve would start replicas. Rankers' lists are in
+    ``folder``."""
 
-    def __init__(self, spec: Deployment) -> None:
-        self.spec, self.records = spec, LocalRecords()
+    def __init__(self, spec: Deployment, folder: Path) -> None:
+        self.spec, self.folder, self.records = spec, folder, LocalRecords()
         self.records.save(spec)
         self.agents: dict[str, Agent] = {}
         self._started = 0
@@ -67,7 +69,7 @@ class Running:
         self._started += 1
         actor = f"actor-{self._started}"
         self.records.alive.add(actor)
-        agent = Agent(self.records, self.spec.name, group, actor, f"node-{host}", host)
+        agent = Agent(self.records, self.spec.name, group, actor, host, self.folder)
         self.agents[agent.server.name] = agent
         return agent
 

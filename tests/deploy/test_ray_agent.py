@@ -15,7 +15,6 @@ import pytest
 
 from recinfer.deploy.groups import footprint
 from recinfer.deploy.ray import replica
-from recinfer.deploy.ray.replica import shards_file
 from recinfer.deploy.ray.rollout import roll
 from recinfer.deploy.ray.spec import Bounds, Deployment
 from recinfer.errors import ConfigError, RecinferError, UnavailableError
@@ -46,7 +45,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec_of(store: Path, **options: Any) -> Deployment:
     found = footprint(store / "tiny" / "1", ranks_per_shard=2)
-    return Deployment("tiny", "test", found, store / "tiny" / "1", "1", security=SecurityConfig(TOKEN), **options)
+    return Deployment("tiny", found, store / "tiny" / "1", "1", security=SecurityConfig(TOKEN), **options)
 
 
 class Load:
@@ -103,12 +102,12 @@ class Load:
 
 
 @pytest.fixture(scope="module")
-def running(store: Path) -> Iterator[Running]:
+def running(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Two shard servers and two rankers, each pair on two nodes."""
     patch = pytest.MonkeyPatch()
     patch.setattr(replica, "_PERIOD_S", 0.2)
     patch.setattr(replica, "_RANKER_DRAIN_S", 1.0)
-    found = Running(spec_of(store))
+    found = Running(spec_of(store), tmp_path_factory.mktemp("lists"))
     for group in (0, None):
         for host in ("127.0.0.1", "127.0.0.2"):
             found.start(group, host)
@@ -188,12 +187,11 @@ def test_more_servers_and_fewer_again(running: Running):
     with Load(running) as load:
         running.start(0, "127.0.0.3")
         shards = sorted(each["address"] for each in running.servers("shard").values())
-        text = shards_file("test", "ranker-0").read_text
+        text = (running.folder / "recinfer-tiny-ranker-0.json").read_text
         until(lambda: json.loads(text())["ranks"]["0"] == shards)
         running.stop("shard-0-1")
         assert running.servers("shard")["shard-0-2"]["state"] == "serving" and len(running.servers()) == 4
         running.stop("ranker-1")
-        assert not shards_file("test", "ranker-1").exists()
         running.stop("shard-0-0")
         until(lambda: len(json.loads(text())["ranks"]["0"]) == 1)
     assert load.failed == []
@@ -216,11 +214,11 @@ def test_a_server_that_cannot_start_says_why(running: Running):
 
 
 @pytest.mark.parametrize(("options", "ready"), [({}, False), ({"rankers": Bounds(1)}, True)])
-def test_missing_servers_are_pending(store: Path, options: dict[str, Any], ready: bool):
-    running = Running(spec_of(store, shards=Bounds(1, 3), **options))
+def test_missing_servers_are_pending(store: Path, tmp_path: Path, options: dict[str, Any], ready: bool):
+    running = Running(spec_of(store, shards=Bounds(1, 3), **options), tmp_path)
     running.records.alive |= {"actor-0", "actor-1"}
     for number, group in enumerate((0, None)):
-        server, _ = running.records.claim("tiny", group, f"actor-{number}", "n", "h")
+        server, _ = running.records.claim("tiny", group, f"actor-{number}", "h")
         server.state, server.address, server.calls = "serving", f"h:{number}", ["h:0"] if group is None else []
         running.records.write("tiny", server)
     found = running.status()

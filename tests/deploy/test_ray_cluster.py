@@ -40,12 +40,6 @@ def test_without_ray_the_extra_is_named(archive: Path):
     assert "recinfer[ray]" in error_of(recinfer(archive, "--ray", HEAD))
 
 
-def test_a_check_on_a_node_needs_no_torch():
-    """A node imports the module for it; with torch, three nodes on two busy cores took longer than the check may take."""
-    code = "import recinfer.deploy.ray.client, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -91,7 +85,7 @@ def test_a_deployment_from_its_beginning_to_its_end(archive: Path, tmp_path: Pat
 
 def ok(*arguments: object) -> dict[str, Any]:
     done = recinfer(*arguments)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "INFO" not in done.stderr, done.stderr  # Ray's log is no text of the command
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -111,11 +105,12 @@ def main(archive: str) -> None:
 def life(archive: str) -> None:
     """Of one deployment."""
     deploy = [archive, "--ray", HEAD, "--ranks-per-shard", 2, "--rankers", 1]
-    refused = error_of(recinfer(*deploy, "--replicas", 30))
-    assert (
-        "no nodes have resources for 30 shard-0 (" in refused and "1 ranker (" in refused and "free on all" in refused
-    )
-    assert ok("--ray", HEAD, "--status") == {"deployments": []}, "nothing was begun"
+    waited = error_of(recinfer(*deploy, "--cpus", 9, "--wait", 45))
+    assert "shard-0: " in waited and 'required for each replica: {"CPU": 9' in waited.replace("'", '"'), waited
+    files = (f"--tls-{option}={archive}/gone.pem" for option in ("cert", "key", "ca"))
+    lacking = error_of(recinfer(*deploy, *files))
+    assert "shard-0-0 on 127.0.0.1: " in lacking and "cannot read" in lacking and "gone.pem" in lacking, lacking
+    assert ok("--ray", HEAD, "--status") == {"deployments": []}, "incomplete deployments were removed"
     made = ok(*deploy, "--replicas", 1, "--name", "one")
     assert [server["name"] for server in made["servers"]] == ["shard-0-0", "ranker-0"] and made["ready"]
     assert "exists already" in error_of(recinfer(*deploy, "--name", "one"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +17,9 @@ from recinfer.cli.deploy_options import Action, DeployOptions, ManifestOptions, 
 from recinfer.cli.deploy_ray import cores, spec_of_options
 from recinfer.cli.main import app
 from recinfer.deploy.groups import MIB, Footprint, RankGroup
+from recinfer.deploy.ray import client
 from recinfer.deploy.ray.application import servers_needed
-from recinfer.deploy.ray.records import Server
+from recinfer.deploy.ray.records import Server, status_of
 from recinfer.deploy.ray.rollout import roll
 from recinfer.deploy.ray.spec import Bounds, Deployment
 from recinfer.errors import ConfigError, InputError, UnavailableError
@@ -28,7 +31,7 @@ FOUND = Footprint("ctr", "7", (RankGroup(0, (0, 1), 3 * GIB), RankGroup(1, (2,),
 
 
 def spec(archive: Path = Path("/models/ctr/7"), **options: Any) -> Deployment:
-    return Deployment("ctr", "ab12", FOUND, archive, "7", **options)
+    return Deployment("ctr", FOUND, archive, "7", **options)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +63,7 @@ def test_the_settings_of_the_servers():
     ranker = made.config(None, "10.0.0.1", 0, listed)
     assert ranker.models.admin and ranker.role.shards == listed and ranker.models.store == Path("/models")
     assert ranker.security.token == "secret-secret-secret" and "secret" not in repr(made)
-    assert made.resources(0) == {"CPU": 1.0, "memory": FOUND.groups[0].memory_bytes}
-    assert made.resources(None) == {"CPU": 1.0, "memory": FOUND.ranker_bytes}
+    assert (made.memory(0), made.memory(None)) == (FOUND.groups[0].memory_bytes, FOUND.ranker_bytes)
 
 
 def test_an_archive_in_no_store_has_one_version():
@@ -143,18 +145,18 @@ def test_numbers_of_servers_from_options(archive: Path, given: tuple[int | None,
 def test_a_replica_takes_the_name_of_an_ended_one_and_its_port_on_the_same_host():
     records = LocalRecords()
     records.alive |= {f"actor-{n}" for n in range(6)}
-    made = [records.claim("ctr", 0, f"actor-{n}", "n", f"10.0.0.{n}")[0] for n in range(3)]
+    made = [records.claim("ctr", 0, f"actor-{n}", f"10.0.0.{n}")[0] for n in range(3)]
     assert [each.name for each in made] == ["shard-0-0", "shard-0-1", "shard-0-2"]
     for number, each in enumerate(made):
         each.port, each.address, each.state = 4000 + number, f"10.0.0.{number}:{4000 + number}", "serving"
         records.write("ctr", each)
     records.alive -= {"actor-1", "actor-2"}
     assert [each.state for each in records.servers("ctr")] == ["serving", "pending", "pending"]
-    took, port = records.claim("ctr", 0, "actor-3", "n", "10.0.0.2")
+    took, port = records.claim("ctr", 0, "actor-3", "10.0.0.2")
     assert (took.name, took.restarts, port) == ("shard-0-2", 1, 4002)
-    took, port = records.claim("ctr", 0, "actor-4", "n", "10.0.0.9")
+    took, port = records.claim("ctr", 0, "actor-4", "10.0.0.9")
     assert (took.name, took.restarts, port) == ("shard-0-1", 1, 0)
-    assert records.claim("ctr", None, "actor-5", "n", "10.0.0.9")[0].name == "ranker-0"
+    assert records.claim("ctr", None, "actor-5", "10.0.0.9")[0].name == "ranker-0"
     records.forget("ctr", "shard-0-0")
     assert Counter(each.state for each in records.servers("ctr")) == {"starting": 3}
     records.forget("ctr")
@@ -167,7 +169,7 @@ def test_a_version_is_served_once_all_rankers_have_it_and_not_if_one_refuses_it(
     with pytest.raises(UnavailableError, match="no ranker is serving"):
         roll(records, made, "8")
     records.alive |= {"a", "b"}
-    rankers = [Server(f"ranker-{n}", None, actor, "n", "h", "serving") for n, actor in enumerate("ab")]
+    rankers = [Server(f"ranker-{n}", None, actor, "h", "serving") for n, actor in enumerate("ab")]
     rankers[0].loaded, rankers[0].version = ["7", "8"], "8"
     rankers[1].refused = {"8": "it is not sound"}
     for each in rankers:
@@ -182,6 +184,15 @@ def test_a_version_is_served_once_all_rankers_have_it_and_not_if_one_refuses_it(
     assert after is not None and (after.version, after.previous, after.candidate) == ("8", "7", None)
 
 
+@pytest.mark.parametrize("archive", ["/models/other/8", "/elsewhere/ctr/8"])
+def test_an_archive_of_another_store_or_model_is_refused(archive: str, monkeypatch: pytest.MonkeyPatch):
+    """Servers would load the version of that name from their own store."""
+    monkeypatch.setattr(client, "_deployment", lambda name: spec())
+    monkeypatch.setattr(client, "Records", LocalRecords)
+    with pytest.raises(ConfigError, match=f"^{archive}: expected an archive at /models/ctr/VERSION"):
+        client.roll(None, Path(archive))
+
+
 def test_a_later_rollout_takes_over():
     class Later(LocalRecords):
         def servers(self, deployment: str) -> list[Server]:
@@ -194,6 +205,40 @@ def test_a_later_rollout_takes_over():
     with pytest.raises(UnavailableError, match="took over"):
         roll(records, made, "8")
     assert records.deployment("ctr") == replace(made, candidate="9"), "the later one goes on"
+
+
+# ---------------------------------------------------------------- Serve's reasons
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], dict[str, Any]]:
+    """The status of a ranker that has not started, where Serve has this status and message."""
+
+    def found(status: str, message: str) -> dict[str, Any]:
+        kinds = {"ranker": SimpleNamespace(status=status, message=message)}
+        serve = SimpleNamespace(
+            status=lambda: SimpleNamespace(applications={"ctr": SimpleNamespace(deployments=kinds)})
+        )
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(serve=serve))
+        one = replace(spec(), servers=replace(FOUND, groups=()), rankers=Bounds(1))
+        return client._with_reasons(status_of(one, []))
+
+    return found
+
+
+def test_a_server_that_has_not_started_has_serves_reason(absent: Callable[[str, str], dict[str, Any]]):
+    assert [each["why"] for each in absent("UPDATING", "")["servers"]] == ["its replica has not started"]
+    message = "1 replicas have taken more than 30s to be scheduled. Resources required: 9 CPUs"
+    assert absent("UPDATING", message)["servers"][0]["why"] == message
+
+
+def test_a_kind_of_servers_that_serve_gave_up_is_an_error(absent: Callable[[str, str], dict[str, Any]]):
+    """As on nodes without recinfer: the last line of the message, a traceback, is the error."""
+    with pytest.raises(UnavailableError, match=r"^ranker: ModuleNotFoundError: No module named 'recinfer'$"):
+        absent(
+            "DEPLOY_FAILED",
+            "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'recinfer'\n",
+        )
 
 
 # ---------------------------------------------------------------- load

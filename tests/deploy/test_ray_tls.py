@@ -19,7 +19,6 @@ from recinfer.cli.deploy_ray import spec_of_options
 from recinfer.cli.main import app
 from recinfer.deploy.groups import footprint
 from recinfer.deploy.ray import replica
-from recinfer.deploy.ray.client import missing_files
 from recinfer.deploy.ray.rollout import roll
 from recinfer.deploy.ray.spec import Bounds, Deployment
 from recinfer.errors import RecinferError
@@ -58,15 +57,15 @@ def spec_of(store: Path, pem: Path) -> Deployment:
     cert, key, ca = (pem / name for name in ("cert.pem", "key.pem", "ca.pem"))
     security = SecurityConfig(TOKEN, tls_cert=cert, tls_key=key, tls_client_ca=ca)
     options = {"security": security, "tls_ca": ca, "tls_name": NAME}
-    return Deployment("tiny", "test", found, archive, "1", shards=one, rankers=one, **options)
+    return Deployment("tiny", found, archive, "1", shards=one, rankers=one, **options)
 
 
 @pytest.fixture
-def running(store: Path, pem: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+def running(store: Path, pem: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Running]:
     """One shard server and one ranker that serve."""
     monkeypatch.setattr(replica, "_PERIOD_S", 0.2)
     monkeypatch.setattr(replica, "_RANKER_DRAIN_S", 0.1)
-    found = Running(spec_of(store, pem))
+    found = Running(spec_of(store, pem), tmp_path)
     try:
         for group in (0, None):
             found.start(group)
@@ -109,8 +108,7 @@ def test_a_deployment_behind_mutual_tls(running: Running, archive: Path, pem: Pa
 def test_a_server_without_its_certificate_says_so(store: Path, pem: Path, tmp_path: Path):
     spec = spec_of(store, pem)
     gone = tmp_path / "gone.pem"
-    assert missing_files([*spec.files, gone]) == [str(gone)]
-    running = Running(replace(spec, security=replace(spec.security, tls_cert=gone)))
+    running = Running(replace(spec, security=replace(spec.security, tls_cert=gone)), tmp_path)
     with pytest.raises(RecinferError, match=r"cannot read .*gone\.pem"):
         running.start(0)
     assert "gone.pem" in running.servers()["shard-0-0"]["why"]
@@ -121,11 +119,11 @@ def test_settings_of_servers_and_rankers(store: Path, pem: Path):
     cert, key, ca = (pem / name for name in ("cert.pem", "key.pem", "ca.pem"))
     shown = {"tls_cert": str(cert), "tls_key": str(key)}
     assert spec.client_settings() == {"tls_ca": str(ca), "tls_name": NAME, **shown}
-    assert spec.config(0, "127.0.0.1", 0, pem).security == spec.security and spec.files == [cert, key, ca]
+    assert spec.config(0, "127.0.0.1", 0, pem).security == spec.security
     plain = replace(spec, security=replace(spec.security, tls_client_ca=None), tls_name=None)
     assert plain.client_settings() == {"tls_ca": str(ca)}, "nobody asks for a ranker's certificate"
     none = replace(plain, security=SecurityConfig(TOKEN), tls_ca=None)
-    assert none.client_settings() == {} and none.files == []
+    assert none.client_settings() == {}
 
 
 @pytest.mark.parametrize(
@@ -148,4 +146,6 @@ def test_paths_are_made_absolute(archive: Path, monkeypatch: pytest.MonkeyPatch,
     options = DeployOptions(
         ray=RayOptions(**files), action=Action(), k8s=ManifestOptions(), servers=ServerOptions(), name="one"
     )
-    assert spec_of_options(archive, options).files == [tmp_path / file for file in files.values()]
+    made = spec_of_options(archive, options)
+    found = (made.security.tls_cert, made.security.tls_key, made.tls_ca)
+    assert found == tuple(tmp_path / file for file in files.values())

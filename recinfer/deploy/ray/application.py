@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recinfer import env
@@ -39,16 +40,15 @@ class ServerReplica(Agent):
         import ray
         from ray import serve
 
-        node = ray.get_runtime_context().get_node_id()
-        host = next(found["NodeManagerAddress"] for found in ray.nodes() if found["NodeID"] == node)
-        actor = serve.get_replica_context().replica_id.to_full_id_str()
+        context, actor = ray.get_runtime_context(), serve.get_replica_context().replica_id.to_full_id_str()
+        folder = Path(context.get_temp_dir(), context.get_session_name())  # where Ray keeps the replica's log too
         # This process runs the server alone, so it gets the settings of `recinfer serve`.
         env.share_heaps()
         raise_open_files()
         name_files_at_sigbus()
         tune_process()
         show_changes()
-        super().__init__(Records(), deployment, group, actor, node, host)
+        super().__init__(Records(), deployment, group, actor, ray.util.get_node_ip_address(), folder)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """The number of servers at the wanted load that the load of this one amounts to, for ``servers_needed``."""
@@ -81,13 +81,13 @@ def _deployment(spec: Deployment, group: int | None) -> Any:
             "downscale_delay_s": spec.cool_down,
             "policy": {"policy_function": f"{__name__}:{servers_needed.__name__}"},
         }
-    resources, variables = spec.resources(group), {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
+    variables = {"OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
     made = serve.deployment(
         ServerReplica,
         name=kind_name(group),
         ray_actor_options={
-            "num_cpus": resources["CPU"],
-            "memory": resources["memory"],
+            "num_cpus": spec.cpus,
+            "memory": spec.memory(group),
             "runtime_env": {"env_vars": variables},
         },
         max_replicas_per_node=spec.per_node(group),

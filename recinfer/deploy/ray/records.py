@@ -26,7 +26,7 @@ class Server:
 
     Attributes:
         name: such as ``shard-0-2`` or ``ranker-1``; ``group``: number of its group of ranks, None for a ranker.
-        actor: name of the Serve replica that runs it, on ``node`` at ``host``.
+        actor: name of the Serve replica that runs it, on the node at ``host``.
         state: ``pending`` (its replica has ended), ``starting``, ``serving`` or ``draining``; ``why``: the reason why
             it is not serving.
         restarts: how often a replica of its name started after the first one.
@@ -39,7 +39,6 @@ class Server:
     name: str
     group: int | None
     actor: str = ""
-    node: str = ""
     host: str = ""
     state: str = "pending"
     why: str = ""
@@ -104,7 +103,7 @@ class Records:
         key, value = f"{deployment}/{server.name}".encode(), json.dumps(asdict(server)).encode()
         return not self._store._internal_kv_put(key, value, overwrite=overwrite, namespace=NAMESPACE)
 
-    def claim(self, deployment: str, group: int | None, actor: str, node: str, host: str) -> tuple[Server, int]:
+    def claim(self, deployment: str, group: int | None, actor: str, host: str) -> tuple[Server, int]:
         """A record for a new replica, and the port that it should try first.
 
         The replica takes the name of a server whose replica has ended, and on the same host its port, which callers
@@ -112,11 +111,11 @@ class Records:
         """
         ended = [each for each in self.servers(deployment) if each.group == group and each.state == "pending"]
         for before in sorted(ended, key=lambda server: server.host != host):
-            made = Server(before.name, group, actor, node, host, "starting", before.why, before.restarts + 1)
+            made = Server(before.name, group, actor, host, "starting", before.why, before.restarts + 1)
             if self._delete(f"{deployment}/{made.name}") and self.write(deployment, made, overwrite=False):
                 return made, before.port if before.host == host else 0
         for number in itertools.count():
-            made = Server(f"{kind_name(group)}-{number}", group, actor, node, host, "starting")
+            made = Server(f"{kind_name(group)}-{number}", group, actor, host, "starting")
             if self.write(deployment, made, overwrite=False):
                 return made, 0
         raise AssertionError
@@ -148,14 +147,14 @@ def status_of(spec: Deployment, servers: Sequence[Server]) -> dict[str, Any]:
     """The state as JSON values, as ``recinfer deploy --status`` shows it. A deployment is ``ready`` when the wanted number
     of servers serves and every ranker calls all shard servers."""
     shown, counts = list[Server](), True
-    for group in spec.kinds:
+    for group in (*range(len(spec.servers.groups)), None):
         bounds, mine = spec.bounds(group), [server for server in servers if server.group == group]
         here = [server for server in mine if server.state != "pending"]
         # The number that the load needs is Serve's affair; below the minimum a server is missing in any case.
         lacking = max(0, bounds.least - len(here))
         counts &= bounds.least <= len(here) <= bounds.most
         ended = [server for server in mine if server.state == "pending"]
-        absent = Server(kind_name(group), group, why="it waits for a node with room")
+        absent = Server(kind_name(group), group, why="its replica has not started")
         shown += here + (ended + [absent] * lacking)[:lacking]
     listed = {server.address for server in shown if server.group is not None}
     rankers = [server for server in shown if server.group is None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.shards.config import shards_json
 from recinfer.serving.wire.address import join_address
 
-__all__ = ["Agent", "shards_file"]
+__all__ = ["Agent"]
 
 _PERIOD_S = 1.0
 _READ_S, _READ_AT_MOST_S = 1.0, 15.0  # for rankers to have read another list: they look twice a second
@@ -34,6 +33,10 @@ class Agent:
     """Runs one server in this process until ``stop``, and keeps its record, and a ranker's shards.json and versions, up to
     date in threads of its own.
 
+    Args:
+        actor, host: name of the replica, and address of its node.
+        folder: of a ranker's shards.json on that node.
+
     Attributes:
         server: the record.
 
@@ -44,12 +47,15 @@ class Agent:
 
     _thread: threading.Thread | None = None  # none before the server serves
 
-    def __init__(self, records: Records, deployment: str, group: int | None, actor: str, node: str, host: str) -> None:
+    def __init__(
+        self, records: Records, deployment: str, group: int | None, actor: str, host: str, folder: Path
+    ) -> None:
         self._records = records
         self._name = deployment
         self._spec = self._read_spec()
-        self.server, port = records.claim(deployment, group, actor, node, host)
+        self.server, port = records.claim(deployment, group, actor, host)
         self.server.pid = os.getpid()
+        self._shards = folder / f"recinfer-{deployment}-{self.server.name}.json"
         self._listed: dict[int, list[str]] = {}
         self._written = ""
         self._stopping = threading.Event()
@@ -79,7 +85,6 @@ class Agent:
         self._thread.join()
         self._drain()
         self._running.stop(_STOP_S)
-        shards_file(self._spec.tag, self.server.name).unlink(missing_ok=True)
         self._records.forget(self._name, self.server.name)
 
     def _read_spec(self) -> Deployment:
@@ -91,16 +96,15 @@ class Agent:
     def _start(self, port: int) -> RunningServer:
         """The server, on ``port`` if it is free; a ranker's starts once every group of ranks has had a server."""
         server = self.server
-        file = shards_file(self._spec.tag, server.name)
         while server.group is None and not self._list():
             time.sleep(_PERIOD_S)
             self._spec = self._read_spec()
         try:
-            return RunningServer(self._spec.config(server.group, server.host, port, file), self._report)
+            return RunningServer(self._spec.config(server.group, server.host, port, self._shards), self._report)
         except UnavailableError:
             if not port:
                 raise
-        return RunningServer(self._spec.config(server.group, server.host, 0, file), self._report)
+        return RunningServer(self._spec.config(server.group, server.host, 0, self._shards), self._report)
 
     def _report(self, line: str) -> None:
         """Take a ranker's line about its wait for shards."""
@@ -149,7 +153,7 @@ class Agent:
                 self._listed[group.number] = serving
         ranks = {rank: self._listed[group.number] for group in self._spec.servers.groups for rank in group.ranks}
         if self._written != (text := shards_json(ranks, self._spec.client_settings())):
-            write_file(shards_file(self._spec.tag, self.server.name), text.encode())
+            write_file(self._shards, text.encode())
             self._written = text
         return True
 
@@ -192,8 +196,3 @@ class Agent:
 
     def _write(self) -> None:
         self._records.write(self._name, self.server)
-
-
-def shards_file(tag: str, server: str) -> Path:
-    """The shards.json of a ranker, on its node."""
-    return Path(tempfile.gettempdir()) / f"recinfer-{tag}-{server}.json"

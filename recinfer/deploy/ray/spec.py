@@ -38,7 +38,7 @@ class Deployment:
     """An archive on a cluster.
 
     Attributes:
-        name: name of the deployment and prefix of all names; ``tag``: unique to this run of it, part of file names.
+        name: name of the deployment and prefix of all names.
         servers: the groups of ranks, and the memory of each server.
         archive: absolute folder of the first version, on every node.
         version: the served version: a folder's name in the store, or the manifest's without a store.
@@ -57,7 +57,6 @@ class Deployment:
     """
 
     name: str
-    tag: str
     servers: Footprint
     archive: Path
     version: str
@@ -91,21 +90,9 @@ class Deployment:
         """The folder of ``<model>/<version>/`` that the archive is in; None: it is in none, and the version cannot change."""
         return self.archive.parent.parent if self.archive.parent.name == self.servers.model else None
 
-    @property
-    def kinds(self) -> list[int | None]:
-        """The numbers of the groups, and None for the rankers."""
-        return [*range(len(self.servers.groups)), None]
-
-    @property
-    def files(self) -> list[Path]:
-        """The PEM files."""
-        found = (self.security.tls_cert, self.security.tls_key, self.security.tls_client_ca, self.tls_ca)
-        return [path for path in dict.fromkeys(found) if path is not None]
-
-    def resources(self, group: int | None) -> dict[str, float]:
-        """Resources that Ray reserves for a server of ``group`` (None: a ranker): CPUs, and bytes of memory."""
-        memory = self.servers.ranker_bytes if group is None else self.servers.groups[group].memory_bytes
-        return {"CPU": self.cpus, "memory": memory}
+    def memory(self, group: int | None) -> int:
+        """Bytes of memory that Ray reserves for a server of ``group`` (None: a ranker)."""
+        return self.servers.ranker_bytes if group is None else self.servers.groups[group].memory_bytes
 
     def bounds(self, group: int | None) -> Bounds:
         """Bounds of ``group``; None means the rankers."""
