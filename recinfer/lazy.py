@@ -28,10 +28,10 @@ def lazy_names(
             try:
                 value = getattr(importlib.import_module(homes[name]), name)
             except ModuleNotFoundError as error:
-                if error.name != "torch":
-                    raise
-                hint = "install it with: pip install 'recinfer[cpu]' or 'recinfer[cuda]'"
-                raise ModuleNotFoundError(f"{package}.{name} needs the package 'torch'; {hint}", name="torch") from None
+                if error.name == "torch":
+                    hint = "install it with: pip install 'recinfer[cpu]' or 'recinfer[cuda]'"
+                    error.msg = f"{package}.{name} needs the package 'torch'; {hint}"
+                raise
             setattr(sys.modules[package], name, value)  # found directly from now on
             return value
         if name in modules:
