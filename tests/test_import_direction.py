@@ -47,7 +47,7 @@ RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
 VOCABULARY = {
     f"vocabulary.{part}" for part in ("_index", "_strings", "index", "info", "table")
 }  # data and files of vocabularies
-SERVED = RUNTIME | VOCABULARY | {"models", "data", "capture", "checkpoint", "archive", "inference", "vocabulary"}
+SERVED = RUNTIME | {"models", "data", "capture", "checkpoint", "archive", "inference"}
 SERVING = {"serving", "remote"} | {
     f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")
 }
@@ -174,12 +174,10 @@ def test_few_files_import_vocabularies() -> None:
     assert importing == {
         "archive/delta.py",
         "archive/manifest.py",
-        "cli/export.py",
         "inference/delta.py",
         "inference/export.py",
         "inference/id_steps.py",
         "inference/intake.py",
-        "serving/server/open_inference_grpc.py",
     }
 
 

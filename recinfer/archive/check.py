@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.archive.manifest import DenseInput, InputInfo, Manifest
 from recinfer.archive.reader import Archive
 from recinfer.archive.tensors import pack_tensors, unpack_tensors
+from recinfer.columns import Strings
 from recinfer.errors import ArchiveError, InputError
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -36,6 +39,7 @@ ABSOLUTE_TOLERANCE = 1e-6
 _BATCHES = (2, 1, 16)
 # Numbers of samples, and of ids of each bag, at which programs fail and which random bags seldom have.
 _UNIFORM = ((2, 0), (1, 1))
+_STRINGS = ("strings", "string_lengths")
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,14 @@ class Request:
         dense: float32 [B, num_dense], or None.
         features: all features of a request, in the archive's order.
         inputs: tensors and jagged tensors of the other inputs, by name.
+        strings: the ids of the features that take strings, in the order of features; ``features`` has their rows. None: requests
+            hold the rows.
     """
 
     dense: Tensor | None
     features: KeyedJaggedTensor
     inputs: Mapping[str, Tensor | JaggedTensor] = field(default_factory=dict)
+    strings: Strings | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,9 @@ def pack_requests(requests: Sequence[Request]) -> bytes:
             tensors[f"{i}/weights"] = request.features.weights()
         if request.dense is not None:
             tensors[f"{i}/dense"] = request.dense
+        if request.strings is not None:
+            tensors[f"{i}/strings"] = torch.from_numpy(np.frombuffer(bytearray(request.strings.data), np.uint8))
+            tensors[f"{i}/string_lengths"] = torch.from_numpy(request.strings.lengths)
         for name, given in request.inputs.items():
             if isinstance(given, JaggedTensor):
                 tensors[f"{i}/input/{name}/lengths"] = given.lengths().int()
@@ -119,12 +129,14 @@ def read_requests(archive: Archive) -> list[tuple[Request, Answer]]:
             about.kind == "jagged"
         )
     count = manifest.check.num_requests
-    if given.keys() != {f"{i}/{name}" for i in range(count) for name in names}:
+    strings = [i for i in range(count) if f"{i}/strings" in given] if manifest.string_features else []
+    expected = {f"{i}/{name}" for i in range(count) for name in names}
+    if given.keys() != expected | {f"{i}/{name}" for i in strings for name in _STRINGS}:
         raise ArchiveError(f"{REQUESTS}: expected {names} of {count} requests; got {sorted(given)[:8]}", rule="C1")
     pairs = []
     left = set(stored)
     for i in range(count):
-        request = _request(manifest, i, {name: given[f"{i}/{name}"] for name in names})
+        request = _request(manifest, i, {name: given[f"{i}/{name}"] for name in (*names, *_STRINGS * (i in strings))})
         shapes = _answer_shapes(manifest, request)
         for name, shape in shapes.items():
             tensor = stored.get(f"{i}/{name}")
@@ -150,6 +162,7 @@ def _has_shape(tensor: Tensor, sizes: Sequence[int | str | None]) -> bool:
 
 def _request(manifest: Manifest, index: int, tensors: Mapping[str, Tensor]) -> Request:
     dtypes = {"lengths": torch.int32, "values": torch.int64, "weights": torch.float32, "dense": torch.float32}
+    dtypes |= {"strings": torch.uint8, "string_lengths": torch.int32}
     features = list(manifest.request_features)
     try:
         for name, tensor in tensors.items():
@@ -165,9 +178,25 @@ def _request(manifest: Manifest, index: int, tensors: Mapping[str, Tensor]) -> R
         if dense is not None and (len(dense) != kjt.stride() or dense.shape[1] != manifest.num_dense):
             raise InputError(f"dense is {list(dense.shape)} for a batch of {kjt.stride()}")
         inputs = {about.name: _stored_input(about, tensors, kjt.stride()) for about in manifest.named_inputs}
+        strings = _stored_strings(manifest, kjt, *(tensors[name].numpy() for name in _STRINGS if name in tensors))
     except InputError as error:
         raise ArchiveError(f"{REQUESTS}: request {index}: {error}", rule="C1") from None
-    return Request(dense, kjt, inputs)
+    return Request(dense, kjt, inputs, strings)
+
+
+def _stored_strings(manifest: Manifest, features: KeyedJaggedTensor, *given: NDArray[Any]) -> Strings | None:
+    """The strings of a golden request from their bytes and lengths, None without; raises InputError unless one is for each row."""
+    if not given:
+        return None
+    data, lengths = given
+    each = zip(features.keys(), features.length_per_key())
+    counts = {name: count for name, count in each if name in manifest.string_features}
+    rows = sum(counts.values())
+    if len(lengths) != rows or (lengths < 0).any() or lengths.sum(dtype=np.int64) != len(data):
+        raise InputError(
+            f"{len(lengths)} strings of {len(data)} bytes for the {rows} rows of features that take strings"
+        )
+    return Strings(tuple(counts), data.tobytes(), lengths)
 
 
 def _batch_of_inputs(manifest: Manifest, tensors: Mapping[str, Tensor]) -> int:

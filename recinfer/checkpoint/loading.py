@@ -74,7 +74,7 @@ def load_into(
     if only is None and strict:
         _refuse_meta_buffers(module)
     for part in module.modules():
-        validate = getattr(part, "validate_state", None)  # managed collisions sort their ids
+        validate = getattr(part, "validate_state", None)  # a module may sort what it searches
         if callable(validate):
             validate()
     return LoadReport(tuple(loading), tuple(missing), tuple(extra))

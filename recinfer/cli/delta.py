@@ -11,6 +11,7 @@ import typer
 
 from recinfer.cli.console import JsonOption, Output, styled
 from recinfer.cli.models import InputsOption, ModelOption, open_checkpoint
+from recinfer.cli.vocabularies import NewIdsOption, read_vocabularies
 from recinfer.sizes import size_text
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -32,6 +33,7 @@ def run(
     ] = None,
     model: ModelOption = None,
     inputs: InputsOption = None,
+    vocabulary: NewIdsOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -48,7 +50,16 @@ def run(
     started = time.perf_counter()
     reader, module = open_checkpoint(checkpoint, model)
     batches = resolve_inputs(inputs) if inputs else ()
-    report = make_delta(archive, module, reader, out, after=after or [], inputs=batches, overwrite=overwrite)
+    report = make_delta(
+        archive,
+        module,
+        reader,
+        out,
+        after=after or [],
+        inputs=batches,
+        vocabularies=read_vocabularies(vocabulary),
+        overwrite=overwrite,
+    )
     seconds = time.perf_counter() - started
     changed = f"sequence {report.sequence}, {report.rows:,} rows of {len(report.changed)} tables"
     output.show(styled("green", "wrote", f" {out}  {changed}, {size_text(report.num_bytes)}  {seconds:.1f} s"))

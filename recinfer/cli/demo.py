@@ -121,7 +121,7 @@ def _pipeline(output: Output, folder: Path, dataset: Dataset, checkpoint: Path, 
 
     output.note(f"plan: {world_size} ranks on CPU, INT8")
     module = reader.build_model(device="meta")
-    plan = plan_inference(module, world_size=world_size)
+    plan = plan_inference(module, world_size=world_size, indexed=reader.contract.vocabulary_sizes)
     plan.save(folder / "plan.json")
 
     output.note("quantize, shard, archive: checked against the float model as it is written, then verified")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,14 +22,13 @@ from recinfer.cli.models import (
     parse_precisions,
 )
 from recinfer.cli.options import DataFormat, MissingShards, parse_pair
+from recinfer.cli.vocabularies import VocabularyOption, read_vocabularies
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
 from recinfer.quant.formats.names import Precision
 from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import nn
 
     from recinfer.capture import Captured
@@ -124,16 +124,7 @@ def run(
             show_default="the checkpoint's",
         ),
     ] = None,
-    vocabulary: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FEATURE=FILE",
-            help="File with one string per line: requests may then give the feature's ids as strings, the first line for row 0. Other "
-            "strings read the row behind the last line's. Or a .npy file of int64 ids: requests then hold these ids in place of rows. "
-            "Repeatable. A feature contract's vocabularies need no option.",
-            show_default=False,
-        ),
-    ] = None,
+    vocabulary: VocabularyOption = None,
     reference: ReferenceOption = None,
     missing_shards: Annotated[
         MissingShards,
@@ -154,8 +145,6 @@ def run(
     from recinfer.inference.evaluation import EvalData
     from recinfer.inference.export import export_archive
     from recinfer.inference.recorded import RecordedReference
-    from recinfer.vocabulary.managed_collisions import vocabularies_of
-    from recinfer.vocabulary.plain import id_vocabularies
 
     if max_auc_drop is not None and eval_data is None:
         raise ConfigError("--max-auc-drop needs rows to measure on: give --eval-data FILE and --format FORMAT")
@@ -170,12 +159,13 @@ def run(
     else:
         reader, exported = CheckpointReader(checkpoint), read_program(program)
         module = collections_of(exported)
-    chosen = _plan(module, plan, world_size, precision, table_precision)
     about = reader.model_json or {}
     given = reader.contract if contract is None else FeatureContract.read(contract)
     held_out = EvalData.read(eval_data, format.value, given, eval_limit) if eval_data else None
     recorded = None if reference is None else RecordedReference.read(reference)
-    strings, ids = _vocabularies(vocabulary)
+    vocabularies = read_vocabularies(vocabulary)
+    indexed = {**(given.vocabulary_sizes if given else {}), **{name: len(ids) for name, ids in vocabularies.items()}}
+    chosen = _plan(module, plan, world_size, precision, table_precision, indexed)
     reports: list[ExportReport] = []
 
     def on_report(report: ExportReport) -> None:
@@ -192,8 +182,7 @@ def run(
         contract=given,
         inputs=resolve_inputs(inputs) if inputs else (),
         user=user or (),
-        strings=strings,
-        vocabularies={**vocabularies_of(module, reader), **id_vocabularies(module, ids, given)} if ids else None,
+        vocabularies=vocabularies,
         missing=_missing(missing),
         out_of_range=_out_of_range(out_of_range),
         missing_shards=missing_shards.in_manifest,
@@ -219,46 +208,6 @@ def run(
     )
 
 
-def _vocabularies(pairs: list[str] | None) -> tuple[dict[str, list[str]], dict[str, NDArray[np.int64]]]:
-    """``["city=cities.txt", "item=ids.npy"]`` as {feature: strings} and {feature: int64 ids}."""
-    strings: dict[str, list[str]] = {}
-    ids: dict[str, NDArray[np.int64]] = {}
-    for pair in pairs or ():
-        feature, path = parse_pair(pair, "--vocabulary", "FEATURE=FILE", at_first=True)
-        if feature in strings or feature in ids:
-            raise ConfigError(f"--vocabulary: got feature {feature!r} twice; expected it once")
-        try:
-            if path.endswith(".npy"):
-                ids[feature] = _ids_of_file(path)
-            else:
-                text = Path(path).read_bytes().decode("utf-8-sig")
-                strings[feature] = text.removesuffix("\n").replace("\r\n", "\n").split("\n") if text else []
-        except OSError as error:
-            raise ConfigError(
-                f"--vocabulary {path}: {error.strerror}; expected a file with one string per line, or a .npy file of int64 ids"
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"--vocabulary {path}: byte {error.start} is no UTF-8; expected one string per line"
-            ) from None
-    return strings, ids
-
-
-def _ids_of_file(path: str) -> NDArray[np.int64]:
-    import numpy as np
-
-    try:
-        found = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError):
-        raise ConfigError(
-            f"--vocabulary {path}: no array of numbers; expected int64 [N] as numpy.save writes it"
-        ) from None
-    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype not in (np.int64, np.int32):
-        got = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "several arrays"
-        raise ConfigError(f"--vocabulary {path}: got {got}; expected int64 [N]")
-    return found.astype(np.int64)
-
-
 def _missing(pairs: list[str] | None) -> dict[str, str | int]:
     """``["user=empty", "item=3"]`` as {feature: policy}, an id as a number."""
     split = [parse_pair(pair, "--missing", "FEATURE=empty, FEATURE=reject or FEATURE=ID") for pair in pairs or ()]
@@ -277,6 +226,7 @@ def _plan(
     world_size: int | None,
     precision: Precision | None,
     table_precision: list[str] | None,
+    indexed: Mapping[str, int],
 ) -> Plan:
     """The plan to export by: the file's, or one made now."""
     from recinfer.distributed.planner import Plan, plan_inference
@@ -286,7 +236,12 @@ def _plan(
     if path is None:
         chosen = DataType.parse(precision or "int8")
         return plan_inference(
-            module, world_size=world_size or 1, compute_device="cpu", precision=chosen, per_table_precision=per_table
+            module,
+            world_size=world_size or 1,
+            compute_device="cpu",
+            precision=chosen,
+            per_table_precision=per_table,
+            indexed=indexed,
         )
     plan = Plan.load(path)
     if world_size not in (None, plan.world_size):

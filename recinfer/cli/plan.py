@@ -63,7 +63,7 @@ def run(
     from recinfer.modules.embedding_configs import DataType
 
     output = Output(as_json)
-    _, module = open_checkpoint(checkpoint, model)
+    reader, module = open_checkpoint(checkpoint, model)
     plan = plan_inference(
         module,
         world_size=world_size,
@@ -73,6 +73,7 @@ def run(
         hbm_gb=hbm_gb,
         ddr_gb=ddr_gb,
         batch_size=batch_size,
+        indexed=reader.contract.vocabulary_sizes if reader.contract else None,
         hardware=HardwareProfile.load(hardware) if hardware else None,
         timeout_seconds=timeout_seconds,
     )

@@ -32,7 +32,7 @@ from recinfer.errors import ConfigError
 from recinfer.layout.rect import Rect
 from recinfer.module_tree import append_prefix
 from recinfer.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule
-from recinfer.modules.zero_collision import segments_of
+from recinfer.modules.mc_slots import segments_of
 from recinfer.optim.local_tensors import local_tensors
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 

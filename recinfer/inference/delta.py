@@ -93,7 +93,8 @@ def make_delta(
         out: the delta's path, by custom ``*.rqd``.
         after: deltas that are applied before this one, in their order.
         inputs: the example batches that the archive was exported with.
-        vocabularies: (module path, table) -> its vocabulary in the new checkpoint.
+        vocabularies: those of the new checkpoint, as for :func:`recinfer.inference.export.export_archive`; those of strings stay
+            the archive's.
         max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
         progress: show a bar on stderr.
         overwrite: replace a file that is at ``out``.

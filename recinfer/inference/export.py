@@ -55,7 +55,6 @@ from recinfer.inference.progress import byte_bar, spinner
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
 from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.report import ExportReport, make_report
-from recinfer.vocabulary.plain import StringVocabularies
 from recinfer.vocabulary.written import Vocabularies, written_parts
 
 if TYPE_CHECKING:
@@ -79,7 +78,6 @@ def export_archive(
     out_of_range: Mapping[str, str] | None = None,
     missing_shards: MissingShards = "reject",
     vocabularies: Vocabularies | None = None,
-    strings: StringVocabularies | None = None,
     max_chunk_bytes: int = 16 << 20,
     progress: bool = True,
     overwrite: bool = False,
@@ -110,9 +108,9 @@ def export_archive(
             says), or ``"default_row"`` (it becomes the contract's default row, or 0); ``"*"``: all that are not named.
         missing_shards: ``"default_rows"``: rankers may answer while no host has some ranks, with zeros for their rows and a
             flag; ``"reject"``: they may not.
-        vocabularies: (module path, table) -> its vocabulary; requests then hold raw ids of its features.
-        strings: feature -> its strings, by which requests may give its ids as strings; a string has the row of its position. A
-            contract's vocabularies are among them by themselves.
+        vocabularies: feature -> what has the rows 0, 1 and so on of its table: strings, which requests may then hold in place of
+            rows, or int64 ids, which they then hold; or (module path, table) -> its vocabulary. Those of managed collisions and of
+            the contract need no entry. See :data:`recinfer.vocabulary.written.Vocabularies`.
         max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
         progress: show a bar on stderr.
         overwrite: replace an archive that is there.
@@ -152,7 +150,7 @@ def export_archive(
             parts = cut_and_export(model, leaves, checkpoint, contract, inputs, user, captured)
         manifest = first_manifest(name, version, plan, leaves, contract, parts, missing_shards)
         manifest = with_policies(manifest, missing, out_of_range)
-        id_parts = written_parts(manifest, model, checkpoint, contract, vocabularies, strings)
+        id_parts = written_parts(manifest, model, checkpoint, contract, vocabularies)
         manifest = manifest.with_parts(id_parts.entries)
         try:
             check_before_writing(manifest)

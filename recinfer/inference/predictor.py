@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -113,7 +114,8 @@ class Predictor(LoadedModel):
         Raises:
             ConfigError: the dense part cannot run on it.
         """
-        taken = self.intake.take(bags_of(request.features), need_all=True).features
+        features = replace(bags_of(request.features), strings=request.strings)
+        taken = self.intake.take(features, need_all=True).features
         self.inputs.check_facts([taken], request.inputs)
         if self._ids is not None:
             taken = self.compute_ids(taken, lambda about: input_tensor(about, request))

@@ -101,11 +101,15 @@ def plan_archive(manifest: Manifest, *, world_size: int, compute_device: str = "
     Raises:
         PlannerError: nothing fits.
     """
+    with_index = manifest.raw_features | manifest.string_features
     return plan_inference(
         embedding_model(manifest),
         world_size=world_size,
         compute_device=compute_device,
         per_table_precision={table.full_name: table.data_type for table in manifest.tables},
+        indexed={
+            feature: table.rows for table in manifest.tables for feature in table.features if feature in with_index
+        },
     )
 
 

@@ -48,7 +48,7 @@ class SparseArch(nn.Module):
 
     Args:
         embedding_bag_collection: the tables, all of one dim; any module with ``embedding_bag_configs()`` whose
-            forward gives a KeyedTensor, or a ManagedCollisionEmbeddingBagCollection.
+            forward gives a KeyedTensor; or a module around one, which gives the features with rows, too.
 
     Raises:
         ConfigError: no tables, or tables of different dims.
@@ -69,7 +69,7 @@ class SparseArch(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """``[B, F, D]``."""
         pooled = self.embedding_bag_collection(features)
-        if isinstance(pooled, tuple):  # managed collisions give the rows of the ids too
+        if isinstance(pooled, tuple):  # with the features whose raw ids became rows
             pooled = pooled[0]
         return pooled.values().reshape(-1, self.F, self.D)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from recinfer.modules.mc_modules import Features, ManagedCollisionModule
-from recinfer.modules.zero_collision import segments_of, zero_collision_hash
+from recinfer.modules.mc_slots import segments_of, zero_collision_hash
 from recinfer.sparse.jagged_tensor import JaggedTensor
 from recinfer.sparse.offsets import lengths_to_offsets
 
@@ -29,8 +29,8 @@ _MOST_RESERVED = 100  # per cent
 class HashZchManagedCollisionModule(ManagedCollisionModule):
     """Maps ids to slots of a hash table that consists of buckets.
 
-    The bucket of an id is :func:`recinfer.modules.zero_collision.segments_of` it; the search in the bucket is
-    :func:`recinfer.modules.zero_collision.zero_collision_hash`.
+    The bucket of an id is :func:`recinfer.modules.mc_slots.segments_of` it; the search in the bucket is
+    :func:`recinfer.modules.mc_slots.zero_collision_hash`.
 
     Args:
         zch_size: ``Z``, the number of slots of this module.

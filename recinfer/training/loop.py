@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from recinfer.checkpoint import check_target
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.modules.mc_modules import MCHManagedCollisionModule
 from recinfer.training.batches import Batch, empty_batch
 from recinfer.training.curve import Curve
 from recinfer.training.metrics import evaluate
-from recinfer.training.model import ManagedRows, build_dlrm, start_at_rate
+from recinfer.training.model import build_dlrm, start_at_rate
 from recinfer.training.progress import Report, training_progress
 from recinfer.training.sources import BatchSource, MemorySource
 from recinfer.training.start import read_start
@@ -34,6 +33,7 @@ from recinfer.training.trainers import LocalTrainer, ShardedTrainer, Trainer
 if TYPE_CHECKING:
     from recinfer.data.dataset import Dataset
     from recinfer.distributed.planner import Plan
+    from recinfer.models.dlrm import DLRM
 
 __all__ = ["TrainResult", "TrainSettings", "fit", "train"]
 
@@ -60,7 +60,6 @@ class TrainSettings:
         resume: continue from the last of them.
         start_from: checkpoint whose weights and optimizer states the run starts with; None: new ones.
         device: device of this rank; None: the CPU.
-        managed: features whose tables take raw ids, see :func:`~recinfer.training.model.build_dlrm`; in one process.
     """
 
     embedding_dim: int = 16
@@ -74,7 +73,6 @@ class TrainSettings:
     resume: bool = False
     start_from: Path | None = None
     device: torch.device | None = None
-    managed: Mapping[str, ManagedRows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if min(self.epochs, self.embedding_dim, self.save_every or 1) < 1:
@@ -98,7 +96,6 @@ class TrainResult:
         seconds: wall time of training and evaluation, without the checkpoint.
         samples_per_second: rows trained on a second, over all ranks.
         checkpoint: the folder written, or None.
-        ids_admitted, ids_evicted: raw ids that got a row and that lost theirs, in tables with managed collisions.
         model: the trained model, in eval mode.
     """
 
@@ -113,8 +110,6 @@ class TrainResult:
     samples_per_second: float
     checkpoint: Path | None
     model: nn.Module = field(repr=False)
-    ids_admitted: int = 0
-    ids_evicted: int = 0
 
 
 def train(
@@ -173,6 +168,7 @@ def fit(
     source: BatchSource,
     settings: TrainSettings,
     *,
+    model: DLRM | None = None,
     out: str | os.PathLike[str] | None = None,
     curve: Curve | None = None,
     progress: bool = True,
@@ -182,6 +178,7 @@ def fit(
     Args:
         source: this rank's batches.
         settings: settings of the loop.
+        model: the model to train; None: one of the settings, for the source's contract.
         out: folder of the checkpoint; None writes none. Checkpoints of the running training are in
             :func:`~recinfer.training.step_checkpoints.resume_folder` next to it and are removed when the run is done.
         curve: takes the losses and metrics; only the first rank's is used.
@@ -192,9 +189,9 @@ def fit(
     if out is not None:
         check_target(out)
     first = source.rank == 0
-    run = _Run(source, settings, _trainer(source, settings), out, curve or Curve())
+    run = _Run(source, settings, _trainer(source, settings, model), out, curve or Curve())
     with _threads_for(source.batch_size), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)  # rows of ids that managed collisions admit begin with random values
+        torch.manual_seed(settings.seed)  # modules may draw numbers while they train
         if settings.resume:
             run.resume()
         elif settings.start_from is not None:
@@ -221,14 +218,7 @@ def fit(
         run.rows * source.world_size / max(run.train_seconds, 1e-9),
         checkpoint,
         run.trainer.model,
-        *_ids_moved(run.trainer.model),
     )
-
-
-def _ids_moved(model: nn.Module) -> tuple[int, int]:
-    """Raw ids that the tables of this process admitted, and that they evicted."""
-    modules = [module for module in model.modules() if isinstance(module, MCHManagedCollisionModule)]
-    return sum(module.num_admitted for module in modules), sum(module.num_evicted for module in modules)
 
 
 class _Run:
@@ -350,13 +340,8 @@ class _Run:
             self.checkpoints.forget()
 
 
-def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:
+def _trainer(source: BatchSource, settings: TrainSettings, model: DLRM | None) -> Trainer:
     sharded = dist.is_available() and dist.is_initialized()
-    if sharded and settings.managed:
-        raise ConfigError(
-            "managed: got a process group; this loop trains managed tables in one process. Several ranks train them in "
-            "DistributedModelParallel, see recinfer.distributed.mc_embeddingbag"
-        )
     if source.world_size > 1 and not sharded:
         raise ConfigError(
             f"the source is for {source.world_size} ranks, but there is no process group; start the ranks with "
@@ -366,13 +351,10 @@ def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:
     # created shard by shard.
     num_bytes = 4 * settings.embedding_dim * sum(f.num_embeddings for f in source.contract.sparse)
     device = torch.device("meta" if sharded and num_bytes > _SMALL_TABLES else "cpu")
-    model = build_dlrm(
-        source.contract,
-        embedding_dim=settings.embedding_dim,
-        seed=settings.seed,
-        table_device=device,
-        managed=settings.managed,
-    )
+    if model is None:
+        model = build_dlrm(
+            source.contract, embedding_dim=settings.embedding_dim, seed=settings.seed, table_device=device
+        )
     start_at_rate(model, source.positive_rate)
     rates = settings.dense_lr, settings.sparse_lr
     if not sharded:

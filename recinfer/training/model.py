@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,13 +13,6 @@ from recinfer.errors import ConfigError
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
-from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from recinfer.modules.mc_modules import (
-    LFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    ManagedCollisionModule,
-    MCHManagedCollisionModule,
-)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,22 +21,9 @@ if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
     from recinfer.training.batches import Examples
 
-__all__ = ["ManagedRows", "build_dlrm", "predict_logits", "start_at_rate"]
+__all__ = ["build_dlrm", "predict_logits", "start_at_rate"]
 
 _EVALUATION_BATCH = 8192
-
-
-@dataclass(frozen=True)
-class ManagedRows:
-    """The rows of a table that takes raw ids.
-
-    Attributes:
-        rows: number of rows; the last is that of all ids without a row.
-        eviction_interval: batches between two decisions which ids have rows.
-    """
-
-    rows: int
-    eviction_interval: int
 
 
 def build_dlrm(
@@ -55,7 +34,6 @@ def build_dlrm(
     over_layers: Sequence[int] = (64, 32),
     seed: int = 0,
     table_device: torch.device | None = None,
-    managed: Mapping[str, ManagedRows] | None = None,
 ) -> DLRM:
     """A DLRM for the features of ``contract``, with new weights.
 
@@ -68,8 +46,6 @@ def build_dlrm(
         over_layers: columns of the top MLP before its last layer, which gives the logit.
         seed: seed of the initial weights; the global random state is unchanged.
         table_device: device of the tables; on meta they have no values.
-        managed: feature -> rows of its table, whose ids are raw and admitted by how often they occur; not empty: the ids
-            of all features are raw, and other tables have a row for each id and one for unknown ids.
 
     Raises:
         ConfigError: a contract with no sparse or no dense feature, or sizes below 1.
@@ -84,46 +60,23 @@ def build_dlrm(
             f"embedding_dim={embedding_dim}, dense_layers={tuple(dense_layers)}, over_layers={tuple(over_layers)}; "
             "expected sizes of at least 1"
         )
-    rows = {f.name: (managed or {}).get(f.name, ManagedRows(f.num_embeddings + 1, 1)) for f in contract.sparse}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tables = [
             EmbeddingBagConfig(
                 name=f"t_{feature.name}",
-                num_embeddings=rows[feature.name].rows if managed else feature.num_embeddings,
+                num_embeddings=feature.num_embeddings,
                 embedding_dim=embedding_dim,
                 feature_names=[feature.name],
             )
             for feature in contract.sparse
         ]
-        collection: Any = EmbeddingBagCollection(tables=tables, device=table_device)
-        if managed:
-            collection = _managed_tables(collection, contract, rows)
         return DLRM(
-            collection,
+            EmbeddingBagCollection(tables=tables, device=table_device),
             dense_in_features=contract.num_dense,
             dense_arch_layer_sizes=[*dense_layers, embedding_dim],
             over_arch_layer_sizes=[*over_layers, 1],
         )
-
-
-def _managed_tables(
-    collection: EmbeddingBagCollection, contract: FeatureContract, rows: Mapping[str, ManagedRows]
-) -> ManagedCollisionEmbeddingBagCollection:
-    """``collection``, whose table of each feature takes raw ids."""
-    tables = collection.embedding_bag_configs()
-    modules: dict[str, ManagedCollisionModule] = {
-        table.name: MCHManagedCollisionModule(
-            zch_size=table.num_embeddings,
-            device=collection.device,
-            eviction_policy=LFU_EvictionPolicy(),
-            eviction_interval=rows[feature.name].eviction_interval,
-            input_hash_size=feature.num_embeddings,
-            name=table.name,
-        )
-        for table, feature in zip(tables, contract.sparse)
-    }
-    return ManagedCollisionEmbeddingBagCollection(collection, ManagedCollisionCollection(modules, tables))
 
 
 @torch.no_grad()

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recinfer.checkpoint import check_target
 from recinfer.data.features import SparseFeature
 from recinfer.data.transforms import Hash
 from recinfer.errors import ConfigError
+from recinfer.models.dlrm import DLRM
+from recinfer.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from recinfer.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+    MCHManagedCollisionModule,
+)
 from recinfer.training.loop import TrainSettings, fit
-from recinfer.training.model import ManagedRows
+from recinfer.training.model import build_dlrm
 from recinfer.training.sources import MemorySource
 
 if TYPE_CHECKING:
+    from recinfer.data.contract import FeatureContract
     from recinfer.data.dataset import Dataset
 
-__all__ = ["VocabularyResult", "compare_vocabularies"]
+__all__ = ["VocabularyResult", "compare_vocabularies", "managed_dlrm"]
 
 _SMALL = 100  # tables of fewer rows stay as they are: their ids need no sharing
 _DECISIONS = 20  # decisions which ids have rows, in a run
@@ -78,18 +87,60 @@ def compare_vocabularies(
         if feature.num_embeddings >= _SMALL
     }
     steps = epochs * -(-len(dataset.train) // batch_size)
-    managed = {name: ManagedRows(size, max(1, steps // _DECISIONS)) for name, size in rows.items()}
     settings = TrainSettings(embedding_dim, epochs, seed)
     hashed = {name: Hash(size, seed=0) for name, size in rows.items()}
     raw = {name: Hash(_RAW_IDS, seed=0) for name in rows}
-    for name, transforms, chosen in (("full", {}, {}), ("hashed", hashed, {}), ("managed", raw, managed)):
+    for name, transforms in (("full", {}), ("hashed", hashed), ("managed", raw)):
         sparse = tuple(_with(feature, transforms.get(feature.name)) for feature in dataset.contract.sparse)
-        data = replace(dataset, contract=replace(dataset.contract, sparse=sparse))
-        source = MemorySource(data, batch_size, seed=seed)
-        target = out if name == "managed" else None
-        result = fit(source, replace(settings, managed=chosen), out=target, progress=progress)
+        contract = replace(dataset.contract, sparse=sparse)
+        source = MemorySource(replace(dataset, contract=contract), batch_size, seed=seed)
+        model, target = None, None
+        if name == "managed":
+            every = max(1, steps // _DECISIONS)
+            model, target = managed_dlrm(contract, rows, every, embedding_dim=embedding_dim, seed=seed), out
+        result = fit(source, settings, model=model, out=target, progress=progress)
         total = sum(table.shape[0] for name, table in result.model.named_parameters() if "embedding_bags" in name)
-        yield VocabularyResult(name, total, result.auc, result.log_loss, result.ids_admitted, result.ids_evicted)
+        parts = [part for part in result.model.modules() if isinstance(part, MCHManagedCollisionModule)]
+        moved = sum(part.num_admitted for part in parts), sum(part.num_evicted for part in parts)
+        yield VocabularyResult(name, total, result.auc, result.log_loss, *moved)
+
+
+def managed_dlrm(
+    contract: FeatureContract,
+    rows: Mapping[str, int],
+    eviction_interval: int,
+    *,
+    embedding_dim: int = 16,
+    seed: int = 0,
+) -> DLRM:
+    """A DLRM with new weights, whose tables all take raw ids and admit them by how often they occur.
+
+    Args:
+        contract: its ids are the raw ids.
+        rows: feature -> rows of its table, of which the last is that of all ids without a row; the table of a feature that is
+            not in it has a row for each id and one for unknown ids.
+        eviction_interval: batches between two decisions which ids have rows, in tables of ``rows``.
+        embedding_dim, seed: see :func:`recinfer.training.model.build_dlrm`.
+    """
+    sizes = [SparseFeature(f.name, Hash(rows.get(f.name, f.num_embeddings + 1))) for f in contract.sparse]
+    model = build_dlrm(replace(contract, sparse=tuple(sizes)), embedding_dim=embedding_dim, seed=seed)
+    arch: Any = model.sparse_arch
+    collection = arch.embedding_bag_collection
+    tables = collection.embedding_bag_configs()
+    modules: dict[str, ManagedCollisionModule] = {
+        table.name: MCHManagedCollisionModule(
+            zch_size=table.num_embeddings,
+            device=collection.device,
+            eviction_policy=LFU_EvictionPolicy(),
+            eviction_interval=eviction_interval if feature.name in rows else 1,
+            input_hash_size=feature.num_embeddings,
+            name=table.name,
+        )
+        for table, feature in zip(tables, contract.sparse)
+    }
+    collisions = ManagedCollisionCollection(modules, tables)
+    arch.embedding_bag_collection = ManagedCollisionEmbeddingBagCollection(collection, collisions)
+    return model
 
 
 def _with(feature: SparseFeature, transform: Hash | None) -> SparseFeature:

@@ -1,4 +1,4 @@
-/* Strings of requests: the 64-bit key of each, rule V8 of recinfer/archive/FORMAT.md, and strings that each follow their length. */
+/* The 64-bit key of each string of a request, rule V8 of recinfer/archive/FORMAT.md. */
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -133,55 +133,7 @@ close:;
     return result;
 }
 
-PyDoc_STRVAR(split_doc,
-             "split(data, count)\n--\n\n"
-             "The bytes of `count` strings, one after another, and the bytes of their lengths, int32 [count], from `data`, where each\n"
-             "string follows its length of 4 bytes, little-endian. None if `data` is no such strings.");
-
-/* Move the bytes and lengths of `count` strings from `data` to `to` and `sizes`; 0 if `data` is no such strings. */
-static int take_apart(const char *data, Py_ssize_t left, Py_ssize_t count, char *to, char *sizes) {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t length;
-        const Py_ssize_t most = left - 4 * (count - i); /* 4 bytes are left for the length of each following string */
-        if (most < 0)
-            return 0;
-        memcpy(&length, data, 4);
-        if ((Py_ssize_t)length > most || length > INT32_MAX)
-            return 0;
-        memcpy(sizes + 4 * i, &length, 4);
-        memcpy(to, data + 4, length);
-        to += length;
-        data += 4 + (Py_ssize_t)length;
-        left -= 4 + (Py_ssize_t)length;
-    }
-    return left == 0;
-}
-
-static PyObject *split_method(PyObject *module, PyObject *args) {
-    (void)module;
-    Py_buffer data;
-    Py_ssize_t count;
-    if (!PyArg_ParseTuple(args, "y*n", &data, &count))
-        return NULL;
-    PyObject *joined = NULL, *lengths = NULL, *result = NULL;
-    if (count < 0 || count > data.len / 4) {
-        result = Py_NewRef(Py_None);
-    } else {
-        joined = PyBytes_FromStringAndSize(NULL, data.len - 4 * count);
-        lengths = PyBytes_FromStringAndSize(NULL, 4 * count);
-        if (joined != NULL && lengths != NULL)
-            result = take_apart(data.buf, data.len, count, PyBytes_AsString(joined), PyBytes_AsString(lengths))
-                         ? PyTuple_Pack(2, joined, lengths)
-                         : Py_NewRef(Py_None);
-    }
-    Py_XDECREF(joined);
-    Py_XDECREF(lengths);
-    PyBuffer_Release(&data);
-    return result;
-}
-
-static PyMethodDef methods[] = {
-    {"keys", keys_method, METH_VARARGS, keys_doc}, {"split", split_method, METH_VARARGS, split_doc}, {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {{"keys", keys_method, METH_VARARGS, keys_doc}, {NULL, NULL, 0, NULL}};
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 

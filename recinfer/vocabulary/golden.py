@@ -1,4 +1,4 @@
-"""Golden requests of tables with vocabularies: raw ids, of which most are known and some are not."""
+"""Golden requests of features with vocabularies: raw ids and strings, of which most are known and some are not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 
 from recinfer.archive.check import Request
 from recinfer.archive.manifest import Manifest
+from recinfer.columns import strings_of
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.vocabulary.strings import StringVocabulary
 from recinfer.vocabulary.table import TableVocabulary
 
-__all__ = ["raw_requests"]
+__all__ = ["raw_requests", "string_requests"]
 
 _CANDIDATES = 1000
 _EVERY = 4
@@ -45,10 +47,56 @@ def raw_requests(
                 other = unknown_of[name][torch.arange(first, stop) % len(unknown_of[name])]
                 stays = known[rows] & (torch.arange(1, len(rows) + 1) % _EVERY > 0)
                 values[first:stop] = torch.where(stays, ids[rows], other)
-        weights = features.weights_or_none()
-        kjt = KeyedJaggedTensor(features.keys(), values, weights, lengths=features.lengths(), stride=features.stride())
-        raw.append(replace(request, features=kjt))
+        raw.append(replace(request, features=_with_values(features, values)))
     return raw
+
+
+def string_requests(
+    manifest: Manifest, vocabularies: Mapping[str, StringVocabulary], requests: Sequence[Request]
+) -> list[Request]:
+    """``requests`` with strings of the rows: unknown strings where no string has the row, and one in four everywhere.
+
+    The first request stays as it is: it has the last row of each table, which often is no string's.
+    """
+    counts = {} if manifest.signature is None else manifest.signature.counts
+    if not vocabularies or not vocabularies.keys().isdisjoint(counts):  # ids that count others are no names
+        return list(requests)
+    unknown_of = {name: _unknown_string(vocabulary) for name, vocabulary in vocabularies.items()}
+    made = [*requests[:1]]
+    for request in requests[1:]:
+        features = request.features
+        values = features.values().clone()
+        edges = features.offset_per_key()
+        texts: list[str] = []
+        keys = []
+        for name, first, stop in zip(features.keys(), edges, edges[1:]):
+            if name not in vocabularies:
+                continue
+            keys.append(name)
+            strings = vocabularies[name].strings
+            for at in range(first, stop):
+                row = int(values[at])
+                if row < len(strings) and (at - first + 1) % _EVERY:
+                    texts.append(strings[row])
+                else:
+                    texts.append(unknown_of[name])
+                    values[at] = vocabularies[name].unknown_row
+        given = strings_of("golden request", texts, tuple(keys))
+        made.append(replace(request, features=_with_values(features, values), strings=given))
+    return made
+
+
+def _with_values(features: KeyedJaggedTensor, values: torch.Tensor) -> KeyedJaggedTensor:
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(features.keys(), values, weights, lengths=features.lengths(), stride=features.stride())
+
+
+def _unknown_string(vocabulary: StringVocabulary) -> str:
+    """A string that the vocabulary lacks, the same for the same vocabulary."""
+    text = "unknown"
+    while text in vocabulary.strings:
+        text += "?"
+    return text
 
 
 def _ids_by_row(vocabulary: TableVocabulary) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from recinfer.module_tree import append_prefix, outermost_modules
 from recinfer.modules.hash_mc_modules import HashZchManagedCollisionModule
 from recinfer.modules.mc_modules import MCHManagedCollisionModule
 from recinfer.modules.mc_settings import managed_collision_module
-from recinfer.modules.zero_collision import segments_of
+from recinfer.modules.mc_slots import segments_of
 from recinfer.vocabulary.table import Segment, TableVocabulary
 
 __all__ = ["vocabularies_of"]

@@ -1,4 +1,4 @@
-"""Plain vocabularies of an export: of strings, from the feature contract or as given, and of 64-bit ids, as given."""
+"""Plain vocabularies of an export, by feature: of strings, from the feature contract or as given, and of 64-bit ids, as given."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ if TYPE_CHECKING:
     from recinfer.archive.manifest import Manifest
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["StringVocabularies", "id_vocabularies", "indexed_contract", "string_vocabularies"]
-
-StringVocabularies = Mapping[str, StringVocabulary | Sequence[str]]
-"""Feature -> its strings, each with the row of its position, or a vocabulary of them."""
+__all__ = ["id_vocabularies", "indexed_contract", "string_vocabularies"]
 
 
 def string_vocabularies(
-    manifest: Manifest, contract: FeatureContract | None, given: StringVocabularies | None
+    manifest: Manifest, contract: FeatureContract | None, given: Mapping[str, StringVocabulary | Sequence[str]]
 ) -> dict[str, StringVocabulary]:
     """The vocabulary of each feature whose requests may have strings: those in ``given``, and those of the contract.
 
@@ -44,24 +41,22 @@ def string_vocabularies(
         made = feature.transform
         if isinstance(made, Vocabulary) and feature.name not in manifest.raw_features:
             found[feature.name] = StringVocabulary(made.tokens, made.out_of_vocabulary)
-    for name, strings in (given or {}).items():
+    for name, strings in given.items():
         if name not in manifest.request_features:
             raise ConfigError(
-                f"strings: the model has no feature {name!r}; its features are {some(list(manifest.request_features), 20)}"
+                f"vocabularies: the model has no feature {name!r}; its features are {some(list(manifest.request_features), 20)}"
             )
         if name in manifest.raw_features:
             raise ConfigError(
-                f"strings: the table of feature {name!r} has a vocabulary of raw ids; give it one of the two"
+                f"vocabularies: the table of feature {name!r} has a vocabulary of raw ids; give it one of the two"
             )
         if name in found:
-            raise ConfigError(
-                f"strings: the feature contract has a vocabulary of feature {name!r}; leave it out of strings"
-            )
+            raise ConfigError(f"vocabularies: the feature contract has one of feature {name!r}; leave the feature out")
         vocabulary = strings if isinstance(strings, StringVocabulary) else StringVocabulary(tuple(strings))
         rows = min((table.rows for table in manifest.feature_tables.get(name, ())), default=vocabulary.rows)
         if vocabulary.rows > rows:
             raise ConfigError(
-                f"strings: feature {name!r} has {len(vocabulary.strings)} strings, and unknown ones read row "
+                f"vocabularies: feature {name!r} has {len(vocabulary.strings)} strings, and unknown ones read row "
                 f"{vocabulary.unknown_row}; its table has {rows} rows. Leave strings out, or give unknown strings a row "
                 "of the table"
             )

@@ -58,7 +58,9 @@ class StringVocabulary:
             raise InputError(f"vocabulary of strings: got {quoted(str(self.strings), 40)}; expected a list of strings")
         object.__setattr__(self, "strings", tuple(self.strings))
         if odd := [one for one in self.strings if not isinstance(one, str)]:
-            raise InputError(f"vocabulary of strings: got a {type(odd[0]).__name__}; expected strings alone")
+            raise InputError(
+                f"vocabulary of strings: got a {type(odd[0]).__name__}; expected strings alone, or an int64 array of ids"
+            )
         if len(set(self.strings)) != len(self.strings):
             seen: set[str] = set()
             twice = next(one for one in self.strings if one in seen or seen.add(one))  # type: ignore[func-returns-value]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,13 @@ from recinfer.archive.part import Changes, DeltaPart, PendingChanges, Tensors, d
 from recinfer.archive.reader import Archive
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
-from recinfer.vocabulary.golden import raw_requests
+from recinfer.vocabulary.golden import raw_requests, string_requests
 from recinfer.vocabulary.index import IdIndex, build_index
 from recinfer.vocabulary.info import DeltaVocabulary, StringInfo, VocabularyInfo, info_of
 from recinfer.vocabulary.managed_collisions import vocabularies_of
 from recinfer.vocabulary.opened import open_indexes
-from recinfer.vocabulary.plain import StringVocabularies, string_vocabularies
-from recinfer.vocabulary.strings import string_indexes
+from recinfer.vocabulary.plain import id_vocabularies, string_vocabularies
+from recinfer.vocabulary.strings import StringVocabulary, string_indexes
 from recinfer.vocabulary.table import TableVocabulary
 
 if TYPE_CHECKING:
@@ -34,8 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Vocabularies", "WrittenParts", "vocabulary_changes", "written_parts"]
 
-Vocabularies = Mapping[tuple[str, str], TableVocabulary]
-"""(module path, table) -> its vocabulary."""
+Vocabularies = (
+    Mapping[str, StringVocabulary | Sequence[str] | NDArray[np.int64]] | Mapping[tuple[str, str], TableVocabulary]
+)
+"""The vocabularies that a caller gives, by feature or by table.
+
+Feature -> its strings or its ids, int64 ``[N]``, each with the row of its position; or a vocabulary of strings. All other strings or
+ids read the row behind the last one's. (Module path, table) -> the table's vocabulary of ids.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,13 @@ class WrittenParts:
     Attributes:
         entries: of the manifest.
         vocabularies: of tables whose ids are raw.
-        string_indexes: of the vocabularies of strings.
+        strings: of features whose ids may be strings.
+        string_indexes: of these vocabularies, one for equal ones.
     """
 
     entries: tuple[VocabularyInfo | StringInfo, ...]
-    vocabularies: Vocabularies
+    vocabularies: Mapping[tuple[str, str], TableVocabulary]
+    strings: Mapping[str, StringVocabulary]
     string_indexes: Sequence[IdIndex]
 
     def files(self) -> Iterator[tuple[str, bytes]]:
@@ -61,8 +69,8 @@ class WrittenParts:
             numbers[entry.key] += 1
 
     def requests(self, manifest: Manifest, requests: Sequence[Request]) -> list[Request]:
-        """Golden requests as callers send them: with raw ids in place of rows."""
-        return raw_requests(manifest, self.vocabularies, requests)
+        """Golden requests as callers send them: with raw ids and strings in place of rows."""
+        return string_requests(manifest, self.strings, raw_requests(manifest, self.vocabularies, requests))
 
 
 def written_parts(
@@ -71,9 +79,8 @@ def written_parts(
     checkpoint: CheckpointReader,
     contract: FeatureContract | None,
     vocabularies: Vocabularies | None,
-    strings: StringVocabularies | None,
 ) -> WrittenParts:
-    """The vocabularies of an export; see :func:`recinfer.inference.export.export_archive` for ``vocabularies`` and ``strings``.
+    """The vocabularies of an export; see :func:`recinfer.inference.export.export_archive` for ``vocabularies``.
 
     Args:
         manifest: without the vocabularies.
@@ -81,14 +88,26 @@ def written_parts(
     Raises:
         ConfigError, InputError, CheckpointError: vocabularies that do not fit the model or the checkpoint.
     """
-    raw = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
+    raw, given = _given(model, checkpoint, contract, vocabularies)
     infos = []
     for (module, table), vocabulary in raw.items():
         info = info_of(module, table, vocabulary)
         vocabulary.check(f"vocabulary of table {info.full_name!r}")
         infos.append(info)
-    texts = string_indexes(string_vocabularies(manifest.with_parts(infos), contract, strings))
-    return WrittenParts((*infos, *(info for info, _ in texts)), raw, [index for _, index in texts])
+    strings = string_vocabularies(manifest.with_parts(infos), contract, given)
+    texts = string_indexes(strings)
+    return WrittenParts((*infos, *(info for info, _ in texts)), raw, strings, [index for _, index in texts])
+
+
+def _given(
+    model: nn.Module, checkpoint: CheckpointReader, contract: FeatureContract | None, vocabularies: Vocabularies | None
+) -> tuple[dict[tuple[str, str], TableVocabulary], dict[str, Any]]:
+    """The vocabularies of raw ids, of the model's managed collisions and as given, and the given ones of strings."""
+    given: Mapping[Any, Any] = vocabularies or {}
+    tables = {key: value for key, value in given.items() if isinstance(value, TableVocabulary)}
+    ids = {key: value for key, value in given.items() if isinstance(value, np.ndarray) and value.dtype.kind in "iu"}
+    strings = {key: value for key, value in given.items() if key not in tables and key not in ids}
+    return {**vocabularies_of(model, checkpoint), **id_vocabularies(model, ids, contract), **tables}, strings
 
 
 def vocabulary_changes(
@@ -101,23 +120,28 @@ def vocabulary_changes(
     """The changes from an archive with deltas applied to the vocabularies of a new checkpoint.
 
     Args:
-        vocabularies: (module path, table) -> its vocabulary; None: those of the model's managed collisions.
+        vocabularies: as :func:`written_parts` takes them.
 
     Raises:
-        ConfigError: other tables have vocabularies, or one has other segments or rows of unknown ids.
+        ConfigError: other tables have vocabularies, one has other segments or rows of unknown ids, or one is of strings.
     """
-    vocabularies = vocabularies_of(model, checkpoint) if vocabularies is None else vocabularies
+    raw, strings = _given(model, checkpoint, None, vocabularies)
+    if strings:
+        raise ConfigError(
+            f"vocabularies: a delta leaves those of strings as they are; leave {some(list(strings))} out, or export this checkpoint "
+            "as a new version"
+        )
     opened = open_indexes(archive, applied)
     keys = {(info.module, info.table) for info, _ in opened}
-    if keys != vocabularies.keys():
-        odd = [".".join(part for part in key if part) for key in sorted(keys ^ vocabularies.keys())]
+    if keys != raw.keys():
+        odd = [".".join(part for part in key if part) for key in sorted(keys ^ raw.keys())]
         raise ConfigError(
-            f"tables with a vocabulary differ between the archive and the checkpoint: {some(odd)}; export this checkpoint as a new "
-            "version"
+            f"tables with a vocabulary differ between the archive and the checkpoint: {some(odd)}; give the vocabularies that the "
+            "export was given, or export this checkpoint as a new version"
         )
     changes: list[tuple[DeltaPart, Tensors]] = []
     for info, index in opened:
-        now = vocabularies[info.module, info.table]
+        now = raw[info.module, info.table]
         now.check(f"vocabulary of table {info.full_name!r}")
         ids, rows = _changed_ids(info, index, now)
         if len(ids):

@@ -14,7 +14,7 @@ from recinfer import fbgemm
 from recinfer.modules import mc_modules
 from recinfer.modules.hash_mc_modules import HashZchManagedCollisionModule
 from recinfer.modules.mc_modules import MCHManagedCollisionModule
-from recinfer.modules.zero_collision import segments_of, zero_collision_hash
+from recinfer.modules.mc_slots import segments_of, zero_collision_hash
 from recinfer.sparse.jagged_tensor import JaggedTensor
 from tests.golden.managed import (
     CASES,

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from recinfer.data.contract import FeatureContract, Hash, SparseFeature, Vocabulary
 from recinfer.distributed.planner import ParameterConstraints, Topology
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.inference import plan_inference
@@ -82,6 +83,29 @@ def test_serving_counts_the_index_in_host_memory(device: str, kind: str) -> None
     assert used[0] - used[1] == 16 * sum(ROWS.values())
 
 
+def test_serving_counts_the_index_of_strings_and_of_lists_of_ids() -> None:
+    tables = [
+        EmbeddingBagConfig(4000, 16, "t_items", feature_names=["item", "history"]),
+        EmbeddingBagConfig(999, 16, "cities", feature_names=["city"]),
+        EmbeddingBagConfig(50, 16, "users", feature_names=["user"]),
+    ]
+    model = EmbeddingBagCollection(tables=tables, device=META)
+    contract = FeatureContract(
+        (
+            SparseFeature("item", Vocabulary(tuple(map(str, range(3000))))),
+            SparseFeature("history", Vocabulary(tuple(map(str, range(3000))))),
+            SparseFeature("user", Hash(50)),
+        )
+    )
+    assert contract.vocabulary_sizes == {"item": 3000, "history": 3000}
+    indexed = {**contract.vocabulary_sizes, "city": 500}
+    found, plain = (plan_inference(model, world_size=2, indexed=given) for given in (indexed, None))
+    counted = {t.table: t.estimates.get("index_bytes") for t in found.tables}
+    assert counted == {"t_items": 48000, "cities": 8000, "users": None}
+    used = [sum(plan.estimates["ddr_bytes_per_rank"]) for plan in (found, plain)]
+    assert 0 <= used[0] - used[1] - 56000 <= 2 * len(tables)  # each piece rounds up
+
+
 def test_an_index_takes_at_most_as_many_bytes() -> None:
     for rows in (*ROWS.values(), 100_003):
         shape = build_index(vocabulary(rows, full=1.0)).shape
@@ -94,5 +118,5 @@ def test_a_shown_plan_tells_the_bytes_of_raw_ids() -> None:
         console = Console(file=StringIO(), width=200)
         console.print(*format_plan(plan_inference(Model(raw), world_size=1)))
         shown.append(console.file.getvalue())  # type: ignore[attr-defined]
-    assert "3 tables take raw ids; their ids have 0.11 of these MB" in shown[0]
+    assert "3 tables have indexes of raw ids or strings: 0.11 of these MB" in shown[0]
     assert "raw ids" not in shown[1]

@@ -19,9 +19,9 @@ from recinfer.modules.embedding_configs import DataType
 from recinfer.modules.mc_modules import MCHManagedCollisionModule
 from recinfer.training.batches import Examples
 from recinfer.training.loop import TrainSettings, fit
-from recinfer.training.model import ManagedRows, predict_logits
+from recinfer.training.model import predict_logits
 from recinfer.training.sources import MemorySource
-from recinfer.training.vocabularies import compare_vocabularies
+from recinfer.training.vocabularies import compare_vocabularies, managed_dlrm
 
 
 def test_three_vocabularies_of_a_tenth_of_the_rows_and_the_archive_of_raw_ids(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_frequent_ids_get_rows_of_their_own() -> None:
     dataset = load_dataset(None, "synthetic", limit=1000)
     feature = max(dataset.contract.sparse, key=lambda f: f.num_embeddings)
     source = MemorySource(replace(dataset), 50)
-    settings = TrainSettings(4, managed={feature.name: ManagedRows(20, 3)})
-    model = fit(source, settings, progress=False).model
+    made = managed_dlrm(dataset.contract, {feature.name: 20}, 3, embedding_dim=4)
+    model = fit(source, TrainSettings(4), model=made, progress=False).model
     modules = {m._name: m for m in model.modules() if isinstance(m, MCHManagedCollisionModule)}
     for other in dataset.contract.sparse:
         if other is not feature:  # each id has a row, and unknown ids have another one

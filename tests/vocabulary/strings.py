@@ -19,7 +19,7 @@ UNUSUAL = ("", "paris\0", "PARIS", "\0", "item", "y" * 1_000_000, b"\xff\xfe", b
 
 
 def string_archive(folder: Path, **options: object) -> Archive:
-    return make_archive(folder, strings=STRINGS, **options)[1]
+    return make_archive(folder, vocabularies=STRINGS, **options)[1]
 
 
 def row_of(vocabulary: StringVocabulary, string: str | bytes) -> int:

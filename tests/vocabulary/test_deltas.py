@@ -27,7 +27,7 @@ from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from recinfer.vocabulary.index import build_index
 from recinfer.vocabulary.table import TableVocabulary
-from tests.archive.models import make_archive
+from tests.archive.models import Ranker, make_archive
 from tests.serving.paths import BytePath, decoded
 from tests.vocabulary.made import vocabulary
 
@@ -80,8 +80,6 @@ Chain = tuple[Archive, list[Path], list[tuple[nn.Module, TableVocabulary]]]
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """An archive and three deltas."""
     folder = tmp_path_factory.mktemp("chain")
-    from tests.archive.models import Ranker
-
     torch.manual_seed(7)
     made = states(Ranker(), 4)
     options = {"missing": {"*": "empty"}, "precision": DataType.INT8, "kinds": ("row_wise",)}
@@ -193,6 +191,32 @@ def test_segments_do_not_change_in_a_delta(chain: Chain, tmp_path: Path) -> None
         make_delta(archive.root, model, reader, tmp_path / "d.rqd", vocabularies={ITEM: other}, progress=False)
     with pytest.raises(ConfigError, match=r"tables with a vocabulary differ .*: ebc.item"):
         make_delta(archive.root, model, reader, tmp_path / "d.rqd", vocabularies={}, progress=False)
+
+
+def test_a_list_of_ids_by_feature_has_deltas_too(tmp_path: Path) -> None:
+    model, ids = Ranker(), np.arange(300) * 7 + NEXT
+    archive = make_archive(tmp_path / "base", model=model, vocabularies={"f_cat": ids, "f_user": ["a", "b"]})[1]
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.get_submodule("ebc.embedding_bags.cats").weight[299] += 1
+    reader, now = save(changed, tmp_path / "w.pt"), np.where(ids == ids[0], -3, ids)
+
+    def delta(given: dict[str, object]) -> Path:
+        make_delta(archive.root, changed, reader, tmp_path / "d.rqd", vocabularies=given, progress=False)  # type: ignore[arg-type]
+        return tmp_path / "d.rqd"
+
+    with pytest.raises(ConfigError, match=r"differ .*: ebc.cats; give the vocabularies that the export was given"):
+        delta({})
+    with pytest.raises(ConfigError, match=r"leaves those of strings as they are; leave f_user out"):
+        delta({"f_cat": now, "f_user": ["a", "b"]})
+    with pytest.raises(ConfigError, match=r"'ebc.cats' has another input_hash_size"):
+        delta({"f_cat": ids[:-1]})
+    predictor = load(archive.root)
+    before = predictor.lookup({"f_cat": [[ids[0]], [ids[299]], [-3]], "f_user": [["b"], ["b"], ["b"]]})
+    predictor.apply_delta(delta({"f_cat": now}))
+    after = predictor.lookup({"f_cat": [[-3], [ids[299]], [ids[0]]], "f_user": [["b"], ["b"], ["b"]]})
+    same = [torch.equal(before["f_cat"][at], after["f_cat"][at]) for at in range(3)]
+    assert same == [True, False, True] and torch.equal(before["f_user"], after["f_user"])
 
 
 def changed_delta(path: Path, out: Path, change: Callable[[dict, dict], None]) -> Path:

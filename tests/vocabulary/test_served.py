@@ -158,9 +158,10 @@ def test_golden_requests_hold_raw_ids(both: Both) -> None:
 def test_reshard_keeps_the_index(both: Both, ranks: int, tmp_path: Path) -> None:
     made, root, _ = both
     archive = open_archive(root)
-    again = reshard_archive(
-        root, plan_archive(archive.manifest, world_size=ranks), tmp_path / "again.rqa", progress=False
-    )
+    plan = plan_archive(archive.manifest, world_size=ranks)
+    counted = {table.table for table in plan.tables if "index_bytes" in table.estimates}
+    assert counted == {table for _, table in made}
+    again = reshard_archive(root, plan, tmp_path / "again.rqa", progress=False)
     assert again.manifest.vocabularies == archive.manifest.vocabularies
     assert (again.root / VocabularyInfo.path(0)).read_bytes() == (root / VocabularyInfo.path(0)).read_bytes()
     ids, _ = raw_request(made, 7, 3)

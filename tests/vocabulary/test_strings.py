@@ -16,13 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recinfer.serving.wire._wire import read_request
-from recinfer.vocabulary._strings import keys, split
+from recinfer.serving.wire._wire import read_request, split
+from recinfer.vocabulary._strings import keys
 
 import recinfer
-from recinfer.cli import export as export_command
+from recinfer.archive.check import REQUESTS, read_requests
+from recinfer.archive.reader import open_archive
+from recinfer.archive.tensors import pack_tensors, unpack_tensors
 from recinfer.cli.lookup import parse_features
 from recinfer.cli.rows import read_rows
+from recinfer.cli.vocabularies import read_vocabularies
 from recinfer.columns import as_features, strings_of
 from recinfer.data.contract import FeatureContract, SparseFeature, Vocabulary
 from recinfer.data.features import DenseFeature
@@ -41,13 +44,13 @@ from recinfer.vocabulary.index import HEADER_BYTES, build_index
 from recinfer.vocabulary.info import StringInfo
 from recinfer.vocabulary.plain import id_vocabularies
 from recinfer.vocabulary.strings import StringRows, StringVocabulary, string_indexes, string_keys
-from recinfer.vocabulary.table import TableVocabulary
+from recinfer.vocabulary.table import TableVocabulary, even_segments
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive
 from tests.e2e.commands import run_json
 from tests.hostile.damage import edit_manifest, rewrite
 from tests.serving.paths import BytePath, decoded
 from tests.serving.remote import test_direct as remote
-from tests.vocabulary.strings import CITIES, ITEMS, STRINGS, both_requests, string_archive
+from tests.vocabulary.strings import CITIES, ITEMS, STRINGS, both_requests, row_of, string_archive
 
 # ---- keys
 
@@ -469,7 +472,7 @@ def test_a_ranker_turns_strings_into_rows(tmp_path: Path) -> None:
         export = remote.export_archive
 
         def with_strings(*args: Any, **options: Any) -> Any:
-            return export(*args, strings={"b": names}, **options)
+            return export(*args, vocabularies={"b": names}, **options)
 
         patched.setattr(remote, "export_archive", with_strings)
         root = remote.make_archive.__wrapped__(tmp_path / "strings", "row_wise")  # type: ignore[attr-defined]
@@ -578,23 +581,23 @@ def test_vocabularies_of_a_contract_are_in_the_archive(tmp_path: Path) -> None:
 
 def test_exports_refuse_vocabularies_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'a' occurs twice"):
-        make_archive(tmp_path, strings={"f_cat": ["a", "b", "a"]})
+        make_archive(tmp_path, vocabularies={"f_cat": ["a", "b", "a"]})
     with pytest.raises(ConfigError, match="has no feature 'none'"):
-        make_archive(tmp_path, strings={"none": ["a"]})
+        make_archive(tmp_path, vocabularies={"none": ["a"]})
     with pytest.raises(
         ConfigError, match="feature 'f_user' has 53 strings, and unknown ones read row 53; its table has 53 rows"
     ):
-        make_archive(tmp_path, strings={"f_user": [str(n) for n in range(53)]})
+        make_archive(tmp_path, vocabularies={"f_user": [str(n) for n in range(53)]})
     with pytest.raises(InputError, match="lone surrogate"):
-        make_archive(tmp_path, strings={"f_cat": ["a\udfff"]})
+        make_archive(tmp_path, vocabularies={"f_cat": ["a\udfff"]})
     with pytest.raises(InputError, match="expected a list of strings"):
         StringVocabulary("abc")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown strings read row 3; expected 0 to 1"):
         StringVocabulary(("a",), 3)
-    with pytest.raises(ConfigError, match="the feature contract has a vocabulary of feature 'f_cat'"):
-        make_archive(tmp_path, contract=contract_of(("a",)), strings={"f_cat": ["a"]})
+    with pytest.raises(ConfigError, match="the feature contract has one of feature 'f_cat'"):
+        make_archive(tmp_path, contract=contract_of(("a",)), vocabularies={"f_cat": ["a"]})
     archive = make_archive(
-        tmp_path, strings={"f_user": StringVocabulary(tuple(str(n) for n in range(53)), 0), "f_cat": []}
+        tmp_path, vocabularies={"f_user": StringVocabulary(tuple(str(n) for n in range(53)), 0), "f_cat": []}
     )[1]
     assert torch.equal(
         load(archive.root).lookup({"f_cat": ["a"]})["f_cat"], load(archive.root).lookup({"f_cat": [0]})["f_cat"]
@@ -604,13 +607,12 @@ def test_exports_refuse_vocabularies_that_do_not_fit(tmp_path: Path) -> None:
 def test_a_file_of_ids_makes_a_vocabulary_of_its_table(tmp_path: Path) -> None:
     ids = np.array([9_000_000_000_000_000_001, -5, 42], np.int64)
     np.save(tmp_path / "ids.npy", ids)
-    (tmp_path / "names.txt").write_bytes("\ufeffparis\r\nnew york\n\n東京".encode())
+    (tmp_path / "names.txt").write_bytes("\ufeffparis\r\nnew york\n\n東京\r\n".encode())
     given = [f"f_cat={tmp_path}/ids.npy", f"f_user={tmp_path}/names.txt"]
-    strings, found = export_command._vocabularies(given)
-    assert strings == {"f_user": ["paris", "new york", "", "東京"]}
+    made: dict[str, Any] = dict(read_vocabularies(given))
+    assert made["f_user"] == ["paris", "new york", "", "東京"]
     model = Ranker()
-    made = id_vocabularies(model, found, None)
-    archive = make_archive(tmp_path, model=model, vocabularies=made, strings=strings)[1]
+    archive = make_archive(tmp_path, model=model, vocabularies=made)[1]
     predictor = load(archive.root)
     plain = load(make_archive(tmp_path / "plain", model=model)[1].root)
     found_vectors = predictor.lookup(
@@ -629,8 +631,9 @@ def test_a_file_of_ids_makes_a_vocabulary_of_its_table(tmp_path: Path) -> None:
             id_vocabularies(model, vocabularies, None)
     with pytest.raises(ConfigError, match="the feature contract makes rows"):
         id_vocabularies(model, {"f_cat": ids}, contract_of(("a",)))
+    both = {("ebc", "cats"): TableVocabulary(ids, np.arange(3), 307, even_segments(307, 1)), "f_cat": ["a"]}
     with pytest.raises(ConfigError, match="the table of feature 'f_cat' has a vocabulary of raw ids"):
-        make_archive(tmp_path / "both", model=model, vocabularies=made, strings={"f_cat": ["a"]})
+        make_archive(tmp_path / "both", model=model, vocabularies=both)
     np.save(tmp_path / "floats.npy", np.zeros(3))
     (tmp_path / "text.npy").write_text("1 2 3")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -642,9 +645,9 @@ def test_a_file_of_ids_makes_a_vocabulary_of_its_table(tmp_path: Path) -> None:
         ("latin.txt", "byte 3 is no UTF-8"),
     ):
         with pytest.raises(ConfigError, match=message):
-            export_command._vocabularies([f"f_cat={tmp_path}/{name}"])
+            read_vocabularies([f"f_cat={tmp_path}/{name}"])
     with pytest.raises(ConfigError, match="'f_cat' twice"):
-        export_command._vocabularies([given[0], given[0]])
+        read_vocabularies([given[0], given[0]])
 
 
 # ---- archives that break a rule
@@ -715,6 +718,68 @@ def test_an_index_that_breaks_a_rule_is_refused(served_archive: Served, tmp_path
     if what == "gone":
         (root / path).unlink()
     refused(root, rule)
+
+
+def test_golden_requests_hold_strings(served_archive: Served, tmp_path: Path) -> None:
+    root, predictor = served_archive
+    pairs = read_requests(open_archive(root))
+    assert [None if request.strings is None else request.strings.keys for request, _ in pairs] == [
+        None,
+        *[("f_item", "f_hist", "f_cat")] * 4,
+    ]
+    request = pairs[2][0]
+    assert request.strings is not None
+    rows = [(name, row) for name in STRINGS for row in request.features[name].values().tolist()]
+    ends = np.cumsum(request.strings.lengths)
+    texts = [bytes(one) for one in np.split(np.frombuffer(request.strings.data, np.uint8), ends[:-1])]
+    assert [row for _, row in rows] == [row_of(STRINGS[name], text) for (name, _), text in zip(rows, texts)]
+    assert {row == STRINGS[name].unknown_row for name, row in rows} == {True, False}
+    before = predictor.intake.counts["known"]["f_cat"]
+    predictor.check_request(2)
+    assert predictor.intake.counts["known"]["f_cat"] > before
+
+
+def with_requests(root: Path, copy: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    shutil.copytree(root, copy)
+    tensors = {
+        name: tensor.clone() for name, tensor in unpack_tensors((copy / REQUESTS).read_bytes(), "", "C1").items()
+    }
+    change(tensors)
+    rewrite(copy, REQUESTS, pack_tensors(tensors))
+    return copy
+
+
+@pytest.mark.parametrize(
+    "change, rule",
+    [
+        (lambda t: t.pop("2/string_lengths"), "C1"),
+        (lambda t: t.update({"2/strings": t["2/strings"][1:]}), "C1"),
+        (lambda t: t.update({"2/strings": t["2/strings"].int()}), "C1"),
+        (lambda t: t.update({"2/string_lengths": t["2/string_lengths"][1:]}), "C1"),
+        (
+            lambda t: t["2/string_lengths"].sub_(torch.eye(len(t["2/string_lengths"]), dtype=torch.int32)[0] * 10**6),
+            "C1",
+        ),
+        (lambda t: t["2/strings"].add_(1), "C2"),
+    ],
+)
+def test_strings_of_golden_requests_that_break_a_rule_are_refused(
+    served_archive: Served, tmp_path: Path, change: Any, rule: str
+) -> None:
+    root = with_requests(served_archive[0], tmp_path / "broken.rqa", change)
+    if rule == "C1":
+        refused(root, rule)
+    with pytest.raises(ArchiveError) as raised:
+        load(root).check_request(2)
+    assert raised.value.rule == rule
+
+
+def test_golden_requests_of_earlier_archives_hold_the_rows(served_archive: Served, tmp_path: Path) -> None:
+    def without(tensors: dict[str, torch.Tensor]) -> None:
+        for at in range(1, 5):
+            del tensors[f"{at}/strings"], tensors[f"{at}/string_lengths"]
+
+    assert verify(with_requests(served_archive[0], tmp_path / "earlier.rqa", without)).ok
 
 
 def test_a_contract_that_differs_from_the_index_is_refused(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def plan_inference(
     ddr_gb: float | None = None,
     batch_size: int = BATCH_SIZE,
     constraints: Mapping[str, ParameterConstraints] | None = None,
+    indexed: Mapping[str, int] | None = None,
     topology: Topology | None = None,
     pinned: Plan | list[TablePlan] | None = None,
     hardware: HardwareProfile | None = None,
@@ -56,6 +57,8 @@ def plan_inference(
         hbm_gb, ddr_gb: GiB of device and host memory per rank (defaults of :class:`Topology`).
         batch_size: samples per request batch.
         constraints: by table name.
+        indexed: feature -> number of strings or ids of which the archive will have an index; tables whose rows a module of the
+            model makes of raw ids need no entry.
         topology: used instead of one built from the sizes above; its world size and device must agree.
         pinned: a plan whose tables keep their places; only the others are planned.
         hardware: measured figures of the machine (``recinfer calibrate``); not together with ``topology``.
@@ -95,6 +98,7 @@ def plan_inference(
             per_table_precision=per_table_precision if kind == precision else None,
             batch_size=batch_size,
             constraints=constraints,
+            indexed=indexed,
         )
 
     tables = tables_at(precision)

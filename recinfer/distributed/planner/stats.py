@@ -339,9 +339,13 @@ def format_plan(plan: Plan, *, max_tables: int = 60) -> list[Any]:
                 collapse_ranks(list(t.ranks)),
             )
     parts.append(table)
-    raw = [t.estimates["index_bytes"] for t in plan.tables if "index_bytes" in t.estimates]
-    if raw:
-        parts.append(Text(f"{len(raw)} tables take raw ids; their ids have {bytes_to_mb(sum(raw)):,.2f} of these MB"))
+    indexes = [t.estimates["index_bytes"] for t in plan.tables if "index_bytes" in t.estimates]
+    if indexes:
+        parts.append(
+            Text(
+                f"{len(indexes)} tables have indexes of raw ids or strings: {bytes_to_mb(sum(indexes)):,.2f} of these MB"
+            )
+        )
     if len(plan.tables) > max_tables:
         parts.append(Text(f"... and {len(plan.tables) - max_tables} lighter tables (all of them are in the JSON)"))
     return parts

@@ -16,10 +16,10 @@ from recinfer.serving.engine.request import served_of_task
 from recinfer.serving.server import open_inference as oip
 from recinfer.serving.server.open_inference_described import model_metadata, server_metadata
 from recinfer.serving.wire import codec
+from recinfer.serving.wire._wire import split
 from recinfer.serving.wire.arrays import Buffer, bytes_field
 from recinfer.serving.wire.loop import off_loop
 from recinfer.serving.wire.proto import open_inference_pb2 as pb
-from recinfer.vocabulary._strings import split
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.registry import ModelRegistry, ServedModel

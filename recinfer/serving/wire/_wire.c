@@ -1,12 +1,15 @@
 /* Finds the parts of a small plain LookupRequest or PredictRequest in its bytes.
 
    A message with unusual, malformed or optional parts (weights, raw rows, fields in pieces, a context of several samples) gives None:
-   the protobuf runtime then reads the message and reports its errors. */
+   the protobuf runtime then reads the message and reports its errors.
+
+   Strings of the Open Inference Protocol's raw contents, of which each follows its length, are taken apart here too. */
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "_reader.h"
 
@@ -167,11 +170,59 @@ static PyObject *read_method(PyObject *module, PyObject *data) {
     return found;
 }
 
-static PyMethodDef methods[] = {{"read_request", read_method, METH_O, read_doc}, {NULL, NULL, 0, NULL}};
+PyDoc_STRVAR(split_doc,
+             "split(data, count)\n--\n\n"
+             "The bytes of `count` strings, one after another, and the bytes of their lengths, int32 [count], from `data`, where each\n"
+             "string follows its length of 4 bytes, little-endian. None if `data` is no such strings.");
+
+/* Move the bytes and lengths of `count` strings from `data` to `to` and `sizes`; 0 if `data` is no such strings. */
+static int take_apart(const char *data, Py_ssize_t left, Py_ssize_t count, char *to, char *sizes) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t length;
+        const Py_ssize_t most = left - 4 * (count - i); /* 4 bytes are left for the length of each following string */
+        if (most < 0)
+            return 0;
+        memcpy(&length, data, 4);
+        if ((Py_ssize_t)length > most || length > INT32_MAX)
+            return 0;
+        memcpy(sizes + 4 * i, &length, 4);
+        memcpy(to, data + 4, length);
+        to += length;
+        data += 4 + (Py_ssize_t)length;
+        left -= 4 + (Py_ssize_t)length;
+    }
+    return left == 0;
+}
+
+static PyObject *split_method(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer data;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "y*n", &data, &count))
+        return NULL;
+    PyObject *joined = NULL, *lengths = NULL, *result = NULL;
+    if (count < 0 || count > data.len / 4) {
+        result = Py_NewRef(Py_None);
+    } else {
+        joined = PyBytes_FromStringAndSize(NULL, data.len - 4 * count);
+        lengths = PyBytes_FromStringAndSize(NULL, 4 * count);
+        if (joined != NULL && lengths != NULL)
+            result = take_apart(data.buf, data.len, count, PyBytes_AsString(joined), PyBytes_AsString(lengths))
+                         ? PyTuple_Pack(2, joined, lengths)
+                         : Py_NewRef(Py_None);
+    }
+    Py_XDECREF(joined);
+    Py_XDECREF(lengths);
+    PyBuffer_Release(&data);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"read_request", read_method, METH_O, read_doc}, {"split", split_method, METH_VARARGS, split_doc}, {NULL, NULL, 0, NULL}};
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_wire", "Finds the parts of a small request.", 0, methods, slots, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "_wire", "Finds the parts of a small request, and takes strings apart.", 0, methods, slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__wire(void) { return PyModuleDef_Init(&definition); }

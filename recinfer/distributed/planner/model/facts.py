@@ -120,7 +120,7 @@ def table_facts(
         offers: (sharding type, kernel) to choose from.
         limit: the user's constraints.
         features, figures: features of the table, and their figures.
-        id_row_bytes: bytes per row of the ids of a table that takes raw ids.
+        id_row_bytes: bytes per row of what makes rows of raw ids or strings.
     """
     c = limit or ParameterConstraints()
     quantized = any(kernel.startswith("quant") for _, kernel in offers)

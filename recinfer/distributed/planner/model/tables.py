@@ -24,7 +24,7 @@ from recinfer.quant.formats.registry import ROW_FORMATS, find_row_format
 
 __all__ = ["facts_of_option", "inference_tables", "model_tables"]
 
-_INDEX_ROW_BYTES = 16.0  # most bytes of an id and its row in the index of an archive
+_INDEX_ID_BYTES = 16.0  # most bytes of an id and its row in the index of an archive
 
 
 def model_tables(
@@ -105,6 +105,7 @@ def inference_tables(
     per_table_precision: Mapping[str, DataType] | None = None,
     batch_size: int = BATCH_SIZE,
     constraints: Mapping[str, ParameterConstraints] | None = None,
+    indexed: Mapping[str, int] | None = None,
 ) -> list[TableFacts]:
     """The tables of ``model`` with their options for quantized inference.
 
@@ -129,6 +130,10 @@ def inference_tables(
                     "plan_inference puts every table on one kind of device; omit device_group, or set "
                     "compute_device to it"
                 )
+            # The features of one table share an index, as a rule.
+            ids = max(((indexed or {}).get(feature, 0) for feature in config.feature_names), default=0)
+            if config.name in remapped.get(id(module), {}):
+                ids = config.num_embeddings
             c, method = limit or ParameterConstraints(), getattr(module, "is_weighted", None)
             facts = table_facts(
                 path,
@@ -142,7 +147,7 @@ def inference_tables(
                 figures=per_feature(config.name, c, len(config.feature_names), batch_size),
                 pooled=pooled,
                 weighted=c.is_weighted or not callable(method) or bool(method()),
-                id_row_bytes=_INDEX_ROW_BYTES if config.name in remapped.get(id(module), {}) else 0.0,
+                id_row_bytes=_INDEX_ID_BYTES * ids / config.num_embeddings,
             )
             tables.append(facts)
     if not tables:

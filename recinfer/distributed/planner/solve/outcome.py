@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -103,7 +102,7 @@ def _entry(space: SearchSpace, option: int, ranks: IntN, keep_empty: bool) -> Ta
             "perf_ms": float(space.total[s].sum()),
             "max_shard_ms": float(space.total[s].max()),
             **{f"{name}_bytes": int(shards[s].sum()) for name, shards in zip(TIER_NAMES, space.bytes)},
-            **({"index_bytes": math.ceil(table.rows * table.id_row_bytes)} if table.id_row_bytes else {}),
+            **({"index_bytes": round(table.rows * table.id_row_bytes)} if table.id_row_bytes else {}),
             **parts,
         },
     )

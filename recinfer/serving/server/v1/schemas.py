@@ -191,7 +191,7 @@ class _Model:
             text += f" Forward relies on {self._specs[name].facts}."
         forms: list[Schema] = [array_of(one, None), one]
         if name in self._inputs.strings:
-            text += " As strings, which the archive's vocabulary turns into rows; or the rows themselves."
+            text += " As strings, of which the archive has the rows; or the rows themselves."
             forms = [array_of(_STRING, None), _STRING, *forms]
         if name in self._weighted:
             forms.append(self._bag)
