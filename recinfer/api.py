@@ -45,12 +45,11 @@ def plan(
         plan = recinfer.plan(model, world_size=2, precision="int4")
         print(plan)
     """
-    from recinfer.distributed.model_parallel import get_unwrapped_module
     from recinfer.distributed.planner import plan_inference
     from recinfer.modules.embedding_configs import DataType
 
     return plan_inference(
-        get_unwrapped_module(model),
+        _bare(model),
         world_size=world_size,
         compute_device=compute_device,
         precision=DataType.parse(precision),
@@ -100,7 +99,6 @@ def export(
         scores = served(batch)
     """
     from recinfer.checkpoint.live import LiveWeights
-    from recinfer.distributed.model_parallel import get_unwrapped_module
     from recinfer.inference.export import export_archive
     from recinfer.inference.report import ExportReport
 
@@ -112,7 +110,7 @@ def export(
         if on_report is not None:
             on_report(report)
 
-    bare = get_unwrapped_module(model)
+    bare = _bare(model)
     batches: Sequence[Any] = () if inputs is None else list(inputs) if isinstance(inputs, list) else [inputs]
     chosen = plan if plan is not None else _plan(bare, world_size=world_size, precision=precision)
     export_archive(
@@ -133,6 +131,20 @@ def export(
 
 
 _plan = plan  # ``export`` has an argument of this name
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    from torch import nn
+
+    from recinfer.distributed.model_parallel import get_unwrapped_module
+    from recinfer.errors import ConfigError
+
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model: got a {type(model).__name__}, expected the nn.Module with its weights; for a state dict, build the module "
+            "and call load_state_dict first"
+        )
+    return get_unwrapped_module(model)
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:

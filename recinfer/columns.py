@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import countOf
@@ -25,6 +26,7 @@ __all__ = [
     "as_matrix",
     "dense_name",
     "free_name",
+    "of_context",
     "strings_of",
 ]
 
@@ -188,6 +190,17 @@ def as_features(data: Any) -> FeatureArrays:
     return _of_lists(columns) or _of_columns(columns)
 
 
+@contextmanager
+def of_context() -> Iterator[None]:
+    """The errors of a context's features name the context, since features beside it may be right."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(
+            f"context: {error} (a context is one sample: a list with one entry for each feature)"
+        ) from None
+
+
 def dense_name(taken: Iterable[str]) -> str:
     """The name of the dense numbers next to inputs named ``taken``: ``dense``, with ``_`` added while an input has it.
 
@@ -218,6 +231,10 @@ def as_matrix(data: Any) -> NDArray[np.float32]:
         InputError: it is no matrix of numbers. A bool in a list is none; arrays, tensors and columns of type bool are flags,
             1.0 and 0.0.
     """
+    if isinstance(data, Mapping):
+        raise InputError(
+            f"dense: got a {type(data).__name__}, expected rows of numbers; features are the argument after it"
+        )
     data = without_torch(data)
     if speaks_arrow(data) and not hasattr(data, "__array__"):
         data = pyarrow_table("dense", data)
@@ -503,6 +520,8 @@ def _ids(name: str, values: NDArray[Any]) -> NDArray[np.int64]:
         )
     if values.dtype == object and all(isinstance(value, int) for value in values.flat):
         raise InputError(f"features[{name!r}]: got an integer of more than 64 bits, expected ids of 64 bits")
-    if values.ndim != 1 or values.dtype.kind not in "iu" or (values.dtype == np.uint64 and values.max() >= 1 << 63):
+    if values.dtype == np.uint64 and values.max() >= 1 << 63:
+        raise InputError(f"features[{name!r}]: got {values.max()}, expected ids of 64 bits with a sign, up to 2^63 - 1")
+    if values.ndim != 1 or values.dtype.kind not in "iu":
         raise InputError(f"features[{name!r}]: got {values.dtype} values, expected integer ids or lists of them")
     return values.astype(np.int64, copy=False)

@@ -25,7 +25,13 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name in homes:
-            value = getattr(importlib.import_module(homes[name]), name)
+            try:
+                value = getattr(importlib.import_module(homes[name]), name)
+            except ModuleNotFoundError as error:
+                if error.name == "torch":
+                    hint = "install it with: pip install 'recinfer[cpu]' or 'recinfer[cuda]'"
+                    error.msg = f"{package}.{name} needs the package 'torch'; {hint}"
+                raise
             setattr(sys.modules[package], name, value)  # found directly from now on
             return value
         if name in modules:

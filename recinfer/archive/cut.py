@@ -350,6 +350,11 @@ def _check_outputs(dense: Part) -> dict[str, tuple[int, ...]]:
             with torch.no_grad():
                 outputs = dense.module(*dense.example(batch, 0))
         except (RuntimeError, IndexError) as error:
+            if low := {str(p.dtype) for p in dense.module.parameters() if p.dtype in (torch.bfloat16, torch.float16)}:
+                raise ConfigError(
+                    f"forward has parameters of {min(low)}, but a served model gets float32 vectors and numbers; export "
+                    "model.float() with float32 examples (precision= sets the type of the stored rows)"
+                ) from error
             raise ConfigError(
                 f"forward fails on a random request ({type(error).__name__}: {brief(error)}); it relies on more than the "
                 f"numbers of values and samples, as that one input counts the values of another, which no request can state"

@@ -238,9 +238,13 @@ def check_target(folder: str | os.PathLike[str]) -> Path:
     training.
 
     Raises:
-        CheckpointError: ``folder`` is a file, or a folder with other content than a checkpoint.
+        CheckpointError: ``folder`` is a file, or a folder with other content than a checkpoint, or is where this process may
+            not write.
     """
     target = Path(folder).absolute()
+    above = next(parent for parent in target.parents if os.path.exists(parent))
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise CheckpointError(f"cannot write the checkpoint {str(target)!r}: no files may be made in {str(above)!r}")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise CheckpointError(f"{target}: is not a folder; expected a new folder or an earlier checkpoint")
     if target.is_dir() and any(target.iterdir()) and not (target / METADATA_FILE).exists():

@@ -42,8 +42,7 @@ class LoadOptions:
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Trace with arrival times and sizes of requests, as JSON lines or CSV; see "
-            "docs/how-to/measure-capacity.md."
+            help="Trace with arrival times and sizes of requests, as JSON lines or CSV; see the page Measure capacity."
         ),
     ] = None
     call: Annotated[

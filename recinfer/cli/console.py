@@ -91,12 +91,14 @@ class Output:
     """The output of one command: its result goes to stdout and its progress to stderr.
 
     With ``as_json``, text for people goes to stderr, so that stdout holds only the JSON object. With ``logs``, lines on
-    stderr are records of the package's log, in the log's format.
+    stderr are records of the package's log, in the log's format. Without ``must_write``, text for people that cannot be
+    written, as on a full disk, is left out: a server's requests do not wait for room in its log.
     """
 
-    def __init__(self, as_json: bool, *, logs: bool = False) -> None:
+    def __init__(self, as_json: bool, *, logs: bool = False, must_write: bool = True) -> None:
         self.as_json = as_json
         self.logs = logs
+        self._must_write = must_write
         self.progress = _console(sys.stderr)
         self.result = self.progress if as_json else _console(sys.stdout)
 
@@ -106,14 +108,26 @@ class Output:
             if self.logs and self.as_json and isinstance(renderable, str | Text):
                 _log.info("%s", renderable)
                 continue
-            self.result.print(renderable)
+            with self._writing():
+                self.result.print(renderable)
 
     def note(self, text: str) -> None:
         """Print a line of progress to stderr."""
         if self.logs:
             _log.info("%s", text)
             return
-        self.progress.print(text, style="dim", highlight=False, soft_wrap=True)
+        with self._writing():
+            self.progress.print(text, style="dim", highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError:
+            if self._must_write:
+                raise
 
     @contextmanager
     def bar(self, what: str, *, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:

@@ -120,7 +120,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Feature contract (JSON of FeatureContract.to_dict) by which raw rows become features.",
+            help="Feature contract by which raw rows become features: JSON of its to_dict().",
             show_default="the checkpoint's",
         ),
     ] = None,

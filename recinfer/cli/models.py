@@ -28,7 +28,8 @@ __all__ = [
 CheckpointOption = Annotated[
     Path,
     typer.Option(
-        "--checkpoint", help="Checkpoint: a torch.distributed.checkpoint folder, or a .pt or .safetensors state dict."
+        "--checkpoint",
+        help="Checkpoint: a .pt or .safetensors state dict, or a folder of torch's distributed checkpoints.",
     ),
 ]
 ModelOption = Annotated[

@@ -45,7 +45,7 @@ def run(options: ServeOptions) -> None:
 
     from recinfer.serving.app.run import serve_until_signal
 
-    output = Output(options.as_json, logs=config.address.log_json)
+    output = Output(options.as_json, logs=config.address.log_json, must_write=False)
 
     def report(text: str) -> None:
         """Print a line about the server that runs, with its time as in the log; lines of JSON have theirs."""

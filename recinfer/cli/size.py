@@ -84,7 +84,7 @@ class SizeOptions:
     ] = None
     trace: Annotated[
         Path | None,
-        typer.Option(help="Trace with arrival times and sizes of requests; see docs/how-to/measure-capacity.md."),
+        typer.Option(help="Trace with arrival times and sizes of requests; see the page Measure capacity."),
     ] = None
     call: Annotated[
         RequestKind | None, typer.Option(help="Kind of request.", show_default="predict, if the model has a dense part")

@@ -24,12 +24,16 @@ NAME = "train"
 EXAMPLE = (
     "Example: recinfer train --data ratings.inter --format movielens --out movielens.ckpt --epochs 3\n\n"
     "On 4 ranks: recinfer train --data day_0.gz --format criteo --stream --world-size 4 --sharding '*=row_wise' "
-    "--out ctr.ckpt --metrics curve.csv --plot curve.png --save-every 1000"
+    "--out ctr.ckpt --metrics curve.csv --plot curve.png --save-every 1000\n\n"
+    "Go on with new rows: recinfer train --start-from movielens.ckpt --data monday.inter --format movielens --out monday.ckpt"
 )
 
 
 def run(
-    out: Annotated[Path, typer.Option("--out", help="Checkpoint folder to write.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="Checkpoint folder to write; a checkpoint there is replaced.", show_default=False),
+    ],
     data: Annotated[
         Path | None,
         typer.Option("--data", help="File or folder with the rows to train on; not needed for --format synthetic."),
@@ -72,6 +76,13 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint of --save-every.")
     ] = False,
+    start_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--start-from",
+            help="Start with the weights, optimizer states and feature contract of this checkpoint, to go on with new rows.",
+        ),
+    ] = None,
     device: Annotated[
         Device, typer.Option(help="Device of the ranks; cuda gives each rank its own GPU (NCCL).")
     ] = Device.cpu,
@@ -107,6 +118,7 @@ def run(
         plot=plot,
         save_every=save_every,
         resume=resume,
+        start_from=start_from,
         device=device.value,
     )
     first = given is None or given[0] == 0

@@ -188,7 +188,10 @@ def _check_contract(old: FeatureContract | None, new: FeatureContract | None) ->
     changed += [f.name for f in new.dense if f not in old.dense]
     if changed or old.feature_names != new.feature_names or old.dense != new.dense:
         which = f" of {some(changed, 10)}" if changed else ""
-        raise ConfigError(f"{_NEW_VERSION}: the checkpoint's feature contract{which} differs from the archive's")
+        raise ConfigError(
+            f"{_NEW_VERSION}: the checkpoint's feature contract{which} differs from the archive's "
+            "(`recinfer train --start-from CHECKPOINT` keeps it)"
+        )
 
 
 def _check_same(old: Manifest, new: Manifest) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recinfer.archive.manifest import DenseInput
-from recinfer.columns import as_matrix
+from recinfer.columns import as_matrix, of_context
 from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
 from recinfer.inference.intake import TakenFeatures
@@ -221,7 +221,8 @@ def _context(model: LoadedModel, request: PredictInputs) -> tuple[Bags | None, M
         context = {name: value for name, value in context.items() if name not in names} or None
     if context is None:
         return None, once
-    bags = bags_of(context)
+    with of_context():
+        bags = bags_of(context)
     if bags.batch == 1 and (own := model.inputs.names.intersection(bags.keys)):
         once |= {name: model.inputs.from_ids(name, bags.arranged((name,)).values) for name in own}
         rest = tuple(key for key in bags.keys if key not in own)

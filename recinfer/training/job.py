@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from recinfer.training.curve import Curve
 from recinfer.training.launch import process_group, run_ranks
 from recinfer.training.loop import TrainSettings, fit
 from recinfer.training.sources import BatchSource, FileSource, MemorySource
+from recinfer.training.start import Start, read_start
 from recinfer.training.step_checkpoints import resume_folder
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class TrainJob:
         stream: read rows from disk in every epoch; None decides by the file.
         metrics, plot: files for the learning curve.
         save_every, resume: step checkpoints.
+        start_from: checkpoint of an earlier run to go on from; its contract and ``embedding_dim`` are used.
         device: ``cpu``, or ``cuda``: each rank on a GPU of its own.
     """
 
@@ -67,6 +69,7 @@ class TrainJob:
     plot: Path | None = None
     save_every: int | None = None
     resume: bool = False
+    start_from: Path | None = None
     device: str = "cpu"
 
 
@@ -95,6 +98,8 @@ def run_job(job: TrainJob, world_size: int = 1) -> TrainReport | None:
             that is missing.
     """
     check_target(job.out)
+    if job.start_from is not None:
+        read_start(job.start_from)  # a checkpoint that cannot be read ends the run before its ranks start
     if env.torchrun_rank() is None:
         check_devices(job.device, world_size)
     if job.plot is not None:
@@ -137,15 +142,17 @@ def _plan(path: Path) -> Plan:
 
 
 def _train(job: TrainJob, rank: int, world_size: int) -> TrainReport:
-    source = _source(job, rank, world_size)
+    start = None if job.start_from is None else read_start(job.start_from)
+    source = _source(job, start, rank, world_size)
     settings = TrainSettings(
-        embedding_dim=job.embedding_dim,
+        embedding_dim=job.embedding_dim if start is None else start.embedding_dim,
         epochs=job.epochs,
         seed=job.seed,
         sharding=job.sharding,
         plan=None if job.plan is None else _plan(job.plan),
         save_every=job.save_every,
         resume=job.resume,
+        start_from=job.start_from,
         device=device_and_backend(job.device, rank, world_size)[0],
     )
     curve = Curve(job.metrics if rank == 0 else None)
@@ -167,16 +174,21 @@ def _train(job: TrainJob, rank: int, world_size: int) -> TrainReport:
     )
 
 
-def _source(job: TrainJob, rank: int, world_size: int) -> BatchSource:
+def _source(job: TrainJob, start: Start | None, rank: int, world_size: int) -> BatchSource:
     place = {"rank": rank, "world_size": world_size}
     if job.data is None or not _streams(job):
         dataset = load_dataset(job.data, job.format, limit=job.limit, seed=job.seed)
+        if start is not None:
+            dataset = replace(dataset, contract=start.contract, name=start.name)
         return MemorySource(dataset, job.batch_size, seed=job.seed, **place)
-    contract, positive_rate = _fit_contract(job)
-    return FileSource(
+    contract, positive_rate = _fit_contract(job) if start is None else (start.contract, 0.5)
+    source = FileSource(
         job.data, job.format, contract, job.batch_size,
         limit=job.limit, seed=job.seed, positive_rate=positive_rate, **place,
     )  # fmt: skip
+    if start is not None:
+        source.name = start.name
+    return source
 
 
 def _streams(job: TrainJob) -> bool:

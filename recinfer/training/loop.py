@@ -26,6 +26,7 @@ from recinfer.training.metrics import evaluate
 from recinfer.training.model import build_dlrm, start_at_rate
 from recinfer.training.progress import Report, training_progress
 from recinfer.training.sources import BatchSource, MemorySource
+from recinfer.training.start import read_start
 from recinfer.training.step_checkpoints import StepCheckpoints, resume_folder
 from recinfer.training.trainers import LocalTrainer, ShardedTrainer, Trainer
 
@@ -57,6 +58,7 @@ class TrainSettings:
         plan: on several ranks, a sharding made before.
         save_every: steps between checkpoints of the run under way; None for none.
         resume: continue from the last of them.
+        start_from: checkpoint whose weights and optimizer states the run starts with; None: new ones.
         device: device of this rank; None: the CPU.
     """
 
@@ -69,6 +71,7 @@ class TrainSettings:
     plan: Plan | None = None
     save_every: int | None = None
     resume: bool = False
+    start_from: Path | None = None
     device: torch.device | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +123,7 @@ def train(
     progress: bool = True,
     dense_lr: float = 5e-3,
     sparse_lr: float = 5e-2,
+    start_from: str | os.PathLike[str] | None = None,
 ) -> TrainResult:
     """Train a DLRM on ``dataset`` in this process and evaluate it on the rows held out.
 
@@ -136,14 +140,21 @@ def train(
         progress: show a progress bar on stderr.
         dense_lr: peak learning rate of the MLPs.
         sparse_lr: peak learning rate of the tables.
+        start_from: checkpoint of an earlier training to go on from with these rows: its weights, optimizer states, feature
+            contract, name and ``embedding_dim`` replace those of the arguments.
 
     Raises:
         ConfigError: settings below 1, a contract without labels, a loss that is no longer finite.
         InputError: values that the contract refuses, or a split with no rows.
-        CheckpointError: ``out`` holds files that are not a checkpoint (checked before training).
+        CheckpointError: ``out`` holds files that are not a checkpoint (checked before training); ``start_from`` is none of
+            this loop's.
     """
     started = time.perf_counter()
     settings = TrainSettings(embedding_dim, epochs, seed, dense_lr, sparse_lr)
+    if start_from is not None:
+        start = read_start(start_from)
+        dataset = replace(dataset, contract=start.contract, name=start.name)
+        settings = replace(settings, embedding_dim=start.embedding_dim, start_from=Path(start_from))
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}; expected at least 1")
     if out is not None:
@@ -183,6 +194,8 @@ def fit(
         torch.manual_seed(settings.seed)  # modules may draw numbers while they train
         if settings.resume:
             run.resume()
+        elif settings.start_from is not None:
+            run.trainer.load(settings.start_from)
         with training_progress(
             run.num_steps, show=progress and first, done=run.step, rows=source.global_batch
         ) as report:

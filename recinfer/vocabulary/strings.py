@@ -158,8 +158,10 @@ class StringRows:
             InputError: a feature whose ids are integers.
         """
         if strange := [key for key in strings.keys if key not in self.features]:
-            takes = f"features that take strings: {some(sorted(self.features))}" if self.features else "no feature does"
-            raise InputError(f"features[{strange[0]!r}]: got strings, expected integer ids; {takes}")
+            known = some(sorted(self.features)) if self.features else "none; export with --vocabulary to add one"
+            raise InputError(
+                f"features[{strange[0]!r}]: got strings, expected integer ids; features that take strings: {known}"
+            )
         edges = np.zeros(len(strings.keys) + 1, np.int64)
         np.cumsum(counts, out=edges[1:])
         seeds = {self._seeds[key] for key in strings.keys}

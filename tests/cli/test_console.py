@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import typer
@@ -27,6 +30,18 @@ def test_text_for_people_goes_to_stderr_with_json(capsys: pytest.CaptureFixture[
         assert ("a table" in err, "a table" in out) == (as_json, not as_json)
         assert "progress" in err
         assert out.splitlines()[-1:] == (['{"done": true}'] if as_json else ["a table"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_server_goes_on_where_its_text_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with suppress(OSError), open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", full)
+        server, other = Output(as_json=False, must_write=False), Output(as_json=False)
+        for write in (Output.show, Output.note):
+            write(server, "serving")
+            with pytest.raises(OSError, match="No space left"):
+                write(other, "a table")
 
 
 @pytest.mark.parametrize("name", ["tags[/b]", "model[v2]", "lag:100:days"])

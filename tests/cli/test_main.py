@@ -86,6 +86,13 @@ def test_each_verb_has_help_with_an_example_and_json(verb: str) -> None:
     assert set(re.findall(r"--[a-z][a-z-]+", out)) - {"--help"} >= {"--json", *OPTIONS[verb].split()}
 
 
+@pytest.mark.parametrize("verb", [*VERBS, "compare", "size", "bench serve", "bench capacity", "admin list", "deploy"])
+def test_no_word_of_the_help_is_cut_at_80_columns(verb: str) -> None:
+    _, out, _ = invoke(*verb.split(), "--help", COLUMNS="80")
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_version() -> None:
     assert invoke("--version")[:2] == (0, f"recinfer {__version__}\n")
 

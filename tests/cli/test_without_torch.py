@@ -94,6 +94,12 @@ def test_a_verb_that_computes_says_what_to_install(place: Path, exported: Export
     assert "pip install 'recinfer[cpu]' or 'recinfer[cuda]'" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("name", ["load", "serve", "export", "KeyedJaggedTensor"])
+def test_a_name_that_needs_torch_says_what_to_install(place: Path, name: str) -> None:
+    said = python(place, "-c", f"import recinfer; recinfer.{name}").stderr
+    assert f"recinfer.{name} needs the package 'torch'; install it with: pip install 'recinfer[cpu]'" in said
+
+
 @pytest.mark.parametrize("kind", ["--k8s", "--helm"])
 def test_manifests_are_rendered_without_torch(place: Path, exported: Exported, kind: str) -> None:
     out = ["--out", "out", "--image", "registry.example/recinfer:1", "--claim", "models", "--json"]

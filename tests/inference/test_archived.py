@@ -340,6 +340,21 @@ def test_errors_name_input_and_sample(both: tuple[Ranker, ArchivedModel]) -> Non
         both[1](1, 2)
 
 
+def test_a_half_precision_model_is_to_be_exported_as_float(tmp_path: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        batch = make_batch(6)
+        batch.age = batch.age.to(dtype)
+        with pytest.raises(ConfigError, match=rf"parameters of {dtype}, .* export model\.float\(\)"):
+            recinfer.export(Ranker().to(dtype), batch, tmp_path / "half.rqa", progress=False)
+
+
+def test_a_state_dict_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model: got a OrderedDict, expected the nn.Module .* load_state_dict"):
+        recinfer.export(Ranker().state_dict(), make_batch(6), tmp_path / "none.rqa")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="model: got a str"):
+        recinfer.plan("model.pt")  # type: ignore[arg-type]
+
+
 def test_user_names_must_fit(tmp_path: Path) -> None:
     for names, message in (
         (["nobody"], "no input 'nobody'"),

@@ -192,7 +192,8 @@ def test_pyarrow_columns():
         ({"user": [1.5]}, "expected integer ids"),
         ({"user": [True]}, "expected integer ids"),
         ({"user": [[[1]]]}, "expected integer ids"),
-        ({"user": [2**63]}, "expected integer ids"),
+        ({"user": [2**63]}, "expected ids of 64 bits"),
+        ({"user": np.array([2**63], np.uint64)}, r"got 9223372036854775808, expected ids .* up to 2\^63 - 1"),
         ({"user": [[3], [10**30]]}, "got an integer of more than 64 bits"),
         ({"user": np.zeros((1, 1, 1), int)}, "shape"),
         ({"user": [1], "shop": [1, 2]}, "got 2 samples, expected 1"),
@@ -221,6 +222,44 @@ def test_names_are_text(name: Any):
     for what in ("model", "version"):
         with pytest.raises(InputError, match=f"{what}: got .*expected text"):
             InferenceClient("127.0.0.1:1", **{what: name})
+
+
+def test_dense_is_a_matrix_and_features_stand_behind_it():
+    with pytest.raises(
+        InputError, match="dense: got a dict, expected rows of numbers; features are the argument after it"
+    ):
+        as_matrix({"user": [1]})
+
+
+def test_a_client_prints_its_target():
+    with InferenceClient("127.0.0.1:1") as client:
+        assert repr(client) == "<InferenceClient of 127.0.0.1:1>"
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.1:8501", "grpc://localhost:8500", "8500", "", None])
+def test_a_target_is_a_host_and_a_port(target: Any):
+    for make in (InferenceClient, AsyncInferenceClient, AdminClient):
+        with pytest.raises(InputError, match=r"target: got .*, expected HOST:PORT of the server's gRPC port"):
+            make(target)
+
+
+def test_a_client_of_the_http_port_is_told_so(predictor: Predictor):
+    with (
+        Server({"tiny": predictor}, http_port=0) as both,
+        InferenceClient(f"127.0.0.1:{both.http_port}", retries=0) as client,
+        pytest.raises(UnavailableError, match=r"it speaks HTTP/1.1, .* give the server's gRPC port \(--port\)"),
+    ):
+        client.get_model()
+
+
+@pytest.mark.parametrize("context", [{"user": "x"}, {"user": [1], "history": [1, 2]}])
+def test_errors_of_a_context_name_it(client: InferenceClient, predictor: Predictor, context: Any):
+    dense, candidates = make_request(3, 5, keys=["item", "shop"])
+    for predict in (client.predict, predictor.predict):
+        with pytest.raises(
+            InputError, match=r"^context: .*\(a context is one sample: a list with one entry for each feature\)"
+        ):
+            predict(dense, candidates, context=context)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "3"])

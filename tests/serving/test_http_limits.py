@@ -104,13 +104,19 @@ UNREADABLE: dict[str, tuple[bytes, int, str]] = {
     "a GET expects": (request(b"Expect: cookies\r\n"), 417, "Expect: got 'cookies'"),
     "expects where there is nothing": (request(b"Expect: cookies\r\n", path=b"/v2/nothing"), 417, "Expect"),
     "expects of another method": (request(b"Expect: cookies\r\n", method=b"DELETE"), 417, "Expect"),
+    "gRPC": (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        400,
+        "got HTTP/2, expected HTTP/1.1; gRPC calls go to the port of --port",
+    ),
+    "another method": (request(method=b"FOO"), 400, "(Invalid method encountered), expected a request such as GET"),
     "no method": (b"junk\r\n\r\n", 400, "method"),
     "no path": (b"GET\r\n\r\n", 400, "method"),
     "no version": (request(version=b"9.1"), 400, "HTTP version"),
     "no host": (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),
     "no header": (request(b"bad header\r\n"), 400, "header"),
     "a header with a zero": (request(b"Authorization: Bearer %s\0\r\n" % SECRET), 400, "header"),
-    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), 400, "HTTPS"),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), 400, "got TLS (https), expected plain HTTP"),
 }
 
 

@@ -355,6 +355,12 @@ BODIES |= {
     "true among numbers": ({"inputs": [{**FLOATS, "data": [0.5, True, 1]}]}, {}, "'dense': got true at position 1"),
     "beyond float64": ({"inputs": [{**FLOATS, "data": [0, 10**400]}]}, {}, "at position 1 of data"),
     "beyond INT32": ({"inputs": [{**TENSOR, "datatype": "INT32", "data": [1, 2**31]}]}, {}, "number of INT32"),
+    "input without a name": ({"inputs": [{"datatype": "INT64"}]}, {}, "inputs[0].name: got none, expected a string"),
+    "name is a number": ({"inputs": [{**TENSOR, "name": 3}]}, {}, "inputs[0].name: got 3, expected a string"),
+    "no list of inputs": ({"inputs": 3}, {}, "inputs: got 3, expected a list of objects"),
+    "output is text": ({"inputs": [], "outputs": ["x"]}, {}, "outputs: got a list of 1, expected a list of objects"),
+    "shape is text": ({"inputs": [{**TENSOR, "shape": "2"}]}, {}, "the shape '2', expected a list of integers"),
+    "data is text": ({"inputs": [{**TENSOR, "data": "1"}]}, {}, "'user': got the data '1', expected a list"),
     "key twice": (b'{"inputs": [], "inputs": []}', {}, "the key 'inputs' more than once"),
     "method number": ({"inputs": [], "parameters": {"method": 3}}, {}, "parameter method: got 3, expected a string"),
     "binary_data number": (
@@ -434,6 +440,12 @@ UNKNOWN: dict[str, tuple[str, str, int, str]] = {
     "long": ("GET", "/v2/" + "x" * 4000, 404, "(4004 characters)"),
     "no text": ("GET", "/v2/nothing/%ff%22", 404, "/v2/nothing"),
     "method": ("GET", "/v2/models/tiny/infer", 405, "expected POST"),
+    "another verb of V1": (
+        "POST",
+        "/v1/models/tiny:classify",
+        405,
+        "or POST to /v2/models/MODEL/infer or /v1/models/MODEL:predict or /v1/models/MODEL:lookup",
+    ),
     "another method": ("DELETE", "/v2/models/tiny", 405, "expected GET or HEAD"),
     "patch": ("PATCH", "/v2", 405, "'PATCH'"),
 }

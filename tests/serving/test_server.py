@@ -237,7 +237,7 @@ def test_limits(predictor: Predictor):
         four = KeyedJaggedTensor(["user"], torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([1, 1, 1, 1]))
         with pytest.raises(InputError, match="take 128 bytes; expected at most 100"):
             client.lookup(four)
-        with pytest.raises(UnavailableError, match=r"larger than max \(\d+ vs\. 1000\)"):
+        with pytest.raises(InputError, match=r"request: got \d+ bytes, expected at most 1000 .*send fewer samples"):
             client.lookup(one("user", *([1] * 200)))
         assert client.lookup(one("user", 1)).keys() == ["user"]
 

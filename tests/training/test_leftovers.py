@@ -14,7 +14,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from recinfer.cli.interrupts import cleaning_up_on_sigterm
-from recinfer.errors import UnavailableError
+from recinfer.errors import CheckpointError, UnavailableError
 from recinfer.training import launch
 from recinfer.training.job import TrainJob, TrainReport, _on_new_ranks, _on_rank, run_job
 from tests.warm import LONGEST_S, RECINFER, Program, run_program, warm_context
@@ -60,6 +60,19 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_folder_that_may_not_be_written_ends_a_run_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere, so that the answer of the system is made."""
+    monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK and Path(path) == tmp_path))
+    monkeypatch.setattr("recinfer.training.job.load_dataset", None)  # the run ends before it reads rows
+    where = tmp_path / "new" / "ckpt"
+    with pytest.raises(
+        CheckpointError, match=f"cannot write the checkpoint '{where}': no files may be made in '{tmp_path}'"
+    ):
+        run_job(TrainJob(out=where, limit=200))
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from recinfer.errors import InputError
-from recinfer.serving.client.calls import channel_to, invoke
+from recinfer.serving.client.calls import channel_to, check_target, invoke
 from recinfer.serving.client.credentials import ClientCredentials
 from recinfer.serving.wire.admin_verbs import VERBS
 from recinfer.serving.wire.arrays import parse
@@ -102,6 +102,7 @@ class AdminClient:
         tls_name: str = "",
         token_file: str | os.PathLike[str] | None = None,
     ) -> None:
+        check_target(target)
         self.target = target
         self.timeout = timeout
         self._credentials = ClientCredentials(token, token_file, tls_ca, tls_cert, tls_key, tls_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,21 @@ from recinfer.serving.client.retry import LONGEST_S, is_full, pushback
 from recinfer.serving.wire.status import error_of, is_from_server
 from recinfer.serving.wire.tls import File, credentials_of
 
-__all__ = ["channel_to", "invoke", "security_of", "translated"]
+__all__ = ["channel_to", "check_target", "invoke", "security_of", "translated"]
 
 # Texts of gRPC's own refusals of a message or of metadata, which have the status code of a full server.
 _TOO_LARGE = ("larger than max", "metadata size exceeds")
+_MESSAGE_SIZES = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
+_SCHEME = re.compile(r"(https?|grpcs?)://", re.IGNORECASE)
+
+
+def check_target(target: str) -> None:
+    """Raise InputError for an address that gRPC would look up as the name of a host, or that has no port."""
+    if not isinstance(target, str) or not target or target.isdigit() or _SCHEME.match(target):
+        raise InputError(
+            f"target: got {target!r:.80}, expected HOST:PORT of the server's gRPC port, such as '127.0.0.1:8500' "
+            "(TLS is set by tls_ca)"
+        )
 
 
 def security_of(
@@ -79,6 +91,11 @@ def translated(error: Any, target: str, seconds: float, start_with: str) -> Reci
         through = (
             f" through the proxy of {proxy}, which the environment sets (no_proxy excludes hosts)" if proxy else ""
         )
+        if "http1.x server" in details:
+            return UnavailableError(
+                f"no answer from {target}{through}: it speaks HTTP/1.1, as a server's --http-port does; give the server's "
+                "gRPC port (--port)"
+            )
         return UnavailableError(
             f"no answer from {target}{through} ({details}); is the server running? Start one with: {start_with}"
         )
@@ -91,5 +108,10 @@ def translated(error: Any, target: str, seconds: float, start_with: str) -> Reci
     if is_full(error):
         return OverloadedError(details, retry_after=pushback(error) or 0.0)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and any(text in details for text in _TOO_LARGE):
-        return UnavailableError(details)  # not OverloadedError: no later try helps
+        if sizes := _MESSAGE_SIZES.search(details):
+            details = (
+                f"request: got {sizes[1]} bytes, expected at most {sizes[2]} (the server's --max-message-mib); send fewer "
+                "samples per request"
+            )
+        return InputError(details)  # not OverloadedError: no later try helps
     return error_of(code.name, details)

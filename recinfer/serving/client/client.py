@@ -25,7 +25,7 @@ from recinfer.serving.client.answers import (
     torch_is_installed,
 )
 from recinfer.serving.client.bulk import ScoredRow, score, score_async
-from recinfer.serving.client.calls import channel_to, translated
+from recinfer.serving.client.calls import channel_to, check_target, translated
 from recinfer.serving.client.credentials import ClientCredentials
 from recinfer.serving.client.retry import Retries, Throttle, check_timeout
 from recinfer.serving.wire.arrays import bytes_field, encode_lookup_request, encode_predict_request
@@ -76,6 +76,7 @@ class _Client:
         for what, name in (("model", model), ("version", version), ("label", label)):
             if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
                 raise InputError(f"{what}: got {name!r:.80}, expected text")
+        check_target(target)
         check_timeout(timeout)
         if version and label:
             raise InputError(f"version: got {version!r:.80} and the label {label!r:.80}, expected one of them")
@@ -93,6 +94,9 @@ class _Client:
         self._credentials = ClientCredentials(token, token_file, tls_ca, tls_cert, tls_key, tls_name)
         self._longest = timeout  # seconds of the longest call so far
         self._open()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.target}>"
 
     def _open(self) -> None:
         """Prepare the channel; the constructor calls this last."""

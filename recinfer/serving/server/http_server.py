@@ -192,12 +192,16 @@ class HttpServer:
         self._budget = budget
         self._most_bytes = most_bytes
         self._site: HttpSite | None = None
+        self._takes_posts: list[str] = []
 
     async def start(self) -> None:
         """Bind and accept requests; raises OSError when the address cannot be bound."""
         app = web.Application(middlewares=[self._in_json])
         app.on_response_prepare.append(self._add_headers)
-        for route in (route for protocol in self._protocols for route in protocol.routes()):
+        routes = [route for protocol in self._protocols for route in protocol.routes()]
+        posts = (route.path for route in routes if isinstance(route, Post))
+        self._takes_posts = [path.replace("{model}", "MODEL") for path in posts if path.count("{") == 1]
+        for route in routes:
             app.router.add_route(route.method, route.path, self._handler(route), expect_handler=self._expected)
             if isinstance(route, Get):
                 app.router.add_route("HEAD", route.path, self._handler(route), expect_handler=self._expected)
@@ -340,6 +344,10 @@ class HttpServer:
                 return self._cors.preflight(request, error.allowed_methods)
             allowed = " or ".join(sorted(error.allowed_methods))
             text = f"method: got {quoted(request.method)} for path {quoted(request.path)}, expected {allowed}"
+            if (
+                request.method == "POST"
+            ):  # a model's name may have a colon, so that any verb fits the path of a model's status
+                text += f", or POST to {' or '.join(self._takes_posts)}"
             return web.json_response({"error": text}, status=error.status, headers={"Allow": error.headers["Allow"]})
         except web.HTTPNotFound as error:
             text = f"path: got {quoted(request.path)}, expected {', '.join(p.paths for p in self._protocols)}"

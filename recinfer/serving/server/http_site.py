@@ -194,6 +194,12 @@ class HttpSite:
             why = "internal error; the server's log has the details"
         elif "more than" in why:  # aiohttp's text for a line that is too long
             status, why = 431, f"a header or the path is too long, expected at most {MOST_HEAD_BYTES} bytes each"
+        elif "PRI/Upgrade" in why:  # aiohttp's text for the first bytes of HTTP/2
+            why = "request: got HTTP/2, expected HTTP/1.1; gRPC calls go to the port of --port"
+        elif "HTTPS traffic" in why:
+            why = "request: got TLS (https), expected plain HTTP, as the server has no certificate"
+        elif isinstance(exc, HttpProcessingError):
+            why = f"request: got what is not HTTP/1.1 ({why[:200]}), expected a request such as GET /v2/health/live HTTP/1.1"
         headers = self._refused(status, why[:300], request.headers)
         answer = web.json_response({"error": why[:300]}, status=status, headers=headers)
         answer.force_close()

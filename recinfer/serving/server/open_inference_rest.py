@@ -144,15 +144,15 @@ def _read(
     document = parse_json(text or b"{}")
     rest = memoryview(body)[length:]
     inputs = []
-    for item in _list(document, "inputs"):
-        tensor, rest = _input(item, rest)
+    for number, item in enumerate(_list(document, "inputs")):
+        tensor, rest = _input(f"inputs[{number}]", item, rest)
         inputs.append(tensor)
     if len(rest):
         raise InputError(f"body: got {len(rest)} bytes behind the last binary tensor, expected none")
     parameters = _parameters("", document)
     wanted = {}
-    for item in _list(document, "outputs"):
-        output = _string(item, "name")
+    for number, item in enumerate(_list(document, "outputs")):
+        output = _string(f"outputs[{number}]", item, "name")
         wanted[output] = _parameters(f"output {output!r}", item)
     everything = parameters.get("binary_data_output") is True
     binary = {key for key, given in wanted.items() if given.get("binary_data", everything) is True}
@@ -164,11 +164,11 @@ def _read(
     return request, (lambda key: key in binary) if wanted else (lambda key: everything)
 
 
-def _input(item: dict[str, Any], rest: memoryview) -> tuple[oip.InputTensor, memoryview]:
-    name, datatype = _string(item, "name"), _string(item, "datatype")
+def _input(place: str, item: dict[str, Any], rest: memoryview) -> tuple[oip.InputTensor, memoryview]:
+    name, datatype = _string(place, item, "name"), _string(place, item, "datatype")
     shape = item.get("shape")
     if not isinstance(shape, list) or not all(type(size) is int for size in shape):
-        raise InputError(f"input {name!r}: got no shape that is a list of integers")
+        raise InputError(f"input {name!r}: got the shape {text_of(shape)}, expected a list of integers")
     size = _parameters(f"input {name!r}", item).get("binary_data_size")
     if size is None:
         data = item.get("data")
@@ -190,7 +190,8 @@ def _strings(name: str, data: Any) -> Strings:
 
 def _flat(name: str, datatype: str, data: Any) -> list[Any]:
     if not isinstance(data, list):
-        raise InputError(f"input {name!r}: got no data, expected a list or the parameter binary_data_size")
+        got = "no data" if data is None else f"the data {text_of(data)}"
+        raise InputError(f"input {name!r}: got {got}, expected a list, or the parameter binary_data_size")
     flat = data
     while flat and set(map(type, flat)) == {list}:  # rows: the shape says how many
         if len(set(map(len, flat))) > 1:
@@ -246,20 +247,21 @@ def _write(
 def _list(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
     items = document.get(key, [])
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise InputError(f"{key}: got something else than a list of objects")
+        raise InputError(f"{key}: got {text_of(items)}, expected a list of objects")
     return items
 
 
 def _parameters(place: str, item: dict[str, Any]) -> dict[str, Any]:
     parameters = item.get("parameters", {})
     if not isinstance(parameters, dict):
-        raise InputError("parameters: got something else than an object")
+        raise InputError(f"parameters: got {text_of(parameters)}, expected an object")
     oip.check_parameters(place, parameters)
     return parameters
 
 
-def _string(item: dict[str, Any], key: str) -> str:
+def _string(place: str, item: dict[str, Any], key: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):
-        raise InputError(f"{key}: got {type(value).__name__}, expected a string")
+        got = text_of(value) if key in item else "none"
+        raise InputError(f"{place}.{key}: got {got}, expected a string")
     return valid_text(key, value)

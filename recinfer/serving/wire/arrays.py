@@ -20,7 +20,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
-from recinfer.columns import FeatureArrays, as_features, as_matrix
+from recinfer.columns import FeatureArrays, as_features, as_matrix, of_context
 from recinfer.errors import InputError
 from recinfer.input_arrays import InputArrays, as_input, batch_of_inputs
 from recinfer.serving.wire.proto import inference_pb2 as pb
@@ -220,20 +220,23 @@ def _named(field: str, inputs: Any) -> dict[str, InputArrays]:
 
 def _split_context(context: Any) -> tuple[FeatureArrays | None, dict[str, InputArrays]]:
     """The features of a context, and its inputs that hold no ids; the server finds inputs of whole numbers by their names."""
-    try:
-        return as_features(context), {}
-    except InputError:
-        if not isinstance(context, Mapping):
-            raise
-        others = {name: as_input(name, data) for name, data in context.items() if not _may_be_ids(name, data)}
-        if not others:
-            raise
-    rest = {name: data for name, data in context.items() if name not in others}
-    return as_features(rest) if rest else None, others
+    with of_context():
+        try:
+            return as_features(context), {}
+        except InputError:
+            if not isinstance(context, Mapping):
+                raise
+            others = {name: as_input(name, data) for name, data in context.items() if not _may_be_ids(name, data)}
+            if not others:
+                raise
+        rest = {name: data for name, data in context.items() if name not in others}
+        return as_features(rest) if rest else None, others
 
 
 def _may_be_ids(name: str, data: Any) -> bool:
-    """Whether a column holds ids, strings or nothing: an empty history is a feature, too."""
+    """Whether a column holds ids, strings or nothing: an empty history is a feature, too; text alone is one of no other input."""
+    if isinstance(data, str | bytes):
+        return True
     try:
         as_features({name: data})
     except InputError:
