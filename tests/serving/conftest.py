@@ -48,6 +48,16 @@ def build_model(seed: int = 0) -> DLRM:
     return DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [16, DIM], [16, 1])
 
 
+def steep_model(factor: float) -> DLRM:
+    """:func:`build_model` whose dense layers multiply by ``factor`` more."""
+    model = build_model()
+    with torch.no_grad():
+        for layer in model.dense_arch.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight *= factor
+    return model
+
+
 def export(model: nn.Module, folder: Path, name: str, version: str) -> Path:
     """``model`` as an INT8 archive for two ranks, through a checkpoint."""
     checkpoint = save_checkpoint(folder / "checkpoint", model, model_name=name, model_version=version)

@@ -12,8 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from recinfer.errors import InputError, NotFoundError, RecinferError
 from recinfer.inference.predictor import Predictor, load
@@ -22,7 +20,7 @@ from recinfer.serving.engine.registry import AnswerCounts, RequestStats, ServedM
 from recinfer.serving.server.server import Server
 from recinfer.serving.server.telemetry.metrics import merge_statuses, only_counts, sum_ended
 from recinfer.serving.server.telemetry.observe import JsonLines
-from tests.serving.conftest import build_model, export, make_request
+from tests.serving.conftest import export, make_request, steep_model
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed (the serve extra)")
@@ -33,12 +31,7 @@ STEEP = 1e10  # a dense number that the good version can compute with, and the b
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
     """A version that overflows: its layers multiply by too much."""
-    model = build_model()
-    with torch.no_grad():
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear):
-                layer.weight *= 1e6
-    return load(export(model, tmp_path_factory.mktemp("bad"), "tiny", "4"))
+    return load(export(steep_model(1e15), tmp_path_factory.mktemp("bad"), "tiny", "4"))
 
 
 @pytest.fixture

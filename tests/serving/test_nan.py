@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.inference.predictor import load
@@ -16,7 +17,7 @@ from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.serving.conftest import build_model, export, make_request
+from tests.serving.conftest import export, make_request, steep_model
 from tests.serving.paths import BytePath, decoded, together
 
 HUGE = 1e18  # finite, and so is its square: the byte path does not leave it to the other for that
@@ -24,13 +25,8 @@ HUGE = 1e18  # finite, and so is its square: the byte path does not leave it to 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> InferenceService:
-    """Of a model whose layers multiply by much."""
-    model = build_model()
-    with torch.no_grad():
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear):
-                layer.weight *= 1e6
-    path = export(model, tmp_path_factory.mktemp("nan"), "steep", "1")
+    """Of a model whose dense layers multiply by much: their vector is infinite, and so are terms of both signs in its products."""
+    path = export(steep_model(1e11), tmp_path_factory.mktemp("nan"), "steep", "1")
     return InferenceService(ModelRegistry({"steep": load(path)}))
 
 
@@ -81,3 +77,15 @@ def test_others_of_the_same_run_are_answered(service: InferenceService):
     assert [isinstance(answer, bytes) for answer in answers] == [True, False, True]
     with pytest.raises(InputError, match=SAYS):
         raise answers[1]
+
+
+def test_a_product_that_forward_leaves_out_may_overflow(tmp_path: Path):
+    """The square of the dense vector is among the products of the dense part, and forward takes others of them."""
+    model = steep_model(1.0).eval()
+    dense, features = make_request(1, 4)
+    dense *= 1e22
+    with torch.no_grad():
+        expected = model(dense, features)
+    assert expected.isfinite().all()
+    outputs = load(export(model, tmp_path, "plain", "1")).predict(dense, features)["output"]
+    torch.testing.assert_close(outputs.flatten(), expected.flatten(), rtol=0.02, atol=0.0)

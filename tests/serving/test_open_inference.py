@@ -24,7 +24,7 @@ from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import open_inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.serving.conftest import DIM, NUM_DENSE, make_request
+from tests.serving.conftest import DIM, NUM_DENSE, build_model, make_request
 from tests.serving.test_sequences import predictors
 from tests.waiting import until
 
@@ -305,7 +305,8 @@ def test_plain_json(server: Server, predictor: Predictor):
 
 def test_what_overflows_to_nan_is_an_error_in_json_too(server: Server, predictor: Predictor):
     dense, kjt = make_request(5, 1)
-    dense = torch.full_like(dense, 3e38) * torch.tensor([1.0, -1.0]).repeat(dense.shape[1])[: dense.shape[1]]
+    weight = next(p for name, p in build_model().dense_arch.named_parameters() if name.endswith("weight"))
+    dense[0] = 3.4e38 * weight[weight.abs().sum(1).argmax()].sign()  # the next layer adds infinities of both signs
     assert predictor.predict(dense, kjt)["output"].isnan().all()
     inputs = [{"name": "dense", "datatype": "FP32", "shape": [1, NUM_DENSE], "data": dense.tolist()}]
     for name, array in jagged(kjt).items():
