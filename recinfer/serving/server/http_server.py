@@ -344,9 +344,8 @@ class HttpServer:
                 return self._cors.preflight(request, error.allowed_methods)
             allowed = " or ".join(sorted(error.allowed_methods))
             text = f"method: got {quoted(request.method)} for path {quoted(request.path)}, expected {allowed}"
-            if (
-                request.method == "POST"
-            ):  # a model's name may have a colon, so that any verb fits the path of a model's status
+            # A model's name may have a colon, so that any verb fits the path of a model's status.
+            if request.method == "POST":
                 text += f", or POST to {' or '.join(self._takes_posts)}"
             return web.json_response({"error": text}, status=error.status, headers={"Allow": error.headers["Allow"]})
         except web.HTTPNotFound as error:
