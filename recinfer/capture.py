@@ -1324,14 +1324,19 @@ def _by_lengths_of_others(
 
 
 def _needed_by_outputs(program: ExportedProgram) -> set[torch.fx.Node]:
-    """The nodes that outputs depend on; assertions and what they alone read are not among them."""
+    """The nodes that outputs depend on. Assertions and what they alone read are not among them, nor the lengths of ids that a
+    collection of rows takes, which gives a row of each id.
+    """
     needed: set[torch.fx.Node] = set()
     stack = [node for node in program.graph.nodes if node.op == "output"]
     while stack:
         node = stack.pop()
         if node not in needed:
             needed.add(node)
-            stack += node.all_input_nodes
+            inputs = node.all_input_nodes
+            if node.target is torch.ops.recinfer.rows.default:
+                inputs = [source for source in inputs if source is not node.args[3]]
+            stack += inputs
     return needed
 
 

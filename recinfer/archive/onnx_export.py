@@ -41,12 +41,14 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
         def form_of(node: fx.Node) -> Any:
             return None if _has_form(node, forms) else table.get(node.target, node.target)
 
-        before = copy.deepcopy(program.graph)
-        if replace_operators(program.graph, form_of, table, composite=False) and not any(
-            map(form_of, program.graph.nodes)
-        ):
+        signature = program.graph_signature
+        before, named = copy.deepcopy(program.graph), copy.deepcopy(signature)
+        with program.graph_module._set_replace_hook(signature.get_replace_hook()):  # an output may be replaced
+            replaced = replace_operators(program.graph, form_of, table, composite=False)
+        if replaced and not any(map(form_of, program.graph.nodes)):
             return program
-        program.graph_module.graph = before  # torch's run refuses some operators of forms
+        # Torch's run refuses some operators of forms.
+        program.graph_module.graph, program._graph_signature = before, named
         return ExportedProgram.run_decompositions(program, table)
 
     program.run_decompositions = decomposed  # type: ignore[method-assign,assignment]

@@ -41,6 +41,14 @@ class Spread(nn.Module):
         }
 
 
+class LastOnes(nn.Module):
+    """Returns what operators without an ONNX form give, in one case an input as it stands."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = x.exp().unsqueeze(1).unsqueeze(1)
+        return {"y": y.squeeze((1, 2)), "z": torch.special.entr(x.sigmoid()), "copy": torch.ops.aten.alias(x)}
+
+
 class InPlace(nn.Module):
     """Changes a tensor in place, which only a run over all operators can write as others."""
 
@@ -73,6 +81,9 @@ def test_the_exporter_has_the_private_names() -> None:
     assert list(inspect.signature(ONNXRegistry.register_op).parameters)[:3] == ["self", "target", "function"]
     forms = ONNXRegistry.from_torchlib(opset_version=OPSET).functions
     assert all(callable(forms[name][0].onnx_function) for name in _FORMS.values())
+    program = exported(Plain())
+    assert "f" in inspect.signature(program.graph_module._set_replace_hook).parameters
+    assert callable(program.graph_signature.get_replace_hook()) and program._graph_signature is program.graph_signature
 
 
 @pytest.mark.parametrize(
@@ -96,6 +107,15 @@ def test_operators_without_an_onnx_form_are_replaced_alone(
         x = torch.tensor([[0.5, -1.5 if last else 0.0], [2.25, last]])
         if not isinstance(module, Empty) or last >= 0:
             torch.testing.assert_close(engine([x])[0], module(x)["y"])
+
+
+def test_an_output_may_be_replaced() -> None:
+    outputs = ["y", "z", "copy"]
+    model = to_onnx(exported(LastOnes()), ["x"], outputs)
+    engine = OnnxEngine(model.SerializeToString(), ["x"], outputs, 1)
+    x = torch.tensor([[0.5, -1.5], [2.25, -3.75]])
+    for found, expected in zip(engine([x]), LastOnes()(x).values(), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_second_export_makes_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
