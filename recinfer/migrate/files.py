@@ -44,7 +44,7 @@ class FileChange:
         before, after: text of the file.
         encoding: encoding of the text on disk.
         missing: the names that recinfer lacks.
-        by_hand: (line, description) of uses of torchrec that are not rewritten, such as a string.
+        by_hand: (line, description) of places that are not rewritten, such as a string.
     """
 
     path: Path

@@ -23,6 +23,7 @@ _THEIRS, _OURS = "torchrec", "recinfer"
 # Between `from` and the module there may be blanks and continued lines.
 _FROM = re.compile(rb"from(?:[ \t\f]|\\\r?\n)+")
 _DOTTED = re.compile(r"torchrec(\.\w+)*")
+_OPERATORS, _LOADER = "torch.ops.fbgemm", "fbgemm_gpu"
 
 
 def migrate_file(path: Path) -> FileChange:
@@ -85,6 +86,10 @@ class _Uses:
                     self._stand_in(node, node.module or "")
         inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
         for node in nodes:
+            if _LOADER not in self.text and isinstance(node, ast.Attribute) and ast.unparse(node) == _OPERATORS:
+                self.by_hand.append(
+                    (node.lineno, f"{_OPERATORS} needs `import {_LOADER}`, which torchrec does by itself")
+                )
             if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
                 self._use(node)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):

@@ -227,3 +227,16 @@ def test_torchrec_itself_is_never_imported(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=root, env={"PYTHONPATH": f"{tmp_path}:{root}"}, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "torchrec was imported" not in done.stdout + done.stderr
+
+
+def test_fbgemms_operators_need_an_import_of_their_own(tmp_path: Path) -> None:
+    """``import torchrec`` loads them, and recinfer's modules do not before they need one."""
+    lines = (
+        "import torch\nfrom torchrec import KeyedJaggedTensor\n\nsums = torch.ops.fbgemm.asynchronous_complete_cumsum\n"
+    )
+    program = tmp_path / "program.py"
+    program.write_text(lines)
+    what = "torch.ops.fbgemm needs `import fbgemm_gpu`, which torchrec does by itself"
+    assert migrate_file(program).by_hand == ((4, what),)
+    program.write_text("import fbgemm_gpu\n" + lines)
+    assert migrate_file(program).by_hand == ()
