@@ -449,7 +449,7 @@ static inline int64_t id_at(Ids ids, int64_t i) {
     return id;
 }
 
-#define BLOCK 64
+#define BLOCK 16 /* ids whose buckets are fetched at once: a core keeps few fetches in flight, and drops or delays more */
 
 /* Fetch the home buckets of ids `first` to before `stop`, at most BLOCK. */
 static inline void fetch(const Index *index, Ids ids, int64_t first, int64_t stop, uint64_t *homes) {
