@@ -37,7 +37,7 @@ _MAX_INTERVAL_S = 1.0  # between two of them: a killed worker's counts since its
 _STATUS_S = 1.0  # a worker whose status takes longer is shown with its last status
 _STOP_SLACK_S = 5.0  # for a worker to end, after its grace period
 _KILLED_S = 5.0  # for a killed worker to end
-_FIRST_STARTS = 3  # of a worker that a signal ends before it was ever ready
+_FIRST_STARTS = 3  # starts that a signal may end, before a worker was ever ready
 
 
 @dataclasses.dataclass(frozen=True)
