@@ -180,11 +180,11 @@ class CandidatesAfterHistory(nn.Module):
     @staticmethod
     def draw(d: Draw) -> tuple[Any, ...]:
         hist, candidates = d.bag("hist", 40, user=True, least=1), d.bag("candidate", 40, least=1, most=3)
-        times = d.jagged(d.bag("times", 0, like=hist, user=True, kind=torch.float32))
-        batch = SequenceBatch(
-            sparse_features={"base": d.kjt(hist, candidates)}, sequence_dense_features={"times": times}
-        )
-        return (batch,)
+        numbers = {
+            "times": d.jagged(d.bag("times", 0, like=hist, user=True, kind=torch.float32)),
+            "asked": d.jagged(d.bag("asked", 0, like=candidates, kind=torch.float32)),
+        }
+        return (SequenceBatch(sparse_features={"base": d.kjt(hist, candidates)}, sequence_dense_features=numbers),)
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         found = self.ec(batch.sparse_features["base"])
@@ -199,7 +199,9 @@ class CandidatesAfterHistory(nn.Module):
         positive(numbers.lengths().max())
         times = steps_of(numbers.values().unsqueeze(1), before, left)
         past = steps_of(hist.values(), before, left) + times.tanh()
-        both = torch.cat([past, steps_of(candidates.values(), after, right)], 1)
+        asked = batch.sequence_dense_features["asked"]  # padded to its own longest, cut by the lengths of candidates
+        late = steps_of(asked.values().unsqueeze(1), after, positive(asked.lengths().max())).sum(1, keepdim=True)
+        both = torch.cat([past, steps_of(candidates.values(), after, right) + late.tanh()], 1)
         taken = (place < hist.lengths().unsqueeze(1)) | (
             (place >= left) & (place < left + candidates.lengths().unsqueeze(1))
         )

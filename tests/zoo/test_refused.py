@@ -111,6 +111,10 @@ def columns(self, ids, dense, x):
     return x + self.ec(ids)["hist"].values().view(-1, 3 * DIM)[:, :DIM]
 
 
+def sample_rows(self, ids, dense, x):
+    return x + self.ec(ids)["hist"].values().view(dense.shape[0], -1, DIM).sum(1)
+
+
 def nothing(self, ids, dense, x):
     return {}
 
@@ -135,6 +139,7 @@ FORWARDS = [
     (numpy, r"in numpy.*leaves torch by \.numpy\(\)"),
     (view, r"in view: `return x\.view\(6, DIM\)`"),
     (columns, r"in columns: `return x .* is invalid for input of size .*; a view of several values as one row needs as many values"),
+    (sample_rows, r"in sample_rows: .* needs as many values in each sample of the example batch; pad them .*to_padded_dense\(N\)"),
     (nothing, "forward returns no tensor"),
 ]
 # fmt: on
@@ -144,6 +149,16 @@ FORWARDS = [
 def test_a_forward_that_cannot_be_exported(forward: Callable[..., Any], message: str) -> None:
     text = export(forward, draw())
     assert re.search(message, text), text
+
+
+def even(each: int, batch: int = 6) -> tuple[KeyedJaggedTensor, Tensor]:
+    d = Draw(batch, 1)
+    return d.kjt(d.bag("user", 40), d.bag("hist", 40, each=each)), d.floats(2)
+
+
+def test_batches_whose_samples_have_other_numbers_of_values() -> None:
+    text = export(sample_rows, even(3), even(2, 7))
+    assert re.search(r"splits the values of ids\['hist'\] at test_refused.py:.* .*to_padded_dense\(N\)", text), text
 
 
 def with_nan() -> tuple[Any, ...]:

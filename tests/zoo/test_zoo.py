@@ -147,7 +147,12 @@ KINDS = [
     Kind(e.ValuesAsColumns, per_sample={"last": 3}),
     Kind(e.VariationalDropout),
     Kind(e.Interests),
-    Kind(e.CandidatesAfterHistory, ("times",), as_long_as={"times": "hist"}, by_day=False),
+    Kind(
+        e.CandidatesAfterHistory,
+        ("times", "asked"),
+        as_long_as={"times": "hist", "asked": "candidate"},
+        by_day=False,
+    ),
     Kind(e.TwoTowers, user=("user", "age")),
 ]
 # fmt: on
