@@ -132,6 +132,25 @@ class Interests(nn.Module):
         return {"user_tower_emb": nn.functional.normalize(found, dim=2) * wanted.unsqueeze(2)}
 
 
+class SelfAttention(nn.Module):
+    """A history attends to itself, padded to the longest one, with a mask for each head; without any step it gives zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec, self.heads = rows(("hist",)), 2
+        self.attention = nn.MultiheadAttention(DIM, self.heads, batch_first=True)
+
+    draw = staticmethod(lambda d: (d.kjt(d.bag("hist", 40, user=True), d.bag("other", 40)),))
+
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+        hist = self.ec(ids)["hist"]
+        x = hist.to_padded_dense(longest(hist.lengths()))
+        known = (torch.arange(x.shape[1]) < hist.lengths().unsqueeze(1)).int()
+        hidden = ~(known.unsqueeze(2) * known.unsqueeze(1)).bool()
+        found = self.attention(x, x, x, attn_mask=hidden.repeat_interleave(self.heads, dim=0))[0]
+        return {"user": torch.nan_to_num(found, nan=0.0).sum(1) / hist.lengths().clamp(min=1).unsqueeze(1)}
+
+
 class TwoTowers(nn.Module):
     """DSSM: one collection has the tables of user and item, whose columns are grouped for a tower each."""
 

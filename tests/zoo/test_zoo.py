@@ -147,6 +147,7 @@ KINDS = [
     Kind(e.ValuesAsColumns, per_sample={"last": 3}),
     Kind(e.VariationalDropout),
     Kind(e.Interests),
+    Kind(e.SelfAttention),
     Kind(
         e.CandidatesAfterHistory,
         ("times", "asked"),
