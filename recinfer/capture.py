@@ -1773,6 +1773,8 @@ def explain(error: BaseException) -> str:
         cause += "x.item() for int(x)"
     elif "is invalid for input of size" in text:
         cause = f"{text}; {_SAME_NUMBER}"
+    elif "device" in text and re.search(r"\bmeta\b", text):
+        cause = "parameters of the model are on the meta device; load its weights before the capture (tables need none)"
     elif ".numpy()" in text:
         cause = "forward leaves torch by .numpy(); write it with torch's own functions"
     else:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from recinfer.archive.cut import cut_model
 from recinfer.archive.leaves import find_leaves
+from recinfer.capture import CaptureError, capture
 from recinfer.errors import ConfigError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.zoo.drawing import Draw
@@ -203,6 +204,14 @@ def test_keys_of_different_batch_sizes() -> None:
         ["user", "hist"], torch.arange(5), lengths=torch.ones(5, dtype=torch.int32), stride_per_key_per_rank=[[2], [3]]
     )
     assert "batch sizes that differ between its keys" in export(plain, (ids, torch.ones(3, 2)))
+
+
+def test_a_capture_of_a_model_without_weights() -> None:
+    model = Small(plain)
+    model.rest = lambda self, ids, dense, x: self.top(x)  # type: ignore[assignment]
+    model.top.to("meta")
+    with pytest.raises(CaptureError, match="at test_refused.*on the meta device; load its weights before the capture"):
+        capture(model, draw())
 
 
 def test_dropout_of_a_model_in_train_mode_is_off() -> None:
