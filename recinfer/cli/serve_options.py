@@ -126,9 +126,6 @@ class TableOptions:
     lock: Annotated[bool, typer.Option("--lock", help="Read all pages and lock them in memory (mlock).")] = (
         TablesConfig.lock
     )
-    lookup_threads: Annotated[int, typer.Option(min=1, max=64, help="Most threads that one large lookup may use.")] = (
-        TablesConfig.lookup_threads
-    )
     join_columns: Annotated[
         bool,
         typer.Option(

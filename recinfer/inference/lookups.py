@@ -250,7 +250,6 @@ class LocalLookups:
         archive: opened for all ranks.
         mapped: the archive's rows.
         device: ``"cpu"``, or ``"cuda"``: rank r's rows go to GPU r.
-        threads: on CPU, threads that one large pooled lookup may use.
         join_columns: on CPU, copy tables that are cut by columns into whole rows.
     """
 
@@ -262,7 +261,6 @@ class LocalLookups:
         mapped: MappedShards,
         *,
         device: str = "cpu",
-        threads: int = 1,
         join_columns: bool = False,
     ) -> None:
         manifest = archive.manifest
@@ -278,10 +276,6 @@ class LocalLookups:
             )
             for info in manifest.modules
         ]
-        for part in self.parts:
-            lookup = getattr(part.run, "__self__", None)
-            if isinstance(lookup, PooledLookup):
-                lookup.batch.use_threads(threads)
         self.byte_tables = _byte_tables(manifest, self.parts[0]) if len(self.parts) == 1 else None
 
     def can_answer(self) -> bool:

@@ -218,7 +218,6 @@ class LoadedModel(States):
         lock: bool = False,
         dense_threads: int = 1,
         dense_engine: Literal["onnx", "torch"] | None = None,
-        lookup_threads: int = 1,
         join_columns: bool = False,
         lookups: LookupsOf | None = None,
     ) -> None:
@@ -228,7 +227,7 @@ class LoadedModel(States):
         self.device = torch.device(device)
         self.contract: FeatureContract | None = None
         self._mapping: dict[str, Any] = {"preload": preload, "lock": lock}
-        self._lookup_options: dict[str, Any] = {"threads": lookup_threads, "join_columns": join_columns}
+        self._lookup_options: dict[str, Any] = {"join_columns": join_columns}
         self._lookups_of = lookups
         self._dense_options: dict[str, Any] = {"device": device, "num_threads": dense_threads, "engine": dense_engine}
         self.intake = FeatureIntake(manifest)

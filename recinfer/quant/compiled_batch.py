@@ -20,7 +20,6 @@ from recinfer.quant._tables import sum_bags
 from recinfer.quant.buffers import Buffers, Placed
 from recinfer.quant.formats.registry import row_format
 from recinfer.quant.rows import OUTPUT_DTYPES
-from recinfer.quant.threads import SplitLookup
 
 if TYPE_CHECKING:
     from recinfer.quant.tbe import TableBatch
@@ -145,7 +144,6 @@ class CompiledBatch(nn.Module):
         self.total_dim = self.widths[0] if unpooled and self.widths else sum(self.widths)
         self._pieces = np.array([self._piece(read) for read in self.reads], np.int64).reshape(-1, _PIECE)
         self._calls = self._calls_of(0, len(self.reads))
-        self._split: SplitLookup | None = None
 
     def _piece(self, read: Placed) -> tuple[int, ...]:
         size, mean = read.row_bytes(self.storage.row_alignment), int(self.pooling is PoolingType.MEAN)
@@ -178,19 +176,9 @@ class CompiledBatch(nn.Module):
         if self.pooling is PoolingType.NONE:
             edges = offsets[:: (offsets.numel() - 1) // len(self.reads)].tolist()
             return torch.cat(self.rows_per_read(indices, offsets, edges))
-        if self._split is not None and self._split.wants(indices):
-            return self._split(self._alone, indices, offsets, per_sample_weights)
-        return self._alone(indices, offsets, per_sample_weights)
-
-    def _alone(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        return self._sums(self._calls, self.total_dim, len(self.reads), indices, offsets, per_sample_weights)
-
-    def _sums(
-        self, calls: list[_Call], columns: int, features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> Tensor:
-        out_BD = torch.empty((offsets.numel() - 1) // features, columns)
-        for managed, pieces, steps in calls:
-            _sum_bags(self._buffer(managed), pieces, steps, ids, offsets, weights, out_BD)
+        out_BD = torch.empty((offsets.numel() - 1) // len(self.reads), self.total_dim)
+        for managed, pieces, steps in self._calls:
+            _sum_bags(self._buffer(managed), pieces, steps, indices, offsets, per_sample_weights, out_BD)
         return out_BD.to(self.output_dtype)
 
     def rows_per_read(
@@ -222,21 +210,6 @@ class CompiledBatch(nn.Module):
     def without_padding(self, out_BD: Tensor) -> Tensor:
         """Returns ``out_BD``, which has no padding."""
         return out_BD
-
-    def use_threads(self, threads: int) -> None:
-        """See ``TableBatch.use_threads``."""
-        self._split = None
-        if threads > 1 and self.pooling is not PoolingType.NONE and len(self.reads) > 1:
-            self._split = SplitLookup(threads, self.widths, self._part, self.output_dtype)
-
-    def _part(self, first: int, last: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        """Look up features ``first:last`` only, with all ids and the offsets of these features' bags."""
-        calls, columns = self._calls_of(first, last), sum(self.widths[first:last])
-
-        def run(indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-            return self._sums(calls, columns, last - first, indices, offsets, weights)
-
-        return run
 
     def forget_cached(self) -> None:
         """No effect: nothing is cached."""
@@ -316,11 +289,6 @@ class MixedBatch(nn.Module):
     def without_padding(self, out_BD: Tensor) -> Tensor:
         """See ``TableBatch.without_padding``."""
         return out_BD if self.real_columns is None else out_BD.index_select(1, self.real_columns)
-
-    def use_threads(self, threads: int) -> None:
-        """See ``TableBatch.use_threads``."""
-        for run in self._batches():
-            run.use_threads(threads)
 
     def forget_cached(self) -> None:
         """No effect: nothing is cached."""

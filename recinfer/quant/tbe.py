@@ -9,7 +9,7 @@ shares the same bytes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +21,6 @@ from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers, Memory, Placed
 from recinfer.quant.formats.registry import ROW_FORMATS
 from recinfer.quant.rows import OUTPUT_DTYPES, padded_dim
-from recinfer.quant.threads import SplitLookup
 
 try:
     import fbgemm_gpu  # noqa: F401  registers the ops
@@ -103,7 +102,6 @@ class TableBatch(nn.Module):
         self.output_dtype = output_dtype
         self._cache_lock = threading.Lock()
         self._through_cache: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
-        self._split: SplitLookup | None = None
         buffer, alignment = buffers.near, buffers.row_alignment
         self.register_buffer("weights", buffer, persistent=False)
         device = buffer.device
@@ -200,9 +198,7 @@ class TableBatch(nn.Module):
             # The module fills its cache, then looks up: another thread between the two would put other rows there.
             with self._cache_lock:
                 return self._through_cache(indices, offsets, per_sample_weights)
-        if self._split is not None and self._split.wants(indices):
-            return self._split(self._alone, indices, offsets, per_sample_weights)
-        return self._alone(indices, offsets, per_sample_weights)
+        return self._op(*self._bounded, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
 
     def rows_per_read(
         self, indices: Tensor, offsets: Tensor, edges: Sequence[int], *, traced: bool = False
@@ -220,41 +216,6 @@ class TableBatch(nn.Module):
     def without_padding(self, out_BD: Tensor) -> Tensor:
         """The columns of a pooled :meth:`forward`'s result without padding."""
         return out_BD if self.real_columns is None else out_BD.index_select(1, self.real_columns)
-
-    def _alone(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        return self._op(*self._bounded, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
-
-    def use_threads(self, threads: int) -> None:
-        """Let large pooled lookups on CPU use up to ``threads`` threads where measured times show that this is faster;
-        1 disables it."""
-        on_host = self.weights.device.type == "cpu" and self.pooling is not PoolingType.NONE
-        self._split = None
-        if threads > 1 and on_host and len(self.reads) > 1:
-            self._split = SplitLookup(threads, self.widths, self._part, self.output_dtype)
-
-    def _part(self, first: int, last: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        """Run the operator over features ``first:last`` only, with all ids and the offsets of these features' bags."""
-        buffer, managed, locations, starts, types, columns, *_ = self._bounded
-        if self.knows_rows and last < len(self.reads):
-            # Up to the next table, which the operator does not get otherwise.
-            ahead = [int(start) for start in starts[last:] if start > starts[last - 1]]
-            buffer = buffer[: min(ahead, default=buffer.numel())]
-        mine = columns[first : last + 1] - columns[first]
-        head: tuple[Any, ...] = (
-            buffer,
-            managed,
-            locations[first:last],
-            starts[first:last],
-            types[first:last],
-            mine,
-            int(mine[-1]),
-            *self._bounded[7:],
-        )
-
-        def run(indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-            return self._op(*head, indices, offsets, self._pooling_mode, weights, *self._tail)
-
-        return run
 
     def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """:meth:`forward` for torch.export, on the registered buffer itself, so that an exported program saves it

@@ -145,7 +145,7 @@ def test_minus_one_is_no_row_and_other_ids_are_refused() -> None:
             mine(ids, torch.tensor(wrong_offsets))
 
 
-def test_rows_in_a_second_buffer_and_threads() -> None:
+def test_rows_in_a_second_buffer() -> None:
     buffers, tables = placed(HALVES, [8, 16, 24])
     moved = [Placed(t.rect, t.data_type, t.offset, "managed" if i == 1 else "near") for i, t in enumerate(tables)]
     both = Buffers(buffers.near, buffers.near.clone())
@@ -153,9 +153,6 @@ def test_rows_in_a_second_buffer_and_threads() -> None:
     whole = CompiledBatch(tables, PoolingType.SUM, buffers)
     expected = whole(ids, offsets)
     assert torch.equal(CompiledBatch(moved, PoolingType.SUM, both)(ids, offsets), expected)
-    whole.use_threads(3)
-    assert whole._split is not None
-    assert torch.equal(whole._split.split(ids, offsets, None, 600), expected)
     with pytest.raises(UnavailableError, match="two buffers"):
         CompiledBatch(moved, PoolingType.SUM, both).traced(ids, offsets)
 
