@@ -114,8 +114,8 @@ class TableBatch(nn.Module):
         real = [start + c for start, read in zip(column_offsets, self.reads) for c in range(read.rect.cols)]
         padded = pooling is not PoolingType.NONE and len(real) < column_offsets[-1]
         self.register_buffer("real_columns", torch.tensor(real, device=device) if padded else None, persistent=False)
-        near = all(memory == "near" for memory in memories)
         managed = buffers.managed
+        assert managed is None or device.type == "cuda", "the op takes one buffer on CPU"
         self._managed = managed if managed is not None else torch.empty(0, dtype=torch.uint8, device=device)
         widths = list(zip(self.reads, self.widths))
         widest = {
@@ -132,17 +132,16 @@ class TableBatch(nn.Module):
             buffer,
             self._managed,
             tensor([embedding_location(memory, device).value for memory in memories], torch.int32),
-            tensor([self._offset(read) for read in self.reads], torch.int64),
+            tensor([read.offset for read in self.reads], torch.int64),
             tensor([_SPARSE_TYPES[read.data_type].as_int() for read in self.reads], torch.uint8),
             tensor(column_offsets, torch.int32),
             column_offsets[-1],
             *widest.values(),
         )
-        ends = [r.offset + r.bytes(alignment) for r, memory in zip(self.reads, memories) if memory == "near"]
-        end = max(ends, default=0)
+        end = max((read.offset + read.bytes(alignment) for read in self.reads), default=0)
         # Without the slack behind the last row, which the op would take for more rows.
         self._bounded = (buffer[:end], *self._head[1:]) if device.type == "cpu" else self._head
-        self.knows_rows = device.type == "cpu" and near and self._knows_rows(end)
+        self.knows_rows = device.type == "cpu" and self._knows_rows(end)
         self._pooling_mode = int(_POOLING_MODES[pooling])
         self._tail = (_OUTPUT_TYPES[output_dtype].as_int(), None, None, alignment, 0, -1, -1)
         self._op = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
@@ -157,17 +156,6 @@ class TableBatch(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._cache_lock = threading.Lock()
-
-    def _offset(self, read: Placed) -> int:
-        """Byte offset for the operator. On CPU it takes one buffer, so tables of the second are at a distance from it.
-
-        Passing both buffers would not work: the operator treats the bytes between the offsets of two features' tables
-        as the first one's rows, in either buffer, and rejects ids beyond. A distance is larger than any table, or
-        negative, which the operator reads as unsigned.
-        """
-        if self.storage.memory_of(read) == "near" or self.weights.device.type != "cpu":
-            return read.offset
-        return read.offset + self._managed.data_ptr() - self.weights.data_ptr()
 
     def _knows_rows(self, size: int) -> bool:
         """Whether the operator rejects every id beyond each table's rows.
@@ -255,7 +243,7 @@ class TableBatch(nn.Module):
             output_dtype=_OUTPUT_TYPES[self.output_dtype],
             row_alignment=self.storage.row_alignment,
         )
-        tbe.weights_physical_offsets = [self._offset(table) for table in self.tables]
+        tbe.weights_physical_offsets = [table.offset for table in self.tables]
         tbe.initialize_logical_weights_placements_and_offsets()
         size = self.weights.numel()
         tbe.host_size, tbe.dev_size = (size, 0) if device.type == "cpu" else (0, size)

@@ -99,7 +99,6 @@ class LoadOptions(TypedDict):
 
     device: str
     preload: bool
-    join_columns: bool
     reuse_outputs: bool
 
 
@@ -111,14 +110,12 @@ class TablesConfig:
         device: ``"cpu"``, or ``"cuda"``: rank r's tables go to GPU r.
         preload: read all pages of the tables before the first request.
         lock: read all pages of the archives and lock them in memory; versions of a model store are not locked.
-        join_columns: copy column-wise sharded tables into whole rows.
         reuse_outputs: reuse the memory of responses above 32 MiB.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     preload: bool = False
     lock: bool = False
-    join_columns: bool = False
     reuse_outputs: bool = False
 
     def __post_init__(self) -> None:
@@ -130,7 +127,6 @@ class TablesConfig:
         return {
             "device": self.device,
             "preload": self.preload,
-            "join_columns": self.join_columns,
             "reuse_outputs": self.reuse_outputs,
         }
 
