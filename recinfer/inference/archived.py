@@ -184,8 +184,6 @@ def load(
     check_hashes: bool = False,
     dense_threads: int = 1,
     dense_engine: Literal["onnx", "torch"] | None = None,
-    lookup_threads: int = 1,
-    join_columns: bool = False,
     reuse_outputs: bool = False,
 ) -> ArchivedModel:
     """Open an archive as a model that is called like the trained one.
@@ -205,8 +203,6 @@ def load(
             check_hashes=check_hashes,
             dense_threads=dense_threads,
             dense_engine=dense_engine,
-            lookup_threads=lookup_threads,
-            join_columns=join_columns,
             reuse_outputs=reuse_outputs,
         )
     weakref.finalize(predictor, release)
