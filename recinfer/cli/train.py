@@ -142,6 +142,8 @@ def _show(output: Output, job: TrainJob, report: Any, seconds: float) -> None:
         "rows": f"{report.num_train_rows:,} trained on, {report.num_test_rows:,} held out",
         "steps": f"{report.num_steps:,} at {report.samples_per_second:,.0f} samples/s on {report.world_size} rank{'s' * (report.world_size > 1)}",
     }
+    if report.ids_admitted:
+        rows["raw ids"] = f"{report.ids_admitted:,} admitted, {report.ids_evicted:,} evicted"
     for name, value in rows.items():
         table.add_row(name, value)
     output.show(table)

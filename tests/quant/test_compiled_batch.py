@@ -145,21 +145,6 @@ def test_minus_one_is_no_row_and_other_ids_are_refused() -> None:
             mine(ids, torch.tensor(wrong_offsets))
 
 
-def test_rows_in_a_second_buffer_and_threads() -> None:
-    buffers, tables = placed(HALVES, [8, 16, 24])
-    moved = [Placed(t.rect, t.data_type, t.offset, "managed" if i == 1 else "near") for i, t in enumerate(tables)]
-    both = Buffers(buffers.near, buffers.near.clone())
-    ids, offsets = bags(3, 600, 20)
-    whole = CompiledBatch(tables, PoolingType.SUM, buffers)
-    expected = whole(ids, offsets)
-    assert torch.equal(CompiledBatch(moved, PoolingType.SUM, both)(ids, offsets), expected)
-    whole.use_threads(3)
-    assert whole._split is not None
-    assert torch.equal(whole._split.split(ids, offsets, None, 600), expected)
-    with pytest.raises(UnavailableError, match="two buffers"):
-        CompiledBatch(moved, PoolingType.SUM, both).traced(ids, offsets)
-
-
 def test_copies_and_empty_batches() -> None:
     buffers, tables = placed(HALVES, [8, 16])
     ids, offsets = bags(2, 5, 3)
