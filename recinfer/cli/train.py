@@ -11,7 +11,6 @@ import typer
 
 from recinfer import env
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.interrupts import cleaning_up_on_sigterm
 from recinfer.cli.options import DataFormat, Device, check_other_file, parse_pair
 from recinfer.errors import ConfigError
 
@@ -126,8 +125,7 @@ def run(
     started = time.perf_counter()
     if first:
         output.note(f"rows: {data or 'synthetic, in the Criteo format'}")
-    with cleaning_up_on_sigterm():
-        report = run_job(job, world_size or 1)
+    report = run_job(job, world_size or 1)
     if report is None:  # torchrun's other ranks have no report
         return
     _show(output, job, report, time.perf_counter() - started)

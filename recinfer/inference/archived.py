@@ -184,8 +184,6 @@ def load(
     check_hashes: bool = False,
     dense_threads: int = 1,
     dense_engine: Literal["onnx", "torch"] | None = None,
-    lookup_threads: int = 1,
-    join_columns: bool = False,
     reuse_outputs: bool = False,
 ) -> ArchivedModel:
     """Open an archive as a model that is called like the trained one.
@@ -205,8 +203,6 @@ def load(
             check_hashes=check_hashes,
             dense_threads=dense_threads,
             dense_engine=dense_engine,
-            lookup_threads=lookup_threads,
-            join_columns=join_columns,
             reuse_outputs=reuse_outputs,
         )
     weakref.finalize(predictor, release)
@@ -272,6 +268,8 @@ class Call:
             if parts is None:
                 raise InputError(f"{info.path} is missing; forward takes it as {info.name!r} ({info.dtype})")
             if info.kind == "ids":
+                if info.name not in self._manifest.weighted_features:
+                    parts.pop("weights", None)  # a KeyedJaggedTensor has weights of all its features, or of none
                 features[info.name] = parts
             elif info.kind == "jagged":
                 inputs[info.name] = JaggedTensor(parts["values"], parts.get("weights"), parts["lengths"])

@@ -145,21 +145,6 @@ def test_minus_one_is_no_row_and_other_ids_are_refused() -> None:
             mine(ids, torch.tensor(wrong_offsets))
 
 
-def test_rows_in_a_second_buffer_and_threads() -> None:
-    buffers, tables = placed(HALVES, [8, 16, 24])
-    moved = [Placed(t.rect, t.data_type, t.offset, "managed" if i == 1 else "near") for i, t in enumerate(tables)]
-    both = Buffers(buffers.near, buffers.near.clone())
-    ids, offsets = bags(3, 600, 20)
-    whole = CompiledBatch(tables, PoolingType.SUM, buffers)
-    expected = whole(ids, offsets)
-    assert torch.equal(CompiledBatch(moved, PoolingType.SUM, both)(ids, offsets), expected)
-    whole.use_threads(3)
-    assert whole._split is not None
-    assert torch.equal(whole._split.split(ids, offsets, None, 600), expected)
-    with pytest.raises(UnavailableError, match="two buffers"):
-        CompiledBatch(moved, PoolingType.SUM, both).traced(ids, offsets)
-
-
 def test_copies_and_empty_batches() -> None:
     buffers, tables = placed(HALVES, [8, 16])
     ids, offsets = bags(2, 5, 3)
@@ -203,6 +188,8 @@ def test_the_loop_refuses_arrays_of_another_size() -> None:
     ):
         with pytest.raises(ValueError, match="sum_bags"):
             sum_bags(*good[:at], wrong, *good[at + 1 :])
+    with pytest.raises(ValueError, match="sum_bags"):
+        sum_bags(buffer, piece, step, ids[:0], offsets[:0], None, 0, 8, out[:0])  # no bag has one offset
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
