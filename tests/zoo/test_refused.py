@@ -210,7 +210,7 @@ def test_a_capture_of_a_model_without_weights() -> None:
     model = Small(plain)
     model.rest = lambda self, ids, dense, x: self.top(x)  # type: ignore[assignment]
     model.top.to("meta")
-    with pytest.raises(CaptureError, match="at test_refused.*on the meta device; load its weights before the capture"):
+    with pytest.raises(CaptureError, match=r"at test_refused.*on the meta device; load its weights before the capture"):
         capture(model, draw())
 
 
