@@ -12,6 +12,7 @@ from recinfer.cli import bench_capacity
 from recinfer.cli.client import ClientOptions, TargetOption, client_arguments, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, verb
 from recinfer.cli.declared import takes
+from recinfer.printed import slim_table
 
 if TYPE_CHECKING:
     from recinfer.serving.bench import LoadResult
@@ -115,11 +116,8 @@ def _levels(text: str) -> list[int]:
 
 
 def _table(title: str, results: list[LoadResult]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in ("callers", "requests/s", "samples/s", *(f"p{percent:g} ms" for percent in _PERCENTILES), "errors"):
-        table.add_column(name, justify="right")
+    numbers = ("callers", "requests/s", "samples/s", *(f"p{percent:g} ms" for percent in _PERCENTILES))
+    table = slim_table(*numbers, "errors", numbers=numbers, title=title)
     for result in results:
         errors = ", ".join(f"{count} {name}" for name, count in sorted(result.errors.items())) or "0"
         table.add_row(

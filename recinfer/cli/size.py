@@ -16,6 +16,7 @@ from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
 from recinfer.cli.options import RequestKind
 from recinfer.errors import ConfigError
+from recinfer.printed import slim_table
 
 if TYPE_CHECKING:
     from recinfer.archive.manifest import Manifest
@@ -222,21 +223,24 @@ def _measured_now(
 
 
 def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Sequence[Measured]) -> None:
-    from rich.table import Table
-
     from recinfer.sizing.report import COLUMNS, rows
 
-    table = Table(title=f"{goal.qps:,.0f} requests/s, p99 within {goal.p99_s * 1e3:g} ms", title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, no_wrap=True)
+    title = f"{goal.qps:,.0f} requests/s, p99 within {goal.p99_s * 1e3:g} ms"
+    table = slim_table(*COLUMNS, numbers=COLUMNS[2:], title=title)
     shown = rows(found)
     for at, row in enumerate(shown):
         style = "bold green" if not at and found[0].meets else "dim" if not found[at].meets else ""
         table.add_row(*row, style=style)
     output.show(table)
+    reasons: dict[str, list[str]] = {}
+    for each in found[: len(shown)]:
+        if each.why_not:
+            reasons.setdefault(each.why_not, []).append(each.host.name)
+    for reason, names in reasons.items():
+        output.show(f"{', '.join(names)}: {reason}")
     best = found[0]
     if not best.meets:
-        output.show(styled("bold red", "no kind of host meets the objective", "; the last column gives the reason"))
+        output.show(styled("bold red", "no kind of host meets the objective"))
         return
     what = f"{best.replicas} {best.host.name} hosts, each with all tables"
     if best.rankers:

@@ -16,7 +16,7 @@ from recinfer.sizing.deployment import Deployment
 __all__ = ["COLUMNS", "as_data", "check_picture", "check_place", "draw_curve", "rows"]
 
 COLUMNS = (
-    "", "host", "shards", "replicas", "rankers", "hosts", "load / knee", "one host down", "p99 ms", "per hour", "objective",
+    "", "host", "shards", "replicas", "rankers", "hosts", "load /\nknee", "one host\ndown", "p99\nms", "per\nhour", "met",
 )  # fmt: skip
 """Headings of :func:`rows`."""
 
@@ -35,7 +35,7 @@ def rows(found: Sequence[Deployment], most: int = 12) -> list[tuple[str, ...]]:
             _percent(each.share_one_lost),
             "-" if each.p99_s is None else f"{each.p99_s * 1e3:.2f}",
             f"{each.cost:,.2f}" if each.hosts else "-",
-            each.why_not or "met",
+            "yes" if each.meets else "no",
         )
         for at, each in enumerate(found[:most])
     ]
