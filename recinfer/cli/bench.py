@@ -12,6 +12,7 @@ from recinfer.cli import bench_capacity
 from recinfer.cli.client import ClientOptions, TargetOption, client_arguments, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, verb
 from recinfer.cli.declared import takes
+from recinfer.cli.options import check_picture
 from recinfer.printed import slim_table
 
 if TYPE_CHECKING:
@@ -71,8 +72,6 @@ def serve(options: BenchServeOptions) -> None:
     output = Output(options.as_json)
     levels = _levels(options.concurrency)
     if options.plot is not None:
-        from recinfer.sizing.report import check_picture
-
         check_picture(options.plot)
     if options.client.wait:
         open_client(options.target, options.client).close()

@@ -13,7 +13,7 @@ import typer
 from recinfer.cli.client import ClientOptions, client_arguments, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
-from recinfer.cli.options import RequestKind
+from recinfer.cli.options import RequestKind, check_picture, check_place
 from recinfer.errors import ConfigError
 from recinfer.printed import slim_table
 
@@ -96,7 +96,7 @@ def capacity(options: CapacityOptions) -> None:
     Prefer a server on another machine: on one machine the load takes cores from the server. Takes one to three minutes.
     Exit code 1: no rate meets the objective.
     """
-    from recinfer.sizing.report import check_picture, check_place, draw_curve
+    from recinfer.sizing.report import draw_curve
 
     output = Output(options.as_json)
     if (options.archive is None) == (options.target is None):

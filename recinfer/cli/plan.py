@@ -15,7 +15,7 @@ from recinfer.cli.models import (
     open_checkpoint,
     parse_precisions,
 )
-from recinfer.cli.options import Device
+from recinfer.cli.options import Device, check_picture, check_place
 from recinfer.quant.formats.names import Precision
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -63,6 +63,9 @@ def run(
     from recinfer.modules.embedding_configs import DataType
 
     output = Output(as_json)
+    check_place("--out", out)
+    if plot:
+        check_picture(plot)
     reader, module = open_checkpoint(checkpoint, model)
     plan = plan_inference(
         module,

@@ -14,7 +14,7 @@ from recinfer.cli.bench_capacity import LoadOptions, MeasuredServer, as_data, me
 from recinfer.cli.client import ClientOptions
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
-from recinfer.cli.options import RequestKind
+from recinfer.cli.options import RequestKind, check_picture
 from recinfer.errors import ConfigError
 from recinfer.printed import slim_table
 
@@ -116,7 +116,7 @@ def run(options: SizeOptions) -> None:
     from recinfer.sizing.deployment import deployment
     from recinfer.sizing.hosts import EXAMPLE_HOSTS, priced, read_hosts
     from recinfer.sizing.report import as_data as as_row
-    from recinfer.sizing.report import check_picture, draw_curve
+    from recinfer.sizing.report import draw_curve
 
     output, given = Output(options.as_json), options.hosts
     if options.plot is not None:

@@ -138,6 +138,31 @@ def test_train_does_not_write_over_its_rows(tmp_path: Path, option: str) -> None
     assert "give another file" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("plan", "--checkpoint", "none.ckpt", "--world-size", 2, "--out", "/nonexistent/p.json"), "--out"),
+        (
+            ("plan", "--checkpoint", "none.ckpt", "--world-size", 2, "--out", "p.json", "--plot", "p.xyz"),
+            "--plot p.xyz",
+        ),
+        (("calibrate", "--out", "/nonexistent/hardware.json"), "--out"),
+        (("train", "--limit", 2000, "--out", "t.ckpt", "--plot", "curve.xyz"), "--plot curve.xyz"),
+        (("train", "--limit", 2000, "--out", "t.ckpt", "--plot", "/nonexistent/curve.png"), "--plot"),
+        (("bench", "serve", "--target", "127.0.0.1:1", "--plot", "/nonexistent/curve.png"), "--plot"),
+        (("predict", "--target", "127.0.0.1:1", "--input", "rows.csv", "--out", "/nonexistent/scores.csv"), "--out"),
+    ],
+)
+def test_an_output_that_cannot_be_written_ends_a_command_before_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], says: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = invoke(*arguments)
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert err.startswith(f"error: {says}")
+
+
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     curve, out = tmp_path / "curve.csv", tmp_path / "ckpt"
     options = ["--limit", "5000", "--epochs", "100000", "--metrics", str(curve), "--out", str(out)]
