@@ -123,6 +123,15 @@ def test_debug_shows_the_traceback(tmp_path: Path, args: tuple[str, ...], env: d
     assert "NotFoundError" in done.stderr
 
 
+def test_closed_streams_are_the_null_device(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import torchrec\n")
+    command = f'"{sys.executable}" -m recinfer migrate model.py <&- >&- 2>&-'
+    assert (
+        subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode
+        == 0
+    )
+
+
 def test_an_unknown_option_is_a_usage_error() -> None:
     code, _, err = invoke("inspect", "--no-such-option")
     assert code == 2
