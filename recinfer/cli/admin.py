@@ -42,6 +42,16 @@ _AT = "--target 127.0.0.1:8500"
 class AdminClientOptions(ServerOptions):
     """The options of other commands that call a server, with a longer timeout: loading checks a whole archive."""
 
+    model: Annotated[
+        str,
+        typer.Option("--model", help="Name of a model. Changes need it; without it list and status show all models."),
+    ] = ""
+    version: Annotated[
+        str,
+        typer.Option(
+            "--version", help="Version of the model. Default: of load the newest, of delta the default version."
+        ),
+    ] = ""
     timeout: Annotated[float, typer.Option(min=0.001, help="Timeout of the call, in seconds.")] = 300.0
 
 
