@@ -88,6 +88,16 @@ def _repeat_interleave_of(
     return tensor.index_select(dim, _segments(repeats.expand(tensor.shape[dim]), output_size))
 
 
+def _repeat_interleave_each(tensor: Tensor, repeats: Any, dim: int | None = None, *, output_size: Any = None) -> Tensor:
+    """Each element ``repeats`` times; ONNX's form fails where another axis is empty."""
+    if dim is None:
+        tensor, dim = tensor.flatten(), 0
+    axis = dim % tensor.dim()
+    sizes = [-1] * (tensor.dim() + 1)
+    sizes[axis + 1] = repeats
+    return tensor.unsqueeze(axis + 1).expand(sizes).flatten(axis, axis + 1)
+
+
 def _segment_reduce(
     data: Tensor,
     reduce: str,
@@ -145,6 +155,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     forms: dict[Any, Callable[..., Any]] = {
         torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
         torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave_of,
+        torch.ops.aten.repeat_interleave.self_int: _repeat_interleave_each,
         torch.ops.aten.segment_reduce.default: _segment_reduce,
         torch.ops.aten.scaled_dot_product_attention.default: _attention,
     }

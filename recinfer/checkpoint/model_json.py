@@ -123,6 +123,7 @@ def _linear_sizes(module: nn.Module) -> list[int]:
 
 def _describe_dlrm(model: nn.Module) -> dict[str, Any] | None:
     from recinfer.models.dlrm import DLRM
+    from recinfer.modules.mc_settings import training_settings
 
     if type(model) is not DLRM:
         return None
@@ -134,7 +135,7 @@ def _describe_dlrm(model: nn.Module) -> dict[str, Any] | None:
     rows = {table.name: table.num_embeddings for table in collection.embedding_bag_configs()}
     try:  # a module of one rank has other rows than its table
         managed = {
-            table: {**collision_settings(module), "zch_size": rows[table]}
+            table: {**collision_settings(module), **training_settings(module), "zch_size": rows[table]}
             for table, module in (collisions._managed_collision_modules.items() if collisions is not None else ())
         }
     except CaptureError:

@@ -268,6 +268,8 @@ class Call:
             if parts is None:
                 raise InputError(f"{info.path} is missing; forward takes it as {info.name!r} ({info.dtype})")
             if info.kind == "ids":
+                if info.name not in self._manifest.weighted_features:
+                    parts.pop("weights", None)  # a KeyedJaggedTensor has weights of all its features, or of none
                 features[info.name] = parts
             elif info.kind == "jagged":
                 inputs[info.name] = JaggedTensor(parts["values"], parts.get("weights"), parts["lengths"])

@@ -587,7 +587,7 @@ static PyObject *sum_method(PyObject *module, PyObject *args) {
     if (bags.offsets.obj != NULL)
         keys = batch > 0 ? (bags.offsets.len / bags.offsets.itemsize - 1) / batch : INT64_MAX;
     if (batch < 0 || columns < 0 || (columns && batch > PY_SSIZE_T_MAX / 64 / columns) || out.len != 4 * batch * columns ||
-        (bags.offsets.obj == NULL && batch != num_ids) ||
+        (bags.offsets.obj == NULL ? batch != num_ids : !bags.offsets.len) ||
         (bags.weights.obj != NULL && (bags.weights.itemsize != 4 || bags.weights.len != 4 * num_ids)) ||
         !check_pieces(pieces_view.buf, num_pieces, buffer.len) ||
         !check_steps(steps_view.buf, num_steps, pieces_view.buf, num_pieces, keys, columns, &widest)) {

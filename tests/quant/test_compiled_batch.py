@@ -190,3 +190,5 @@ def test_the_loop_refuses_arrays_of_another_size() -> None:
     ):
         with pytest.raises(ValueError, match="sum_bags"):
             sum_bags(*good[:at], wrong, *good[at + 1 :])
+    with pytest.raises(ValueError, match="sum_bags"):
+        sum_bags(buffer, piece, step, ids[:0], offsets[:0], None, 0, 8, out[:0])  # no bag has one offset

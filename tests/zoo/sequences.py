@@ -142,22 +142,41 @@ class Caser(nn.Module):
 
 
 class NumericSequence(nn.Module):
-    """A sequence of prices beside the history, as long as that."""
+    """Two prices of each item of the history."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ec = rows(("hist",))
-        self.top = mlp(LENGTH * (DIM + 1), 8, 1)
+        self.top = mlp(LENGTH * (DIM + 2), 8, 1)
 
     @staticmethod
     def draw(d: Draw) -> tuple[Any, ...]:
         hist = d.bag("hist", 40)
-        return d.kjt(hist), d.jagged(d.bag("prices", 0, like=hist, kind=torch.float32))
+        one, other = (d.bag("prices", 0, like=hist, kind=torch.float32).values for _ in range(2))
+        return d.kjt(hist), JaggedTensor(torch.stack([one, other], 1), lengths=hist.lengths)
 
     def forward(self, ids: KeyedJaggedTensor, prices: JaggedTensor) -> Tensor:
         hist = self.ec(ids)["hist"]
-        both = torch.cat([hist.values(), torch.log1p(prices.values().abs()).unsqueeze(1)], 1)
+        both = torch.cat([hist.values(), torch.log1p(prices.values().abs())], 1)
         return self.top(JaggedTensor(both, lengths=hist.lengths()).to_padded_dense(LENGTH).flatten(1))
+
+
+class WeightsInForward(nn.Module):
+    """Seconds on each item of the history, as weights of ids that no collection reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec, self.user = rows(("hist",)), bags("user")
+        self.top = mlp(2 * DIM, 8, 1)
+
+    @staticmethod
+    def draw(d: Draw) -> tuple[Any, ...]:
+        return (d.kjt(d.bag("user", 40, user=True, weighted=True), d.bag("hist", 40, weighted=True)),)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        hist, seconds = self.ec(ids)["hist"], ids["hist"].weights()
+        read = JaggedTensor(hist.values() * seconds.log1p().unsqueeze(1), lengths=hist.lengths())
+        return self.top(torch.cat([read.to_padded_dense(LENGTH).sum(1), self.user(ids).values()], 1))
 
 
 class SharedTable(nn.Module):
