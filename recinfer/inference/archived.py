@@ -14,7 +14,7 @@ from recinfer.archive.manifest import InputInfo, Manifest
 from recinfer.capture import CaptureError, read_arguments
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, Features, bags_of, offsets_of
-from recinfer.inference.results import FeatureSpec, LookupResult, Outputs
+from recinfer.inference.results import FeatureSpec, LookupResult, Outputs, input_specs
 from recinfer.inference.together import PredictInputs
 from recinfer.printed import Printed
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -149,30 +149,12 @@ class ArchivedModel(Printed):
 
     def __str__(self) -> str:
         lines = [repr(self)[1:-1]]
-        for info in self.inputs:
-            lines.append(f"  in   {info.name}: {described(info, self.manifest)}")
+        for spec in input_specs(self.manifest):
+            described = spec.described(strings=spec.name in self.manifest.string_features)
+            lines.append(f"  in   {spec.name}: {described}")
         for output in self.manifest.dense.outputs if self.manifest.dense is not None else ():
             lines.append(f"  out  {output.name}: float32 [batch{''.join(f', {size}' for size in output.shape)}]")
         return "\n".join(lines)
-
-
-def described(info: InputInfo, manifest: Manifest) -> str:
-    """One input as text: its dtype, shape and the facts that forward relies on."""
-    signature = manifest.signature
-    text = f"{info.dtype} [{', '.join(map(str, info.shape))}]"
-    if info.kind == "ids":
-        kind = "strings or rows" if info.name in manifest.string_features else "ids"
-        text = f"{kind}, any number a sample"
-    elif info.kind == "jagged":
-        rest = f" [{', '.join(map(str, info.shape[1:]))}]" if info.shape[1:] else ""
-        text = f"{info.dtype}{rest}, any number a sample"
-    if signature is not None and info.name in signature.per_sample:
-        text = text.replace("any number a sample", f"exactly {signature.per_sample[info.name]} a sample")
-    if signature is not None and info.name in signature.as_long_as:
-        text += f", as many as {signature.as_long_as[info.name]}"
-    if signature is not None and info.name in signature.counts:
-        text += f", counts of the values of {signature.counts[info.name]}"
-    return f"{text} (forward's {info.path})" if info.path != info.name else text
 
 
 def load(

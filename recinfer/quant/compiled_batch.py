@@ -1,13 +1,13 @@
-"""Lookups by recinfer's compiled loop, for rows that FBGEMM lacks, alone and beside tables that FBGEMM looks up.
+"""Lookups by recinfer's compiled loop, for tables of which FBGEMM lacks the rows of some.
 
 Shape suffixes: B batch, D output columns, N ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -22,9 +22,9 @@ from recinfer.quant.formats.registry import row_format
 from recinfer.quant.rows import OUTPUT_DTYPES
 
 if TYPE_CHECKING:
-    from recinfer.quant.tbe import TableBatch
+    pass
 
-__all__ = ["CompiledBatch", "MixedBatch"]
+__all__ = ["CompiledBatch"]
 
 _PIECE = 6  # numbers that describe a table to the loop
 
@@ -174,91 +174,8 @@ class CompiledBatch(nn.Module):
         """No effect: nothing is cached."""
 
     def fbgemm_module(self) -> NoReturn:
-        """Raises UnavailableError: FBGEMM has no such rows."""
-        _no_fbgemm(self.reads)
-
-
-class MixedBatch(nn.Module):
-    """Pooled lookups of neighbouring tables in turn by FBGEMM and by the compiled loop; see
-    :class:`recinfer.quant.tbe.TableBatch`, whose arguments and attributes these are.
-
-    Args:
-        batch_of: makes the batch of tables that all are, or all are not, FBGEMM's.
-    """
-
-    averages = False
-    counts_ids = False
-    real_columns: Tensor | None
-
-    def __init__(
-        self,
-        reads: Sequence[Placed],
-        pooling: PoolingType,
-        buffers: Buffers,
-        batch_of: Callable[[Sequence[Placed]], TableBatch],
-        *,
-        output_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        assert pooling is not PoolingType.NONE, "unpooled tables of FBGEMM and of the loop are batches of their own"
-        self.reads, self.tables = tuple(reads), tuple(dict.fromkeys(reads))
-        self.pooling, self.storage, self.output_dtype = pooling, buffers, output_dtype
-        runs = groupby(self.reads, key=lambda read: row_format(read.data_type).fbgemm is None)
-        self._runs = nn.ModuleList([batch_of(list(run)) for _, run in runs])
-        ends = list(accumulate(len(run.reads) for run in self._batches()))
-        self._spans = list(pairwise([0, *ends]))
-        self.widths = [width for run in self._batches() for width in run.widths]
-        self.total_dim = sum(self.widths)
-        self.knows_rows = all(run.knows_rows for run in self._batches())
-        starts = [0, *accumulate(self.widths)]
-        real = [start + column for start, read in zip(starts, self.reads) for column in range(read.rect.cols)]
-        padded = torch.tensor(real, device=buffers.device) if len(real) < self.total_dim else None
-        self.register_buffer("real_columns", padded, persistent=False)
-
-    def _batches(self) -> list[Any]:
-        return list(self._runs)
-
-    @property
-    def weights(self) -> Tensor:
-        """The rows' buffer."""
-        found: Tensor = self._batches()[0].weights
-        return found
-
-    def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """See ``TableBatch.forward``."""
-        calls = [run.forward for run in self._batches()]
-        return self._joined(calls, indices, offsets, per_sample_weights)
-
-    def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """See ``TableBatch.traced``."""
-        calls = [run.traced for run in self._batches()]
-        return self._joined(calls, indices, offsets, per_sample_weights)
-
-    def _joined(
-        self, calls: Sequence[Callable[..., Tensor]], indices: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> Tensor:
-        """Each run takes all ids and the offsets of its own bags."""
-        batch = (offsets.numel() - 1) // len(self.reads)
-        parts = [
-            call(indices, offsets[first * batch : last * batch + 1], weights)
-            for call, (first, last) in zip(calls, self._spans)
-        ]
-        return torch.cat(parts, dim=1)
-
-    def without_padding(self, out_BD: Tensor) -> Tensor:
-        """See ``TableBatch.without_padding``."""
-        return out_BD if self.real_columns is None else out_BD.index_select(1, self.real_columns)
-
-    def forget_cached(self) -> None:
-        """No effect: nothing is cached."""
-
-    def fbgemm_module(self) -> NoReturn:
         """Raises UnavailableError: FBGEMM lacks some of the rows."""
-        _no_fbgemm(self.reads)
-
-
-def _no_fbgemm(reads: Sequence[Placed]) -> NoReturn:
-    lacking = sorted({read.data_type.value for read in reads if row_format(read.data_type).fbgemm is None})
-    raise UnavailableError(
-        f"FBGEMM has no TBE module for {', '.join(lacking)} rows; quantize the tables to another precision"
-    )
+        lacking = sorted({read.data_type.value for read in self.reads if row_format(read.data_type).fbgemm is None})
+        raise UnavailableError(
+            f"FBGEMM has no TBE module for {', '.join(lacking)} rows; quantize the tables to another precision"
+        )

@@ -144,7 +144,7 @@ def test_signature_names_inputs_and_facts(both: tuple[Ranker, ArchivedModel]) ->
         "prices": ("batch.prices", "jagged"),
     }
     assert signature.per_sample == {"candidate": 1}
-    assert "exactly 1 a sample" in str(both[1])
+    assert "exactly 1 per sample" in str(both[1])
     assert "fp32" in repr(both[1])
 
 
