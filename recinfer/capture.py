@@ -882,10 +882,12 @@ Builder = Callable[[Sequence[Tensor]], Any]
 
 
 class _Reader:
-    """Takes the tensors out of an example batch, and builds the batch again around others."""
+    """Takes the tensors out of an example batch, and builds the batch again around others; see :func:`read_arguments` for
+    ``takes``."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes: Callable[[Any, str], bool] = lambda value, path: False) -> None:
         self.found: list[_Example] = []
+        self._takes = takes
 
     def read(self, value: Any, path: str, name: str, depth: int = 0) -> Builder:
         """Collect the tensors of ``value``."""
@@ -895,7 +897,7 @@ class _Reader:
             return self._tensor(value, path, name, "tensor")
         kinds = _mro(value)
         if "KeyedJaggedTensor" in kinds:
-            return self._keyed_jagged(value, path, name)
+            return (lambda _: value) if self._takes(value, path) else self._keyed_jagged(value, path, name)
         if "JaggedTensor" in kinds:
             bag = self._bag(value.values(), value.lengths(), value.weights_or_none(), path, name)
             return lambda tensors: _jagged(type(value), *bag(tensors))
@@ -1008,10 +1010,13 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
 
 
 def read_arguments(
-    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    takes: Callable[[Any, str], bool] = lambda value, path: False,
 ) -> Iterator[tuple[Slot, Tensor]]:
     """The tensors in arguments of a forward whose positional arguments are ``names``; their slots have no free axes, and paths
-    as names.
+    as names. A KeyedJaggedTensor that ``takes`` takes, given it and its path, is left out.
 
     Raises:
         CaptureError: too many arguments, or an argument given twice.
@@ -1021,7 +1026,7 @@ def read_arguments(
     twice = [name for name in names[: len(args)] if name in kwargs]
     if twice:
         raise CaptureError(f"got {twice[0]!r} by position and by name")
-    reader = _Reader()
+    reader = _Reader(takes)
     for name, value in (*zip(names, args), *kwargs.items()):
         reader.read(value, name, name)
     for found in reader.found:
@@ -1324,14 +1329,16 @@ def _by_lengths_of_others(
 
 
 def _needed_by_outputs(program: ExportedProgram) -> set[torch.fx.Node]:
-    """The nodes that outputs depend on. Assertions and what they alone read are not among them, nor the lengths of ids that a
-    collection of rows takes, which gives a row of each id.
+    """The nodes that outputs depend on, but by a size: the longest of some lengths, or their number, cuts no values.
+
+    Assertions and what they alone read are not among them, nor the lengths of ids that a collection of rows takes, which gives a
+    row of each id.
     """
     needed: set[torch.fx.Node] = set()
     stack = [node for node in program.graph.nodes if node.op == "output"]
     while stack:
         node = stack.pop()
-        if node not in needed:
+        if node not in needed and not isinstance(node.meta.get("val"), torch.SymInt):
             needed.add(node)
             inputs = node.all_input_nodes
             if node.target is torch.ops.recinfer.rows.default:
@@ -1551,7 +1558,20 @@ def _needed(guard: _Guard, program: ExportedProgram, slots: Sequence[Slot]) -> C
                 titles.setdefault(str(size), f"size {axis} of {_title(slot)}")
                 of_values += [index] if slot.part == "values" else []
     sizes = re.sub(r"\w+", lambda m: titles.get(m[0], m[0]), guard.text)
+    view = next((node for node in program.graph.nodes if _is_divided(node, guard)), None) if of_values else None
+    if view is not None:
+        title = _title(slots[of_values[0]])
+        return _CountNeeded(
+            f"forward splits {title}{_place_of(view)} by the number of samples; {_SAME_NUMBER}", of_values
+        )
     return _branch(guard.place, sizes[:300], of_values)
+
+
+def _is_divided(node: torch.fx.Node, guard: _Guard) -> bool:
+    """Whether ``node`` is a view with a size that is the quotient of the sizes of which ``guard`` takes the remainder."""
+    views = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+    shape = str(node.meta["val"].shape) if node.target in views else ""
+    return "//" in shape and "Mod(" in guard.text and all(symbol in shape for symbol in guard.symbols)
 
 
 def _branch(place: str, condition: str, of_values: Sequence[int], other: str = "") -> CaptureError:
@@ -1757,13 +1777,20 @@ def explain(error: BaseException) -> str:
         cause = "forward takes a way or a size that depends on the numbers in a tensor; write torch.where, a fixed size, or "
         cause += "x.item() for int(x)"
     elif "is invalid for input of size" in text:
-        cause = f"{text}; a view of several values as one row needs as many values in each sample of the example batch"
+        cause = f"{text}; {_SAME_NUMBER}"
+    elif "device" in text and re.search(r"\bmeta\b", text):
+        cause = "parameters of the model are on the meta device; load its weights before the capture (tables need none)"
     elif ".numpy()" in text:
         cause = "forward leaves torch by .numpy(); write it with torch's own functions"
     else:
         cause = f"{kind}: {text}"
     return f"forward cannot be traced{place}: {cause}"
 
+
+_SAME_NUMBER = (
+    "a view of several values as one row needs as many values in each sample of the example batch; pad them where samples "
+    "differ (to_padded_dense(N))"
+)
 
 _REST = re.compile(
     r"While executing|Original traceback|Potential framework|To fix the error|Use tlparse|For more information|graph\(\)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +113,7 @@ def cut_captured(captured: Captured, leaves: Sequence[Leaf], user: Sequence[str]
     """Split a trace of the model of ``leaves``, and describe what requests bring; see :func:`cut_model`."""
     parts = split(captured, leaves)
     used = _used_slots(captured, parts)
-    infos = tuple(_infos(used))
+    infos = tuple(_infos(used, _weighted(parts)))
     parts, num_dense = _with_plain_dense(parts, infos)
     examples: dict[tuple[str, str], Tensor] = {
         (slot.name, slot.part): tensor for slot, tensor in zip(captured.slots, captured.examples)
@@ -200,7 +200,15 @@ def _used_slots(captured: Captured, parts: Split) -> list[Slot]:
     return [slot for slot in captured.slots if slot.name in used]
 
 
-def _infos(slots: Sequence[Slot]) -> list[InputInfo]:
+def _weighted(parts: Split) -> set[str]:
+    """The features whose weights a lookup or a program reads."""
+    programs = [program for program in (parts.dense, parts.ids) if program is not None]
+    read = {i.feature or "" for program in programs for i in program.inputs if i.kind == "jagged_weights"}
+    lookups = [lookup for lookup in parts.lookups if lookup.leaf.about.weighted]
+    return read | {name for lookup in lookups for _, name in lookup.columns if name not in parts.computed}
+
+
+def _infos(slots: Sequence[Slot], weighted_ids: Collection[str]) -> list[InputInfo]:
     infos: dict[str, InputInfo] = {}
     weighted = {slot.name for slot in slots if slot.part == "weights"}
     for slot in slots:
@@ -214,7 +222,7 @@ def _infos(slots: Sequence[Slot]) -> list[InputInfo]:
                 "ids" if is_ids else "jagged",
                 slot.dtype,
                 (f"values of {slot.name}"[:256], *slot.shape[1:]),
-                slot.name in weighted,
+                slot.name in weighted and (slot.name in weighted_ids or not is_ids),
             )
     return list(infos.values())
 

@@ -380,8 +380,12 @@ class Manifest:
 
     @cached_property
     def weighted_features(self) -> frozenset[str]:
-        """The features whose ids may have weights."""
-        return frozenset(f for m in self.modules if m.is_weighted and m.position_weights is None for f in m.features)
+        """The features whose ids may have weights: those of weighted modules, and those whose weights a program reads."""
+        found = {f for m in self.modules if m.is_weighted and m.position_weights is None for f in m.features}
+        ids = None if self.signature is None else self.signature.ids
+        inputs = [i for program in (self.dense, ids) if program is not None for i in program.inputs]
+        read = {i.feature for i in inputs if i.kind == "jagged_weights"}
+        return frozenset(found | read.intersection(self.request_features))
 
     @cached_property
     def request_features(self) -> tuple[str, ...]:

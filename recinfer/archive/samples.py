@@ -164,4 +164,5 @@ def samples_of(
             longest[name] = min(positions, longest.get(name, positions))
     features = tuple(dict.fromkeys([*rows, *given]))
     weighted = any(lookup.leaf.about.weighted for lookup in lookups)
+    weighted = weighted or any(info.weighted for info in infos if info.kind == "ids")
     return Samples(examples, infos, facts, features, rows, longest, weighted, num_dense)

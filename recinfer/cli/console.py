@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,6 +20,7 @@ from rich.text import Text
 
 import recinfer
 from recinfer import env
+from recinfer.cli.interrupts import cleaning_up_at_signals
 from recinfer.errors import MismatchError, RecinferError
 
 __all__ = [
@@ -160,19 +161,23 @@ class Output:
             print(json.dumps(_finite(payload), default=str, allow_nan=False), flush=True)
 
 
-def verb(function: Callable[..., None]) -> Callable[..., None]:
+def verb(function: Callable[..., None], *, handles_signals: bool = False) -> Callable[..., None]:
     """Wrap a command: an expected error becomes one red line on stderr and exit code 2 (1 for a MismatchError), Ctrl-C exit
-    code 130.
+    code 130. SIGTERM and SIGHUP end the process once the command has removed its temporary files and stopped its servers.
 
     With ``--log-json`` the error is a log record. With ``--json`` it is also printed as ``{"error": {"type",
     "message"}}``, so that a caller always gets an object. An unexpected error, that is a bug, keeps its traceback;
     ``--debug`` and ``RECINFER_DEBUG=1`` show one for expected errors too.
+
+    Args:
+        handles_signals: the command handles SIGTERM and SIGHUP itself.
     """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            function(*args, **kwargs)
+            with nullcontext() if handles_signals else cleaning_up_at_signals():
+                function(*args, **kwargs)
         except KeyboardInterrupt:
             # CPython stores a KeyboardInterrupt that left code compiled from text (dataclasses, while torch loads) and
             # would end `python -m` by SIGINT in spite of the exit code; running other such code clears the stored one.

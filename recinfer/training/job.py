@@ -84,6 +84,8 @@ class TrainReport:
     num_train_rows: int
     num_test_rows: int
     num_steps: int
+    ids_admitted: int
+    ids_evicted: int
     samples_per_second: float
     world_size: int
 
@@ -167,6 +169,8 @@ def _train(job: TrainJob, rank: int, world_size: int) -> TrainReport:
         result.num_train_rows,
         result.num_test_rows,
         result.num_steps,
+        result.ids_admitted,
+        result.ids_evicted,
         result.samples_per_second,
         world_size,
     )

@@ -194,6 +194,21 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_a_signal_ends_leaves_no_folder_and_no_server(tmp_path: Path, number: signal.Signals) -> None:
+    os.mkfifo(tmp_path / "token")
+    with Program(HOLDING, tmp_path) as process:
+        server = int(process.stdout.readline())
+        assert len(list(tmp_path.iterdir())) == 2
+        process.send_signal(number)
+        _, err = process.communicate()
+    assert process.returncode == -number, err
+    assert "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
+
+
 def test_missing_server_is_an_error_of_one_line() -> None:
     code, _, err = invoke("lookup", "--target", "127.0.0.1:1", "--feature", "C1=1", "--timeout", "5")
     assert code == 2
@@ -207,6 +222,29 @@ from recinfer.cli.console import verb
 
 def run() -> None:
     exec("raise KeyboardInterrupt")
+
+app = typer.Typer()
+app.command()(verb(run))
+app()
+"""
+
+# A command with a temporary folder, and a server that starts for ever, because nobody writes its token.
+HOLDING = """
+import tempfile
+from pathlib import Path
+
+import typer
+from recinfer.cli.console import verb
+from recinfer.serving.server_process import ServerProcess
+
+class Server(ServerProcess):
+    def wait_until_serving(self, seconds=None):
+        print(self.pid, flush=True)
+        super().wait_until_serving(seconds)
+
+def run(folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder), Server("model.rqa", "--token-file", folder / "token", "--port", "0"):
+        pass
 
 app = typer.Typer()
 app.command()(verb(run))

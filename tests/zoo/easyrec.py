@@ -132,6 +132,25 @@ class Interests(nn.Module):
         return {"user_tower_emb": nn.functional.normalize(found, dim=2) * wanted.unsqueeze(2)}
 
 
+class SelfAttention(nn.Module):
+    """A history attends to itself, padded to the longest one, with a mask for each head; without any step it gives zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec, self.heads = rows(("hist",)), 2
+        self.attention = nn.MultiheadAttention(DIM, self.heads, batch_first=True)
+
+    draw = staticmethod(lambda d: (d.kjt(d.bag("hist", 40, user=True), d.bag("other", 40)),))
+
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+        hist = self.ec(ids)["hist"]
+        x = hist.to_padded_dense(longest(hist.lengths()))
+        known = (torch.arange(x.shape[1]) < hist.lengths().unsqueeze(1)).int()
+        hidden = ~(known.unsqueeze(2) * known.unsqueeze(1)).bool()
+        found = self.attention(x, x, x, attn_mask=hidden.repeat_interleave(self.heads, dim=0))[0]
+        return {"user": torch.nan_to_num(found, nan=0.0).sum(1) / hist.lengths().clamp(min=1).unsqueeze(1)}
+
+
 class TwoTowers(nn.Module):
     """DSSM: one collection has the tables of user and item, whose columns are grouped for a tower each."""
 
@@ -180,11 +199,11 @@ class CandidatesAfterHistory(nn.Module):
     @staticmethod
     def draw(d: Draw) -> tuple[Any, ...]:
         hist, candidates = d.bag("hist", 40, user=True, least=1), d.bag("candidate", 40, least=1, most=3)
-        times = d.jagged(d.bag("times", 0, like=hist, user=True, kind=torch.float32))
-        batch = SequenceBatch(
-            sparse_features={"base": d.kjt(hist, candidates)}, sequence_dense_features={"times": times}
-        )
-        return (batch,)
+        numbers = {
+            "times": d.jagged(d.bag("times", 0, like=hist, user=True, kind=torch.float32)),
+            "asked": d.jagged(d.bag("asked", 0, like=candidates, kind=torch.float32)),
+        }
+        return (SequenceBatch(sparse_features={"base": d.kjt(hist, candidates)}, sequence_dense_features=numbers),)
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         found = self.ec(batch.sparse_features["base"])
@@ -199,7 +218,9 @@ class CandidatesAfterHistory(nn.Module):
         positive(numbers.lengths().max())
         times = steps_of(numbers.values().unsqueeze(1), before, left)
         past = steps_of(hist.values(), before, left) + times.tanh()
-        both = torch.cat([past, steps_of(candidates.values(), after, right)], 1)
+        asked = batch.sequence_dense_features["asked"]  # padded to its own longest, cut by the lengths of candidates
+        late = steps_of(asked.values().unsqueeze(1), after, positive(asked.lengths().max())).sum(1, keepdim=True)
+        both = torch.cat([past, steps_of(candidates.values(), after, right) + late.tanh()], 1)
         taken = (place < hist.lengths().unsqueeze(1)) | (
             (place >= left) & (place < left + candidates.lengths().unsqueeze(1))
         )

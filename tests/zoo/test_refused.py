@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from recinfer.archive.cut import cut_model
 from recinfer.archive.leaves import find_leaves
+from recinfer.capture import CaptureError, capture
 from recinfer.errors import ConfigError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.zoo.drawing import Draw
@@ -111,6 +112,10 @@ def columns(self, ids, dense, x):
     return x + self.ec(ids)["hist"].values().view(-1, 3 * DIM)[:, :DIM]
 
 
+def sample_rows(self, ids, dense, x):
+    return x + self.ec(ids)["hist"].values().view(dense.shape[0], -1, DIM).sum(1)
+
+
 def nothing(self, ids, dense, x):
     return {}
 
@@ -135,6 +140,7 @@ FORWARDS = [
     (numpy, r"in numpy.*leaves torch by \.numpy\(\)"),
     (view, r"in view: `return x\.view\(6, DIM\)`"),
     (columns, r"in columns: `return x .* is invalid for input of size .*; a view of several values as one row needs as many values"),
+    (sample_rows, r"in sample_rows: .* needs as many values in each sample of the example batch; pad them .*to_padded_dense\(N\)"),
     (nothing, "forward returns no tensor"),
 ]
 # fmt: on
@@ -144,6 +150,16 @@ FORWARDS = [
 def test_a_forward_that_cannot_be_exported(forward: Callable[..., Any], message: str) -> None:
     text = export(forward, draw())
     assert re.search(message, text), text
+
+
+def even(each: int, batch: int = 6) -> tuple[KeyedJaggedTensor, Tensor]:
+    d = Draw(batch, 1)
+    return d.kjt(d.bag("user", 40), d.bag("hist", 40, each=each)), d.floats(2)
+
+
+def test_batches_whose_samples_have_other_numbers_of_values() -> None:
+    text = export(sample_rows, even(3), even(2, 7))
+    assert re.search(r"splits the values of ids\['hist'\] at test_refused.py:.* .*to_padded_dense\(N\)", text), text
 
 
 def with_nan() -> tuple[Any, ...]:
@@ -188,6 +204,14 @@ def test_keys_of_different_batch_sizes() -> None:
         ["user", "hist"], torch.arange(5), lengths=torch.ones(5, dtype=torch.int32), stride_per_key_per_rank=[[2], [3]]
     )
     assert "batch sizes that differ between its keys" in export(plain, (ids, torch.ones(3, 2)))
+
+
+def test_a_capture_of_a_model_without_weights() -> None:
+    model = Small(plain)
+    model.rest = lambda self, ids, dense, x: self.top(x)  # type: ignore[assignment]
+    model.top.to("meta")
+    with pytest.raises(CaptureError, match=r"at test_refused.*on the meta device; load its weights before the capture"):
+        capture(model, draw())
 
 
 def test_dropout_of_a_model_in_train_mode_is_off() -> None:

@@ -20,6 +20,7 @@ from recinfer.archive.manifest import Manifest
 from recinfer.capture import _read_batch
 from recinfer.errors import InputError
 from recinfer.inference import export as export_module
+from recinfer.inference.archived import ArchivedModel
 from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.prepare import CutModel, cut_and_export
 from recinfer.modules.embedding_configs import DataType
@@ -94,6 +95,30 @@ def check_counts(predictor: Predictor) -> None:
     assert f"counts of the values of {tags}" in {spec.facts for spec in predictor.inputs.specs}
 
 
+def check_lists(predictor: Predictor) -> None:
+    """Lists without any value do not tell how many numbers a value has."""
+    none = predictor.predict(None, {"hist": [[], []]}, inputs={"prices": [[], []]})["output"]
+    some = predictor.predict(None, {"hist": [[], [3]]}, inputs={"prices": [[], [[0.5, 1.5]]]})["output"]
+    assert torch.equal(none[0], some[0])
+    assert not torch.equal(none[1], some[1])
+    with pytest.raises(
+        InputError, match=r"'prices': got values of shape \[1\]; expected a list of float32 \[2\] per sample"
+    ):
+        predictor.predict(None, {"hist": [[1], [2]]}, inputs={"prices": [[[0.5]], [[0.5]]]})
+
+
+def check_weights(predictor: Predictor) -> None:
+    """Weights are those that forward reads, not all that the example batch has."""
+    assert {spec.name: spec.weighted for spec in predictor.inputs.specs} == {"user": False, "hist": True}
+    assert predictor.manifest.weighted_features == {"hist"}
+    (ids,) = s.WeightsInForward.draw(Draw(6, 1))
+    given = ids.keys(), ids.values(), None, ids.lengths()
+    ones = KeyedJaggedTensor(*given[:2], torch.ones_like(ids.weights()), given[3])
+    without = predictor.predict(None, KeyedJaggedTensor(*given))["output"]  # an id without a weight weighs 1
+    assert torch.equal(without, predictor.predict(None, ones)["output"])
+    assert not torch.equal(without, predictor.predict(None, ids)["output"])
+
+
 # fmt: off
 KINDS = [
     # Pooled vectors, and inputs of all types
@@ -126,8 +151,11 @@ KINDS = [
     Kind(s.BST, by_day=False),
     Kind(s.SASRec, per_sample={"item": 1}),
     Kind(s.GRU4Rec, per_sample={"item": 1}),
+    Kind(s.Cells, by_day=False),
     Kind(s.Caser, by_day=False),
-    Kind(s.NumericSequence, ("prices",), as_long_as={"prices": "hist"}),
+    Kind(s.NumericSequence, ("prices",), as_long_as={"prices": "hist"}, also=check_lists),
+    Kind(s.WeightsInForward, also=check_weights),
+    Kind(s.NewestFirst, ("times",)),
     Kind(s.SharedTable),
     Kind(s.NeedIndices),
     Kind(s.PaddedTensors, ("words", "seen"), batches=2, also=check_free_axes),
@@ -147,7 +175,13 @@ KINDS = [
     Kind(e.ValuesAsColumns, per_sample={"last": 3}),
     Kind(e.VariationalDropout),
     Kind(e.Interests),
-    Kind(e.CandidatesAfterHistory, ("times",), as_long_as={"times": "hist"}, by_day=False),
+    Kind(e.SelfAttention),
+    Kind(
+        e.CandidatesAfterHistory,
+        ("times", "asked"),
+        as_long_as={"times": "hist", "asked": "candidate"},
+        by_day=False,
+    ),
     Kind(e.TwoTowers, user=("user", "age")),
 ]
 # fmt: on
@@ -257,7 +291,12 @@ def test_an_archive_answers_as_its_model(kind: Kind, tmp_path: Path, monkeypatch
         arguments = kind.model.draw(Draw(batch, batch))
         given = request_of(manifest, model, arguments)
         with torch.no_grad():
-            check(predictor.predict(given.dense, given.features, inputs=given.inputs), model(*arguments), TOLERANCE)
+            expected = model(*arguments)
+        check(predictor.predict(given.dense, given.features, inputs=given.inputs), expected, TOLERANCE)
+    called = dict(
+        enumerate(flat(ArchivedModel(predictor)(*arguments)))
+    )  # takes what forward takes, weights that nothing reads too
+    check(called, expected, TOLERANCE)
     check_one_user(kind, model, predictor)
     ids = manifest.signature.ids
     assert (

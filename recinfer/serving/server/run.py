@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -55,5 +56,6 @@ def serve(
             time.sleep(_SIGNAL_POLL_S)
     finally:
         server.stop(grace)
+        gc.unfreeze()  # Python's end frees no frozen object, of which Triton's classes complain
         for number, handler in before.items():
             signal.signal(number, handler)
