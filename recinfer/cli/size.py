@@ -233,9 +233,9 @@ def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Seq
         table.add_row(*row, style=style)
     output.show(table)
     reasons: dict[str, list[str]] = {}
-    for each in found[: len(shown)]:
-        if each.why_not:
-            reasons.setdefault(each.why_not, []).append(each.host.name)
+    for one in found[: len(shown)]:
+        if one.why_not:
+            reasons.setdefault(one.why_not, []).append(one.host.name)
     for reason, names in reasons.items():
         output.show(f"{', '.join(names)}: {reason}")
     best = found[0]
