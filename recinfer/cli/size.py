@@ -233,9 +233,9 @@ def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Seq
         table.add_row(*row, style=style)
     output.show(table)
     reasons: dict[str, list[str]] = {}
-    for one in found[: len(shown)]:
-        if one.why_not:
-            reasons.setdefault(one.why_not, []).append(one.host.name)
+    for each in found[: len(shown)]:
+        if each.why_not:
+            reasons.setdefault(each.why_not, []).append(each.host.name)
     for reason, names in reasons.items():
         output.show(f"{', '.join(names)}: {reason}")
     best = found[0]
@@ -249,10 +249,10 @@ def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Seq
     output.show(styled("bold green", what, each_at))
     if best.share_one_lost > 1:
         output.show(styled("yellow", "when one host fails, the others are overloaded; raise --min-replicas"))
-    for each in measured:
-        where = each.machine
+    for measurement in measured:
+        where = measurement.machine
         output.note(
-            f"{each.what}: knee {each.knee_qps:,.0f} requests/s, measured on {where['cores']} cores of "
+            f"{measurement.what}: knee {measurement.knee_qps:,.0f} requests/s, measured on {where['cores']} cores of "
             f"{where['processor']}, {where['date']}"
         )
 
