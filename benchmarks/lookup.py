@@ -82,11 +82,7 @@ def sharded(module: EmbeddingBagCollection, kind: str, ranks: int) -> ShardedQua
 
 
 def mapped(
-    module: EmbeddingBagCollection,
-    shards: ShardedQuantEmbeddingBagCollection,
-    ranks: int,
-    *,
-    join_columns: bool = False,
+    module: EmbeddingBagCollection, shards: ShardedQuantEmbeddingBagCollection, ranks: int
 ) -> ShardedQuantEmbeddingBagCollection:
     """The same shards as in an archive: each packed separately, in one buffer."""
     order = {c.name: i for i, c in enumerate(module.embedding_bag_configs())}
@@ -98,7 +94,7 @@ def mapped(
         at += packed.numel()
     buffer = torch.cat([*parts, torch.zeros(64, dtype=torch.uint8)])
     return ShardedQuantEmbeddingBagCollection.from_packed(
-        module.embedding_bag_configs(), pieces, buffer, world_size=ranks, join_columns=join_columns
+        module.embedding_bag_configs(), pieces, buffer, world_size=ranks
     )
 
 
@@ -121,7 +117,6 @@ def run_case(
         ours[kind.replace("_", "-")] = shards
         if kind == "column_wise":
             ours["column-wise mapped"] = mapped(module, shards, 2)
-            ours["column-wise mapped, joined"] = mapped(module, shards, 2, join_columns=True)
     peers = lookup_torchrec.contenders(rows, dim, precision.value) if torchrec else {}
     results = []
     for batch in batches:

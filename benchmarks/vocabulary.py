@@ -141,10 +141,17 @@ def _queries(made: TableVocabulary, count: int, rng: np.random.Generator) -> dic
     def half() -> NDArray[np.int64]:
         return np.where(rng.random(count) < 0.5, ids[rng.integers(0, len(ids), count)], rng.integers(0, 2**62, count))
 
+    def zipf() -> NDArray[np.int64]:
+        drawn = np.empty(0, np.int64)
+        while len(drawn) < count:  # the part of the distribution beyond the last id is drawn again
+            more = rng.zipf(_ZIPF, 2 * count)
+            drawn = np.concatenate([drawn, more[more <= len(ids)]])
+        return ids[drawn[:count] - 1]
+
     return {
         "known, uniform": lambda: ids[rng.integers(0, len(ids), count)],
         "half known, uniform": half,
-        "known, Zipf": lambda: ids[np.minimum(rng.zipf(_ZIPF, count) - 1, len(ids) - 1)],
+        "known, Zipf": zipf,
     }
 
 

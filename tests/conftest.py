@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,13 @@ def programs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
     folder.mkdir(exist_ok=True)
     keep_programs(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Temporary files of this process and of those that tests start are in pytest's folder: pytest removes what a killed
+    process, or torchrun, leaves there."""
+    tempfile.tempdir = os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("files", numbered=False))
 
 
 @pytest.fixture(autouse=True)

@@ -58,9 +58,6 @@ class _Rows:
         """Whether :meth:`read_blocks` gives rows of ``dtype``."""
         return bool(self.shape)
 
-    def read_ahead(self, start: int, stop: int) -> None:
-        """No work: the rows are in memory."""
-
 
 def _stored(key: str, value: Any, path: Path) -> StoredTensor:
     shards: list[tuple[tuple[int, ...], Tensor]]

@@ -22,7 +22,16 @@ from recinfer.capture import CaptureError, collision_settings
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
-__all__ = ["MODEL_FORMAT", "MODEL_JSON", "ModelKind", "build_model", "describe_model", "read_model_json", "register"]
+__all__ = [
+    "MODEL_FORMAT",
+    "MODEL_JSON",
+    "ModelKind",
+    "build_model",
+    "describe_model",
+    "read_model_json",
+    "register",
+    "untrainable_tables",
+]
 
 MODEL_JSON = "model.json"
 MODEL_FORMAT = "recinfer.model/1"
@@ -86,6 +95,12 @@ def build_model(description: Mapping[str, Any], device: str | torch.device, *, w
         raise CheckpointError(f"{where}: {MODEL_JSON} does not build a {kind.name}: {error!r}") from error
 
 
+def untrainable_tables(description: Mapping[str, Any]) -> list[str]:
+    """The tables of raw ids of a whole model.json that lacks a setting of their training, such as the arguments of a policy."""
+    settings = (description["model"] or {}).get("managed_collisions", {})
+    return [table for table, each in settings.items() if "eviction_interval" not in each]
+
+
 def read_model_json(folder: Path) -> dict[str, Any] | None:
     """The content of ``folder/model.json``, checked; None without the file.
 
@@ -123,6 +138,7 @@ def _linear_sizes(module: nn.Module) -> list[int]:
 
 def _describe_dlrm(model: nn.Module) -> dict[str, Any] | None:
     from recinfer.models.dlrm import DLRM
+    from recinfer.modules.mc_settings import training_settings
 
     if type(model) is not DLRM:
         return None
@@ -134,7 +150,7 @@ def _describe_dlrm(model: nn.Module) -> dict[str, Any] | None:
     rows = {table.name: table.num_embeddings for table in collection.embedding_bag_configs()}
     try:  # a module of one rank has other rows than its table
         managed = {
-            table: {**collision_settings(module), "zch_size": rows[table]}
+            table: {**collision_settings(module), **training_settings(module), "zch_size": rows[table]}
             for table, module in (collisions._managed_collision_modules.items() if collisions is not None else ())
         }
     except CaptureError:

@@ -180,15 +180,6 @@ class CheckpointReader:
             self.read_into(key, block[: last - first], first, last)
             yield first, last
 
-    def read_ahead(self, key: str, start: int, stop: int) -> None:
-        """Ask the system to read rows ``start`` to ``stop`` of ``key`` from the disk in the background, if the system
-        supports this."""
-        for chunk in self._tensor(key).chunks:
-            if chunk.offsets:
-                low, high = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
-                if low < high:
-                    chunk.data.read_ahead(low - chunk.offsets[0], high - chunk.offsets[0])
-
     def _check_rows(self, key: str, tensor: StoredTensor, start: int, stop: int) -> None:
         rows = tensor.shape[0] if tensor.shape else 1
         if not 0 <= start <= stop <= rows or (not tensor.shape and start == stop):

@@ -116,15 +116,6 @@ class TensorBytes:
         """Whether the stored bytes are those of a contiguous tensor of ``dtype`` with rows."""
         return self.dtype == dtype and bool(self.shape) and _is_contiguous(self.shape, self.strides)
 
-    def read_ahead(self, start: int, stop: int) -> None:
-        """Ask the system to read rows ``start`` to ``stop`` ahead in the background; only a hint."""
-        if not self.shape or not hasattr(os, "posix_fadvise"):
-            return
-        stride = self.strides[0] * self.dtype.itemsize
-        with _open(self.path) as file:
-            at, count = self.offset + start * stride, (stop - start) * stride
-            os.posix_fadvise(file.fileno(), at, count, os.POSIX_FADV_WILLNEED)
-
     def _span(self, shape: tuple[int, ...]) -> int:
         """Elements from the first to the last one of a block of ``shape``."""
         if 0 in shape:

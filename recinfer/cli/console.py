@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,6 +20,7 @@ from rich.text import Text
 
 import recinfer
 from recinfer import env
+from recinfer.cli.interrupts import cleaning_up_at_signals
 from recinfer.errors import MismatchError, RecinferError
 
 __all__ = [
@@ -44,6 +45,7 @@ EXIT_INTERRUPTED = 130  # Ctrl-C, as shells report it
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 
 _PLAIN_WIDTH = 140  # columns when the output is a file or a pipe, which have no width of their own
+_LEAST_WIDTH = 80  # all tables fit; a narrower terminal breaks their lines, and rich would cut off their numbers
 
 # Module -> the name of the extra that installs it.
 _RUNTIME = "cpu]' or 'recinfer[cuda"
@@ -100,7 +102,7 @@ class Output:
         self.logs = logs
         self._must_write = must_write
         self.progress = _console(sys.stderr)
-        self.result = self.progress if as_json else _console(sys.stdout)
+        self.result = _console(sys.stderr if as_json else sys.stdout, at_least=_LEAST_WIDTH)
 
     def show(self, *renderables: RenderableType) -> None:
         """Print tables, panels or text for people."""
@@ -159,19 +161,23 @@ class Output:
             print(json.dumps(_finite(payload), default=str, allow_nan=False), flush=True)
 
 
-def verb(function: Callable[..., None]) -> Callable[..., None]:
+def verb(function: Callable[..., None], *, handles_signals: bool = False) -> Callable[..., None]:
     """Wrap a command: an expected error becomes one red line on stderr and exit code 2 (1 for a MismatchError), Ctrl-C exit
-    code 130.
+    code 130. SIGTERM and SIGHUP end the process once the command has removed its temporary files and stopped its servers.
 
     With ``--log-json`` the error is a log record. With ``--json`` it is also printed as ``{"error": {"type",
     "message"}}``, so that a caller always gets an object. An unexpected error, that is a bug, keeps its traceback;
     ``--debug`` and ``RECINFER_DEBUG=1`` show one for expected errors too.
+
+    Args:
+        handles_signals: the command handles SIGTERM and SIGHUP itself.
     """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            function(*args, **kwargs)
+            with nullcontext() if handles_signals else cleaning_up_at_signals():
+                function(*args, **kwargs)
         except KeyboardInterrupt:
             # CPython stores a KeyboardInterrupt that left code compiled from text (dataclasses, while torch loads) and
             # would end `python -m` by SIGINT in spite of the exit code; running other such code clears the stored one.
@@ -219,7 +225,9 @@ def _explain(error: Exception) -> str | None:
         return f"{error.strerror or error}{where}"
     message = " ".join(str(error).split())
     where = where_rules_are(message)
-    return f"{message} ({where})" if where else message
+    return (
+        f"{message} ({where})" if where and where not in message else message
+    )  # the error of a server's process names them
 
 
 def where_rules_are(message: str) -> str:
@@ -240,8 +248,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _console(stream: Any) -> Console:
+def _console(stream: Any, at_least: int = 0) -> Console:
     plain = not stream.isatty()
     # Names of models, tables and files are printed as they are, also those that look like rich's markup or emoji codes.
     width = _PLAIN_WIDTH if plain else None
-    return Console(file=stream, width=width, soft_wrap=False, markup=False, emoji=False)
+    console = Console(file=stream, width=width, soft_wrap=False, markup=False, emoji=False)
+    if console.width < at_least:
+        console.width = at_least
+    return console

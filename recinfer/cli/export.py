@@ -22,7 +22,7 @@ from recinfer.cli.models import (
     parse_precisions,
 )
 from recinfer.cli.options import DataFormat, MissingShards, parse_pair
-from recinfer.cli.vocabularies import VocabularyOption, read_vocabularies
+from recinfer.cli.vocabularies import VocabularyOption, indexed_ids, read_vocabularies
 from recinfer.errors import ConfigError
 from recinfer.excerpts import some
 from recinfer.quant.formats.names import Precision
@@ -164,8 +164,7 @@ def run(
     held_out = EvalData.read(eval_data, format.value, given, eval_limit) if eval_data else None
     recorded = None if reference is None else RecordedReference.read(reference)
     vocabularies = read_vocabularies(vocabulary)
-    indexed = {**(given.vocabulary_sizes if given else {}), **{name: len(ids) for name, ids in vocabularies.items()}}
-    chosen = _plan(module, plan, world_size, precision, table_precision, indexed)
+    chosen = _plan(module, plan, world_size, precision, table_precision, indexed_ids(given, vocabularies))
     reports: list[ExportReport] = []
 
     def on_report(report: ExportReport) -> None:

@@ -1,4 +1,4 @@
-"""Signal handling of commands: what a process sets first, a Ctrl-C that Python would drop, and cleaning up on SIGTERM."""
+"""Signal handling of commands: what a process sets first, a Ctrl-C that Python would drop, and cleaning up at other signals."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["cleaning_up_on_sigterm", "end_at_hangup", "redelivering_interrupts", "set_first_handlers"]
+__all__ = ["cleaning_up_at_signals", "end_at_hangup", "redelivering_interrupts", "set_first_handlers"]
 
 _AGAIN_S = 0.01
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def set_first_handlers(arguments: Sequence[str]) -> None:
@@ -86,29 +87,32 @@ def redelivering_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def cleaning_up_on_sigterm() -> Iterator[None]:
-    """Inside the block, SIGTERM raises KeyboardInterrupt, so that cleanup code runs; then the process ends by SIGTERM.
+def cleaning_up_at_signals() -> Iterator[None]:
+    """Inside the block, SIGTERM and SIGHUP raise KeyboardInterrupt, so that cleanup code runs; then the process ends by
+    the signal.
 
-    A second SIGTERM has no effect. Outside the main thread the block has no effect, because other threads get no
-    signals.
+    A second signal has no effect, and a signal that the process was started to ignore (nohup) is ignored. Outside the
+    main thread the block has no effect, because other threads get no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    terminated = False
+    got: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal terminated
-        if not terminated:
-            terminated = True
+        if not got:
+            got.append(number)
             raise KeyboardInterrupt
 
-    former = signal.signal(signal.SIGTERM, interrupt)
+    kept = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    former = {number: signal.signal(number, interrupt) for number in kept}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, former)
-        if terminated:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGTERM)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        if got:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):  # a terminal that is gone; a stream that the command closed
+                    stream.flush()
+            os.kill(os.getpid(), got[0])

@@ -66,7 +66,7 @@ for _module in (
     calibrate,
     size,
 ):
-    app.command(name=_module.NAME, epilog=_module.EXAMPLE)(verb(_module.run))
+    app.command(name=_module.NAME, epilog=_module.EXAMPLE)(verb(_module.run, handles_signals=_module is serve))
 app.add_typer(admin.app, name=admin.NAME, epilog=admin.EXAMPLE)
 app.add_typer(bench.app, name=bench.NAME, epilog=bench.EXAMPLE)
 

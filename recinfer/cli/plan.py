@@ -15,7 +15,8 @@ from recinfer.cli.models import (
     open_checkpoint,
     parse_precisions,
 )
-from recinfer.cli.options import Device
+from recinfer.cli.options import Device, check_picture, check_place
+from recinfer.cli.vocabularies import indexed_ids, read_vocabularies
 from recinfer.quant.formats.names import Precision
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -34,6 +35,14 @@ def run(
     ddr_gb: Annotated[float | None, typer.Option(min=0, help="Host memory per rank, in GiB.")] = None,
     precision: Annotated[Precision, typer.Option(help="Element type of the stored rows.")] = "int8",
     table_precision: TablePrecisionOption = None,
+    vocabulary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FEATURE=FILE",
+            help="File of strings or ids that `recinfer export` will be given, so that the plan counts its index; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per request, for the time estimates.")] = 512,
     hardware: Annotated[
         Path | None,
@@ -63,6 +72,9 @@ def run(
     from recinfer.modules.embedding_configs import DataType
 
     output = Output(as_json)
+    check_place("--out", out)
+    if plot:
+        check_picture(plot)
     reader, module = open_checkpoint(checkpoint, model)
     plan = plan_inference(
         module,
@@ -73,7 +85,7 @@ def run(
         hbm_gb=hbm_gb,
         ddr_gb=ddr_gb,
         batch_size=batch_size,
-        indexed=reader.contract.vocabulary_sizes if reader.contract else None,
+        indexed=indexed_ids(reader.contract, read_vocabularies(vocabulary)),
         hardware=HardwareProfile.load(hardware) if hardware else None,
         timeout_seconds=timeout_seconds,
     )

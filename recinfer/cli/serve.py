@@ -82,6 +82,8 @@ def _show(ready: Ready, config: ServeConfig, output: Output) -> None:
         what if workers == 1 else f"{what} in {workers} processes",
         ready.host,
         ready.port,
+        # A ranker says later that it serves: it has no rows yet.
+        does="serving" if config.role.shards is None else "listening for",
         http_port=ready.http_port,
         metrics_port=ready.metrics_port,
         unix_socket=ready.unix_socket,
@@ -96,15 +98,16 @@ def _show_addresses(
     host: str,
     port: int,
     *,
+    does: str = "serving",
     http_port: int | None = None,
     metrics_port: int | None = None,
     unix_socket: str | None = None,
     tls: bool = False,
     engines: Sequence[str] = (),
 ) -> None:
-    """Print what is served, and one line per port with an address to copy, then one per engine of a dense part."""
+    """Print what is served, after ``does``, and one line per port with an address to copy, then one per engine of a dense part."""
     secure = "s" if tls else ""
-    output.show(styled("green", "serving", f" {what} on {join_address(host, port)}  (Ctrl-C stops)"))
+    output.show(styled("green", does, f" {what} on {join_address(host, port)}  (Ctrl-C stops)"))
     if unix_socket is not None:
         output.show(f"gRPC also on unix:{unix_socket}")
     if http_port is not None:

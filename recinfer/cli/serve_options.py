@@ -126,17 +126,6 @@ class TableOptions:
     lock: Annotated[bool, typer.Option("--lock", help="Read all pages and lock them in memory (mlock).")] = (
         TablesConfig.lock
     )
-    lookup_threads: Annotated[int, typer.Option(min=1, max=64, help="Most threads that one large lookup may use.")] = (
-        TablesConfig.lookup_threads
-    )
-    join_columns: Annotated[
-        bool,
-        typer.Option(
-            "--join-columns",
-            help="Copy column-wise sharded tables into whole rows: faster, but the copy is not shared between "
-            "processes.",
-        ),
-    ] = TablesConfig.join_columns
     reuse_outputs: Annotated[
         bool, typer.Option("--reuse-outputs", help="Reuse the memory of responses above 32 MiB for later responses.")
     ] = TablesConfig.reuse_outputs

@@ -11,8 +11,7 @@ import typer
 
 from recinfer import env
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.interrupts import cleaning_up_on_sigterm
-from recinfer.cli.options import DataFormat, Device, check_other_file, parse_pair
+from recinfer.cli.options import DataFormat, Device, check_other_file, check_picture, parse_pair
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +97,9 @@ def run(
     from recinfer.training.job import TrainJob, run_job
 
     check_other_file("--metrics", metrics, data)
-    check_other_file("--plot", plot, data)
+    if plot is not None:
+        check_other_file("--plot", plot, data)
+        check_picture(plot)
     given = env.torchrun_rank()
     if given is not None and world_size not in (None, given[1]):
         raise ConfigError(f"--world-size {world_size}, but torchrun started {given[1]} ranks; leave --world-size out")
@@ -126,8 +127,7 @@ def run(
     started = time.perf_counter()
     if first:
         output.note(f"rows: {data or 'synthetic, in the Criteo format'}")
-    with cleaning_up_on_sigterm():
-        report = run_job(job, world_size or 1)
+    report = run_job(job, world_size or 1)
     if report is None:  # torchrun's other ranks have no report
         return
     _show(output, job, report, time.perf_counter() - started)
@@ -144,6 +144,8 @@ def _show(output: Output, job: TrainJob, report: Any, seconds: float) -> None:
         "rows": f"{report.num_train_rows:,} trained on, {report.num_test_rows:,} held out",
         "steps": f"{report.num_steps:,} at {report.samples_per_second:,.0f} samples/s on {report.world_size} rank{'s' * (report.world_size > 1)}",
     }
+    if report.ids_admitted:
+        rows["raw ids"] = f"{report.ids_admitted:,} admitted, {report.ids_evicted:,} evicted"
     for name, value in rows.items():
         table.add_row(name, value)
     output.show(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["NewIdsOption", "VocabularyOption", "read_vocabularies"]
+    from recinfer.data.contract import FeatureContract
+
+__all__ = ["NewIdsOption", "VocabularyOption", "indexed_ids", "read_vocabularies"]
 
 VocabularyOption = Annotated[
     list[str] | None,
@@ -33,7 +36,8 @@ NewIdsOption = Annotated[
         "--vocabulary",
         metavar="FEATURE=FILE",
         help=".npy file of int64 ids, for each feature of which `recinfer export` was given one; ids may differ from that file's, their "
-        "number may not. Repeatable. Managed collisions need no option.",
+        "number may not. Or a file of strings, to make sure that they are still those of the archive. Repeatable. Managed collisions need "
+        "no option.",
         show_default=False,
     ),
 ]
@@ -61,6 +65,16 @@ def read_vocabularies(pairs: list[str] | None) -> dict[str, list[str] | NDArray[
                 f"--vocabulary {path}: byte {error.start} is no UTF-8; expected one string per line"
             ) from None
     return found
+
+
+def indexed_ids(contract: FeatureContract | None, given: Mapping[str, Sized]) -> dict[str, int]:
+    """Feature -> number of its strings or raw ids, as :func:`~recinfer.distributed.planner.plan_inference` takes them.
+
+    Args:
+        contract: the feature contract of the export.
+        given: the content of :func:`read_vocabularies`.
+    """
+    return {**(contract.vocabulary_sizes if contract else {}), **{name: len(ids) for name, ids in given.items()}}
 
 
 def _ids_of_file(path: str) -> NDArray[np.int64]:

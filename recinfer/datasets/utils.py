@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import csv
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterDataPipe
 
-from recinfer.errors import ConfigError, InputError
+from recinfer.errors import ConfigError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from recinfer.streamable import Pipelineable
 
@@ -24,8 +22,6 @@ __all__ = [
     "LoadFiles",
     "ReadLinesFromCSV",
     "check_path_manager",
-    "idx_split_train_val",
-    "rand_split_train_val",
     "safe_cast",
 ]
 
@@ -146,70 +142,6 @@ class Limit(IterDataPipe):
             yield item
 
 
-class _Part(IterDataPipe):
-    """The items of a stream whose number passes the test of ``make_test()``, which is called once per pass."""
-
-    def __init__(self, datapipe: Iterable[Any], make_test: Callable[[], Callable[[int], bool]], wanted: bool) -> None:
-        super().__init__()
-        self.datapipe = datapipe
-        self.make_test = make_test
-        self.wanted = wanted
-
-    def __iter__(self) -> Iterator[Any]:
-        in_training = self.make_test()
-        return (item for at, item in enumerate(self.datapipe) if in_training(at) is self.wanted)
-
-
-def idx_split_train_val(
-    datapipe: Iterable[Any],
-    train_perc: float,
-    decimal_places: int = 2,
-    key_fn: Callable[[int], int] = int,
-) -> tuple[IterDataPipe, IterDataPipe]:
-    """Split a stream in two by item number: of every ``10 ** decimal_places`` the first ``train_perc`` train.
-
-    Args:
-        datapipe: the items.
-        train_perc: part of the items in the first stream, in (0, 1).
-        decimal_places: number of digits of ``train_perc`` that count.
-        key_fn: the number that decides, from an item's place in the stream.
-
-    Raises:
-        InputError: ``train_perc`` outside of (0, 1).
-    """
-    _check_part(train_perc)
-    period = 10**decimal_places
-    make_test = partial(_by_number, key_fn, period, round(train_perc * period))
-    return _Part(datapipe, make_test, True), _Part(datapipe, make_test, False)
-
-
-def rand_split_train_val(
-    datapipe: Iterable[Any], train_perc: float, random_seed: int = 0
-) -> tuple[IterDataPipe, IterDataPipe]:
-    """Split a stream in two at random, item by item; the same seed gives the same split.
-
-    Args:
-        datapipe: the items.
-        train_perc: the probability of the first stream, in (0, 1).
-        random_seed: seed of the split.
-
-    Raises:
-        InputError: ``train_perc`` outside of (0, 1).
-    """
-    _check_part(train_perc)
-    make_test = partial(_by_coin, train_perc, random_seed)
-    return _Part(datapipe, make_test, True), _Part(datapipe, make_test, False)
-
-
-def _by_number(key_fn: Callable[[int], int], period: int, bound: int) -> Callable[[int], bool]:
-    return lambda at: key_fn(at) % period < bound
-
-
-def _by_coin(probability: float, seed: int) -> Callable[[int], bool]:
-    coin = random.Random(seed)
-    return lambda _: coin.random() < probability
-
-
 def safe_cast(val: T, dest_type: Callable[[T], T], default: T) -> T:
     """``dest_type(val)``, or ``default`` if that raises ValueError."""
     try:
@@ -225,8 +157,3 @@ def check_path_manager(key: str) -> None:
             f"path_manager_key is {key!r}: only Python's open is supported; leave it out, and copy or mount remote "
             f"files"
         )
-
-
-def _check_part(train_perc: float) -> None:
-    if not 0.0 < train_perc < 1.0:
-        raise InputError(f"train_perc is {train_perc}; expected a number between 0.0 and 1.0, exclusive")

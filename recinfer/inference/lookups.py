@@ -250,8 +250,6 @@ class LocalLookups:
         archive: opened for all ranks.
         mapped: the archive's rows.
         device: ``"cpu"``, or ``"cuda"``: rank r's rows go to GPU r.
-        threads: on CPU, threads that one large pooled lookup may use.
-        join_columns: on CPU, copy tables that are cut by columns into whole rows.
     """
 
     waits = False
@@ -262,8 +260,6 @@ class LocalLookups:
         mapped: MappedShards,
         *,
         device: str = "cpu",
-        threads: int = 1,
-        join_columns: bool = False,
     ) -> None:
         manifest = archive.manifest
         self.mapped: MappedShards | None = mapped
@@ -272,16 +268,12 @@ class LocalLookups:
             _part(
                 info,
                 manifest.configs(info.path),
-                sharded_module(archive, info, mapped, device=device, join_columns=join_columns),
+                sharded_module(archive, info, mapped, device=device),
                 names[info.path],
                 weights.get(info.path),
             )
             for info in manifest.modules
         ]
-        for part in self.parts:
-            lookup = getattr(part.run, "__self__", None)
-            if isinstance(lookup, PooledLookup):
-                lookup.batch.use_threads(threads)
         self.byte_tables = _byte_tables(manifest, self.parts[0]) if len(self.parts) == 1 else None
 
     def can_answer(self) -> bool:
@@ -319,7 +311,7 @@ def _byte_tables(manifest: Manifest, part: _LocalPart) -> DirectTables | None:
     if not isinstance(lookup, PooledLookup) or part.info.is_weighted:
         return None
     batch = lookup.batch
-    if not isinstance(batch, nn.Module) or batch.weights.device.type != "cpu" or batch.storage.managed is not None:
+    if not isinstance(batch, nn.Module) or batch.weights.device.type != "cpu":
         return None
     means = {table.name for table in manifest.configs(part.info.path) if getattr(table, "pooling") is PoolingType.MEAN}  # noqa: B009
     used = [read.rect.table in means for read in batch.reads]
@@ -349,7 +341,7 @@ def _columns(features: Sequence[str], dims: Sequence[int], wanted: frozenset[str
 
 
 def sharded_module(
-    archive: Archive, info: ModuleInfo, mapped: MappedShards, *, device: str = "cpu", join_columns: bool = False
+    archive: Archive, info: ModuleInfo, mapped: MappedShards, *, device: str = "cpu"
 ) -> ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection:
     """One module of an archive, with its rows placed by the plan's compute kernels.
 
@@ -359,14 +351,12 @@ def sharded_module(
         mapped: the archive's rows.
         device: ``"cpu"``, where all rows stay mapped, or ``"cuda"``: rank r's rows go to GPU r, but those of
             ``quant_uvm`` and ``quant_uvm_caching`` tables stay in host memory.
-        join_columns: see :class:`LocalLookups`.
     """
     tables, shards = archive.manifest.configs(info.path), mapped.module_shards[info.path]
     common: dict[str, Any] = {
         "world_size": archive.manifest.world_size,
         "device": device,
         "kernels": {t.table: t.compute_kernel for t in archive.plan.tables if t.module == info.path},
-        "join_columns": join_columns,
     }
     if info.kind == "pooled":
         return ShardedQuantEmbeddingBagCollection.from_packed(

@@ -218,8 +218,6 @@ class LoadedModel(States):
         lock: bool = False,
         dense_threads: int = 1,
         dense_engine: Literal["onnx", "torch"] | None = None,
-        lookup_threads: int = 1,
-        join_columns: bool = False,
         lookups: LookupsOf | None = None,
     ) -> None:
         manifest = archive.manifest
@@ -228,7 +226,6 @@ class LoadedModel(States):
         self.device = torch.device(device)
         self.contract: FeatureContract | None = None
         self._mapping: dict[str, Any] = {"preload": preload, "lock": lock}
-        self._lookup_options: dict[str, Any] = {"threads": lookup_threads, "join_columns": join_columns}
         self._lookups_of = lookups
         self._dense_options: dict[str, Any] = {"device": device, "num_threads": dense_threads, "engine": dense_engine}
         self.intake = FeatureIntake(manifest)
@@ -249,7 +246,7 @@ class LoadedModel(States):
         self.lookups: Lookups
         if self._lookups_of is None:
             mapped = archive.map_shards(**self._mapping, edit=edit)
-            self.lookups = LocalLookups(archive, mapped, device=str(self.device), **self._lookup_options)
+            self.lookups = LocalLookups(archive, mapped, device=str(self.device))
         else:
             self.lookups = self._lookups_of(archive, self._deltas)
         self.parts = self.lookups.parts

@@ -226,8 +226,6 @@ def load(
     check_hashes: bool = False,
     dense_threads: int = 1,
     dense_engine: Literal["onnx", "torch"] | None = None,
-    lookup_threads: int = 1,
-    join_columns: bool = False,
     reuse_outputs: bool = False,
     lookups: LookupsOf | None = None,
 ) -> Predictor:
@@ -241,10 +239,6 @@ def load(
         check_hashes: hash the shards too (reads every byte); everything else is always hashed.
         dense_threads: threads that one call of the dense program uses; servers run many calls at once, so 1.
         dense_engine: ``"onnx"`` or ``"torch"`` instead of the manifest's choice.
-        lookup_threads: on CPU, threads that one large pooled lookup may use; each size of lookup is timed both ways and
-            split only where that was clearly faster.
-        join_columns: on CPU, put tables that are cut by columns together again, in memory of this process: one row to
-            read instead of one a piece, for a copy of these tables that other processes do not share.
         reuse_outputs: keep the memory of freed outputs for the next ones, in the whole process: outputs above 32 MiB
             come in about half the time (:func:`recinfer.quant.outputs.keep_outputs`).
         lookups: creates lookups that replace local tables; no shard is opened then.
@@ -268,8 +262,6 @@ def load(
         lock=lock,
         dense_threads=dense_threads,
         dense_engine=dense_engine,
-        lookup_threads=lookup_threads,
-        join_columns=join_columns,
         lookups=lookups,
     )
     predictor.check_request(0)  # proves that this machine gives the stored answer, and warms every part up

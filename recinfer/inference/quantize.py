@@ -59,38 +59,24 @@ def quantize_tables(
     workers = max(1, min(_MOST_WORKERS, _cores()))
     waiting: deque[tuple[TablePlan, int, Call[tuple[Tensor, RowError]]]] = deque()
     worker = _Worker(checkpoint, collect)
-    free: list[Tensor] = []
 
     def finish() -> None:
         table, start, call = waiting.popleft()
         packed, error = call.result()
         write(table, start, packed)
-        free.append(packed)
         errors.setdefault((table.module, table.table), RowError()).merge(error)
         advance(4 * packed.shape[0] * table.embedding_dim)
 
     with one_thread_an_operator(), Threads(workers) as threads:
         for table, key in tables:
             for start, stop in row_chunks(table.num_embeddings, 4 * table.embedding_dim, max_chunk_bytes):
-                checkpoint.read_ahead(key, start, stop)
-                out = _packed_buffer(free, stop - start, row_bytes(table.embedding_dim, table.precision))
-                waiting.append((table, start, threads.submit(worker, table, key, start, out)))
+                waiting.append((table, start, threads.submit(worker, table, key, start, stop)))
                 if len(waiting) > workers + 1:
                     finish()
         while waiting:
             finish()
     sizes = {(t.module, t.table): t.num_embeddings * t.embedding_dim for t, _ in tables}
     return {key: _summary(error, sizes[key]) for key, error in errors.items()}
-
-
-def _packed_buffer(free: list[Tensor], rows: int, width: int) -> Tensor:
-    """uint8 [rows, width], in reused memory if possible: fresh pages cost as much time as packing."""
-    while free:
-        buffer = free.pop()
-        whole = buffer._base if buffer._base is not None else buffer.view(-1)
-        if whole.numel() >= rows * width:
-            return whole[: rows * width].view(rows, width)
-    return torch.empty(rows * width, dtype=torch.uint8).view(rows, width)
 
 
 def _summary(error: RowError, elements: int) -> QuantizationInfo:
@@ -107,10 +93,11 @@ class _Worker:
         self._collect = collect
         self._local = threading.local()
 
-    def __call__(self, table: TablePlan, key: str, start: int, out_RP: Tensor) -> tuple[Tensor, RowError]:
+    def __call__(self, table: TablePlan, key: str, start: int, stop: int) -> tuple[Tensor, RowError]:
         packer = self._packer(table.embedding_dim, table.precision)
+        out_RP = torch.empty(stop - start, row_bytes(table.embedding_dim, table.precision), dtype=torch.uint8)
         packer.error = RowError()
-        for first, last in self._checkpoint.read_blocks(key, start, start + len(out_RP), packer.block):
+        for first, last in self._checkpoint.read_blocks(key, start, stop, packer.block):
             rows = out_RP[first - start : last - start]
             packer.pack(last - first, rows, table=table.name, first_row=first)
             self._collect(table, first, packer.block[: last - first])

@@ -11,6 +11,8 @@ INSTEAD = {
     "torchrec.datasets.scripts.*": "recinfer.datasets.criteo.BinaryCriteoUtils: tsv_to_npys and sparse_to_contiguous",
     "torchrec.datasets.test_utils.*": "nothing: TorchRec's own tests",
     "torchrec.datasets.utils.ParallelReadConcat": "one criteo_terabyte of the files of all pipes: the workers of a DataLoader share them",
+    "torchrec.datasets.utils.idx_split_train_val": "two itertools.islice of the rows, or torch.utils.data.random_split of a list",
+    "torchrec.datasets.utils.rand_split_train_val": "torch.utils.data.random_split of a list of the rows",
     "torchrec.distributed.batched_embedding_kernel.*": "nothing to import: create_embedding_sharding(...).create_lookup() gives the lookup modules",
     "torchrec.distributed.batched_embedding_kernel.BaseBatchedEmbedding": "recinfer's sharded modules do not support "
     "custom kernels; the kernels are dense, fused, fused_uvm and fused_uvm_caching "
@@ -54,8 +56,12 @@ INSTEAD = {
     "torchrec.distributed.planner.proposers.proposers_to_proposals_list": "load(), propose() and feedback() of each proposer",
     "torchrec.distributed.planner.shard_estimators.calculate_shard_storages": "recinfer.distributed.planner.shard_estimators.EmbeddingStorageEstimator(topology).estimate(options)",
     "torchrec.distributed.planner.shard_estimators.get_num_poolings": "ShardingOption.num_poolings",
+    "torchrec.distributed.planner.storage_reservations.StorageReservationType": "the class of the reservation",
     "torchrec.distributed.planner.utils.BinarySearchPredicate": "bisect of the standard library",
     "torchrec.distributed.planner.utils.LuusJaakolaSearch": "scipy.optimize.minimize_scalar",
+    "torchrec.distributed.planner.utils.mb_to_bytes": "int(mb * 1024**2)",
+    "torchrec.distributed.planner.utils.reset_shard_rank": "a loop that sets shard.rank = None",
+    "torchrec.distributed.planner.utils.storage_repr_in_gb": "str(storage), in bytes",
     "torchrec.distributed.quant_embedding_kernel.*": "recinfer.distributed.quant_embeddingbag",
     "torchrec.distributed.shard.*": "recinfer.distributed.model_parallel.DistributedModelParallel with the plan",
     "torchrec.distributed.sharding.cw_sequence_sharding.*": "recinfer.distributed.embedding.create_embedding_sharding",

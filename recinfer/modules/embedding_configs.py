@@ -174,7 +174,7 @@ class BaseEmbeddingConfig:
             raise ConfigError(
                 f"table {self.name!r}: got {given}; recinfer allocates all rows of a table at the start and never "
                 f"evicts or moves them. Leave this out, and map ids to 0 ... {self.num_embeddings - 1} before the "
-                f"lookup (by a hash or a vocabulary)"
+                f"lookup (docs/how-to/raw-ids.md)"
             )
         of = "modules.embedding_configs.BaseEmbeddingConfig"
         warn_ignored(of, "num_embeddings_post_pruning", self.num_embeddings_post_pruning, stacklevel=4)

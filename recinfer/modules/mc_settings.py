@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
@@ -19,7 +20,7 @@ from recinfer.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
-__all__ = ["managed_collision_collection", "managed_collision_module"]
+__all__ = ["managed_collision_collection", "managed_collision_module", "training_settings"]
 
 _POLICIES = {kind.__name__: kind for kind in (DistanceLFU_EvictionPolicy, LFU_EvictionPolicy, LRU_EvictionPolicy)}
 
@@ -45,7 +46,7 @@ def managed_collision_module(settings: Mapping[str, Any], device: torch.device) 
     """The module of :func:`recinfer.capture.collision_settings`, without ids and in evaluation mode.
 
     Args:
-        settings: its class and arguments.
+        settings: its class and arguments; may have those of :func:`training_settings`.
         device: device of the buffers; meta works.
 
     Raises:
@@ -56,9 +57,8 @@ def managed_collision_module(settings: Mapping[str, Any], device: torch.device) 
     policy = _POLICIES.get(settings.get("eviction_policy", ""), DistanceLFU_EvictionPolicy)
     try:
         if settings.get("class") == MCHManagedCollisionModule.__name__:
-            return MCHManagedCollisionModule(
-                device=device, eviction_policy=policy(), eviction_interval=1, **arguments
-            ).eval()
+            arguments = {"eviction_interval": 1, **arguments}
+            return MCHManagedCollisionModule(device=device, eviction_policy=policy(), **arguments).eval()
         if settings.get("class") == HashZchManagedCollisionModule.__name__:
             return HashZchManagedCollisionModule(device=device, is_inference=True, **arguments)
     except TypeError as error:
@@ -67,3 +67,17 @@ def managed_collision_module(settings: Mapping[str, Any], device: torch.device) 
         f"settings of managed collisions: class {settings.get('class')!r}; expected {MCHManagedCollisionModule.__name__} or "
         f"{HashZchManagedCollisionModule.__name__}"
     )
+
+
+def training_settings(module: nn.Module) -> dict[str, int]:
+    """The argument that training depends on and lookups do not: ``eviction_interval``.
+
+    Empty for a module whose training depends on more: a policy with arguments, or a hashed module.
+    """
+    if not isinstance(module, MCHManagedCollisionModule):
+        return {}
+    policy = module._eviction_policy
+    kind: Any = type(policy)
+    if kind not in _POLICIES.values() or vars(policy) != vars(kind()):
+        return {}
+    return {"eviction_interval": module._eviction_interval}

@@ -12,7 +12,8 @@
 #include "_half.h"
 #include "_row.h"
 
-#define AHEAD 48 /* ids whose rows are prefetched ahead of their use */
+#define AHEAD 16 /* ids whose rows are prefetched ahead of their use: as many as a core keeps in flight */
+#define LINE 64   /* bytes of a cache line */
 #define LONG_WORK 65536 /* floats; a larger lookup releases the interpreter lock */
 
 /* A table, or columns of one, in the buffer. */
@@ -30,6 +31,16 @@ typedef struct {
     int64_t first, samples, *starts, *ends;
 } Part;
 
+/* Ask for a row's first cache lines; the machine itself follows long rows. Without a loop, which would keep the compiler from
+   making vectors of the loops around it. An address, because an id that is not checked yet may give any. */
+INLINE static void prefetch_row(uintptr_t row, int64_t bytes) {
+    __builtin_prefetch((const void *)row);
+    if (bytes > LINE)
+        __builtin_prefetch((const void *)(row + LINE));
+    if (bytes > 2 * LINE)
+        __builtin_prefetch((const void *)(row + 2 * LINE));
+}
+
 /* All bags of one feature in one piece, whose ids are rows of it. */
 INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t format, const Bags *bags,
                              const Part *part, int64_t key, float *restrict sum, uint8_t *out, int64_t columns) {
@@ -41,7 +52,7 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
             sum[i] = 0.0f;
         for (; at < end; at++) {
             if (at + AHEAD < last)
-                __builtin_prefetch(table + id_at(bags, at + AHEAD) * row_bytes);
+                prefetch_row((uintptr_t)(table + id_at(bags, at + AHEAD) * row_bytes), row_size(width, format));
             add_row(table + id_at(bags, at) * row_bytes, width, format, sum);
         }
         if (piece->mean && count > 1) {
@@ -62,7 +73,7 @@ INLINE static int are_rows(const uint8_t *table, const Piece *piece, const Bags 
         if (id < 0 || id >= piece->rows)
             return 0;
         if (i < at + AHEAD)
-            __builtin_prefetch(table + id * piece->row_bytes);
+            prefetch_row((uintptr_t)(table + id * piece->row_bytes), piece->row_bytes);
     }
     return 1;
 }
@@ -491,8 +502,8 @@ INLINE static int sum_step(const uint8_t *table, const Piece *piece, int64_t wid
         for (int64_t at = start; at < end; at++) {
             const int64_t id = number_at(&bags->ids, at);
             if (at + AHEAD < last && at + AHEAD < ids)
-                __builtin_prefetch((const void *)((uintptr_t)table + (uintptr_t)number_at(&bags->ids, at + AHEAD) *
-                                                                         (uintptr_t)piece->row_bytes));
+                prefetch_row((uintptr_t)table + (uintptr_t)number_at(&bags->ids, at + AHEAD) * (uintptr_t)piece->row_bytes,
+                             row_size(width, format));
             if (id == -1)
                 continue;
             if (id < 0 || id >= piece->rows)
@@ -576,7 +587,7 @@ static PyObject *sum_method(PyObject *module, PyObject *args) {
     if (bags.offsets.obj != NULL)
         keys = batch > 0 ? (bags.offsets.len / bags.offsets.itemsize - 1) / batch : INT64_MAX;
     if (batch < 0 || columns < 0 || (columns && batch > PY_SSIZE_T_MAX / 64 / columns) || out.len != 4 * batch * columns ||
-        (bags.offsets.obj == NULL && batch != num_ids) ||
+        (bags.offsets.obj == NULL ? batch != num_ids : !bags.offsets.len) ||
         (bags.weights.obj != NULL && (bags.weights.itemsize != 4 || bags.weights.len != 4 * num_ids)) ||
         !check_pieces(pieces_view.buf, num_pieces, buffer.len) ||
         !check_steps(steps_view.buf, num_steps, pieces_view.buf, num_pieces, keys, columns, &widest)) {

@@ -1,13 +1,13 @@
-"""Lookups by recinfer's compiled loop, for rows that FBGEMM lacks, alone and beside tables that FBGEMM looks up.
+"""Lookups by recinfer's compiled loop, for tables of which FBGEMM lacks the rows of some.
 
 Shape suffixes: B batch, D output columns, N ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -20,27 +20,13 @@ from recinfer.quant._tables import sum_bags
 from recinfer.quant.buffers import Buffers, Placed
 from recinfer.quant.formats.registry import row_format
 from recinfer.quant.rows import OUTPUT_DTYPES
-from recinfer.quant.threads import SplitLookup
 
 if TYPE_CHECKING:
-    from recinfer.quant.tbe import TableBatch
+    pass
 
-__all__ = ["CompiledBatch", "MixedBatch"]
+__all__ = ["CompiledBatch"]
 
 _PIECE = 6  # numbers that describe a table to the loop
-
-
-class _Call(NamedTuple):
-    """The tables of one call in one buffer, as the loop takes them.
-
-    Attributes:
-        managed: whether they are in the second buffer.
-        pieces, steps: see ``recinfer.quant._tables.pool``.
-    """
-
-    managed: bool
-    pieces: NDArray[np.int64]
-    steps: NDArray[np.int64]
 
 
 def _sum_bags(
@@ -78,12 +64,10 @@ def _look_up_rows(
     if pooled:
         batch = (offsets.numel() - 1) // features
         out_BD = torch.empty(batch, columns)
-        starts = [0, *accumulate(tables[:, 3].tolist())][:-1]
-        steps = np.array([(i, i, start) for i, start in enumerate(starts)], np.int64)
-        _sum_bags(buffer, tables, steps, ids, offsets, weights, out_BD)
+        _sum_bags(buffer, tables, _steps(tables[:, 3].tolist()), ids, offsets, weights, out_BD)
         return out_BD
     edges = offsets[:: (offsets.numel() - 1) // features].tolist()
-    return _rows([buffer] * features, tables, ids, edges, columns)
+    return _rows(buffer, tables, ids, edges, columns)
 
 
 @_look_up_rows.register_fake
@@ -100,14 +84,18 @@ def _(
     return buffer.new_empty((rows, columns), dtype=torch.float32)
 
 
-def _rows(
-    buffers: Sequence[Tensor], tables: NDArray[np.int64], ids: Tensor, edges: Sequence[int], columns: int
-) -> Tensor:
-    """``[N, columns]``: the rows of each table's own ids, one after another; ``buffers``: one for each table."""
+def _steps(widths: Sequence[int]) -> NDArray[np.int64]:
+    """The steps of ``recinfer.quant._tables.pool`` for tables of these columns: key, table and first column of each."""
+    starts = [0, *accumulate(widths)][:-1]
+    return np.array([(i, i, start) for i, start in enumerate(starts)], np.int64).reshape(-1, 3)
+
+
+def _rows(buffer: Tensor, tables: NDArray[np.int64], ids: Tensor, edges: Sequence[int], columns: int) -> Tensor:
+    """``[N, columns]``: the rows of each table's own ids, one after another."""
     out_ND = torch.empty(ids.numel(), columns)
     only = np.zeros((1, 3), np.int64)
     for number, (start, end) in enumerate(pairwise(edges)):
-        _sum_bags(buffers[number], tables[number : number + 1], only, ids[start:end], None, None, out_ND[start:end])
+        _sum_bags(buffer, tables[number : number + 1], only, ids[start:end], None, None, out_ND[start:end])
     return out_ND
 
 
@@ -144,53 +132,19 @@ class CompiledBatch(nn.Module):
             raise ConfigError(f"unpooled tables of one batch must have one width; got {sorted(set(self.widths))}")
         self.total_dim = self.widths[0] if unpooled and self.widths else sum(self.widths)
         self._pieces = np.array([self._piece(read) for read in self.reads], np.int64).reshape(-1, _PIECE)
-        self._calls = self._calls_of(0, len(self.reads))
-        self._split: SplitLookup | None = None
+        self._steps = _steps(self.widths)
 
     def _piece(self, read: Placed) -> tuple[int, ...]:
         size, mean = read.row_bytes(self.storage.row_alignment), int(self.pooling is PoolingType.MEAN)
         return read.offset, read.rect.rows, size, read.rect.cols, row_format(read.data_type).code, mean
-
-    def _calls_of(self, first: int, last: int) -> list[_Call]:
-        """The calls that look up reads ``first:last``: one for each buffer that has some of them."""
-        starts = [0, *accumulate(self.widths[first:last])]
-        by_buffer: dict[bool, list[tuple[int, int]]] = {}
-        for number in range(first, last):
-            managed = self.storage.memory_of(self.reads[number]) != "near"
-            by_buffer.setdefault(managed, []).append((number, number - first))
-        return [
-            _Call(
-                managed,
-                self._pieces[[number for number, _ in mine]],
-                np.array([(key, piece, starts[key]) for piece, (_, key) in enumerate(mine)], np.int64),
-            )
-            for managed, mine in by_buffer.items()
-        ]
-
-    def _buffer(self, managed: bool) -> Tensor:
-        if not managed:
-            return self.weights
-        assert self.storage.managed is not None, "a table in the second buffer has one"
-        return self.storage.managed
 
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up, like ``TableBatch.forward``; ids beyond the rows raise RuntimeError, and -1 is skipped."""
         if self.pooling is PoolingType.NONE:
             edges = offsets[:: (offsets.numel() - 1) // len(self.reads)].tolist()
             return torch.cat(self.rows_per_read(indices, offsets, edges))
-        if self._split is not None and self._split.wants(indices):
-            return self._split(self._alone, indices, offsets, per_sample_weights)
-        return self._alone(indices, offsets, per_sample_weights)
-
-    def _alone(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        return self._sums(self._calls, self.total_dim, len(self.reads), indices, offsets, per_sample_weights)
-
-    def _sums(
-        self, calls: list[_Call], columns: int, features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> Tensor:
-        out_BD = torch.empty((offsets.numel() - 1) // features, columns)
-        for managed, pieces, steps in calls:
-            _sum_bags(self._buffer(managed), pieces, steps, ids, offsets, weights, out_BD)
+        out_BD = torch.empty((offsets.numel() - 1) // len(self.reads), self.total_dim)
+        _sum_bags(self.weights, self._pieces, self._steps, indices, offsets, per_sample_weights, out_BD)
         return out_BD.to(self.output_dtype)
 
     def rows_per_read(
@@ -200,19 +154,12 @@ class CompiledBatch(nn.Module):
         if traced:
             rows = self.traced(indices, offsets)
         else:
-            buffers = [self._buffer(self.storage.memory_of(read) != "near") for read in self.reads]
-            rows = _rows(buffers, self._pieces, indices, edges, self.total_dim).to(self.output_dtype)
+            rows = _rows(self.weights, self._pieces, indices, edges, self.total_dim).to(self.output_dtype)
         return [rows[edges[i] : edges[i + 1]] for i in range(len(self.reads))]
 
     def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """:meth:`forward` for torch.export, on the registered buffer itself. A program that loads the export imports this
-        module first, which registers the operator.
-
-        Raises:
-            UnavailableError: the tables lie in two buffers.
-        """
-        if any(call.managed for call in self._calls):
-            raise UnavailableError("tables in two buffers cannot be exported; export the model that they come from")
+        module first, which registers the operator."""
         pieces, pooled = self._pieces.reshape(-1).tolist(), self.pooling is not PoolingType.NONE
         found = torch.ops.recinfer.look_up_rows(
             self.weights, indices, offsets, per_sample_weights, pieces, self.total_dim, pooled
@@ -223,115 +170,12 @@ class CompiledBatch(nn.Module):
         """Returns ``out_BD``, which has no padding."""
         return out_BD
 
-    def use_threads(self, threads: int) -> None:
-        """See ``TableBatch.use_threads``."""
-        self._split = None
-        if threads > 1 and self.pooling is not PoolingType.NONE and len(self.reads) > 1:
-            self._split = SplitLookup(threads, self.widths, self._part, self.output_dtype)
-
-    def _part(self, first: int, last: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        """Look up features ``first:last`` only, with all ids and the offsets of these features' bags."""
-        calls, columns = self._calls_of(first, last), sum(self.widths[first:last])
-
-        def run(indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-            return self._sums(calls, columns, last - first, indices, offsets, weights)
-
-        return run
-
-    def forget_cached(self) -> None:
-        """No effect: nothing is cached."""
-
-    def fbgemm_module(self) -> NoReturn:
-        """Raises UnavailableError: FBGEMM has no such rows."""
-        _no_fbgemm(self.reads)
-
-
-class MixedBatch(nn.Module):
-    """Pooled lookups of neighbouring tables in turn by FBGEMM and by the compiled loop; see
-    :class:`recinfer.quant.tbe.TableBatch`, whose arguments and attributes these are.
-
-    Args:
-        batch_of: makes the batch of tables that all are, or all are not, FBGEMM's.
-    """
-
-    averages = False
-    counts_ids = False
-    real_columns: Tensor | None
-
-    def __init__(
-        self,
-        reads: Sequence[Placed],
-        pooling: PoolingType,
-        buffers: Buffers,
-        batch_of: Callable[[Sequence[Placed]], TableBatch],
-        *,
-        output_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        assert pooling is not PoolingType.NONE, "unpooled tables of FBGEMM and of the loop are batches of their own"
-        self.reads, self.tables = tuple(reads), tuple(dict.fromkeys(reads))
-        self.pooling, self.storage, self.output_dtype = pooling, buffers, output_dtype
-        runs = groupby(self.reads, key=lambda read: row_format(read.data_type).fbgemm is None)
-        self._runs = nn.ModuleList([batch_of(list(run)) for _, run in runs])
-        ends = list(accumulate(len(run.reads) for run in self._batches()))
-        self._spans = list(pairwise([0, *ends]))
-        self.widths = [width for run in self._batches() for width in run.widths]
-        self.total_dim = sum(self.widths)
-        self.knows_rows = all(run.knows_rows for run in self._batches())
-        starts = [0, *accumulate(self.widths)]
-        real = [start + column for start, read in zip(starts, self.reads) for column in range(read.rect.cols)]
-        padded = torch.tensor(real, device=buffers.device) if len(real) < self.total_dim else None
-        self.register_buffer("real_columns", padded, persistent=False)
-
-    def _batches(self) -> list[Any]:
-        return list(self._runs)
-
-    @property
-    def weights(self) -> Tensor:
-        """The rows' buffer."""
-        found: Tensor = self._batches()[0].weights
-        return found
-
-    def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """See ``TableBatch.forward``."""
-        calls = [run.forward for run in self._batches()]
-        return self._joined(calls, indices, offsets, per_sample_weights)
-
-    def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """See ``TableBatch.traced``."""
-        calls = [run.traced for run in self._batches()]
-        return self._joined(calls, indices, offsets, per_sample_weights)
-
-    def _joined(
-        self, calls: Sequence[Callable[..., Tensor]], indices: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> Tensor:
-        """Each run takes all ids and the offsets of its own bags."""
-        batch = (offsets.numel() - 1) // len(self.reads)
-        parts = [
-            call(indices, offsets[first * batch : last * batch + 1], weights)
-            for call, (first, last) in zip(calls, self._spans)
-        ]
-        return torch.cat(parts, dim=1)
-
-    def without_padding(self, out_BD: Tensor) -> Tensor:
-        """See ``TableBatch.without_padding``."""
-        return out_BD if self.real_columns is None else out_BD.index_select(1, self.real_columns)
-
-    def use_threads(self, threads: int) -> None:
-        """See ``TableBatch.use_threads``."""
-        for run in self._batches():
-            run.use_threads(threads)
-
     def forget_cached(self) -> None:
         """No effect: nothing is cached."""
 
     def fbgemm_module(self) -> NoReturn:
         """Raises UnavailableError: FBGEMM lacks some of the rows."""
-        _no_fbgemm(self.reads)
-
-
-def _no_fbgemm(reads: Sequence[Placed]) -> NoReturn:
-    lacking = sorted({read.data_type.value for read in reads if row_format(read.data_type).fbgemm is None})
-    raise UnavailableError(
-        f"FBGEMM has no TBE module for {', '.join(lacking)} rows; quantize the tables to another precision"
-    )
+        lacking = sorted({read.data_type.value for read in self.reads if row_format(read.data_type).fbgemm is None})
+        raise UnavailableError(
+            f"FBGEMM has no TBE module for {', '.join(lacking)} rows; quantize the tables to another precision"
+        )

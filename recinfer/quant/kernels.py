@@ -79,7 +79,7 @@ def table_batch(
     means: Sequence[bool] = (),
 ) -> TableBatch:
     """A batched lookup over packed tables with the kernel that :func:`choose_kernel` chooses. On the CPU, recinfer's compiled
-    loop looks up rows that FBGEMM lacks.
+    loop looks up all of them if FBGEMM lacks the rows of some.
 
     Args:
         reads, pooling, buffers, output_dtype: as of ``TableBatch``.
@@ -93,33 +93,16 @@ def table_batch(
 
         # The same calls; a union would make every caller name both.
         return cast("TableBatch", TritonBatch(reads, pooling, buffers, output_dtype=output_dtype, means=means))
-    lacking = [read for read in reads if row_format(read.data_type).fbgemm is None]
+    lacking = sorted({read.data_type.value for read in reads if row_format(read.data_type).fbgemm is None})
+    if lacking and buffers.device.type == "cuda":
+        raise ConfigError(
+            f"FBGEMM has no {', '.join(lacking)} rows on a GPU; set RECINFER_KERNEL=triton, or give the tables another "
+            "precision"
+        )
     if lacking:
-        return _without_fbgemm(reads, lacking, pooling, buffers, output_dtype)
+        from recinfer.quant.compiled_batch import CompiledBatch
+
+        return cast("TableBatch", CompiledBatch(reads, pooling, buffers, output_dtype=output_dtype))
     from recinfer.quant.tbe import TableBatch
 
     return TableBatch(reads, pooling, buffers, output_dtype=output_dtype)
-
-
-def _without_fbgemm(
-    reads: Sequence[Placed],
-    lacking: Sequence[Placed],
-    pooling: PoolingType,
-    buffers: Buffers,
-    output_dtype: torch.dtype,
-) -> TableBatch:
-    """A lookup of tables of which FBGEMM has no rows for ``lacking``."""
-    from recinfer.quant.compiled_batch import CompiledBatch, MixedBatch
-
-    if buffers.device.type == "cuda":
-        names = ", ".join(sorted({read.data_type.value for read in lacking}))
-        raise ConfigError(
-            f"FBGEMM has no {names} rows on a GPU; set RECINFER_KERNEL=triton, or give the tables another precision"
-        )
-    if len(lacking) == len(reads):
-        return cast("TableBatch", CompiledBatch(reads, pooling, buffers, output_dtype=output_dtype))
-
-    def batch_of(run: Sequence[Placed]) -> TableBatch:
-        return table_batch(run, pooling, buffers, output_dtype=output_dtype)
-
-    return cast("TableBatch", MixedBatch(reads, pooling, buffers, batch_of, output_dtype=output_dtype))

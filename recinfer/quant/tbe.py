@@ -9,7 +9,7 @@ shares the same bytes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +21,6 @@ from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers, Memory, Placed
 from recinfer.quant.formats.registry import ROW_FORMATS
 from recinfer.quant.rows import OUTPUT_DTYPES, padded_dim
-from recinfer.quant.threads import SplitLookup
 
 try:
     import fbgemm_gpu  # noqa: F401  registers the ops
@@ -103,7 +102,6 @@ class TableBatch(nn.Module):
         self.output_dtype = output_dtype
         self._cache_lock = threading.Lock()
         self._through_cache: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
-        self._split: SplitLookup | None = None
         buffer, alignment = buffers.near, buffers.row_alignment
         self.register_buffer("weights", buffer, persistent=False)
         device = buffer.device
@@ -116,8 +114,8 @@ class TableBatch(nn.Module):
         real = [start + c for start, read in zip(column_offsets, self.reads) for c in range(read.rect.cols)]
         padded = pooling is not PoolingType.NONE and len(real) < column_offsets[-1]
         self.register_buffer("real_columns", torch.tensor(real, device=device) if padded else None, persistent=False)
-        near = all(memory == "near" for memory in memories)
         managed = buffers.managed
+        assert managed is None or device.type == "cuda", "the op takes one buffer on CPU"
         self._managed = managed if managed is not None else torch.empty(0, dtype=torch.uint8, device=device)
         widths = list(zip(self.reads, self.widths))
         widest = {
@@ -134,17 +132,16 @@ class TableBatch(nn.Module):
             buffer,
             self._managed,
             tensor([embedding_location(memory, device).value for memory in memories], torch.int32),
-            tensor([self._offset(read) for read in self.reads], torch.int64),
+            tensor([read.offset for read in self.reads], torch.int64),
             tensor([_SPARSE_TYPES[read.data_type].as_int() for read in self.reads], torch.uint8),
             tensor(column_offsets, torch.int32),
             column_offsets[-1],
             *widest.values(),
         )
-        ends = [r.offset + r.bytes(alignment) for r, memory in zip(self.reads, memories) if memory == "near"]
-        end = max(ends, default=0)
+        end = max((read.offset + read.bytes(alignment) for read in self.reads), default=0)
         # Without the slack behind the last row, which the op would take for more rows.
         self._bounded = (buffer[:end], *self._head[1:]) if device.type == "cpu" else self._head
-        self.knows_rows = device.type == "cpu" and near and self._knows_rows(end)
+        self.knows_rows = device.type == "cpu" and self._knows_rows(end)
         self._pooling_mode = int(_POOLING_MODES[pooling])
         self._tail = (_OUTPUT_TYPES[output_dtype].as_int(), None, None, alignment, 0, -1, -1)
         self._op = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
@@ -159,17 +156,6 @@ class TableBatch(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._cache_lock = threading.Lock()
-
-    def _offset(self, read: Placed) -> int:
-        """Byte offset for the operator. On CPU it takes one buffer, so tables of the second are at a distance from it.
-
-        Passing both buffers would not work: the operator treats the bytes between the offsets of two features' tables
-        as the first one's rows, in either buffer, and rejects ids beyond. A distance is larger than any table, or
-        negative, which the operator reads as unsigned.
-        """
-        if self.storage.memory_of(read) == "near" or self.weights.device.type != "cpu":
-            return read.offset
-        return read.offset + self._managed.data_ptr() - self.weights.data_ptr()
 
     def _knows_rows(self, size: int) -> bool:
         """Whether the operator rejects every id beyond each table's rows.
@@ -200,9 +186,7 @@ class TableBatch(nn.Module):
             # The module fills its cache, then looks up: another thread between the two would put other rows there.
             with self._cache_lock:
                 return self._through_cache(indices, offsets, per_sample_weights)
-        if self._split is not None and self._split.wants(indices):
-            return self._split(self._alone, indices, offsets, per_sample_weights)
-        return self._alone(indices, offsets, per_sample_weights)
+        return self._op(*self._bounded, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
 
     def rows_per_read(
         self, indices: Tensor, offsets: Tensor, edges: Sequence[int], *, traced: bool = False
@@ -220,41 +204,6 @@ class TableBatch(nn.Module):
     def without_padding(self, out_BD: Tensor) -> Tensor:
         """The columns of a pooled :meth:`forward`'s result without padding."""
         return out_BD if self.real_columns is None else out_BD.index_select(1, self.real_columns)
-
-    def _alone(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        return self._op(*self._bounded, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
-
-    def use_threads(self, threads: int) -> None:
-        """Let large pooled lookups on CPU use up to ``threads`` threads where measured times show that this is faster;
-        1 disables it."""
-        on_host = self.weights.device.type == "cpu" and self.pooling is not PoolingType.NONE
-        self._split = None
-        if threads > 1 and on_host and len(self.reads) > 1:
-            self._split = SplitLookup(threads, self.widths, self._part, self.output_dtype)
-
-    def _part(self, first: int, last: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        """Run the operator over features ``first:last`` only, with all ids and the offsets of these features' bags."""
-        buffer, managed, locations, starts, types, columns, *_ = self._bounded
-        if self.knows_rows and last < len(self.reads):
-            # Up to the next table, which the operator does not get otherwise.
-            ahead = [int(start) for start in starts[last:] if start > starts[last - 1]]
-            buffer = buffer[: min(ahead, default=buffer.numel())]
-        mine = columns[first : last + 1] - columns[first]
-        head: tuple[Any, ...] = (
-            buffer,
-            managed,
-            locations[first:last],
-            starts[first:last],
-            types[first:last],
-            mine,
-            int(mine[-1]),
-            *self._bounded[7:],
-        )
-
-        def run(indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-            return self._op(*head, indices, offsets, self._pooling_mode, weights, *self._tail)
-
-        return run
 
     def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """:meth:`forward` for torch.export, on the registered buffer itself, so that an exported program saves it
@@ -294,7 +243,7 @@ class TableBatch(nn.Module):
             output_dtype=_OUTPUT_TYPES[self.output_dtype],
             row_alignment=self.storage.row_alignment,
         )
-        tbe.weights_physical_offsets = [self._offset(table) for table in self.tables]
+        tbe.weights_physical_offsets = [table.offset for table in self.tables]
         tbe.initialize_logical_weights_placements_and_offsets()
         size = self.weights.numel()
         tbe.host_size, tbe.dev_size = (size, 0) if device.type == "cpu" else (0, size)

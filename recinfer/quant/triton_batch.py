@@ -200,9 +200,6 @@ class TritonBatch:
         """Returns ``out_BD``, which has no padding."""
         return out_BD
 
-    def use_threads(self, threads: int) -> None:
-        """No effect: only FBGEMM on the CPU uses threads."""
-
     def forget_cached(self) -> None:
         """Empty the cache after rows of ``"cached"`` tables were written other than by :meth:`Buffers.write`."""
         if self._lookup.cache is not None:

@@ -32,7 +32,7 @@ __all__ = [
     "TablesConfig",
 ]
 
-_MOST_WORKERS, _MOST_THREADS = 256, 64
+_MOST_WORKERS = 256
 _SHORTEST_POLL_S, _SHORTEST_TIMEOUT_S = 0.01, 1.0
 _SHORTEST_IDLE_S, _A_DAY_S = 0.1, 86_400.0
 _ORIGIN = re.compile(r"https?://[^/?#\s@]+")
@@ -99,8 +99,6 @@ class LoadOptions(TypedDict):
 
     device: str
     preload: bool
-    lookup_threads: int
-    join_columns: bool
     reuse_outputs: bool
 
 
@@ -112,30 +110,23 @@ class TablesConfig:
         device: ``"cpu"``, or ``"cuda"``: rank r's tables go to GPU r.
         preload: read all pages of the tables before the first request.
         lock: read all pages of the archives and lock them in memory; versions of a model store are not locked.
-        lookup_threads: most threads that one large lookup may use, 1 to 64.
-        join_columns: copy column-wise sharded tables into whole rows.
         reuse_outputs: reuse the memory of responses above 32 MiB.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     preload: bool = False
     lock: bool = False
-    lookup_threads: int = 1
-    join_columns: bool = False
     reuse_outputs: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"--device: got {self.device!r}, expected 'cpu' or 'cuda'")
-        _check_number("--lookup-threads", self.lookup_threads, 1, _MOST_THREADS)
 
     def load_options(self) -> LoadOptions:
         """Arguments of :func:`recinfer.load`, without ``lock``, which applies to the archives of the configuration only."""
         return {
             "device": self.device,
             "preload": self.preload,
-            "lookup_threads": self.lookup_threads,
-            "join_columns": self.join_columns,
             "reuse_outputs": self.reuse_outputs,
         }
 

@@ -25,6 +25,8 @@ COLUMNS = (
     "auc",
     "log_loss",
     "normalized_entropy",
+    "ids_admitted",
+    "ids_evicted",
 )
 
 
@@ -35,7 +37,8 @@ class Curve:
         path: a CSV file to write, replaced if it is there; None keeps the points in memory only.
 
     Attributes:
-        rows: the points, by :data:`COLUMNS`; held-out metrics are missing between evaluations.
+        rows: the points, by :data:`COLUMNS`; held-out metrics are missing between evaluations, and counts of raw ids
+            in a model whose tables take rows.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:

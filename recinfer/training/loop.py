@@ -41,6 +41,7 @@ _SMALL_BATCH = 4096
 _SMALL_TABLES = 1 << 28  # bytes
 _WARMUP = 0.05  # share of the steps in which the learning rates rise; the rates then fall linearly to 0
 _WARMUP_STEPS = 500  # steps of the rise if the number of steps is unknown; the rates then stay constant
+_MOVES = "admitted", "evicted"
 _CURVE_POINTS = 200  # approximate number of the curve's rows in a run
 
 
@@ -93,6 +94,7 @@ class TrainResult:
         train_losses: mean training loss of each epoch (of a resumed run, of the steps since).
         num_train_rows, num_test_rows: rows trained on in a pass, and rows held out.
         num_steps: updates made, those before a resume too.
+        ids_admitted, ids_evicted: raw ids that got a row and that lost theirs in this run, in a model whose tables take raw ids.
         seconds: wall time of training and evaluation, without the checkpoint.
         samples_per_second: rows trained on a second, over all ranks.
         checkpoint: the folder written, or None.
@@ -106,6 +108,8 @@ class TrainResult:
     num_train_rows: int
     num_test_rows: int
     num_steps: int
+    ids_admitted: int
+    ids_evicted: int
     seconds: float
     samples_per_second: float
     checkpoint: Path | None
@@ -214,6 +218,8 @@ def fit(
         source.num_train_rows or 0,
         run.num_test_rows,
         run.step,
+        run.moved.get("ids_admitted", 0),
+        run.moved.get("ids_evicted", 0),
         run.seconds,
         run.rows * source.world_size / max(run.train_seconds, 1e-9),
         checkpoint,
@@ -240,6 +246,7 @@ class _Run:
         self.epoch = self.step = self.skip = self.rows = 0
         self.losses: list[float] = []
         self.metrics: dict[str, float] = {}
+        self.moved: dict[str, int] = {}
         self.num_test_rows = 0
         self.seconds = self.train_seconds = 0.0
         self.started = time.perf_counter()
@@ -301,7 +308,11 @@ class _Run:
 
         self.metrics = evaluate(scored())
         self.num_test_rows = int(_sum(self.num_test_rows))
-        self.curve.add_evaluation(self.step, self.epoch, self.step * self.source.global_batch, self.metrics)
+        parts = [part for part in self.trainer.model.modules() if hasattr(part, "num_admitted")]
+        if parts:
+            self.moved = {f"ids_{what}": sum(getattr(part, f"num_{what}") for part in parts) for what in _MOVES}
+        samples = self.step * self.source.global_batch
+        self.curve.add_evaluation(self.step, self.epoch, samples, {**self.metrics, **self.moved})
 
     # ---------------------------------------------------------------------------------------------- checkpoints
 
@@ -351,7 +362,9 @@ def _trainer(source: BatchSource, settings: TrainSettings, model: DLRM | None) -
     # created shard by shard.
     num_bytes = 4 * settings.embedding_dim * sum(f.num_embeddings for f in source.contract.sparse)
     device = torch.device("meta" if sharded and num_bytes > _SMALL_TABLES else "cpu")
-    if model is None:
+    if model is None and settings.start_from is not None:
+        model = read_start(settings.start_from).build_model(device)
+    elif model is None:
         model = build_dlrm(
             source.contract, embedding_dim=settings.embedding_dim, seed=settings.seed, table_device=device
         )

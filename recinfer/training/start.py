@@ -6,7 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from recinfer.checkpoint import CheckpointReader
+from recinfer.checkpoint.model_json import untrainable_tables
 from recinfer.errors import CheckpointError
 from recinfer.models.dlrm import DLRM
 
@@ -24,18 +27,27 @@ class Start:
         contract: the feature contract: the same text stays the same row, so that a delta can follow.
         name: name of the model.
         embedding_dim: columns of every table.
+        reader: the checkpoint.
     """
 
     contract: FeatureContract
     name: str
     embedding_dim: int
+    reader: CheckpointReader
+
+    def build_model(self, device: torch.device) -> DLRM:
+        """The checkpoint's model with new weights; the global random state is unchanged."""
+        with torch.random.fork_rng(devices=[]):
+            model = self.reader.build_model(device)
+        assert isinstance(model, DLRM)
+        return model
 
 
 def read_start(checkpoint: str | os.PathLike[str]) -> Start:
     """Read the description of a checkpoint of recinfer's training loop.
 
     Raises:
-        CheckpointError: there is no checkpoint, or one without the loop's model.
+        CheckpointError: there is no checkpoint, or one without the loop's model, or that does not say how its model admits raw ids.
     """
     reader = CheckpointReader(checkpoint)
     model = None if reader.model_json is None else reader.build_model("meta")
@@ -44,4 +56,9 @@ def read_start(checkpoint: str | os.PathLike[str]) -> Start:
             f"{os.fspath(checkpoint)}: has no DLRM with a feature contract; expected a checkpoint of recinfer train to start from"
         )
     assert reader.model_json is not None
-    return Start(reader.contract, reader.model_json["name"], model.sparse_arch.D)
+    if unknown := untrainable_tables(reader.model_json):
+        raise CheckpointError(
+            f"{os.fspath(checkpoint)}: table {unknown[0]!r} has an eviction policy that model.json does not hold; go on training by "
+            "the program that made the model"
+        )
+    return Start(reader.contract, reader.model_json["name"], model.sparse_arch.D, reader)

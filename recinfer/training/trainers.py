@@ -22,6 +22,7 @@ from recinfer.checkpoint import save_checkpoint
 from recinfer.distributed.types import ShardingPlan, ShardingType
 from recinfer.errors import ConfigError
 from recinfer.models.dlrm import DLRM, DLRMTrain
+from recinfer.modules.remapping import remapping
 from recinfer.optim.rowwise_adagrad import RowWiseAdagrad, sparse_gradients
 from recinfer.streamable import move_to
 from recinfer.training.batches import Batch
@@ -152,6 +153,9 @@ class ShardedTrainer(Trainer):
         sharding: table -> sharding type, ``"*"`` for all others; the planner chooses among types for the rest.
         batch_size: rows of a rank in one step, for the planner.
         device: device of this rank.
+
+    Raises:
+        ConfigError: a model that takes raw ids.
     """
 
     def __init__(
@@ -173,6 +177,8 @@ class ShardedTrainer(Trainer):
         from recinfer.optim.optimizers import in_backward_optimizer_filter
 
         super().__init__(dense_lr, sparse_lr)
+        if (change := remapping(model.sparse_arch.embedding_bag_collection)) is not None:
+            raise ConfigError(f"a DLRM with {change} trains in one process; leave out --world-size")
         group: Any = dist.group.WORLD
         self.device = device or torch.device("cpu")
         apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": sparse_lr, "eps": _EPS})

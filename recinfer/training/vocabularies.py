@@ -100,9 +100,7 @@ def compare_vocabularies(
             model, target = managed_dlrm(contract, rows, every, embedding_dim=embedding_dim, seed=seed), out
         result = fit(source, settings, model=model, out=target, progress=progress)
         total = sum(table.shape[0] for name, table in result.model.named_parameters() if "embedding_bags" in name)
-        parts = [part for part in result.model.modules() if isinstance(part, MCHManagedCollisionModule)]
-        moved = sum(part.num_admitted for part in parts), sum(part.num_evicted for part in parts)
-        yield VocabularyResult(name, total, result.auc, result.log_loss, *moved)
+        yield VocabularyResult(name, total, result.auc, result.log_loss, result.ids_admitted, result.ids_evicted)
 
 
 def managed_dlrm(

@@ -71,26 +71,19 @@ static inline int64_t number_at(Numbers numbers, Py_ssize_t i) {
     return number;
 }
 
-/* Whether each string lies in `size` bytes; without `starts` they follow one another and fill it. */
-static int fit(const int64_t *starts, Numbers lengths, Py_ssize_t n, int64_t size) {
+/* Write the key of each string; 0 if one is not in `size` bytes, or if strings without `starts`, which follow one another, do not fill
+   them. Each number is read once: another thread may change it. */
+static int write_keys(const uint8_t *data, int64_t size, const int64_t *starts, Numbers lengths, Py_ssize_t n, uint64_t low, uint64_t high,
+                      uint64_t *out) {
     int64_t end = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         const int64_t length = number_at(lengths, i), start = starts ? starts[i] : end;
         if (length < 0 || start < 0 || start > size || length > size - start)
             return 0;
-        end = start + length;
-    }
-    return starts != NULL || end == size;
-}
-
-static void write_keys(const uint8_t *data, const int64_t *starts, Numbers lengths, Py_ssize_t n, uint64_t low, uint64_t high,
-                       uint64_t *out) {
-    int64_t end = 0;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        const int64_t length = number_at(lengths, i), start = starts ? starts[i] : end;
         out[i] = siphash(data + start, (uint64_t)length, low, high);
         end = start + length;
     }
+    return starts != NULL || end == size;
 }
 
 PyDoc_STRVAR(keys_doc,
@@ -112,19 +105,19 @@ static PyObject *keys_method(PyObject *module, PyObject *args) {
     const Py_ssize_t n = out.len / 8;
     const Numbers sizes = {lengths.buf, lengths.itemsize};
     const int64_t *first = starts_object == Py_None ? NULL : starts.buf;
-    if ((sizes.width != 4 && sizes.width != 8) || lengths.len != n * sizes.width || out.len != 8 * n ||
-        (first != NULL && starts.len != 8 * n) || !fit(first, sizes, n, data.len)) {
-        PyErr_SetString(PyExc_ValueError, "keys: strings outside the bytes, or arrays of different lengths");
-        goto close;
-    }
-    if (data.len + n > LONG_WORK) {
+    int fit = (sizes.width == 4 || sizes.width == 8) && lengths.len == n * sizes.width && out.len == 8 * n &&
+              (first == NULL || starts.len == 8 * n);
+    if (fit && data.len + n > LONG_WORK) {
         Py_BEGIN_ALLOW_THREADS
-        write_keys(data.buf, first, sizes, n, low, high, out.buf);
+        fit = write_keys(data.buf, data.len, first, sizes, n, low, high, out.buf);
         Py_END_ALLOW_THREADS
-    } else {
-        write_keys(data.buf, first, sizes, n, low, high, out.buf);
+    } else if (fit) {
+        fit = write_keys(data.buf, data.len, first, sizes, n, low, high, out.buf);
     }
-    result = Py_NewRef(Py_None);
+    if (fit)
+        result = Py_NewRef(Py_None);
+    else
+        PyErr_SetString(PyExc_ValueError, "keys: strings outside the bytes, or arrays of different lengths");
 close:;
     Py_buffer *all[] = {&data, &starts, &lengths, &out};
     for (int i = 0; i < 4; i++)

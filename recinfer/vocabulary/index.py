@@ -34,7 +34,7 @@ HEADER_BYTES = 64
 _BUCKET_BYTES, _SLOTS = 64, 5
 _MAX_SECTIONS = 31
 _MAX_SECTION_BUCKETS = 1 << 32
-# Seven in eight ids are then in their home bucket, and an id takes at most 16 bytes.
+# With an id for each row, seven in eight ids are then in their home bucket, and a row takes at most 16 bytes.
 _TARGET_LOAD = 0.85
 _MOST_SEEDS = 8
 _NUMBERS = ("sections", "section_buckets", "ids", "rows", "seed")
@@ -195,8 +195,9 @@ def segment_block(segments: Sequence[Segment], input_hash_size: int) -> int:
 
 
 def _shape_of(ids: int, rows: int, load: float) -> IndexShape:
-    """The smallest index of that load: 16 to 31 sections, so that its size is at most a sixteenth above the one asked for."""
-    buckets = int(ids / (load * _SLOTS)) + 1
+    """The smallest index that has that load with an id for each row: 16 to 31 sections, so that its size is at most a sixteenth
+    above the one asked for."""
+    buckets = int(rows / (load * _SLOTS)) + 1
     section_buckets = 1
     while section_buckets * _MAX_SECTIONS < buckets:
         section_buckets *= 2
@@ -204,7 +205,7 @@ def _shape_of(ids: int, rows: int, load: float) -> IndexShape:
 
 
 def build_index(vocabulary: TableVocabulary) -> IdIndex:
-    """The index of a checked vocabulary."""
+    """The index of a checked vocabulary, with room for an id for each row, so that later vocabularies fit as deltas."""
     ids, rows = np.ascontiguousarray(vocabulary.ids), np.ascontiguousarray(vocabulary.rows)
     load = _TARGET_LOAD
     while True:

@@ -109,11 +109,12 @@ def _hashed(table: str, settings: Mapping[str, Any], checkpoint: CheckpointReade
     lookup._hash_zch_identities.data.copy_(identities)
     ids = torch.unique(identities)
     slots = lookup.slots_of(ids)
-    lost = ids[(slots < 0) & (ids != -1)]
+    held = ids != -1  # empty slots read as this id too
+    lost = ids[(slots < 0) & held]
     if len(lost):
         raise CheckpointError(
-            f"{checkpoint.path}: managed collisions of table {table!r}: a search finds {len(lost)} of {len(ids)} stored ids in "
-            f"no slot, such as {some([str(id_) for id_ in lost.tolist()], 3)}, with max_probe={settings['max_probe']}, {buckets} "
+            f"{checkpoint.path}: managed collisions of table {table!r}: a search finds {len(lost)} of {int(held.sum())} stored ids in no "
+            f"slot, such as {some([str(id_) for id_ in lost.tolist()], 3)}, with max_probe={settings['max_probe']}, {buckets} "
             f"buckets and input_hash_size={settings['input_hash_size']}; give the model with the settings of the training"
         )
     reserved = max(lookup.get_reserved_slots_per_bucket(), 0)

@@ -123,6 +123,15 @@ def test_debug_shows_the_traceback(tmp_path: Path, args: tuple[str, ...], env: d
     assert "NotFoundError" in done.stderr
 
 
+def test_closed_streams_are_the_null_device(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import torchrec\n")
+    command = f'"{sys.executable}" -m recinfer migrate model.py <&- >&- 2>&-'
+    assert (
+        subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode
+        == 0
+    )
+
+
 def test_an_unknown_option_is_a_usage_error() -> None:
     code, _, err = invoke("inspect", "--no-such-option")
     assert code == 2
@@ -136,6 +145,31 @@ def test_train_does_not_write_over_its_rows(tmp_path: Path, option: str) -> None
     code, _, err = invoke("train", "--data", rows, "--format", "criteo", "--out", tmp_path / "c.ckpt", option, rows)
     assert (code, rows.read_text()) == (2, "label,I1,C1\n")
     assert "give another file" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("plan", "--checkpoint", "none.ckpt", "--world-size", 2, "--out", "/nonexistent/p.json"), "--out"),
+        (
+            ("plan", "--checkpoint", "none.ckpt", "--world-size", 2, "--out", "p.json", "--plot", "p.xyz"),
+            "--plot p.xyz",
+        ),
+        (("calibrate", "--out", "/nonexistent/hardware.json"), "--out"),
+        (("train", "--limit", 2000, "--out", "t.ckpt", "--plot", "curve.xyz"), "--plot curve.xyz"),
+        (("train", "--limit", 2000, "--out", "t.ckpt", "--plot", "/nonexistent/curve.png"), "--plot"),
+        (("bench", "serve", "--target", "127.0.0.1:1", "--plot", "/nonexistent/curve.png"), "--plot"),
+        (("predict", "--target", "127.0.0.1:1", "--input", "rows.csv", "--out", "/nonexistent/scores.csv"), "--out"),
+    ],
+)
+def test_an_output_that_cannot_be_written_ends_a_command_before_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], says: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = invoke(*arguments)
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert err.startswith(f"error: {says}")
 
 
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
@@ -154,6 +188,21 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_a_signal_ends_leaves_no_folder_and_no_server(tmp_path: Path, number: signal.Signals) -> None:
+    os.mkfifo(tmp_path / "token")
+    with Program(HOLDING, tmp_path) as process:
+        server = int(process.stdout.readline())
+        assert len(list(tmp_path.iterdir())) == 2
+        process.send_signal(number)
+        _, err = process.communicate()
+    assert process.returncode == -number, err
+    assert "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
+
+
 def test_missing_server_is_an_error_of_one_line() -> None:
     code, _, err = invoke("lookup", "--target", "127.0.0.1:1", "--feature", "C1=1", "--timeout", "5")
     assert code == 2
@@ -167,6 +216,29 @@ from recinfer.cli.console import verb
 
 def run() -> None:
     exec("raise KeyboardInterrupt")
+
+app = typer.Typer()
+app.command()(verb(run))
+app()
+"""
+
+# A command with a temporary folder, and a server that starts for ever, because nobody writes its token.
+HOLDING = """
+import tempfile
+from pathlib import Path
+
+import typer
+from recinfer.cli.console import verb
+from recinfer.serving.server_process import ServerProcess
+
+class Server(ServerProcess):
+    def wait_until_serving(self, seconds=None):
+        print(self.pid, flush=True)
+        super().wait_until_serving(seconds)
+
+def run(folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder), Server("model.rqa", "--token-file", folder / "token", "--port", "0"):
+        pass
 
 app = typer.Typer()
 app.command()(verb(run))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,7 +46,8 @@ def test_a_picture_of_an_unknown_kind_is_refused(checkpoint: Path, tmp_path: Pat
     options = ["--world-size", 3, "--out", tmp_path / "plan.json", "--plot", tmp_path / "plan.txt"]
     error = run_json("plan", "--checkpoint", checkpoint, *options, code=2)["error"]
     assert "plan.txt" in error["message"]
-    assert ".png" in error["message"]
+    assert "png" in error["message"]
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_error_when_tables_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
@@ -53,6 +55,16 @@ def test_error_when_tables_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
     error = run_json("plan", "--checkpoint", checkpoint, *options, "--out", tmp_path / "plan.json", code=2)["error"]
     assert error["type"] == "PlannerError"
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_plan_counts_the_strings_and_ids_of_vocabularies(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text("".join(f"name {n}\n" for n in range(50)))
+    np.save(tmp_path / "ids.npy", np.arange(299) - 7)
+    options = ["--vocabulary", f"f1={tmp_path / 'names.txt'}", "--vocabulary", f"f2={tmp_path / 'ids.npy'}"]
+    run_json("plan", "--checkpoint", checkpoint, "--world-size", 2, *options, "--out", tmp_path / "plan.json")
+    tables = json.loads((tmp_path / "plan.json").read_text())["tables"]
+    found = {table["table"]: table["estimates"].get("index_bytes") for table in tables}
+    assert found == {"t0": None, "t1": 16 * 50, "t2": 16 * 299, "t3": None}
 
 
 def test_precision_by_table(checkpoint: Path, tmp_path: Path) -> None:

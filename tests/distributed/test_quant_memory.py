@@ -1,4 +1,4 @@
-"""The memory that holds the rows does not change results: joined columns, managed memory and caches."""
+"""The memory that holds the rows does not change results: managed memory and caches."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ import pytest
 import torch
 
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
-from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
-from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from recinfer.quant.buffers import Buffers
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
-from recinfer.quant.tbe import TableBatch
 from tests.distributed.test_quant_sharded import TYPE_IDS, TYPES, packed_twin, plan_for
-from tests.quant.cases import float_bags, quantized_sequences, random_features
+from tests.quant.cases import float_bags, random_features
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 ODD = [("a", 40, 7, ["f0"]), ("b", 1, 2, ["f1"]), ("c", 300, 33, ["f2", "f3"]), ("d", 77, 64, ["f4"])]
@@ -29,38 +25,6 @@ UVM = ["quant_uvm", "quant_uvm_caching"]
 
 def with_kernels(plan: dict[str, ParameterSharding], kernels: dict[str, str]) -> dict[str, ParameterSharding]:
     return {name: replace(sharding, compute_kernel=kernels[name]) for name, sharding in plan.items()}
-
-
-@pytest.mark.parametrize("kind", ["column_wise", "grid", "mixed"])
-@pytest.mark.parametrize("types", TYPES, ids=TYPE_IDS)
-def test_joined_columns_are_whole_tables_again(types: dict[str, DataType], kind: str) -> None:
-    module = EmbeddingBagCollection.from_float(float_bags([SUM, MEAN, SUM, MEAN], shapes=ODD), per_table=types)
-    env = ShardingEnv.from_local(3, 0)
-    shared = ShardedQuantEmbeddingBagCollection(module, plan_for(module, kind, 3), env)
-    joined = packed_twin(module, shared, world_size=3, join_columns=True)
-    apart = packed_twin(module, shared, world_size=3)
-    assert len(joined.fused_lookup.batch.tables) == 4 <= len(apart.fused_lookup.batch.tables)
-    if kind == "column_wise":  # every table is whole again, in one buffer and in order: the op checks the ids
-        assert joined.fused_lookup.batch.knows_rows
-    for batch in (0, 1, 17):
-        features = random_features(module.embedding_bag_configs(), batch, seed=batch)
-        want = module(features).values()
-        assert torch.equal(joined(features).values(), want) and torch.equal(apart(features).values(), want)
-    features = random_features(module.embedding_bag_configs(), 9)
-    for bad in (-1, 77, 10_000):
-        features.values()[-1] = bad
-        with pytest.raises(InputError, match=f"feature 'f4', sample [0-8]: id {bad} is out of range"):
-            joined(features)
-
-
-@pytest.mark.parametrize("types", TYPES, ids=TYPE_IDS)
-def test_joined_columns_of_sequences(types: dict[str, DataType]) -> None:
-    module = quantized_sequences(types, ODD)
-    shared = ShardedQuantEmbeddingCollection(module, plan_for(module, "mixed", 2), ShardingEnv.from_local(2, 0))
-    joined = packed_twin(module, shared, world_size=2, join_columns=True)
-    features = random_features(module.embedding_configs(), 12)
-    want, got = module(features), joined(features)
-    assert all(torch.equal(got[name].values(), want[name].values()) for name in want)
 
 
 @pytest.mark.parametrize("fused", [None, False])
@@ -78,25 +42,6 @@ def test_a_plan_with_uvm_kernels_runs_on_cpu(fused: bool | None) -> None:
         assert {t.name: t.compute_kernel for t in tables} == {
             name: EmbeddingComputeKernel(kernel) for name, kernel in kernels.items()
         }
-
-
-@pytest.mark.parametrize("memory", ["managed", "cached"])
-def test_two_buffers_behind_one_call(memory: str) -> None:
-    module = EmbeddingBagCollection.from_float(float_bags())
-    whole = module._lookup.batch
-    here = [t.rect.table for t in whole.tables[::2]]
-    reads = [read if read.rect.table in here else replace(read, memory=memory) for read in whole.reads]
-    near, other = module.storage.near, module.storage.near.clone()
-    split = TableBatch(reads, SUM, Buffers(near, other))
-    assert not split.knows_rows
-    features = random_features(module.embedding_bag_configs(), 9)
-    want = whole(features.values(), features.offsets())
-    assert torch.equal(split(features.values(), features.offsets()), want)
-    assert torch.equal(split.fbgemm_module()(features.values(), features.offsets()), want)
-    other.zero_()
-    assert not torch.equal(split(features.values(), features.offsets()), want)
-    alone = TableBatch(reads, SUM, Buffers(near))  # without a second buffer all is in the first
-    assert torch.equal(alone(features.values(), features.offsets()), want)
 
 
 @pytest.mark.gpu

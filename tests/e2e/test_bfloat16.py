@@ -82,7 +82,6 @@ def test_every_cut_delta_and_reshard(tmp_path: Path) -> None:
     assert verify(found.root).ok
     predictor, reference = load(found.root), load(expected.root)
     same(predictor, reference, RANKER_ROWS)
-    same(load(found.root, lookup_threads=2, join_columns=True), reference, RANKER_ROWS)
     for table in found.manifest.tables:
         weight = model.get_submodule(f"ebc.embedding_bags.{table.name}").weight
         assert table.quantization.max_abs_error == float((weight.bfloat16().float() - weight).abs().max())

@@ -209,7 +209,7 @@ def test_a_server_stops_cleanly(made: Made, signal_number: int) -> None:
 
 
 def test_a_server_keeps_the_limits_it_is_given(made: Made) -> None:
-    limits = ["--max-samples", "2", "--max-ids", "5", "--max-features", "3", "--reuse-outputs", "--join-columns"]
+    limits = ["--max-samples", "2", "--max-ids", "5", "--max-features", "3", "--reuse-outputs"]
     with Program(RECINFER, "serve", made.archive, "--port", "0", "--json", *limits) as process:
         target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
         assert run_json("lookup", *at(target), "--feature", "C1=1,2,3;4,5")["batch_size"] == 2

@@ -39,11 +39,6 @@ def test_a_golden_archive_opens_and_answers(name: str, tmp_path: Path) -> None:
     check_answers(load(root))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("2ranks")])
-def test_with_columns_joined_and_threads_it_answers_the_same(name: str, tmp_path: Path) -> None:
-    check_answers(load(unpacked(name, tmp_path), join_columns=True, lookup_threads=2))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_model_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     golden = unpacked(name, tmp_path)

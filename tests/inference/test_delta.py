@@ -115,27 +115,6 @@ def test_every_kind_of_module(tmp_path: Path) -> None:
     )
 
 
-def test_joined_columns_answer_alike_and_follow_deltas(tmp_path: Path) -> None:
-    torch.manual_seed(2)
-    model, archive = make_archive(tmp_path / "a", model=Everything(), ranks=2, kinds=("column_wise",))
-    new = changed(model, 3)
-    make_delta(archive.root, new, save(new, tmp_path / "new.pt"), tmp_path / "d.rqd", progress=False)
-    pieces, joined = load(archive.root), load(archive.root, join_columns=True)
-    assert same(answers(joined, EVERYTHING_ROWS, 2), answers(pieces, EVERYTHING_ROWS, 2))
-    for predictor in (pieces, joined):
-        predictor.apply_delta(tmp_path / "d.rqd")
-    assert same(answers(joined, EVERYTHING_ROWS, 2), answers(pieces, EVERYTHING_ROWS, 2))
-    joined.undo_delta()
-    pieces.undo_delta()
-    assert same(answers(joined, EVERYTHING_ROWS, 2), answers(pieces, EVERYTHING_ROWS, 2))
-
-    # one lookup a feature instead of one a piece
-    def lookups(predictor: Predictor) -> int:
-        return sum(len(part.run.__self__.batch.reads) for part in predictor.parts if part.table_batch)
-
-    assert 0 < lookups(joined) < lookups(pieces)
-
-
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Archive, list[Path], list[Predictor], Path]:
     """An archive, three deltas in a row, and the full export of each state (the archive itself first)."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder, _create_mean_pooling_divisor
+from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.planner import Topology
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.estimator.types import HardwarePerfConfig, ShardPerfContext
@@ -31,8 +29,3 @@ def test_contexts_of_shards_have_the_bandwidth_of_the_hardware() -> None:
     )
     assert plain[0] == ShardPerfContext("row_wise", "fused", 5, 4, 1000.0)
     assert [context.device_bw for context in fast] == [2000.0, 2000.0]
-
-
-def test_no_division_is_left_to_the_caller() -> None:
-    divisor = _create_mean_pooling_divisor(lengths=torch.tensor([1, 2]), stride=2, embedding_dims=[3, 1], weights=None)
-    assert torch.equal(divisor, torch.ones(2, 4))

@@ -15,7 +15,7 @@ from recinfer.errors import ConfigError, UnavailableError
 from recinfer.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Buffers, Placed, allocate
-from recinfer.quant.compiled_batch import CompiledBatch, MixedBatch
+from recinfer.quant.compiled_batch import CompiledBatch
 from recinfer.quant.kernels import table_batch
 from recinfer.quant.lookup import SequenceTables
 from recinfer.quant.packing import pack_rows
@@ -95,7 +95,9 @@ def test_bfloat16_rows(types: list[DataType], weighted: bool, pooling: PoolingTy
     ids, offsets = bags(7, 9, 12)
     weights = torch.rand(len(ids)) - 0.5 if weighted else None
     mine = table_batch(tables, pooling, buffers)
-    assert isinstance(mine, CompiledBatch if len(types) == 1 else MixedBatch)
+    assert isinstance(mine, CompiledBatch)
+    with pytest.raises(UnavailableError, match="no TBE module for BF16 rows"):
+        mine.fbgemm_module()
     values, wide = allocate([replace(t, data_type=DataType.FP32) for t in tables], CPU)
     for table, there in zip(tables, wide):
         rows = unpack_rows(buffers.rows(table), table.rect.cols, table.data_type)
@@ -145,21 +147,6 @@ def test_minus_one_is_no_row_and_other_ids_are_refused() -> None:
             mine(ids, torch.tensor(wrong_offsets))
 
 
-def test_rows_in_a_second_buffer_and_threads() -> None:
-    buffers, tables = placed(HALVES, [8, 16, 24])
-    moved = [Placed(t.rect, t.data_type, t.offset, "managed" if i == 1 else "near") for i, t in enumerate(tables)]
-    both = Buffers(buffers.near, buffers.near.clone())
-    ids, offsets = bags(3, 600, 20)
-    whole = CompiledBatch(tables, PoolingType.SUM, buffers)
-    expected = whole(ids, offsets)
-    assert torch.equal(CompiledBatch(moved, PoolingType.SUM, both)(ids, offsets), expected)
-    whole.use_threads(3)
-    assert whole._split is not None
-    assert torch.equal(whole._split.split(ids, offsets, None, 600), expected)
-    with pytest.raises(UnavailableError, match="two buffers"):
-        CompiledBatch(moved, PoolingType.SUM, both).traced(ids, offsets)
-
-
 def test_copies_and_empty_batches() -> None:
     buffers, tables = placed(HALVES, [8, 16])
     ids, offsets = bags(2, 5, 3)
@@ -203,21 +190,5 @@ def test_the_loop_refuses_arrays_of_another_size() -> None:
     ):
         with pytest.raises(ValueError, match="sum_bags"):
             sum_bags(*good[:at], wrong, *good[at + 1 :])
-
-
-@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
-def test_runs_of_both_kernels_are_joined(pooling: PoolingType) -> None:
-    """The batches of a mixed one are chosen by the format; here both kernels have the rows, so FBGEMM alone is the reference."""
-    buffers, tables = placed([DataType.FP16, DataType.FP16, DataType.INT4], [8, 16, 5, 12, 20, 7])
-    kinds: list[type] = []
-
-    def batch_of(run: list[Placed]) -> TableBatch | CompiledBatch:
-        kinds.append(CompiledBatch if len(kinds) % 2 else TableBatch)
-        return kinds[-1](run, pooling, buffers)
-
-    ids, offsets = bags(6, 9, 12)
-    mixed = MixedBatch(tables, pooling, buffers, batch_of)  # type: ignore[arg-type]
-    alone = TableBatch(tables, pooling, buffers)
-    assert torch.equal(mixed.without_padding(mixed(ids, offsets)), alone.without_padding(alone(ids, offsets)))
-    with pytest.raises(UnavailableError, match="FBGEMM has no TBE module"):
-        mixed.fbgemm_module()
+    with pytest.raises(ValueError, match="sum_bags"):
+        sum_bags(buffer, piece, step, ids[:0], offsets[:0], None, 0, 8, out[:0])  # no bag has one offset

@@ -34,6 +34,10 @@ def state(model):
 
 begin = json.loads(peer.recv_bytes())
 answer(begin, {"is": None})
+kills = folder / "kills"
+if left := int(kills.read_text()) if kills.exists() else 0:
+    kills.write_text(str(left - 1))
+    os.kill(os.getpid(), 9)
 (folder / f"began-{os.getpid()}").write_text(json.dumps((begin["with"]["restore"] or state(None))["versions"][0]["model"]))
 if (folder / "broken").exists():
     time.sleep(0.3)
@@ -63,7 +67,8 @@ except EOFError:
 """
 """A worker for ``python -c FAKE FOLDER``: it serves nobody, but takes part in changes once the file "go" is there, and fails
 to start while there is "broken". It makes no change while there is "refuses", and writes "restored" when it has taken one back, which
-takes a while. The model that it began with is in the file "began-<its pid>"."""
+takes a while. The number in "kills" says how many of its next starts end by SIGKILL. The model that it began with is in the file
+"began-<its pid>"."""
 
 
 @contextmanager

@@ -343,7 +343,7 @@ print(models.models(), models.versions("tiny"))
 
 
 def test_a_folder_that_may_not_be_read_holds_no_model(archive: Path):
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own are closed to other users
         store = Path(folder)
         for name in ("lost+found", "tiny/1", "tiny/2"):
             (store / name).mkdir(parents=True)

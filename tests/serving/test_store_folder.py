@@ -132,7 +132,7 @@ print(followed.poll())
 
 
 def test_a_folder_that_cannot_be_read_holds_nothing_else_up(kinds: list[Path]):
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own are closed to other users
         store, other = Path(folder) / "store", Path(folder) / "other"
         shutil.copytree(kinds[0], store / "tiny" / "1")
         shutil.copytree(kinds[1], other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -156,6 +157,27 @@ def test_a_worker_that_cannot_start_ends_the_supervisor_with_its_reason(tmp_path
         pytest.raises(UnavailableError, match=r"exit code 2 before it was ready: .*manifest"),
     ):
         Supervisor(command, 2, "127.0.0.1", 0).run()
+
+
+def test_a_worker_that_is_killed_before_it_is_ready_is_started_again(tmp_path: Path):
+    (tmp_path / "kills").write_text("2")
+    with supervising(lambda port: [sys.executable, "-c", FAKE, str(tmp_path)], one_first=True) as (supervisor, _, said):
+        assert len(supervisor.pids) == 2
+    starts = [
+        re.fullmatch(r"worker 0 \(process \d+\) was killed by SIGKILL before it was ready; (.*)", line) for line in said
+    ]
+    assert [start and start[1] for start in starts] == [
+        "no other one runs, another starts in 0.1 s",
+        "no other one runs, another starts in 0.2 s",
+    ]
+
+
+def test_a_worker_that_is_always_killed_before_it_is_ready_ends_the_supervisor(tmp_path: Path):
+    (tmp_path / "kills").write_text("100")
+    supervisor = Supervisor(lambda port: [sys.executable, "-c", FAKE, str(tmp_path)], 1, "127.0.0.1", 0)
+    with pytest.raises(UnavailableError, match=r"was killed by SIGKILL before it was ready, as were the 2 before it"):
+        supervisor.run()
+    assert (tmp_path / "kills").read_text() == "97"
 
 
 def test_a_worker_that_fails_after_a_long_load_is_not_started_at_once_for_ever(

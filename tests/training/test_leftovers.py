@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from recinfer.cli.interrupts import cleaning_up_on_sigterm
+from recinfer.cli.interrupts import cleaning_up_at_signals
 from recinfer.errors import CheckpointError, UnavailableError
 from recinfer.training import launch
 from recinfer.training.job import TrainJob, TrainReport, _on_new_ranks, _on_rank, run_job
@@ -75,7 +75,9 @@ def test_a_folder_that_may_not_be_written_ends_a_run_before_it_trains(
         run_job(TrainJob(out=where, limit=200))
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)]
+)
 def test_control_c_and_sigterm(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with Program(STANDING_STILL, "train", "--limit", "200", "--out", tmp_path / "ckpt") as process:
         assert process.stdout.readline() == "written\n", process.communicate()
@@ -120,7 +122,7 @@ def test_control_c_and_sigterm_with_ranks(
     watching = threading.Thread(target=interrupt)
     watching.start()
     try:
-        with pytest.raises(KeyboardInterrupt), cleaning_up_on_sigterm():
+        with pytest.raises(KeyboardInterrupt), cleaning_up_at_signals():
             _on_new_ranks(TrainJob(out=tmp_path / "ckpt", limit=200, embedding_dim=4), 2, stand_still_in_writing)
     finally:
         over.set()

@@ -166,6 +166,19 @@ def test_changes_take_ids_out_and_put_others_in() -> None:
     assert np.array_equal(rows_of(index, made, asked)[0], expected_rows(expected, asked))
 
 
+@pytest.mark.parametrize("rows", [5, 64, 5000])
+def test_a_vocabulary_that_grows_to_an_id_for_each_row_fits(rows: int) -> None:
+    full = vocabulary(rows, full=1.0, seed=4)
+    few = TableVocabulary(full.ids[:2], full.rows[:2], rows, full.segments, full.input_hash_size)
+    index = build_index(few)
+    for part in np.array_split(np.arange(2, rows), 3):
+        changed = index.changed(full.ids[part], full.rows[part])
+        assert changed is not None
+        index = changed
+    index.check("index", full.segments, full.input_hash_size)
+    assert index.shape.ids == rows and np.array_equal(rows_of(index, full, full.ids)[0], full.rows)
+
+
 def test_more_ids_than_slots_do_not_fit() -> None:
     made = vocabulary(100, full=0.5)
     index = build_index(made)

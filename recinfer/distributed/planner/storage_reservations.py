@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -25,19 +24,10 @@ __all__ = [
     "FixedPercentageStorageReservation",
     "HeuristicalStorageReservation",
     "InferenceStorageReservation",
-    "StorageReservationType",
 ]
 
 Constraints = dict[str, ParameterConstraints] | None
 _KJT_COPIES = 20  # batches of input alive in a training pipeline, with the buffers of their exchange
-
-
-class StorageReservationType(Enum):
-    """Kinds of reservation."""
-
-    HEURISTIC = "heuristic"
-    FIXED_PERCENTAGE = "fixed_percentage"
-    FIXED_ABSOLUTE = "fixed_absolute"
 
 
 def _check(percentage: float) -> float:

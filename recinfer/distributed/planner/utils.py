@@ -7,10 +7,7 @@ from recinfer.distributed.planner.units import (
     bytes_to_gb,
     bytes_to_mb,
     gb_to_bytes,
-    mb_to_bytes,
     prod,
-    reset_shard_rank,
-    storage_repr_in_gb,
 )
 from recinfer.distributed.types.edges import placement
 
@@ -19,10 +16,7 @@ __all__ = [
     "bytes_to_gb",
     "bytes_to_mb",
     "gb_to_bytes",
-    "mb_to_bytes",
     "placement",
     "prod",
-    "reset_shard_rank",
     "sharder_name",
-    "storage_repr_in_gb",
 ]

@@ -26,9 +26,9 @@ from recinfer.errors import ConfigError, NotFoundError
 from recinfer.layout.cuts import column_unit
 from recinfer.layout.rect import Rect, Strip, tile
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
-from recinfer.quant.buffers import Buffers, Memory, Placed, allocate, whole_table
+from recinfer.quant.buffers import Buffers, Memory, Placed, allocate
 from recinfer.quant.kernels import choose_kernel
-from recinfer.quant.rows import join_packed_columns, row_bytes, slice_packed_columns
+from recinfer.quant.rows import slice_packed_columns
 
 __all__ = [
     "PackedTables",
@@ -48,7 +48,6 @@ _MEMORY: dict[EmbeddingLocation, Memory] = {
 }
 # Rows in a tier that is not a device's or host's memory are pages of their archive when this package looks them up.
 _KERNELS = {_MEMORY[rule.location]: rule.kernel for rule in KERNEL_RULES if rule.packed and rule.location in _MEMORY}
-_JOIN_BYTES = 8 << 20  # bytes of whole rows per step, to bound temporary memory
 
 
 def kernel_of(memory: Memory) -> EmbeddingComputeKernel:
@@ -165,7 +164,6 @@ def place_buffer(
     device: torch.device | str,
     fused: bool | None,
     kernels: Mapping[str, str] | None,
-    join_columns: bool,
 ) -> PackedTables:
     """Packed shards that lie in ``buffer`` (an archive's mapping); see ``from_packed`` of the sharded collections.
 
@@ -203,8 +201,6 @@ def place_buffer(
             whole: WholeTables | None = on_one_device(tables, strips, by_rect, here, devices[0])
             return PackedTables(tuple(placed), here.rows, devices, here, whole)
     whole = _merged(strips, by_rect, here) if kind == "cpu" and fused is not False else None
-    if whole is not None and join_columns:
-        whole = _joined(tables, whole)
     return PackedTables(tuple(placed), here.rows, devices, here, whole)
 
 
@@ -251,36 +247,3 @@ def _merged(
             whole = replace(first.rect, row_stop=strip.edges[-1])
             pieces.setdefault(name, []).append(replace(first, rect=whole, memory="near"))
     return WholeTables(pieces, buffers)
-
-
-def _joined(configs: Sequence[BaseEmbeddingConfig], whole: WholeTables) -> WholeTables:
-    """Join the column pieces of tables.
-
-    The op reads ids, and misses the cache, once per piece of a row. Whole rows need their bytes a second time, in
-    memory that no other process shares. All tables move if the uncut tables have no more bytes than the cut tables,
-    because the op checks ids itself only if all tables lie in one buffer, in order.
-    """
-    tables = {c.name: whole_table(c) for c in configs}
-    cut = [c for c in configs if len(whole.pieces[c.name]) > 1]
-    if not cut:
-        return whole
-    all_move = sum(t.bytes() for t in tables.values()) <= 2 * sum(tables[c.name].bytes() for c in cut)
-    new, joined = allocate([tables[c.name] for c in (configs if all_move else cut)], whole.buffers.device)
-    by_name = {c.name: c for c in configs}
-    for table in joined:
-        _join(by_name[table.rect.table], whole, new.rows(table))
-    if all_move:
-        return WholeTables({table.rect.table: (table,) for table in joined}, new)
-    beside = {table.rect.table: (replace(table, memory="managed"),) for table in joined}
-    return WholeTables({**whole.pieces, **beside}, Buffers(whole.buffers.near, new.near))
-
-
-def _join(config: BaseEmbeddingConfig, whole: WholeTables, out_RP: Tensor) -> None:
-    """Join packed rows from their column pieces, in steps."""
-    pieces = [(p.rect.col_start, p.rect.col_stop, whole.buffers.rows(p)) for p in whole.pieces[config.name]]
-    step = max(1, _JOIN_BYTES // row_bytes(config.embedding_dim, config.data_type))
-    for first in range(0, len(out_RP), step):
-        parts = [(start, stop, rows[first : first + step]) for start, stop, rows in pieces]
-        out_RP[first : first + step] = join_packed_columns(
-            parts, config.embedding_dim, config.data_type, table=config.name, first_row=first
-        )

@@ -166,7 +166,6 @@ class ShardedQuantEmbeddingBagCollection(
         output_dtype: torch.dtype = torch.float32,
         fused: bool | None = None,
         kernels: Mapping[str, str] | None = None,
-        join_columns: bool = False,
     ) -> ShardedQuantEmbeddingBagCollection:
         """Build the module from packed shards in ``buffer`` (an archive's mapping), without a copy on CPU.
 
@@ -177,8 +176,6 @@ class ShardedQuantEmbeddingBagCollection(
             device: ``"cpu"``, or ``"cuda"``: rank r's rows are copied to ``cuda:r``.
             kernels: table -> compute kernel of its plan: on CUDA ``quant_uvm`` rows stay in host memory, those of
                 ``quant_uvm_caching`` behind a cache on the GPU.
-            join_columns: on CPU, copy tables that are sharded by columns to whole rows in memory of this process, which
-                makes their lookups as fast as unsharded ones.
         """
         return cls._of_packed(
             tables,
@@ -190,7 +187,6 @@ class ShardedQuantEmbeddingBagCollection(
             device=device,
             fused=fused,
             kernels=kernels,
-            join_columns=join_columns,
         )
 
     def _note(self, ctx: PooledContext, arranged: KeyedJaggedTensor) -> None:
@@ -241,7 +237,6 @@ class ShardedQuantEmbeddingCollection(
         output_dtype: torch.dtype = torch.float32,
         fused: bool | None = None,
         kernels: Mapping[str, str] | None = None,
-        join_columns: bool = False,
     ) -> ShardedQuantEmbeddingCollection:
         """Build the module from packed shards; see :meth:`ShardedQuantEmbeddingBagCollection.from_packed`."""
         return cls._of_packed(
@@ -254,7 +249,6 @@ class ShardedQuantEmbeddingCollection(
             device=device,
             fused=fused,
             kernels=kernels,
-            join_columns=join_columns,
         )
 
     def _note(self, ctx: SequenceShardingContext, arranged: KeyedJaggedTensor) -> None:

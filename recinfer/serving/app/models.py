@@ -129,12 +129,12 @@ class ModelService:
 
     def _begin(self, on_ready: Callable[[Ready], None]) -> None:
         """Start the work next to the server, which takes requests."""
+        on_ready(self._ready())  # first: a ranker's next lines say whether it has its shards
         if self._fan_out is not None:
             predictors = [model.predictor for model in self._models]
             serve_when_reachable(
                 predictors, self._fan_out, self._report, self.server.set_serving, self._stopped, self._follower.look
             )
-        on_ready(self._ready())
         self._follower.start()
 
     def _reload(self) -> None:

@@ -37,6 +37,18 @@ _MAX_INTERVAL_S = 1.0  # between two of them: a killed worker's counts since its
 _STATUS_S = 1.0  # a worker whose status takes longer is shown with its last status
 _STOP_SLACK_S = 5.0  # for a worker to end, after its grace period
 _KILLED_S = 5.0  # for a killed worker to end
+_FIRST_STARTS = 3  # starts that a signal may end, before a worker was ever ready
+
+
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """How a worker ended: a description, and whether it had served for long, had other models than the others, or was
+    ended by a signal."""
+
+    said: str
+    steady: bool = False
+    stale: bool = False
+    killed: bool = False
 
 
 class Supervisor:
@@ -120,7 +132,8 @@ class Supervisor:
             on_ready: called once, when all workers take requests, with the JSON line of the first ready worker.
 
         Raises:
-            UnavailableError: a worker ended before it was ever ready: the same would happen to its replacement.
+            UnavailableError: a worker ended by itself before it was ever ready, as its replacement would, or a signal ended
+                it and its next ones before they were ready.
         """
         slots = [threading.Thread(target=self._keep, args=(slot,), daemon=True) for slot in range(len(self._ready))]
         try:
@@ -201,30 +214,32 @@ class Supervisor:
 
     def _keep(self, slot: int) -> None:
         """Run a worker in ``slot``, and its replacements, until ``stop`` is called."""
-        pause = 0.0
+        pause, kills = 0.0, 0
         while self._may_start(slot, pause):
             began = time.monotonic()
             try:
                 worker = WorkerProcess(slot, self._command(self.port), self._environment, self._on_request)
             except OSError as error:
-                said, steady, stale = f"worker {slot} could not be started: {error}", False, False
+                end = _End(f"worker {slot} could not be started: {error}")
             else:
-                said, steady, stale = self._run(worker, began)
+                end = self._run(worker, began)
             with self._lock:
                 self._started_slots.discard(slot)
             if self._stopping:
                 return
-            if stale:
+            if end.stale:
                 continue
             if not self._ready[slot].is_set():
-                self._failed = said
-                self.stop()
-                return
-            pause = 0.0 if steady else min(_MAX_BACKOFF_S, max(_BACKOFF_S, 2 * pause))
-            self._report(f"{said}; {self._next_start(pause)}")
+                kills += end.killed
+                if not end.killed or kills == _FIRST_STARTS:
+                    self._failed = end.said + (f", as were the {kills - 1} before it" if end.killed else "")
+                    self.stop()
+                    return
+            pause = 0.0 if end.steady else min(_MAX_BACKOFF_S, max(_BACKOFF_S, 2 * pause))
+            self._report(f"{end.said}; {self._next_start(pause)}")
 
-    def _run(self, worker: WorkerProcess, began: float) -> tuple[str, bool, bool]:
-        """Let ``worker`` serve until it ends; returns how it ended, whether it had served for long, whether it was stale."""
+    def _run(self, worker: WorkerProcess, began: float) -> _End:
+        """Let ``worker`` serve until it ends; returns how it ended."""
         with self._lock:
             self._workers[worker.slot] = worker
         if self._stopping:
@@ -239,7 +254,7 @@ class Supervisor:
         # Counted from when the worker was ready: a worker that fails after a long load would else restart at once, again
         # and again.
         steady = worker.ready and time.monotonic() - worker.ready_since > _STEADY_S
-        return f"{worker.name} {worker.end_reason(code)} {when}{error}", steady, worker.stale
+        return _End(f"{worker.name} {worker.end_reason(code)} {when}{error}", steady, worker.stale, killed=code < 0)
 
     def _next_start(self, pause: float) -> str:
         with self._lock:

@@ -199,12 +199,16 @@ def test_a_ranker_starts_with_a_delta_before_its_shards(archives: dict[str, Path
     ranker = Process(*arguments, "--port", str(asked), log=tmp_path / "ranker.log")
     try:
         until(lambda: "waiting for shards" in ranker.said)
+        lines = ranker.said.splitlines()
+        assert lines[0] == f"listening for {MODEL} 1 on 127.0.0.1:{asked}  (Ctrl-C stops)"
+        assert not any("serving" in line and "not serving yet" not in line for line in lines)
         with (
             shard(None, (0, 1, 2), port=port, store=store),
             InferenceClient(f"127.0.0.1:{asked}", timeout=60) as client,
             AdminClient(f"127.0.0.1:{asked}", timeout=60) as admin,
         ):
             client.wait_until_ready(120)
+            until(lambda: ranker.said.count("all shards are there: serving") == 1)
             torch.testing.assert_close(client.lookup(request).pooled.values(), after.lookup(request).pooled.values())
             admin.undo_delta(MODEL)
             torch.testing.assert_close(client.lookup(request).pooled.values(), answer(archives["1"]))

@@ -54,7 +54,7 @@ class ParameterConstraints:
         if self.use_virtual_table:
             raise ConfigError(
                 "use_virtual_table=True: a table has all its rows from the start here, and none is allocated or "
-                "evicted while it trains. Omit it, and map ids to rows before the lookup (by a hash or a vocabulary)"
+                "evicted while it trains. Omit it, and map ids to rows before the lookup (docs/how-to/raw-ids.md)"
             )
 
     def __hash__(self) -> int:
