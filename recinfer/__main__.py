@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -9,6 +10,10 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run it, with handlers of signals that are there before the commands are imported."""
+    # A stream that the caller closed is None, and the next file would get its number: a library's text would go into it.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open to the end
     try:
         from recinfer.cli.interrupts import redelivering_interrupts, set_first_handlers
 

@@ -882,10 +882,12 @@ Builder = Callable[[Sequence[Tensor]], Any]
 
 
 class _Reader:
-    """Takes the tensors out of an example batch, and builds the batch again around others."""
+    """Takes the tensors out of an example batch, and builds the batch again around others; see :func:`read_arguments` for
+    ``takes``."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes: Callable[[Any, str], bool] = lambda value, path: False) -> None:
         self.found: list[_Example] = []
+        self._takes = takes
 
     def read(self, value: Any, path: str, name: str, depth: int = 0) -> Builder:
         """Collect the tensors of ``value``."""
@@ -895,7 +897,7 @@ class _Reader:
             return self._tensor(value, path, name, "tensor")
         kinds = _mro(value)
         if "KeyedJaggedTensor" in kinds:
-            return self._keyed_jagged(value, path, name)
+            return (lambda _: value) if self._takes(value, path) else self._keyed_jagged(value, path, name)
         if "JaggedTensor" in kinds:
             bag = self._bag(value.values(), value.lengths(), value.weights_or_none(), path, name)
             return lambda tensors: _jagged(type(value), *bag(tensors))
@@ -1008,10 +1010,13 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
 
 
 def read_arguments(
-    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    takes: Callable[[Any, str], bool] = lambda value, path: False,
 ) -> Iterator[tuple[Slot, Tensor]]:
     """The tensors in arguments of a forward whose positional arguments are ``names``; their slots have no free axes, and paths
-    as names.
+    as names. A KeyedJaggedTensor that ``takes`` takes, given it and its path, is left out.
 
     Raises:
         CaptureError: too many arguments, or an argument given twice.
@@ -1021,7 +1026,7 @@ def read_arguments(
     twice = [name for name in names[: len(args)] if name in kwargs]
     if twice:
         raise CaptureError(f"got {twice[0]!r} by position and by name")
-    reader = _Reader()
+    reader = _Reader(takes)
     for name, value in (*zip(names, args), *kwargs.items()):
         reader.read(value, name, name)
     for found in reader.found:

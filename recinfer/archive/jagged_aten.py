@@ -1,4 +1,4 @@
-"""Jagged operators of FBGEMM and torch, and masked attention, as plain aten operators, which ONNX has too."""
+"""Jagged operators of FBGEMM and torch, masked attention and others, as plain aten operators, which ONNX has too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 __all__ = ["decompositions"]
 
@@ -98,6 +99,41 @@ def _repeat_interleave_each(tensor: Tensor, repeats: Any, dim: int | None = None
     return tensor.unsqueeze(axis + 1).expand(sizes).flatten(axis, axis + 1)
 
 
+_NO_PRODUCT = 2  # torch's number of the mode without a product of matrices
+
+
+def _distances(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
+    """Distances [..., N, M] of rows [..., N, D] and [..., M, D]."""
+    if p != 1.0 and (p != 2.0 or compute_mode != _NO_PRODUCT):
+        return NotImplemented
+    difference = x1.unsqueeze(-2) - x2.unsqueeze(-3)
+    return difference.abs().sum(-1) if p == 1.0 else difference.square().sum(-1).sqrt()
+
+
+def _gru_cell(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
+    """The next state [B, H]; torch's own form in other operators would fix the number of samples."""
+    of_input, of_state = linear(input, w_ih, b_ih).chunk(3, 1), linear(hx, w_hh, b_hh).chunk(3, 1)
+    reset, kept = ((a + b).sigmoid() for a, b in zip(of_input[:2], of_state[:2]))
+    new = (of_input[2] + reset * of_state[2]).tanh()
+    return (hx - new) * kept + new
+
+
+def _lstm_cell(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The next state and cell, [B, H] each."""
+    taken, kept, new, shown = (linear(input, w_ih, b_ih) + linear(hx[0], w_hh, b_hh)).chunk(4, 1)
+    cell = kept.sigmoid() * hx[1] + taken.sigmoid() * new.tanh()
+    return shown.sigmoid() * cell.tanh(), cell
+
+
 def _segment_reduce(
     data: Tensor,
     reduce: str,
@@ -156,6 +192,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
         torch.ops.aten.repeat_interleave.self_Tensor: _repeat_interleave_of,
         torch.ops.aten.repeat_interleave.self_int: _repeat_interleave_each,
+        torch.ops.aten.cdist.default: _distances,
+        torch.ops.aten.gru_cell.default: _gru_cell,
+        torch.ops.aten.lstm_cell.default: _lstm_cell,
         torch.ops.aten.segment_reduce.default: _segment_reduce,
         torch.ops.aten.scaled_dot_product_attention.default: _attention,
     }

@@ -77,6 +77,7 @@ def _registry() -> Any:
 _FORMS = {
     torch.ops.aten.to.dtype: "aten::_to_copy",
     torch.ops.aten.item.default: "aten::_local_scalar_dense",
+    torch.ops.aten.sort.stable: "aten::sort",  # TopK takes the lower place of two equal values first
 }
 """Operators that have the ONNX form of another one."""
 

@@ -94,6 +94,10 @@ def read_manifest_text(root: Path) -> bytes:
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         raise ArchiveError(f"{str(root)!r} {what}; expected an archive folder with manifest.json", rule="F1")
+    if (root / ".metadata").exists():
+        raise ArchiveError(
+            f"{str(root)!r} is a checkpoint, not an archive; `recinfer export` makes one of it", rule="F1"
+        )
     try:
         return read_inside(root, "manifest.json", MAX_JSON_BYTES)
     except ArchiveError as error:

@@ -177,6 +177,10 @@ def _load(path: Path) -> torch_metadata.Metadata:
     except CheckpointError:
         raise
     except FileNotFoundError:
+        if (path.parent / "manifest.json").exists():
+            raise CheckpointError(
+                f"{path.parent} is an archive; give the checkpoint that it was exported from, or a later one"
+            ) from None
         raise CheckpointError(
             f"{path.parent}: no {METADATA_FILE} in it; expected a folder of torch.distributed.checkpoint, a .pt or a .safetensors file"
         ) from None

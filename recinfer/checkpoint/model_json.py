@@ -22,7 +22,16 @@ from recinfer.capture import CaptureError, collision_settings
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
-__all__ = ["MODEL_FORMAT", "MODEL_JSON", "ModelKind", "build_model", "describe_model", "read_model_json", "register"]
+__all__ = [
+    "MODEL_FORMAT",
+    "MODEL_JSON",
+    "ModelKind",
+    "build_model",
+    "describe_model",
+    "read_model_json",
+    "register",
+    "untrainable_tables",
+]
 
 MODEL_JSON = "model.json"
 MODEL_FORMAT = "recinfer.model/1"
@@ -84,6 +93,12 @@ def build_model(description: Mapping[str, Any], device: str | torch.device, *, w
         return kind.build({k: v for k, v in config.items() if k != "class"}, torch.device(device))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {MODEL_JSON} does not build a {kind.name}: {error!r}") from error
+
+
+def untrainable_tables(description: Mapping[str, Any]) -> list[str]:
+    """The tables of raw ids of a whole model.json that lacks a setting of their training, such as the arguments of a policy."""
+    settings = (description["model"] or {}).get("managed_collisions", {})
+    return [table for table, each in settings.items() if "eviction_interval" not in each]
 
 
 def read_model_json(folder: Path) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled, 
 from recinfer.cli.declared import takes
 from recinfer.cli.options import parse_pair
 from recinfer.errors import ConfigError
+from recinfer.printed import slim_table
 from recinfer.serving.wire.admin_verbs import VERBS, Command
 from recinfer.sizes import size_text
 
@@ -41,6 +42,16 @@ _AT = "--target 127.0.0.1:8500"
 class AdminClientOptions(ServerOptions):
     """The options of other commands that call a server, with a longer timeout: loading checks a whole archive."""
 
+    model: Annotated[
+        str,
+        typer.Option("--model", help="Name of a model. Changes need it; without it list and status show all models."),
+    ] = ""
+    version: Annotated[
+        str,
+        typer.Option(
+            "--version", help="Version of the model. Default: of load the newest, of delta the default version."
+        ),
+    ] = ""
     timeout: Annotated[float, typer.Option(min=0.001, help="Timeout of the call, in seconds.")] = 300.0
 
 
@@ -181,9 +192,8 @@ def _shard_tables(shards: Sequence[ShardReplica]) -> list[Any]:
     """A table of a ranker's shard servers, and a red line for ranks without one; nothing for another server."""
     if not shards:
         return []
-    table = Table("rank", "replica", "state", "under way", "default rows", "versions")
-    for column in (3, 4):
-        table.columns[column].justify = "right"
+    numbers = ("under way", "default rows")
+    table = slim_table("rank", "replica", "state", *numbers, "versions", numbers=numbers)
     for replica in shards:
         state = Text("up", "green") if replica.up else Text(f"down: {replica.why}" if replica.why else "down", "red")
         versions = " ".join(map(_short_key, replica.versions))
@@ -296,9 +306,8 @@ def _only(found: Loaded, options: ListOptions) -> Loaded:
 
 
 def _table(found: Loaded) -> Table:
-    table = Table("model", "version", "state", "share", "labels", "since", "engine", "memory", "deltas")
-    for column in (3, 7, 8):
-        table.columns[column].justify = "right"
+    headings = ("model", "version", "state", "share", "labels", "since", "engine", "memory", "deltas")
+    table = slim_table(*headings, numbers=("share", "memory", "deltas"))
     for number, (model, versions) in enumerate(found.items()):
         total = sum(one.weight for one in versions.values()) or 1
         for version, one in versions.items():

@@ -12,6 +12,8 @@ from recinfer.cli import bench_capacity
 from recinfer.cli.client import ClientOptions, TargetOption, client_arguments, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, verb
 from recinfer.cli.declared import takes
+from recinfer.cli.options import check_picture
+from recinfer.printed import slim_table
 
 if TYPE_CHECKING:
     from recinfer.serving.bench import LoadResult
@@ -70,8 +72,6 @@ def serve(options: BenchServeOptions) -> None:
     output = Output(options.as_json)
     levels = _levels(options.concurrency)
     if options.plot is not None:
-        from recinfer.sizing.report import check_picture
-
         check_picture(options.plot)
     if options.client.wait:
         open_client(options.target, options.client).close()
@@ -115,11 +115,8 @@ def _levels(text: str) -> list[int]:
 
 
 def _table(title: str, results: list[LoadResult]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in ("callers", "requests/s", "samples/s", *(f"p{percent:g} ms" for percent in _PERCENTILES), "errors"):
-        table.add_column(name, justify="right")
+    numbers = ("callers", "requests/s", "samples/s", *(f"p{percent:g} ms" for percent in _PERCENTILES))
+    table = slim_table(*numbers, "errors", numbers=numbers, title=title)
     for result in results:
         errors = ", ".join(f"{count} {name}" for name, count in sorted(result.errors.items())) or "0"
         table.add_row(

@@ -13,8 +13,9 @@ import typer
 from recinfer.cli.client import ClientOptions, client_arguments, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
-from recinfer.cli.options import RequestKind
+from recinfer.cli.options import RequestKind, check_picture, check_place
 from recinfer.errors import ConfigError
+from recinfer.printed import slim_table
 
 if TYPE_CHECKING:
     from recinfer.serving.client.client import ModelDescription
@@ -95,7 +96,7 @@ def capacity(options: CapacityOptions) -> None:
     Prefer a server on another machine: on one machine the load takes cores from the server. Takes one to three minutes.
     Exit code 1: no rate meets the objective.
     """
-    from recinfer.sizing.report import check_picture, check_place, draw_curve
+    from recinfer.sizing.report import draw_curve
 
     output = Output(options.as_json)
     if (options.archive is None) == (options.target is None):
@@ -218,13 +219,10 @@ def _trace(load: LoadOptions, model: ModelDescription) -> Trace:
 
 def show_measured(output: Output, found: Measured) -> None:
     """Show the measured rates and the knee."""
-    from rich.table import Table
-
     kind = f"{found.call.capitalize()} of {found.batch:g} samples, {found.ids:g} ids per sample"
     title = f"{found.what} of {found.model} {found.version}: {kind}; objective: p99 within {found.p99_s * 1e3:g} ms"
-    table = Table(title=title, title_justify="left")
-    for name in ("requests/s", "p50 ms", "p99 ms", "p99 range", "in time", "sent late by, p99", "objective"):
-        table.add_column(name, justify="right")
+    numbers = ("requests/s", "p50 ms", "p99 ms", "p99 range", "in time", "sent late\nby, p99", "objective")
+    table = slim_table(*numbers, numbers=numbers, title=title)
     for point in found.points:
         table.add_row(
             f"{point.qps:,.0f}",

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.options import Device
+from recinfer.cli.options import Device, check_place
 from recinfer.sizes import size_text
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -39,6 +39,7 @@ def run(
     from recinfer.distributed.quant.measure import calibrate
 
     output = Output(as_json)
+    check_place("--out", out)
     profile = calibrate(device.value, seconds_per_point=seconds_per_point, threads=threads, progress=output.note)
     profile.save(out)
     smallest = min(profile.grids.values(), key=lambda grid: grid.set_bytes[0])

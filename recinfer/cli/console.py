@@ -45,6 +45,7 @@ EXIT_INTERRUPTED = 130  # Ctrl-C, as shells report it
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 
 _PLAIN_WIDTH = 140  # columns when the output is a file or a pipe, which have no width of their own
+_LEAST_WIDTH = 80  # all tables fit; a narrower terminal breaks their lines, and rich would cut off their numbers
 
 # Module -> the name of the extra that installs it.
 _RUNTIME = "cpu]' or 'recinfer[cuda"
@@ -101,7 +102,7 @@ class Output:
         self.logs = logs
         self._must_write = must_write
         self.progress = _console(sys.stderr)
-        self.result = self.progress if as_json else _console(sys.stdout)
+        self.result = _console(sys.stderr if as_json else sys.stdout, at_least=_LEAST_WIDTH)
 
     def show(self, *renderables: RenderableType) -> None:
         """Print tables, panels or text for people."""
@@ -224,7 +225,7 @@ def _explain(error: Exception) -> str | None:
         return f"{error.strerror or error}{where}"
     message = " ".join(str(error).split())
     where = where_rules_are(message)
-    return f"{message} ({where})" if where else message
+    return f"{message} ({where})" if where and where not in message else message  # of a server's process: it has it
 
 
 def where_rules_are(message: str) -> str:
@@ -245,8 +246,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _console(stream: Any) -> Console:
+def _console(stream: Any, at_least: int = 0) -> Console:
     plain = not stream.isatty()
     # Names of models, tables and files are printed as they are, also those that look like rich's markup or emoji codes.
     width = _PLAIN_WIDTH if plain else None
-    return Console(file=stream, width=width, soft_wrap=False, markup=False, emoji=False)
+    console = Console(file=stream, width=width, soft_wrap=False, markup=False, emoji=False)
+    if console.width < at_least:
+        console.width = at_least
+    return console

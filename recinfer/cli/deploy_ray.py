@@ -12,6 +12,7 @@ from recinfer import env
 from recinfer.cli.console import Output, styled
 from recinfer.cli.deploy_options import DeployOptions, ServerOptions
 from recinfer.errors import ConfigError
+from recinfer.printed import slim_table
 from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
@@ -106,14 +107,11 @@ def _bounds(count: int | None, most: int | None) -> Bounds:
 
 
 def _show(found: dict[str, Any], output: Output) -> None:
-    from rich import box
-    from rich.table import Table
-
     before = f", before that {found['previous']}" if found["previous"] else ""
     state = ("ready", "green") if found["ready"] else ("not ready", "yellow")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # 80 columns are enough
-    for title in ("address", "role", "state", "restarts", "version", "load", "memory"):
-        table.add_column(title, no_wrap=title in ("address", "role", "state"))
+    table = slim_table("address", "role", "state", "restarts", "version", "load", "memory")
+    for column in table.columns[:3]:
+        column.no_wrap = True
     colors = {"serving": "green", "pending": "red", "starting": "yellow", "draining": "dim"}
     for server in found["servers"]:
         table.add_row(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from recinfer.cli.console import JsonOption, Output
 from recinfer.errors import ConfigError, NotFoundError
+from recinfer.printed import short_names, slim_table
 from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
@@ -79,9 +78,7 @@ def run(
 
 
 def _part_table(part: ShownPart) -> Table:
-    table = Table(title=part.title, title_justify="left")
-    for heading in part.columns:
-        table.add_column(heading, justify="right" if heading in part.numbers else "left")
+    table = slim_table(*part.columns, numbers=part.numbers, title=part.title)
     for cells in zip(*part.columns.values()):
         table.add_row(*map(Text, cells))
     return table
@@ -194,12 +191,10 @@ def _delta_tables(delta: Delta, num_bytes: int) -> list[Table]:
     about.add_row("applies to", "the archive" if info.sequence == 1 else f"the archive after delta {info.previous}")
     about.add_row("size", f"{size_text(num_bytes)}, {delta.num_rows:,} rows of {len(info.tables)} tables")
     about.add_row("other files", ", ".join(file.path for file in info.files) or "none")
-    tables = Table("table", "changed rows", "bytes")
-    for t in info.tables:
-        name = f"{t.module}.{t.table}" if t.module else t.table
+    tables = slim_table("table", "changed rows", "bytes", numbers=("changed rows", "bytes"))
+    names = short_names([f"{t.module}.{t.table}" if t.module else t.table for t in info.tables])
+    for name, t in zip(names, info.tables):
         tables.add_row(name, f"{t.rows:,}", size_text(t.rows * t.row_bytes))
-    for column in (1, 2):
-        tables.columns[column].justify = "right"
     return [about, tables]
 
 
@@ -227,13 +222,9 @@ def archive_tables(manifest: Manifest) -> list[Table]:
     about.add_row("raw rows", "yes, the archive has a feature contract" if manifest.contract else "no feature contract")
     if manifest.missing_shards == "default_rows":
         about.add_row("missing shards", "default rows instead, flagged")
-    tables = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)  # fits 80 columns
-    for column in ("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max\nerror"):
-        is_number = column in ("rows", "dim", "max\nerror")
-        tables.add_column(column, justify="right" if is_number else "left", overflow="fold")
-    number = Counter(t.name for t in manifest.tables)
-    for t in manifest.tables:
-        name = t.name if number[t.name] == 1 else t.full_name
+    headings = ("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max\nerror")
+    tables = slim_table(*headings, numbers=("rows", "dim", "max\nerror"))
+    for name, t in zip(short_names([t.full_name for t in manifest.tables]), manifest.tables):
         error = f"{t.quantization.max_abs_error:.2g}"
         ranks = ", ".join(map(str, t.ranks))
         features = ", ".join(t.features)
@@ -248,9 +239,7 @@ def _inputs(manifest: Manifest) -> list[Table]:
     specs = input_specs(manifest)
     if not specs:
         return []
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for column in ("input", "path", "kind", "dtype", "shape", "facts"):
-        table.add_column(column, overflow="fold")
+    table = slim_table("input", "path", "kind", "dtype", "shape", "facts")
     for spec in specs:
         kind = f"{spec.kind}, weighted" if spec.weighted else spec.kind
         sizes = ", ".join("any" if size.startswith("values of ") else size for size in map(str, spec.shape))
@@ -265,7 +254,7 @@ def _policies(manifest: Manifest) -> Table:
         missing = f"id {f.missing}" if isinstance(f.missing, int) else f.missing
         out_of_range = "reject" if f.out_of_range == "reject" else f"row {f.default_row}"
         by_policy.setdefault((missing, out_of_range), []).append(f.name)
-    policies = Table("missing in Predict", "id out of range", "features")
+    policies = slim_table("missing in Predict", "id out of range", "features")
     for (missing, out_of_range), names in by_policy.items():
         policies.add_row(missing, out_of_range, ", ".join(names))
     return policies

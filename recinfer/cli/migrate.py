@@ -53,6 +53,8 @@ def run(
         done = f"{len(changed)} of {len(changes)} files would change (--write does it)"
     absent = len({m.name for m in missing})
     here = f"names that are not in recinfer: {absent}" if absent else "recinfer has every name"
+    if unread:
+        here += f"; files that could not be read: {len(unread)}"
     output.show(styled("red" if missing or unread else "green", f"{done}; {here}"))
     output.finish(
         {

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
 from recinfer.errors import ConfigError
 
-__all__ = ["DataFormat", "Device", "MissingShards", "RequestKind", "check_other_file", "parse_pair"]
+__all__ = [
+    "DataFormat",
+    "Device",
+    "MissingShards",
+    "RequestKind",
+    "check_other_file",
+    "check_picture",
+    "check_place",
+    "parse_pair",
+]
 
 
 class DataFormat(StrEnum):
@@ -54,6 +64,24 @@ def check_other_file(option: str, out: Path | None, rows: Path | None) -> None:
     """Raises ConfigError if ``out``, the value of ``option``, is the file that rows are read from, which it would replace."""
     if out is not None and rows is not None and out.exists() and rows.exists() and out.samefile(rows):
         raise ConfigError(f"{option} {out} is the file of the rows; give another file")
+
+
+def check_picture(path: Path) -> None:
+    """Raise ConfigError if ``--plot`` names a file that matplotlib cannot write. Commands call it before work that takes long."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise ConfigError(f"--plot {path}: cannot write {path.suffix!r}; expected one of {', '.join(known)}")
+    check_place("--plot", path)
+
+
+def check_place(option: str, path: Path) -> None:
+    """Raise ConfigError if ``option`` names a file that cannot be written. Commands call it before work that takes long."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written; choose a file in a writable folder")
 
 
 def parse_pair(

@@ -15,7 +15,7 @@ from recinfer.cli.models import (
     open_checkpoint,
     parse_precisions,
 )
-from recinfer.cli.options import Device
+from recinfer.cli.options import Device, check_picture, check_place
 from recinfer.cli.vocabularies import indexed_ids, read_vocabularies
 from recinfer.quant.formats.names import Precision
 
@@ -72,6 +72,9 @@ def run(
     from recinfer.modules.embedding_configs import DataType
 
     output = Output(as_json)
+    check_place("--out", out)
+    if plot:
+        check_picture(plot)
     reader, module = open_checkpoint(checkpoint, model)
     plan = plan_inference(
         module,

@@ -17,7 +17,7 @@ from rich.table import Table
 from recinfer.cli.client import ClientOptions, TargetOption, missing_text, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
-from recinfer.cli.options import check_other_file
+from recinfer.cli.options import check_other_file, check_place
 from recinfer.errors import ConfigError, InputError, RecinferError
 from recinfer.files import NOT_GZIP, create_text, naming, packed, read_bytes, without_gz, write_file
 
@@ -157,7 +157,9 @@ def run(options: PredictOptions) -> None:
     output, source = Output(options.as_json), options.input
     if (source is None) == (options.rows is None):
         raise ConfigError("got both --input and --rows, or neither; give one of them")
-    check_other_file("--out", options.out, source or options.rows)
+    if options.out is not None:
+        check_place("--out", options.out)
+        check_other_file("--out", options.out, source or options.rows)
     if source is not None and (options.keep or options.ignore or options.dense):
         raise ConfigError("got --keep, --ignore or --dense with --input; these are for --rows")
     if source is None:

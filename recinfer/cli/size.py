@@ -14,8 +14,9 @@ from recinfer.cli.bench_capacity import LoadOptions, MeasuredServer, as_data, me
 from recinfer.cli.client import ClientOptions
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, styled
 from recinfer.cli.declared import takes
-from recinfer.cli.options import RequestKind
+from recinfer.cli.options import RequestKind, check_picture
 from recinfer.errors import ConfigError
+from recinfer.printed import slim_table
 
 if TYPE_CHECKING:
     from recinfer.archive.manifest import Manifest
@@ -115,7 +116,7 @@ def run(options: SizeOptions) -> None:
     from recinfer.sizing.deployment import deployment
     from recinfer.sizing.hosts import EXAMPLE_HOSTS, priced, read_hosts
     from recinfer.sizing.report import as_data as as_row
-    from recinfer.sizing.report import check_picture, draw_curve
+    from recinfer.sizing.report import draw_curve
 
     output, given = Output(options.as_json), options.hosts
     if options.plot is not None:
@@ -222,21 +223,24 @@ def _measured_now(
 
 
 def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Sequence[Measured]) -> None:
-    from rich.table import Table
-
     from recinfer.sizing.report import COLUMNS, rows
 
-    table = Table(title=f"{goal.qps:,.0f} requests/s, p99 within {goal.p99_s * 1e3:g} ms", title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, no_wrap=True)
+    title = f"{goal.qps:,.0f} requests/s, p99 within {goal.p99_s * 1e3:g} ms"
+    table = slim_table(*COLUMNS, numbers=COLUMNS[2:], title=title)
     shown = rows(found)
     for at, row in enumerate(shown):
         style = "bold green" if not at and found[0].meets else "dim" if not found[at].meets else ""
         table.add_row(*row, style=style)
     output.show(table)
+    reasons: dict[str, list[str]] = {}
+    for each in found[: len(shown)]:
+        if each.why_not:
+            reasons.setdefault(each.why_not, []).append(each.host.name)
+    for reason, names in reasons.items():
+        output.show(f"{', '.join(names)}: {reason}")
     best = found[0]
     if not best.meets:
-        output.show(styled("bold red", "no kind of host meets the objective", "; the last column gives the reason"))
+        output.show(styled("bold red", "no kind of host meets the objective"))
         return
     what = f"{best.replicas} {best.host.name} hosts, each with all tables"
     if best.rankers:

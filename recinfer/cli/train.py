@@ -11,7 +11,7 @@ import typer
 
 from recinfer import env
 from recinfer.cli.console import JsonOption, Output, styled
-from recinfer.cli.options import DataFormat, Device, check_other_file, parse_pair
+from recinfer.cli.options import DataFormat, Device, check_other_file, check_picture, parse_pair
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ def run(
     from recinfer.training.job import TrainJob, run_job
 
     check_other_file("--metrics", metrics, data)
-    check_other_file("--plot", plot, data)
+    if plot is not None:
+        check_other_file("--plot", plot, data)
+        check_picture(plot)
     given = env.torchrun_rank()
     if given is not None and world_size not in (None, given[1]):
         raise ConfigError(f"--world-size {world_size}, but torchrun started {given[1]} ranks; leave --world-size out")

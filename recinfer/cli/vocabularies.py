@@ -36,7 +36,8 @@ NewIdsOption = Annotated[
         "--vocabulary",
         metavar="FEATURE=FILE",
         help=".npy file of int64 ids, for each feature of which `recinfer export` was given one; ids may differ from that file's, their "
-        "number may not. Repeatable. Managed collisions need no option.",
+        "number may not. Or a file of strings, to make sure that they are still those of the archive. Repeatable. Managed collisions need "
+        "no option.",
         show_default=False,
     ),
 ]

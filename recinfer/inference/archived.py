@@ -14,10 +14,10 @@ from recinfer.archive.manifest import InputInfo, Manifest
 from recinfer.capture import CaptureError, read_arguments
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, Features, bags_of, offsets_of
-from recinfer.inference.results import FeatureSpec, LookupResult, Outputs
+from recinfer.inference.results import FeatureSpec, LookupResult, Outputs, input_specs
 from recinfer.inference.together import PredictInputs
 from recinfer.printed import Printed
-from recinfer.sparse.jagged_tensor import JaggedTensor
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 if TYPE_CHECKING:
     from recinfer.distributed.planner.plan import Plan
@@ -149,30 +149,12 @@ class ArchivedModel(Printed):
 
     def __str__(self) -> str:
         lines = [repr(self)[1:-1]]
-        for info in self.inputs:
-            lines.append(f"  in   {info.name}: {described(info, self.manifest)}")
+        for spec in input_specs(self.manifest):
+            described = spec.described(strings=spec.name in self.manifest.string_features)
+            lines.append(f"  in   {spec.name}: {described}")
         for output in self.manifest.dense.outputs if self.manifest.dense is not None else ():
             lines.append(f"  out  {output.name}: float32 [batch{''.join(f', {size}' for size in output.shape)}]")
         return "\n".join(lines)
-
-
-def described(info: InputInfo, manifest: Manifest) -> str:
-    """One input as text: its dtype, shape and the facts that forward relies on."""
-    signature = manifest.signature
-    text = f"{info.dtype} [{', '.join(map(str, info.shape))}]"
-    if info.kind == "ids":
-        kind = "strings or rows" if info.name in manifest.string_features else "ids"
-        text = f"{kind}, any number a sample"
-    elif info.kind == "jagged":
-        rest = f" [{', '.join(map(str, info.shape[1:]))}]" if info.shape[1:] else ""
-        text = f"{info.dtype}{rest}, any number a sample"
-    if signature is not None and info.name in signature.per_sample:
-        text = text.replace("any number a sample", f"exactly {signature.per_sample[info.name]} a sample")
-    if signature is not None and info.name in signature.as_long_as:
-        text += f", as many as {signature.as_long_as[info.name]}"
-    if signature is not None and info.name in signature.counts:
-        text += f", counts of the values of {signature.counts[info.name]}"
-    return f"{text} (forward's {info.path})" if info.path != info.name else text
 
 
 def load(
@@ -222,6 +204,8 @@ class Call:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._signature = manifest.signature
+        inputs = () if self._signature is None else self._signature.inputs
+        self._features = {info.path: info.name for info in inputs if info.kind == "ids"}
 
     @property
     def is_collection(self) -> bool:
@@ -255,15 +239,25 @@ class Call:
                 "this archive has no signature (an earlier recinfer wrote it, or it has no dense part); call "
                 "predict(dense, features) or lookup(features)"
             )
+        whole: Bags | None = None
+
+        def takes(kjt: Any, path: str) -> bool:
+            nonlocal whole
+            bags = self._all_features(kjt, path)
+            whole = bags or whole
+            return bags is not None
+
         try:
             found: dict[str, dict[str, Tensor]] = {}
-            for slot, tensor in read_arguments(signature.arguments, args, kwargs):
+            for slot, tensor in read_arguments(signature.arguments, args, kwargs, takes):
                 found.setdefault(slot.path, {})[slot.part] = tensor
         except CaptureError as error:
             raise InputError(str(error)) from None
         features: dict[str, Parts] = {}
         inputs: dict[str, Any] = {}
         for info in signature.inputs:
+            if info.kind == "ids" and whole is not None:
+                continue
             parts = found.get(info.path)
             if parts is None:
                 raise InputError(f"{info.path} is missing; forward takes it as {info.name!r} ({info.dtype})")
@@ -276,7 +270,7 @@ class Call:
             else:
                 inputs[info.name] = parts["tensor"]
         sizes = {name: len(parts["lengths"]) for name, parts in features.items()}
-        most = max(sizes.values(), default=0)
+        most = max(sizes.values(), default=0 if whole is None else whole.batch)
         own = {name: parts for name, parts in features.items() if sizes[name] == 1 < most}
         rest = {name: parts for name, parts in features.items() if name not in own}
         batched = {i.name for i in signature.inputs if i.kind == "jagged" or i.shape[:1] == ("batch",)}
@@ -287,11 +281,28 @@ class Call:
         }
         return PredictInputs(
             None,
-            _bags(rest) if rest else None,
+            _bags(rest) if rest else whole,
             _bags(own) if own else None,
             {name: value for name, value in inputs.items() if name not in once},
             once,
         )
+
+    def _all_features(self, kjt: Any, path: str) -> Bags | None:
+        """The bags of a KeyedJaggedTensor that holds all features of the archive and nothing else; None for another one, which is read
+        feature by feature. That costs several times what a small lookup does."""
+        names, keys = self._features, list(kjt.keys())
+        features = tuple(names[at] for key in keys if (at := f"{path}[{key!r}]") in names)
+        if not features or not len(keys) == len(set(features)) == len(names) or not isinstance(kjt, KeyedJaggedTensor):
+            return None
+        values = kjt.values()
+        plain = not (kjt.variable_stride_per_key() or values.is_floating_point())
+        if not plain or kjt.weights_or_none() is not None or values.device.type != "cpu":
+            return None
+        ids = values.long().contiguous().numpy()
+        offsets = offsets_of(kjt.lengths().numpy(), ids.dtype)
+        if offsets[-1] != len(ids):
+            return None
+        return Bags(features, kjt.stride(), offsets, ids)
 
     def returned(self, outputs: Mapping[str, Tensor]) -> Any:
         """Forward's result around ``outputs``."""

@@ -93,8 +93,8 @@ def make_delta(
         out: the delta's path, by custom ``*.rqd``.
         after: deltas that are applied before this one, in their order.
         inputs: the example batches that the archive was exported with.
-        vocabularies: those of the new checkpoint, as for :func:`recinfer.inference.export.export_archive`; those of strings stay
-            the archive's.
+        vocabularies: those of the new checkpoint, as for :func:`recinfer.inference.export.export_archive`; those of strings may
+            be absent, and are the archive's.
         max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
         progress: show a bar on stderr.
         overwrite: replace a file that is at ``out``.
@@ -130,7 +130,7 @@ def make_delta(
     known = {file.path: file.sha256 for file in manifest.files}
     files = {path: data for path, data in files.items() if sha256(data).hexdigest() != known.get(path)}
     requests = [request for request, _ in read_requests(stored)]
-    changes = vocabulary_changes(stored, applied, model, checkpoint, vocabularies)
+    changes = vocabulary_changes(stored, applied, model, checkpoint, vocabularies, predictor.intake.strings)
     steps = predictor.intake.at(stored, [*applied, changes]).steps
     rows = FloatRows(manifest, [predictor.looked_up(request, steps) for request in requests])
     with delta_file(Path(out), overwrite=overwrite) as path:

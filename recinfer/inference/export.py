@@ -289,7 +289,8 @@ def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: 
                 else (
                     "the weights are finite, so forward computes it from the golden request's inputs (random ids, bags "
                     "of 0 to 3 where the example batch has empty bags; dense values of the example batch, or normal without one): "
-                    "find the logarithm, root, division or overflow in forward and clamp its input; an output of integers "
+                    "find the logarithm, root, division or overflow in forward and clamp its input (mask an output with a finite "
+                    "number, not with infinity); an output of integers "
                     "beyond 16,777,216, as of raw ids, is NaN, since outputs are float32: return positions"
                 )
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from recinfer.archive.manifest import Manifest
 from recinfer.inference.comparison import Comparison
 from recinfer.inference.evaluation import Evaluation
 from recinfer.inference.results import input_specs
-from recinfer.printed import Printed, rich_text
+from recinfer.printed import Printed, rich_text, short_names, slim_table
 from recinfer.quant.rows import row_bytes
 from recinfer.sizes import size_text
 
@@ -82,18 +81,11 @@ class ExportReport(Printed):
         return rich_text(self)
 
     def _table_of_tables(self) -> Table:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
-        table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)  # fits 80 columns
-        table.add_column("table", overflow="fold")
-        for column in ("precision", "rows", "dim", "before", "after", "max\nerror", "RMS", "relative"):
-            table.add_column(column, justify="left" if column == "precision" else "right", no_wrap=True)
-        short = Counter(_last(t.table) for t in self.tables)
-        for t in self.tables:
+        numbers = ("rows", "dim", "before", "after", "max\nerror", "RMS", "relative")
+        table = slim_table("table", "precision", *numbers, numbers=numbers)
+        for name, t in zip(short_names([t.table for t in self.tables]), self.tables):
             table.add_row(
-                # The path before a name is long and mostly the same, and a narrow terminal would cut the name off.
-                _last(t.table) if short[_last(t.table)] == 1 else t.table,
+                name,
                 t.precision,
                 f"{t.rows:,}",
                 str(t.dim),
@@ -102,10 +94,6 @@ class ExportReport(Printed):
                 *(f"{error:.2g}" for error in (t.max_abs_error, t.rms_error, t.relative_error)),
             )
         return table
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _table_of_quality(found: Evaluation) -> Table:

@@ -83,6 +83,17 @@ class InputSpec:
         rest = f" [{', '.join(sizes[1:])}]" if sizes[1:] else ""
         return f"a list of {self.dtype}{rest} per sample"
 
+    def described(self, *, strings: bool = False) -> str:
+        """The input as one line of text: what a request holds, the facts, and forward's name if it is another.
+
+        Args:
+            strings: whether the ids may be strings.
+        """
+        values = "strings or rows" if strings else "ids"
+        text = f"a list of {values} per sample" if self.kind == "ids" else self.expected()
+        text = f"{text}, {self.facts}" if self.facts else text
+        return f"{text} (forward's {self.path})" if self.path != self.name else text
+
 
 def values_per_sample(specs: Mapping[str, InputSpec], name: str) -> int:
     """The number of values of the input ``name`` in each sample that forward relies on; 1 where any number is right."""

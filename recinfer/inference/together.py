@@ -174,7 +174,10 @@ def _checked(model: LoadedModel, request: PredictInputs) -> _CheckedRequest:
     own = None
     if bags is not None:
         if bags.batch != 1:
-            raise InputError(f"context: got {bags.batch} samples, expected 1; its features apply to every candidate")
+            raise InputError(
+                f"context: got {bags.batch} samples, expected 1 ([[3, 7]] is one of two ids); its features apply to every "
+                f"candidate"
+            )
         shared = frozenset(bags.keys)
         twice = shared.intersection(candidates.keys)
         if twice:

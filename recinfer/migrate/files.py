@@ -74,12 +74,15 @@ def python_files(path: str | os.PathLike[str]) -> list[Path]:
     """The file itself, or the ``.py`` files below a folder, hidden folders and virtual environments left out.
 
     Raises:
-        InputError: there is no such file or folder.
+        InputError: there is no such file or folder, or no Python file in the folder.
     """
     path = Path(path)
     if not path.exists():
         raise InputError(f"{path}: does not exist; expected a Python file or a folder with Python files")
-    return sorted(_below(path)) if path.is_dir() else [path]
+    found = sorted(_below(path)) if path.is_dir() else [path]
+    if not found:
+        raise InputError(f"{path}: has no .py file; expected a Python file or a folder with Python files")
+    return found
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -74,7 +74,10 @@ def training_settings(module: nn.Module) -> dict[str, int]:
 
     Empty for a module whose training depends on more: a policy with arguments, or a hashed module.
     """
-    policy = getattr(module, "_eviction_policy", None)
-    if type(policy) not in _POLICIES.values() or vars(policy) != vars(type(policy)()):
+    if not isinstance(module, MCHManagedCollisionModule):
+        return {}
+    policy = module._eviction_policy
+    kind: Any = type(policy)
+    if kind not in _POLICIES.values() or vars(policy) != vars(kind()):
         return {}
     return {"eviction_interval": module._eviction_interval}

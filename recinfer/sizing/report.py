@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recinfer.errors import ConfigError
 from recinfer.files import naming
 from recinfer.sizing.capacity import Measured
 from recinfer.sizing.deployment import Deployment
 
-__all__ = ["COLUMNS", "as_data", "check_picture", "check_place", "draw_curve", "rows"]
+__all__ = ["COLUMNS", "as_data", "draw_curve", "rows"]
 
 COLUMNS = (
-    "", "host", "shards", "replicas", "rankers", "hosts", "load / knee", "one host down", "p99 ms", "per hour", "objective",
+    "", "host", "shards", "replicas", "rankers", "hosts", "load /\nknee", "one host\ndown", "p99\nms", "per\nhour", "met",
 )  # fmt: skip
 """Headings of :func:`rows`."""
 
@@ -35,7 +33,7 @@ def rows(found: Sequence[Deployment], most: int = 12) -> list[tuple[str, ...]]:
             _percent(each.share_one_lost),
             "-" if each.p99_s is None else f"{each.p99_s * 1e3:.2f}",
             f"{each.cost:,.2f}" if each.hosts else "-",
-            each.why_not or "met",
+            "yes" if each.meets else "no",
         )
         for at, each in enumerate(found[:most])
     ]
@@ -61,24 +59,6 @@ def as_data(each: Deployment) -> dict[str, Any]:
 
 def _percent(share: float) -> str:
     return "-" if math.isnan(share) else "overload" if math.isinf(share) else f"{share:.0%}"
-
-
-def check_picture(path: Path) -> None:
-    """Raise ConfigError for a suffix that matplotlib does not support, or a path that cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    known = sorted(FigureCanvasAgg.get_supported_filetypes())
-    if path.suffix[1:].lower() not in known:
-        raise ConfigError(f"--plot {path}: cannot write {path.suffix!r}; expected one of {', '.join(known)}")
-    check_place("--plot", path)
-
-
-def check_place(option: str, path: Path) -> None:
-    """Raise ConfigError if ``option`` names a file that cannot be written."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{option} {path}: cannot be written; choose a file in a writable folder")
 
 
 def draw_curve(measured: Measured, path: Path) -> None:

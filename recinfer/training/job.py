@@ -104,8 +104,6 @@ def run_job(job: TrainJob, world_size: int = 1) -> TrainReport | None:
         read_start(job.start_from)  # a checkpoint that cannot be read ends the run before its ranks start
     if env.torchrun_rank() is None:
         check_devices(job.device, world_size)
-    if job.plot is not None:
-        _check_plot()
     if (job.plan is not None or job.sharding) and world_size == 1 and env.torchrun_rank() is None:
         raise ConfigError(
             "--sharding and --plan need ranks to shard over; give --world-size 2 or more, or use torchrun"
@@ -220,12 +218,3 @@ def _fit_contract(job: TrainJob) -> tuple[FeatureContract, float]:
         raise InputError(f"{job.data}: no rows to train on; expected at least 2")
     contract = (movielens_contract if job.format == "movielens" else criteo_contract)(columns)
     return contract, float(contract.labels(columns).mean())
-
-
-def _check_plot() -> None:
-    from importlib.util import find_spec
-
-    from recinfer.errors import UnavailableError
-
-    if find_spec("matplotlib") is None:
-        raise UnavailableError("--plot needs matplotlib; pip install 'recinfer[plot]'")

@@ -94,7 +94,7 @@ class TrainResult:
         train_losses: mean training loss of each epoch (of a resumed run, of the steps since).
         num_train_rows, num_test_rows: rows trained on in a pass, and rows held out.
         num_steps: updates made, those before a resume too.
-        ids_admitted, ids_evicted: raw ids that got a row and that lost theirs in this run, of a model with managed collisions.
+        ids_admitted, ids_evicted: raw ids that got a row and that lost theirs in this run, in a model whose tables take raw ids.
         seconds: wall time of training and evaluation, without the checkpoint.
         samples_per_second: rows trained on a second, over all ranks.
         checkpoint: the folder written, or None.

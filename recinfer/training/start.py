@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from recinfer.checkpoint import CheckpointReader
+from recinfer.checkpoint.model_json import untrainable_tables
 from recinfer.errors import CheckpointError
 from recinfer.models.dlrm import DLRM
 
@@ -55,8 +56,7 @@ def read_start(checkpoint: str | os.PathLike[str]) -> Start:
             f"{os.fspath(checkpoint)}: has no DLRM with a feature contract; expected a checkpoint of recinfer train to start from"
         )
     assert reader.model_json is not None
-    collisions: dict[str, dict[str, Any]] = reader.model_json["model"].get("managed_collisions", {})
-    if unknown := [table for table, settings in collisions.items() if "eviction_interval" not in settings]:
+    if unknown := untrainable_tables(reader.model_json):
         raise CheckpointError(
             f"{os.fspath(checkpoint)}: table {unknown[0]!r} has an eviction policy that model.json does not hold; go on training by "
             "the program that made the model"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from recinfer.archive.manifest import Manifest
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["id_vocabularies", "indexed_contract", "string_vocabularies"]
+__all__ = ["check_unchanged", "id_vocabularies", "indexed_contract", "string_vocabularies"]
 
 
 def string_vocabularies(
@@ -118,19 +118,36 @@ def indexed_contract(contract: FeatureContract, strings: StringRows) -> FeatureC
         if not isinstance(made, Vocabulary) or feature.name not in strings.features:
             sparse.append(feature)
             continue
-        info, shape = strings.info(feature.name)
-        where = f"the contract's vocabulary of feature {feature.name!r}"
         own = StringVocabulary(made.tokens, made.out_of_vocabulary)
-        if shape.ids != len(own.strings) or info.unknown != own.unknown_row:
-            raise ArchiveError(
-                f"{where} has {len(own.strings)} tokens, and unknown ones read row {own.unknown_row}; the index has {shape.ids} "
-                f"strings and row {info.unknown}",
-                rule="V9",
-            )
-        check_rows(strings, feature.name, own.strings, range(len(own.strings)), where, "V9")
+        _check_same(strings, feature.name, own, f"the contract's vocabulary of feature {feature.name!r}")
         ids_of = partial(_row_of_each, strings, feature.name)
         sparse.append(replace(feature, transform=made.reading(ids_of)))
     return replace(contract, sparse=tuple(sparse))
+
+
+def check_unchanged(strings: StringRows, given: Mapping[str, StringVocabulary]) -> None:
+    """Raise ConfigError, for a delta, unless the vocabulary of each feature is that of the archive's index."""
+    for feature, vocabulary in given.items():
+        what = f"the vocabulary of feature {feature!r}"
+        if feature not in strings.features:
+            raise ConfigError(f"{what}: the archive has no strings of it; export this checkpoint as a new version")
+        try:
+            _check_same(strings, feature, vocabulary, what)
+        except ArchiveError as error:
+            raise ConfigError(
+                f"{str(error).partition('] ')[2]}: a delta leaves strings as they are; export this checkpoint as a new version"
+            ) from None
+
+
+def _check_same(strings: StringRows, feature: str, own: StringVocabulary, where: str) -> None:
+    info, shape = strings.info(feature)
+    if shape.ids != len(own.strings) or info.unknown != own.unknown_row:
+        raise ArchiveError(
+            f"{where} has {len(own.strings)} strings, and unknown ones read row {own.unknown_row}; the index has {shape.ids} "
+            f"strings and row {info.unknown}",
+            rule="V9",
+        )
+    check_rows(strings, feature, own.strings, range(len(own.strings)), where, "V9")
 
 
 def _row_of_each(strings: StringRows, feature: str, tokens: Tokens) -> NDArray[np.int64]:

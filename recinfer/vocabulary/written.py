@@ -22,8 +22,8 @@ from recinfer.vocabulary.index import IdIndex, build_index
 from recinfer.vocabulary.info import DeltaVocabulary, StringInfo, VocabularyInfo, info_of
 from recinfer.vocabulary.managed_collisions import vocabularies_of
 from recinfer.vocabulary.opened import open_indexes
-from recinfer.vocabulary.plain import id_vocabularies, string_vocabularies
-from recinfer.vocabulary.strings import StringVocabulary, string_indexes
+from recinfer.vocabulary.plain import check_unchanged, id_vocabularies, string_vocabularies
+from recinfer.vocabulary.strings import StringRows, StringVocabulary, string_indexes
 from recinfer.vocabulary.table import TableVocabulary
 
 if TYPE_CHECKING:
@@ -116,21 +116,21 @@ def vocabulary_changes(
     model: nn.Module,
     checkpoint: CheckpointReader,
     vocabularies: Vocabularies | None,
+    strings: StringRows | None,
 ) -> PendingChanges:
     """The changes from an archive with deltas applied to the vocabularies of a new checkpoint.
 
     Args:
+        strings: the archive's, which a delta does not change.
         vocabularies: as :func:`written_parts` takes them.
 
     Raises:
-        ConfigError: other tables have vocabularies, one has other segments or rows of unknown ids, or one is of strings.
+        ConfigError: other tables have vocabularies, one has other segments or rows of unknown ids, or other strings.
     """
-    raw, strings = _given(model, checkpoint, None, vocabularies)
-    if strings:
-        raise ConfigError(
-            f"vocabularies: a delta leaves those of strings as they are; leave {some(list(strings))} out, or export this checkpoint "
-            "as a new version"
-        )
+    raw, given = _given(model, checkpoint, None, vocabularies)
+    if given:
+        assert strings is not None
+        check_unchanged(strings, string_vocabularies(archive.manifest, None, given))
     opened = open_indexes(archive, applied)
     keys = {(info.module, info.table) for info, _ in opened}
     if keys != raw.keys():
@@ -161,7 +161,7 @@ def _changed_ids(
     if info_of(info.module, info.table, now) != info:
         raise ConfigError(
             f"the vocabulary of table {info.full_name!r} has another input_hash_size, or other segments or rows of unknown ids, "
-            "than the archive's; export this checkpoint as a new version"
+            "than the archive's (a list needs as many ids as there); export this checkpoint as a new version"
         )
     old_ids, old_rows = index.entries()
     order = np.argsort(now.ids)

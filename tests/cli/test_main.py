@@ -123,6 +123,15 @@ def test_debug_shows_the_traceback(tmp_path: Path, args: tuple[str, ...], env: d
     assert "NotFoundError" in done.stderr
 
 
+def test_closed_streams_are_the_null_device(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import torchrec\n")
+    command = f'"{sys.executable}" -m recinfer migrate model.py <&- >&- 2>&-'
+    assert (
+        subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode
+        == 0
+    )
+
+
 def test_an_unknown_option_is_a_usage_error() -> None:
     code, _, err = invoke("inspect", "--no-such-option")
     assert code == 2
@@ -136,6 +145,31 @@ def test_train_does_not_write_over_its_rows(tmp_path: Path, option: str) -> None
     code, _, err = invoke("train", "--data", rows, "--format", "criteo", "--out", tmp_path / "c.ckpt", option, rows)
     assert (code, rows.read_text()) == (2, "label,I1,C1\n")
     assert "give another file" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("plan", "--checkpoint", "none.ckpt", "--world-size", 2, "--out", "/nonexistent/p.json"), "--out"),
+        (
+            ("plan", "--checkpoint", "none.ckpt", "--world-size", 2, "--out", "p.json", "--plot", "p.xyz"),
+            "--plot p.xyz",
+        ),
+        (("calibrate", "--out", "/nonexistent/hardware.json"), "--out"),
+        (("train", "--limit", 2000, "--out", "t.ckpt", "--plot", "curve.xyz"), "--plot curve.xyz"),
+        (("train", "--limit", 2000, "--out", "t.ckpt", "--plot", "/nonexistent/curve.png"), "--plot"),
+        (("bench", "serve", "--target", "127.0.0.1:1", "--plot", "/nonexistent/curve.png"), "--plot"),
+        (("predict", "--target", "127.0.0.1:1", "--input", "rows.csv", "--out", "/nonexistent/scores.csv"), "--out"),
+    ],
+)
+def test_an_output_that_cannot_be_written_ends_a_command_before_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], says: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = invoke(*arguments)
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert err.startswith(f"error: {says}")
 
 
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:

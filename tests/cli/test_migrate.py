@@ -200,12 +200,13 @@ def test_nothing_is_written_without_the_write_option(tmp_path: Path) -> None:
 def test_missing_names_are_listed_and_the_files_written(tmp_path: Path) -> None:
     program = write(tmp_path / "program.py", "from torchrec.datasets.utils import Batch, ParallelReadConcat\n")
     broken = write(tmp_path / "broken.py", "import torchrec\nprint 'old'\n")
-    code, out, _ = invoke("migrate", tmp_path, "--write", "--json")
+    code, out, err = invoke("migrate", tmp_path, "--write", "--json")
     assert code == 1
     said = json.loads(out.splitlines()[-1])
     name = "torchrec.datasets.utils.ParallelReadConcat"
     assert said["missing"] == [{"file": str(program), "line": 1, "name": name, "instead": INSTEAD[name]}]
     assert said["changed"] == [str(program)] and said["written"] and str(broken) in said["unread"][0]
+    assert "files that could not be read: 1" in err
     assert program.read_text() == (
         f"from recinfer.datasets.utils import Batch\n{ABSENT}\n"
         'ParallelReadConcat = absent_name("datasets.utils.ParallelReadConcat")\n'
@@ -240,3 +241,8 @@ def test_fbgemms_operators_need_an_import_of_their_own(tmp_path: Path) -> None:
     assert migrate_file(program).by_hand == ((4, what),)
     program.write_text("import fbgemm_gpu\n" + lines)
     assert migrate_file(program).by_hand == ()
+
+
+def test_a_folder_without_python_files_is_refused(tmp_path: Path) -> None:
+    code, _, err = invoke("migrate", tmp_path)
+    assert code == 2 and "has no .py file" in err

@@ -47,3 +47,19 @@ def test_verify_says_it_under_its_problems(exported: Exported, tmp_path: Path) -
     assert code == 1
     assert "[F6] 'stray' is not listed" in out
     assert f"rule F6: see {FORMATS / 'FORMAT.md'}" in "".join(out.split("\n"))
+
+
+def test_a_checkpoint_is_no_archive_and_an_archive_no_checkpoint(exported: Exported, tmp_path: Path) -> None:
+    message = run_json("verify", exported.archive.with_name("tiny.ckpt"), code=2)["error"]["message"]
+    assert "is a checkpoint, not an archive; `recinfer export` makes one of it" in message
+    arguments = "--checkpoint", exported.archive, "--world-size", 2, "--out", tmp_path / "plan.json"
+    assert "is an archive; give the checkpoint" in run_json("plan", *arguments, code=2)["error"]["message"]
+
+
+def test_an_error_that_a_process_explained_is_not_explained_again(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise ArchiveError(f"the server did not start: wrong (rule F1: see {FORMATS / 'FORMAT.md'})", rule="F1")
+
+    with pytest.raises(typer.Exit):
+        verb(fail)()
+    assert capsys.readouterr().err.count("FORMAT.md") == 1

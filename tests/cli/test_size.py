@@ -106,7 +106,7 @@ def test_the_table_marks_the_chosen_one(options: list[object]) -> None:
     assert code == 0, err
     assert "1,500 requests/s, p99 within 20 ms" in out
     (chosen,) = (line for line in out.splitlines() if "->" in line)
-    assert all(text in chosen for text in ("four", "met"))
+    assert all(text in chosen for text in ("four", "yes"))
     assert "four hosts, each with all tables: " in out
     assert "are examples" not in err
     assert "measured on 4 cores" in err
@@ -132,8 +132,8 @@ def test_no_kind_of_host_meets_the_objective(options: list[object]) -> None:
     assert found["chosen"] is None
     code, out, _ = run(*options, "--qps", 1e6, "--max-hosts", 10)
     assert code == 1
-    assert "no kind of host meets the objective; the last column gives the reason" in out
-    assert "more than --max-hosts 10" in out
+    assert "no kind of host meets the objective" in out
+    assert " hosts, more than --max-hosts 10" in out
 
 
 def test_without_a_file_the_capacity_is_measured(archive: Path, files: Path) -> None:  # noqa: F811

@@ -326,7 +326,7 @@ def test_rich_tables_and_picture(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=140)
     console.print(*format_plan(plan, max_tables=2))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "sparse.ebc.t0" in text and "gap" in text and "1 lighter tables" in text
+    assert "t0 " in text and "sparse.ebc" not in text and "gap" in text and "1 lighter tables" in text
     pytest.importorskip("matplotlib")
     plot_plan(plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

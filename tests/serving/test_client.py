@@ -344,6 +344,16 @@ def test_any_timeout_may_be_given(server: Server):
             admin.list_models()
 
 
+def test_a_description_prints_a_line_for_each_input_and_embedding(server: Server):
+    with InferenceClient(server.target, timeout=60) as client:
+        about = client.get_model()
+    first, *lines = str(about).splitlines()
+    assert repr(about) == f"<{first}>" and first.startswith("tiny 3: ")
+    assert len(lines) == len(about.inputs) + len(about.features)
+    one = about.features[0]
+    assert f"  emb  {one.name}: a vector of {one.dim} per sample, from the {one.rows:,} rows of {one.table}" in lines
+
+
 def test_both_clients_wait_for_a_server(server: Server):
     with InferenceClient(server.target, timeout=60) as client:
         client.wait_until_ready(60)

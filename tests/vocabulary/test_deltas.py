@@ -207,9 +207,7 @@ def test_a_list_of_ids_by_feature_has_deltas_too(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"differ .*: ebc.cats; give the vocabularies that the export was given"):
         delta({})
-    with pytest.raises(ConfigError, match=r"leaves those of strings as they are; leave f_user out"):
-        delta({"f_cat": now, "f_user": ["a", "b"]})
-    with pytest.raises(ConfigError, match=r"'ebc.cats' has another input_hash_size"):
+    with pytest.raises(ConfigError, match=r"'ebc.cats' has another input_hash_size.*a list needs as many ids"):
         delta({"f_cat": ids[:-1]})
     predictor = load(archive.root)
     before = predictor.lookup({"f_cat": [[ids[0]], [ids[299]], [-3]], "f_user": [["b"], ["b"], ["b"]]})
@@ -217,6 +215,33 @@ def test_a_list_of_ids_by_feature_has_deltas_too(tmp_path: Path) -> None:
     after = predictor.lookup({"f_cat": [[-3], [ids[299]], [ids[0]]], "f_user": [["b"], ["b"], ["b"]]})
     same = [torch.equal(before["f_cat"][at], after["f_cat"][at]) for at in range(3)]
     assert same == [True, False, True] and torch.equal(before["f_user"], after["f_user"])
+
+
+def test_strings_of_a_delta_are_those_of_the_archive(tmp_path: Path) -> None:
+    model = Ranker()
+    archive = make_archive(tmp_path / "base", model=model, vocabularies={"f_user": ["a", "b"]})[1]
+    reader = save(model, tmp_path / "w.pt")
+
+    def delta(given: dict[str, object]) -> None:
+        out = tmp_path / "d.rqd"
+        make_delta(archive.root, model, reader, out, vocabularies=given, overwrite=True, progress=False)  # type: ignore[arg-type]
+
+    delta({})
+    delta({"f_user": ["a", "b"]})
+    version = "a delta leaves strings as they are; export this checkpoint as a new version"
+    for strings, what in (
+        (["a", "b", "c"], "has 3 strings, and unknown ones read row 3; the index has 2 strings and row 2"),
+        (["a", "c"], "the string 'c' reads row 2; expected row 1"),
+        (["b", "a"], "the string 'b' reads row 1; expected row 0"),
+    ):
+        with pytest.raises(ConfigError, match=f"^the vocabulary of feature 'f_user'.* {what}: {version}"):
+            delta({"f_user": strings})
+    with pytest.raises(
+        ConfigError, match=r"feature 'f_item': the archive has no strings of it; export .* a new version"
+    ):
+        delta({"f_item": ["a"]})
+    with pytest.raises(ConfigError, match=r"the model has no feature 'f_none'"):
+        delta({"f_none": ["a"]})
 
 
 def changed_delta(path: Path, out: Path, change: Callable[[dict, dict], None]) -> Path:

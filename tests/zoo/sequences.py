@@ -123,6 +123,26 @@ class GRU4Rec(nn.Module):
         return self.top(torch.cat(parts, 1))
 
 
+class Cells(nn.Module):
+    """Recurrent cells, step by step over the places of the history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec = rows(("hist",))
+        self.gru, self.lstm = nn.GRUCell(DIM, 6), nn.LSTMCell(DIM, 6, bias=False)
+
+    draw = staticmethod(lambda d: (d.kjt(d.bag("hist", 40), d.bag("other", 40)),))
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        hist = self.ec(ids)["hist"]
+        x = hist.to_padded_dense(LENGTH)
+        one, two = x.new_zeros(x.shape[0], 6), None
+        for step in range(LENGTH):
+            one = torch.where((hist.lengths() > step).unsqueeze(1), self.gru(x[:, step], one), one)
+            two = self.lstm(x[:, step], two)
+        return torch.cat([one, *two], 1)  # type: ignore[misc]
+
+
 class Caser(nn.Module):
     """Convolutions over the history."""
 
@@ -177,6 +197,25 @@ class WeightsInForward(nn.Module):
         hist, seconds = self.ec(ids)["hist"], ids["hist"].weights()
         read = JaggedTensor(hist.values() * seconds.log1p().unsqueeze(1), lengths=hist.lengths())
         return self.top(torch.cat([read.to_padded_dense(LENGTH).sum(1), self.user(ids).values()], 1))
+
+
+class NewestFirst(nn.Module):
+    """The history by its times, and the distances of its newest item to a book of codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ec, self.book = rows(("hist",)), nn.Parameter(torch.randn(6, DIM))
+
+    @staticmethod
+    def draw(d: Draw) -> tuple[Any, ...]:
+        return d.kjt(d.bag("hist", 40), d.bag("other", 40)), d.integers(4, LENGTH)
+
+    def forward(self, ids: KeyedJaggedTensor, times: Tensor) -> dict[str, Tensor]:
+        x = self.ec(ids)["hist"].to_padded_dense(LENGTH)
+        order = times.argsort(dim=1, descending=True, stable=True)
+        newest = x.gather(1, order[:, :1, None].expand(-1, -1, DIM)).squeeze(1)
+        distances = torch.cdist(newest, self.book)
+        return {"order": order, "codes": distances.argmin(1), "distances": distances}
 
 
 class SharedTable(nn.Module):

@@ -21,6 +21,7 @@ from recinfer.distributed.planner.units import bytes_to_gb, bytes_to_mb
 from recinfer.distributed.types import ModuleSharder, ShardingPlan
 from recinfer.distributed.types.sharding_types import SHARDING_RULES, rule_of
 from recinfer.distributed.types.tiers import TIER_NAMES
+from recinfer.printed import short_names, slim_table
 from recinfer.sizes import size_text
 
 __all__ = ["EmbeddingStats", "NoopEmbeddingStats", "format_plan", "round_to_one_sigfig"]
@@ -304,7 +305,6 @@ def _traffic(option: ShardingOption, topology: Topology) -> tuple[float, float]:
 
 def format_plan(plan: Plan, *, max_tables: int = 60) -> list[Any]:
     """Rich renderables of a plan: a summary line, one row per rank, one row per table (the heaviest ``max_tables``)."""
-    from rich.table import Table
     from rich.text import Text
 
     e = plan.estimates
@@ -314,21 +314,19 @@ def format_plan(plan: Plan, *, max_tables: int = 60) -> list[Any]:
         head += f", lower bound {e['lower_bound_ms']:.4g} ms (gap {e['gap']:.3f})"
     parts: list[Any] = [Text(head)]
     if "perf_ms_per_rank" in e:
-        parts.append(_rank_renderable(plan, Table))
-    table = Table(title="Tables", title_justify="left")
-    for name in ("table", "rows", "dim", "precision", "sharding", "kernel", "perf (ms)", "MB", "ranks"):
-        right = name in ("rows", "dim", "perf (ms)", "MB")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+        parts.append(_rank_renderable(plan))
+    headings = ("table", "rows", "dim", "precision", "sharding", "kernel", "perf\n(ms)", "MB", "ranks")
+    table = slim_table(*headings, numbers=("rows", "dim", "perf\n(ms)", "MB"), title="Tables")
     order = sorted(plan.tables, key=lambda t: -float(t.estimates.get("perf_ms", 0.0)))
     shown = {id(t) for t in order[:max_tables]}
-    for t in plan.tables:
+    for name, t in zip(short_names([t.name for t in plan.tables]), plan.tables):
         if id(t) in shown:
-            num_bytes = sum(t.estimates.get(f"{name}_bytes", 0) for name in TIER_NAMES)
+            num_bytes = sum(t.estimates.get(f"{tier}_bytes", 0) for tier in TIER_NAMES)
             sharding = ABBREVIATIONS[t.sharding_type]
             if len(t.shards) > 1:
                 sharding += f" x{len(t.shards)}"
             table.add_row(
-                t.name,
+                name,
                 f"{t.num_embeddings:,}",
                 str(t.embedding_dim),
                 str(t.precision).lower(),
@@ -351,12 +349,10 @@ def format_plan(plan: Plan, *, max_tables: int = 60) -> list[Any]:
     return parts
 
 
-def _rank_renderable(plan: Plan, table_class: Any) -> Any:
+def _rank_renderable(plan: Plan) -> Any:
     e = plan.estimates
-    table = table_class(title="Ranks", title_justify="left")
-    names = ["rank", "perf (ms)", *_TIER_COLUMNS, "input (MB)", "output (MB)", "shards"]
-    for name in names:
-        table.add_column(name, justify="left" if name == "shards" else "right")
+    numbers = [name.replace(" ", "\n") for name in ("rank", "perf (ms)", *_TIER_COLUMNS, "input (MB)", "output (MB)")]
+    table = slim_table(*numbers, "shards", numbers=numbers, title="Ranks")
     shards: list[Counter[str]] = [Counter() for _ in range(plan.world_size)]
     for t in plan.tables:
         for s in t.shards:

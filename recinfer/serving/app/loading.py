@@ -62,7 +62,9 @@ def load_models(
     elif store is not None:
         models += _newest(store, models, choose, every=config.models.follows_store)
     if not models:
-        raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
+        raise ConfigError(
+            "nothing to serve: give archive folders, or --model-store DIR with archives at DIR/MODEL/VERSION"
+        )
     return models
 
 

@@ -83,7 +83,9 @@ def _load(config: ServeConfig) -> ShardTables:
     assert config.role.ranks is not None
     archives, store, deltas = config.folders, config.models.store, config.models.deltas
     if not archives and store is None:
-        raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
+        raise ConfigError(
+            "nothing to serve: give archive folders, or --model-store DIR with archives at DIR/MODEL/VERSION"
+        )
     mirror = store_mirror(config)
     if mirror is not None:
         refresh_or_go_on(mirror)

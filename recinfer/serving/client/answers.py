@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from recinfer.inference.specs import FeatureSpec, InputSpec, Outputs
+from recinfer.printed import Printed
 from recinfer.serving.wire.arrays import decode_lookup, decode_predict, parse
 from recinfer.serving.wire.proto import inference_pb2 as pb
 
@@ -62,8 +63,8 @@ class Embeddings:
 
 
 @dataclass(frozen=True)
-class ModelDescription:
-    """The inputs and the structure of a served model.
+class ModelDescription(Printed):
+    """The inputs and the structure of a served model, which print as a line each.
 
     ``contract`` turns raw rows into the model's inputs; None when the archive was exported without a contract.
     ``needs_weights``: some features are ``weighted``: their ids may have weights. ``inputs``: the inputs of forward, none
@@ -87,6 +88,19 @@ class ModelDescription:
         return tuple(
             one for one in self.inputs if one.kind == "jagged" or (one.kind == "tensor" and not self.num_dense)
         )
+
+    def __repr__(self) -> str:
+        contract = ", takes raw rows" if self.contract is not None else ""
+        return f"<{self.name} {self.version}: {len(self.features)} features, {self.precision}{contract}>"
+
+    def __str__(self) -> str:
+        lines = [repr(self)[1:-1]]
+        for spec in self.inputs:
+            lines.append(f"  in   {spec.name}: {spec.described(strings=spec.name in self.string_features)}")
+        for one in self.features:
+            vectors = f"a vector of {one.dim} per {'sample' if one.pooled else 'id'}"
+            lines.append(f"  emb  {one.name}: {vectors}, from the {one.rows:,} rows of {one.table}")
+        return "\n".join(lines)
 
 
 def decode_embeddings(answer: bytes, tensors: bool) -> Embeddings:
