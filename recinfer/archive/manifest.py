@@ -385,7 +385,7 @@ class Manifest:
         ids = None if self.signature is None else self.signature.ids
         inputs = [i for program in (self.dense, ids) if program is not None for i in program.inputs]
         read = {i.feature for i in inputs if i.kind == "jagged_weights"}
-        return frozenset(found | read.intersection(self.request_features))
+        return frozenset(found.union(name for name in self.request_features if name in read))
 
     @cached_property
     def request_features(self) -> tuple[str, ...]:

@@ -225,7 +225,9 @@ def _explain(error: Exception) -> str | None:
         return f"{error.strerror or error}{where}"
     message = " ".join(str(error).split())
     where = where_rules_are(message)
-    return f"{message} ({where})" if where and where not in message else message  # of a server's process: it has it
+    return (
+        f"{message} ({where})" if where and where not in message else message
+    )  # the error of a server's process names them
 
 
 def where_rules_are(message: str) -> str:

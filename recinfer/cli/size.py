@@ -249,10 +249,10 @@ def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Seq
     output.show(styled("bold green", what, each_at))
     if best.share_one_lost > 1:
         output.show(styled("yellow", "when one host fails, the others are overloaded; raise --min-replicas"))
-    for each in measured:
-        where = each.machine
+    for measurement in measured:
+        where = measurement.machine
         output.note(
-            f"{each.what}: knee {each.knee_qps:,.0f} requests/s, measured on {where['cores']} cores of "
+            f"{measurement.what}: knee {measurement.knee_qps:,.0f} requests/s, measured on {where['cores']} cores of "
             f"{where['processor']}, {where['date']}"
         )
 
