@@ -23,7 +23,6 @@ from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.files import put
 from recinfer.quant.rows import slice_packed_columns
-from recinfer.threads import Threads
 
 __all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "exists", "partial_folder", "put_at", "remove_stale"]
 
@@ -45,15 +44,11 @@ class _HashedFile:
     """A file that is written in any order. Bytes written in order are hashed at once, the rest when the file is closed.
 
     Writes bypass Python's buffers, because close would retry a buffer that could not be written.
-
-    Args:
-        hasher: hashes concurrently with the writing thread; both take about the same time.
     """
 
-    def __init__(self, path: Path, size: int, hasher: Threads) -> None:
+    def __init__(self, path: Path, size: int) -> None:
         self.path = path
         self.size = size
-        self._hasher = hasher
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._digest = hashlib.sha256()
         self._hashed = 0
@@ -67,13 +62,12 @@ class _HashedFile:
             else:
                 self._in_order = False
         view = memoryview(data)
-        hashing = self._hasher.submit(self._digest.update, view) if self._in_order else None
         done = 0
         while done < len(view):  # one call writes at most 2 GiB on Linux
             done += os.pwrite(self._descriptor, view[done:], offset + done)
         _start_writeback(self._descriptor, offset, len(view))
-        if hashing is not None:
-            hashing.result()
+        if self._in_order:
+            self._digest.update(view)
             self._hashed += len(view)
 
     def close(self) -> str:
@@ -141,11 +135,10 @@ class ShardWriter:
         plan_hash = plan.hash
         rank_files = [rank_file(rects, rank, plan_hash) for rank, rects in enumerate(rects_by_rank(plan))]
         _check_space(folder.root, sum(each.bytes for each in rank_files))
-        self._hasher = Threads(1)
         self._files: dict[str, _HashedFile] = {}
         self._pieces: dict[tuple[str, str], list[tuple[_HashedFile, StoredRect]]] = {}
         for each in rank_files:
-            file = _HashedFile(folder.path(each.path), each.bytes, self._hasher)
+            file = _HashedFile(folder.path(each.path), each.bytes)
             self._files[each.path] = file
             file.write_at(0, each.header)
             for piece in each.rects:
@@ -175,7 +168,6 @@ class ShardWriter:
                 for name, file in self._files.items():
                     self._folder.files.append(FileInfo(name, file.size, file.close()))
         finally:
-            self._hasher.close()  # before the descriptors are closed
             for file in self._files.values():
                 file.abandon()
 

@@ -140,10 +140,10 @@ def _match(reader: CheckpointReader, state: Mapping[str, Any], strict: bool) -> 
         if key in reader and reader.shape(key) != tuple(value.size())
     ]
     if wrong or (strict and (missing or extra)):
-        raise CheckpointError(
-            f"{reader.path} does not fit the model: {len(missing)} keys are missing ({some(missing, 5, none='none')}), {len(extra)} "
-            f"are not the model's ({some(extra, 5, none='none')}); {'; '.join(wrong[:5]) or 'shapes fit'}"
-        )
+        told = [f"{len(missing)} keys are missing ({some(missing, 5)})"] if missing else []
+        told += [f"{len(extra)} are not the model's ({some(extra, 5)})"] if extra else []
+        told += [some(wrong, 3, "; ")] if wrong else []
+        raise CheckpointError(f"{reader.path} does not fit the model: {'; '.join(told)}")
     return LoadReport(tuple(sorted(set(state) - set(missing))), tuple(missing), tuple(extra))
 
 

@@ -225,9 +225,8 @@ def _explain(error: Exception) -> str | None:
         return f"{error.strerror or error}{where}"
     message = " ".join(str(error).split())
     where = where_rules_are(message)
-    return (
-        f"{message} ({where})" if where and where not in message else message
-    )  # the error of a server's process names them
+    # The message of a server that this command started has it already.
+    return f"{message} ({where})" if where and where not in message else message
 
 
 def where_rules_are(message: str) -> str:

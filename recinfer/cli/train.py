@@ -40,7 +40,10 @@ def run(
     format: Annotated[DataFormat, typer.Option("--format", help="Format of the rows.")] = DataFormat.synthetic,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training split.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per rank and training step.")] = 512,
-    embedding_dim: Annotated[int, typer.Option(min=1, help="Embedding dimension of every table.")] = 16,
+    embedding_dim: Annotated[
+        int | None,
+        typer.Option(min=1, help="Embedding dimension of every table.", show_default="16, or that of --start-from"),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=2, help="Use only the first N rows.", show_default="all")] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the split, the initial weights and synthetic rows.")] = 0,
     world_size: Annotated[
@@ -100,6 +103,10 @@ def run(
     if plot is not None:
         check_other_file("--plot", plot, data)
         check_picture(plot)
+    if start_from is not None and embedding_dim is not None:
+        raise ConfigError(
+            "got --embedding-dim and --start-from, whose checkpoint sets the dimension; leave one of them out"
+        )
     given = env.torchrun_rank()
     if given is not None and world_size not in (None, given[1]):
         raise ConfigError(f"--world-size {world_size}, but torchrun started {given[1]} ranks; leave --world-size out")
@@ -109,7 +116,7 @@ def run(
         format=format.value,
         epochs=epochs,
         batch_size=batch_size,
-        embedding_dim=embedding_dim,
+        embedding_dim=embedding_dim or 16,
         limit=limit,
         seed=seed,
         sharding=dict(parse_pair(s, "--sharding", "TABLE=TYPE, for example '*=row_wise'") for s in sharding or ()),

@@ -165,7 +165,8 @@ def compare_archive(path: str | os.PathLike[str], reference: RecordedReference) 
     manifest = archive.manifest
     batches = reference.batches(manifest)
     predictor = Predictor(archive)
-    stored, bounds = _stored_rows(archive, FloatRows(manifest, [batch.request for batch in batches]))
+    looked_up = [predictor.looked_up(batch.request) for batch in batches]
+    stored, bounds = _stored_rows(archive, FloatRows(manifest, looked_up))
     draws = _Draws(FloatModel(predictor, stored, read_position_tensors(archive)), bounds)
     tally = _Tally(reference, manifest, batches, "archive")
     for batch in batches:

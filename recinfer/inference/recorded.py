@@ -111,7 +111,7 @@ class RecordedReference:
         rows_of = {
             name: min(t.rows for t in tables)
             for name, tables in manifest.feature_tables.items()
-            if name not in manifest.raw_features
+            if name not in manifest.raw_features | manifest.computed_features
         }
         values = {name: self._ids(name, int(offsets[name][-1]), rows_of.get(name)) for name in names}
         weights = {

@@ -341,6 +341,10 @@ class _Run:
                 f"{folder}: was trained with {position['global_batch']} rows per step over all ranks, but this run "
                 f"has {self.source.global_batch}; choose the batch size so that batch size x ranks is the same"
             )
+        if position["epoch"] >= self.settings.epochs:
+            raise ConfigError(
+                f"{folder}: is of epoch {position['epoch'] + 1}, but this run has {self.settings.epochs}; train for more epochs"
+            )
         self.trainer.load(folder)
         self.epoch, self.step, self.skip = position["epoch"], position["step"], position["steps_in_epoch"]
         self.curve.restore(position["curve"])

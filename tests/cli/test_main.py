@@ -172,6 +172,12 @@ def test_an_output_that_cannot_be_written_ends_a_command_before_its_work(
     assert err.startswith(f"error: {says}")
 
 
+def test_a_dimension_beside_that_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    arguments = "--start-from", tmp_path / "sunday.ckpt", "--embedding-dim", 8
+    code, _, err = invoke("train", "--limit", 2000, "--out", tmp_path / "out.ckpt", *arguments)
+    assert code == 2 and "got --embedding-dim and --start-from" in err
+
+
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     curve, out = tmp_path / "curve.csv", tmp_path / "ckpt"
     options = ["--limit", "5000", "--epochs", "100000", "--metrics", str(curve), "--out", str(out)]

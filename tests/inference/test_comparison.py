@@ -32,6 +32,8 @@ from tests.archive.models import (
     make_archive,
     make_request,
 )
+from tests.zoo.drawing import Draw
+from tests.zoo.rankers import HashedIds
 
 SHARDED_ORDER = ["f_cat", "f_item", "f_user", "f_hist"]
 
@@ -194,6 +196,27 @@ def test_weights_and_more_rows_than_one_batch(tmp_path: Path) -> None:
     arrays["output"][1400] += 1
     np.savez(tmp_path / "x.npz", **{name: tensor.numpy() for name, tensor in arrays.items()})
     assert [w.row for w in compare_archive(archive.root, RecordedReference.read(tmp_path / "x.npz")).wrong] == [1400]
+
+
+def test_ids_that_forward_computes(tmp_path: Path) -> None:
+    model = HashedIds().eval()
+    _, archive = make_archive(
+        tmp_path,
+        model=model,
+        ranks=1,
+        precision=DataType.INT8,
+        kinds=("table_wise",),
+        inputs=[HashedIds.draw(Draw(6, 1))],
+    )
+    (ids,) = HashedIds.draw(Draw(60, 2))
+    with torch.no_grad():
+        output = model(ids).numpy()
+    np.savez(tmp_path / "recorded.npz", **arrays_of(ids), output=output)
+    comparison = compare_archive(archive.root, RecordedReference.read(tmp_path / "recorded.npz"))
+    assert not comparison.wrong
+    assert comparison.max_bound < output.std()
+    np.savez(tmp_path / "recorded.npz", **arrays_of(ids), output=output[::-1])
+    assert compare_archive(archive.root, RecordedReference.read(tmp_path / "recorded.npz")).wrong
 
 
 def test_int2_proves_little_which_is_not_ok(tmp_path: Path) -> None:

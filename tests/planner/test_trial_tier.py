@@ -71,7 +71,7 @@ assert Plan.from_json(plan.to_json()).hash == plan.hash
 text = io.StringIO()
 for part in format_plan(plan):
     Console(file=text, width=160).print(part)
-assert "SSD (GB)" in text.getvalue()
+assert all(word in text.getvalue() for word in ("SSD", "(GB)"))
 plan.check_topology(topology)
 for sizes, message in (({"ssd_cap": 1}, "bytes of ssd"), ({"ssd_cap": 10**6}, "bytes of ddr")):
     try:

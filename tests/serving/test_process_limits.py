@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import shutil
@@ -11,12 +13,14 @@ import sys
 import urllib.request
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from recinfer.errors import RecinferError
 from recinfer.inference.predictor import load
 from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server import tuning
 from recinfer.serving.shards.lookups import MakeLookups
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import asking, write_shards
@@ -30,6 +34,7 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
 _SIGBUS = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from recinfer.archive import mapping
 from recinfer.archive.reader import open_archive
 mapping.name_files_at_sigbus()
@@ -98,3 +103,27 @@ def test_connections_beyond_the_limit_of_open_files_are_told_of_and_keep_no_prob
         process.send_signal(signal.SIGTERM)
         process.communicate()
         assert process.returncode == 0
+
+
+@pytest.mark.parametrize("limit, most", [(64, 32), (256, 192), (1024, 896)])
+def test_connections_may_have_half_of_a_small_limit_of_open_files(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: int, most: int
+):
+    """Where no file is left, the line has their number: it had that of the connections, 1 of 64."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def told() -> None:
+        telling = asyncio.ensure_future(tuning.tell_open_files())
+        while not caplog.messages:
+            await asyncio.sleep(0)
+        telling.cancel()
+
+    monkeypatch.setattr(tuning.resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(tuning, "_LOOK_S", 0.0)
+    assert tuning.most_connections() == most
+    with monkeypatch.context() as context:
+        context.setattr(tuning, "os", SimpleNamespace(open=full, devnull=os.devnull, O_RDONLY=os.O_RDONLY))
+        asyncio.run(told())
+    assert caplog.messages[0].startswith(f"{limit} files and connections are open, and this process may open {limit}: ")

@@ -248,7 +248,7 @@ def test_a_configuration_survives_json():
         address=AddressConfig(
             "::1", 1, 2, 3, True, cors_origins=("https://a.example",), drain_seconds=3.0, idle_seconds=9.5
         ),
-        tables=TablesConfig("cpu", True, True, 2, True, True),
+        tables=TablesConfig("cpu", True, True, True),
         models=ModelsConfig((Path("1.rqd"),), Path("store"), 0.5, Path("models.toml"), True, 3, 4.0),
         security=SecurityConfig(None, Path("token"), Path("cert"), Path("key"), Path("ca"), True),
         role=RoleConfig(shards=Path("shards.json"), missing_shards="default_rows"),

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -170,6 +171,21 @@ def test_a_worker_that_is_killed_before_it_is_ready_is_started_again(tmp_path: P
         "no other one runs, another starts in 0.1 s",
         "no other one runs, another starts in 0.2 s",
     ]
+
+
+def test_a_worker_that_ends_while_the_others_start_says_that_none_serves(tmp_path: Path):
+    """Two of three start for ever."""
+    (tmp_path / "kills").write_text("1")
+    commands = iter([[sys.executable, "-c", "import time; time.sleep(600)"]] * 2)
+    fake = [sys.executable, "-c", FAKE, str(tmp_path)]
+    said: list[str] = []
+    supervisor = Supervisor(lambda port: next(commands, fake), 3, "127.0.0.1", 0, grace=0.0, report=said.append)
+    thread = threading.Thread(target=supervisor.run)
+    thread.start()
+    until(lambda: said)
+    supervisor.stop()
+    thread.join()
+    assert said[0].endswith("before it was ready; no other one serves yet, another starts in 0.1 s")
 
 
 def test_a_worker_that_is_always_killed_before_it_is_ready_ends_the_supervisor(tmp_path: Path):

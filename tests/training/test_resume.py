@@ -22,8 +22,10 @@ def dataset() -> Dataset:
     return load_dataset(None, "synthetic", limit=900, seed=2)
 
 
-def run(dataset: Dataset, out: Path, curve: Curve, *, resume: bool = False, batch_size: int = 64) -> TrainResult:
-    settings = TrainSettings(embedding_dim=4, epochs=2, seed=3, save_every=5, resume=resume)
+def run(
+    dataset: Dataset, out: Path, curve: Curve, *, resume: bool = False, batch_size: int = 64, **changed: int
+) -> TrainResult:
+    settings = TrainSettings(**{"embedding_dim": 4, "epochs": 2, "seed": 3, "save_every": 5, **changed}, resume=resume)
     return fit(MemorySource(dataset, batch_size, seed=1), settings, out=out, curve=curve, progress=False)
 
 
@@ -93,3 +95,18 @@ def test_resuming_with_other_batches_is_refused(
         run(dataset, tmp_path / "out", Curve(), resume=True, batch_size=32)
     saved = json.loads((resume_folder(tmp_path / "out") / "step-000000010" / "train.json").read_text())
     assert saved["step"] == 10
+
+
+def test_resuming_with_fewer_epochs_or_another_dimension_is_refused(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, 17)  # in the second epoch
+        with pytest.raises(KeyboardInterrupt):
+            run(dataset, tmp_path / "out", Curve())
+    with pytest.raises(ConfigError, match="is of epoch 2, but this run has 1; train for more epochs"):
+        run(dataset, tmp_path / "out", Curve(), resume=True, epochs=1)
+    with pytest.raises(CheckpointError) as caught:
+        run(dataset, tmp_path / "out", Curve(), resume=True, embedding_dim=8)
+    assert "t_C3.weight has shape (1024, 4), the model's is (1024, 8) and 26 more" in str(caught.value)
+    assert "0 keys" not in str(caught.value) and str(caught.value).count("has shape") == 3

@@ -19,9 +19,11 @@ from recinfer.checkpoint import CheckpointReader, save_checkpoint
 from recinfer.distributed.model_parallel import DistributedModelParallel
 from recinfer.distributed.planner.inference import plan_inference
 from recinfer.errors import CheckpointError
+from recinfer.inference.comparison import compare_archive
 from recinfer.inference.delta import make_delta
 from recinfer.inference.export import export_archive
 from recinfer.inference.modules import quantize_inference_model
+from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.reshard import reshard_archive
 from recinfer.inference.verify import verify
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -42,6 +44,7 @@ from tests.cli.test_main import invoke
 from tests.golden.managed import FILE, INPUT_HASH_SIZE, SEGMENTS, SIZE, ids_of_step, queries
 
 FEATURES = ["clicked", "shown", "user", "history"]
+PARTS = ("values", "lengths")
 CPU = torch.device("cpu")
 
 
@@ -136,6 +139,20 @@ def test_an_archive_answers_raw_ids_as_the_quantized_module_does(ranks: int, dro
     plan = plan_inference(model, world_size=3 - ranks, precision=DataType.INT8)
     reshard_archive(path, plan, tmp_path / "other.rqa", progress=False)
     check_equal(tmp_path / "other.rqa", model)
+
+
+def test_recorded_outputs_for_raw_ids_agree(tmp_path: Path) -> None:
+    model = trained()
+    ids = ids_of(64, 11)
+    arrays = {
+        f"{name}.{part}": getattr(jagged, part)().numpy() for name, jagged in ids.to_dict().items() for part in PARTS
+    }
+    with torch.no_grad():
+        outputs = {name: output.numpy() for name, output in model(ids).items()}
+    np.savez(tmp_path / "recorded.npz", **arrays, **outputs)
+    comparison = compare_archive(exported(model, tmp_path), RecordedReference.read(tmp_path / "recorded.npz"))
+    assert not comparison.wrong
+    assert comparison.max_bound < 0.2 * outputs["pooled"].std()
 
 
 def test_a_delta_brings_ids_and_rows_together(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from contextlib import suppress
 __all__ = ["SWITCH_INTERVAL_S", "most_connections", "raise_open_files", "tell_open_files", "tune_process"]
 
 _MOST_FILES = 1 << 20  # some systems' hard limit is a thousand times this, and some programs have a table of that size
-_SPARE = 64  # open files that are kept from connections: at least this many, or an eighth of the limit
+_SPARE = (
+    64  # open files that are kept from connections: at least this many, or an eighth of the limit; at most half of it
+)
 _LOOK_S, _TOLD_S = 1.0, 60.0
 _log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ def most_connections() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST_FILES
-    return max(1, min(soft, _MOST_FILES) - max(_SPARE, soft // 8))
+    return max(1, min(soft, _MOST_FILES) - min(max(_SPARE, soft // 8), soft // 2))
 
 
 async def tell_open_files() -> None:
@@ -62,15 +64,14 @@ async def tell_open_files() -> None:
     told = -_TOLD_S
     while True:
         await asyncio.sleep(_LOOK_S)
-        most = most_connections()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             lowest = os.open(os.devnull, os.O_RDONLY)  # the lowest free number
             os.close(lowest)
         except OSError:
-            lowest = most
-        if lowest >= most and time.monotonic() - told >= _TOLD_S:
+            lowest = soft  # none is free
+        if lowest >= most_connections() and time.monotonic() - told >= _TOLD_S:
             told = time.monotonic()
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             _log.error(
                 "%d files and connections are open, and this process may open %d: further gRPC connections are refused; raise "
                 "the limit of open files (ulimit -n, LimitNOFILE), or have fewer connections",

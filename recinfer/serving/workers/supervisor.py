@@ -30,6 +30,7 @@ __all__ = ["Supervisor"]
 _log = logging.getLogger(__name__)
 _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 30.0
 _ALONE_BACKOFF_S = 0.5  # where no other worker runs
+_ALONE = "no other one runs"
 _STEADY_S = 10.0  # a worker that served this long starts again at once
 _POLL_S = 0.05
 _BEATS = 10  # status requests per timeout
@@ -42,10 +43,11 @@ _FIRST_STARTS = 3  # starts that a signal may end, before a worker was ever read
 
 @dataclasses.dataclass(frozen=True)
 class _End:
-    """How a worker ended: a description, and whether it had served for long, had other models than the others, or was
-    ended by a signal."""
+    """How a worker ended and what the others do, for messages; and whether it had served for long, had other models than
+    the others, or was ended by a signal."""
 
     said: str
+    others: str
     steady: bool = False
     stale: bool = False
     killed: bool = False
@@ -220,11 +222,10 @@ class Supervisor:
             try:
                 worker = WorkerProcess(slot, self._command(self.port), self._environment, self._on_request)
             except OSError as error:
-                end = _End(f"worker {slot} could not be started: {error}")
+                with self._lock:
+                    end = _End(f"worker {slot} could not be started: {error}", self._without(slot))
             else:
                 end = self._run(worker, began)
-            with self._lock:
-                self._started_slots.discard(slot)
             if self._stopping:
                 return
             if end.stale:
@@ -236,7 +237,8 @@ class Supervisor:
                     self.stop()
                     return
             pause = 0.0 if end.steady else min(_MAX_BACKOFF_S, max(_BACKOFF_S, 2 * pause))
-            self._report(f"{end.said}; {self._next_start(pause)}")
+            waits = min(pause, _ALONE_BACKOFF_S) if end.others == _ALONE else pause
+            self._report(f"{end.said}; {end.others}, another starts in {waits:g} s")
 
     def _run(self, worker: WorkerProcess, began: float) -> _End:
         """Let ``worker`` serve until it ends; returns how it ended."""
@@ -247,21 +249,25 @@ class Supervisor:
         error = self._begin(worker)
         code = worker.wait()
         with self._lock:
-            del self._workers[worker.slot]
+            others = self._without(worker.slot)
             if (last := worker.status()) is not None:
                 self._ended = sum_ended(last, self._ended)
         when = f"after {time.monotonic() - began:.1f} s" if self._ready[worker.slot].is_set() else "before it was ready"
         # Counted from when the worker was ready: a worker that fails after a long load would else restart at once, again
         # and again.
         steady = worker.ready and time.monotonic() - worker.ready_since > _STEADY_S
-        return _End(f"{worker.name} {worker.end_reason(code)} {when}{error}", steady, worker.stale, killed=code < 0)
+        said = f"{worker.name} {worker.end_reason(code)} {when}{error}"
+        return _End(said, others, steady, worker.stale, killed=code < 0)
 
-    def _next_start(self, pause: float) -> str:
-        with self._lock:
-            others = bool(self._started_slots)
-        if others:
-            return f"the others go on, another starts in {pause:g} s"
-        return f"no other one runs, another starts in {min(pause, _ALONE_BACKOFF_S):g} s"
+    def _without(self, slot: int) -> str:
+        """Take a worker that has ended out of the running ones; returns what the others do, for messages. Call with the lock."""
+        self._workers.pop(slot, None)
+        self._started_slots.discard(slot)
+        if not self._started_slots:
+            return _ALONE
+        return (
+            "the others go on" if any(worker.ready for worker in self._workers.values()) else "no other one serves yet"
+        )
 
     def _may_start(self, slot: int, pause: float) -> bool:
         """Wait for ``pause`` seconds, less where no other worker runs; returns False if ``stop`` is called meanwhile."""
