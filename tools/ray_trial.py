@@ -87,7 +87,7 @@ class Trial:
         self._over = threading.Event()
         from recinfer.deploy.ray import client, records
 
-        self.ray, self.namespace = client, records.NAMESPACE
+        self.ray, self.records, self.namespace = client, records.Records(), records.NAMESPACE
         stack.enter_context(client.connected(HEAD))
         import ray
 
@@ -100,10 +100,9 @@ class Trial:
         """Point the client to the serving rankers, as a registry would."""
         while not self._over.wait(0.3):
             with contextlib.suppress(Exception):  # there is no deployment, or its controller is restarting
-                found = self.ray.status(NAME)
-                self.client.follow(found["rankers"])
-                for server in found["servers"]:
-                    self.ports.update({int(server["address"].rpartition(":")[2] or 0), server["metrics_port"]} - {0})
+                self.client.follow(self.ray.rankers(NAME))
+                for server in self.records.servers(NAME):
+                    self.ports.update({server.port, server.metrics_port} - {0})
 
     def _end(self) -> None:
         self._over.set()
@@ -182,7 +181,7 @@ class Trial:
         host = f"127.0.0.{NODES}"
         before = [server["name"] for server in self.servers() if server["host"] == host]
         count = self.cluster.kill(host)
-        wait(lambda: any(server["state"] != "serving" for server in self.servers()), 240, "the loss to be noticed")
+        wait(lambda: not self.ray.status(NAME)["ready"], 240, "the loss to be noticed")
         spent = self.wait_ready()
         hosts = {server["name"]: server["host"] for server in self.servers()}
         assert host not in hosts.values(), hosts
@@ -277,10 +276,9 @@ class Trial:
         import ray
         from ray.util.placement_group import placement_group_table
 
-        by_name = said(recinfer("deploy", "--ray", HEAD, "--down"))["removed_by_name"]
+        assert said(recinfer("deploy", "--ray", HEAD, "--down")) == {"removed": NAME}
         time.sleep(1.0)
-        mine = {os.getpid(), self.client.process.pid}
-        left = [f"removed by name alone: {each}" for each in by_name]
+        mine, left = {os.getpid(), self.client.process.pid}, list[str]()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

@@ -16,7 +16,7 @@ from recinfer.printed import slim_table
 from recinfer.sizes import size_text
 
 if TYPE_CHECKING:
-    from recinfer.deploy.ray.spec import Bounds, Deployment
+    from recinfer.deploy.ray.spec import Deployment
 
 __all__ = ["cores", "run_ray", "spec_of_options"]
 
@@ -49,10 +49,9 @@ def run_ray(options: DeployOptions, output: Output) -> None:
             client.scale(name, action.scale, action.scale_rankers)
             _show(client.wait_until_ready(client.status(name)["name"], wait, output.note), output)
         elif action.down:
-            left = client.down(name)
-            rest = f"; these servers did not end by themselves: {', '.join(left)}" if left else ""
-            output.show(styled("green", "removed", rest))
-            output.finish({"removed_by_name": left})
+            removed = client.down(name)
+            output.show(styled("green", "removed", f" {removed}"))
+            output.finish({"removed": removed})
         else:
             version = client.roll(name, None if archive is None else archive.resolve())
             output.show(styled("green", "serving", f" version {version}"))
@@ -62,7 +61,7 @@ def run_ray(options: DeployOptions, output: Output) -> None:
 def spec_of_options(archive: Path, options: DeployOptions) -> Deployment:
     """The deployment that the options describe; paths become absolute. Raises ConfigError."""
     from recinfer.deploy.groups import check_label, dns_label, footprint
-    from recinfer.deploy.ray.spec import Deployment
+    from recinfer.deploy.ray.spec import Deployment, Kind
     from recinfer.serving.config import SecurityConfig
     from recinfer.serving.wire.tls import read_token
 
@@ -72,23 +71,29 @@ def spec_of_options(archive: Path, options: DeployOptions) -> Deployment:
     cert, key, client_ca, ca = (
         None if path is None else path.absolute() for path in (ray.tls_cert, ray.tls_key, ray.tls_client_ca, ray.tls_ca)
     )
+    if None in (cert, key, ca) and any((cert, key, client_ca, ca, ray.tls_name)):
+        raise ConfigError(
+            "TLS: expected --tls-cert and --tls-key of the servers and --tls-ca, by which rankers verify them"
+        )
+    clients = {"tls_ca": ca, "tls_name": ray.tls_name}
+    if client_ca is not None:
+        clients |= {"tls_cert": cert, "tls_key": key}
     token = env.token() if ray.token_file is None else read_token(ray.token_file)
     check_label("name", options.name)
     found = footprint(archive, servers.ranks_per_shard)
+    numbers = _least(servers.replicas, servers.max_replicas), servers.max_replicas
+    shards = [Kind(f"shard-{g.number}", g.ranks, g.memory_bytes, servers.busy_percent, *numbers) for g in found.groups]
+    numbers = _least(servers.rankers, servers.max_rankers), servers.max_rankers
     return Deployment(
         name=options.name or dns_label(found.model),
-        servers=found,
+        model=found.model,
         archive=archive.resolve(),
         version=found.version,
+        kinds=(*shards, Kind("ranker", (), found.ranker_bytes, servers.load_percent, *numbers)),
         cpus=cores(servers.cpus),
-        shards=_bounds(servers.replicas, servers.max_replicas),
-        rankers=_bounds(servers.rankers, servers.max_rankers),
-        busy_percent=servers.busy_percent,
-        load_percent=servers.load_percent,
         cool_down=ray.cool_down,
         security=SecurityConfig(token, None, cert, key, client_ca, ray.insecure),
-        tls_ca=ca,
-        tls_name=ray.tls_name,
+        clients={name: str(value) for name, value in clients.items() if value is not None},
     )
 
 
@@ -100,10 +105,9 @@ def cores(text: str) -> float:
     return float(found[1]) / (1000 if found[2] else 1)
 
 
-def _bounds(count: int | None, most: int | None) -> Bounds:
-    from recinfer.deploy.ray.spec import Bounds
-
-    return Bounds(count or min(2, most or 2), most)
+def _least(count: int | None, most: int | None) -> int:
+    """The least number of servers; by default two, if the largest number allows it."""
+    return count or min(2, most or 2)
 
 
 def _show(found: dict[str, Any], output: Output) -> None:
@@ -112,10 +116,10 @@ def _show(found: dict[str, Any], output: Output) -> None:
     table = slim_table("address", "role", "state", "restarts", "version", "load", "memory")
     for column in table.columns[:3]:
         column.no_wrap = True
-    colors = {"serving": "green", "pending": "red", "starting": "yellow", "draining": "dim"}
+    colors = {"serving": "green", "starting": "yellow", "draining": "dim"}
     for server in found["servers"]:
         table.add_row(
-            server["address"] or server["host"] or "-",
+            server["address"] or server["host"],
             " ".join([server["role"], ",".join(map(str, server["ranks"]))]).rstrip(),
             styled(colors[server["state"]], server["state"]),
             str(server["restarts"]),
@@ -124,9 +128,8 @@ def _show(found: dict[str, Any], output: Output) -> None:
             size_text(server["memory"]) if server["memory"] else "-",
         )
     output.show(Text.assemble(f"{found['name']}: {found['model']} {found['version']}{before}; ", state), table)
-    for server in found["servers"]:
-        if server["why"]:
-            output.show(f"{server['name']}: {server['why']}")
+    for line in found["why"]:
+        output.show(line)
     if found["rankers"]:
         output.show(f"requests go to: {', '.join(found['rankers'])}")
     output.finish(found)

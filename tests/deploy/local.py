@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from recinfer.deploy.ray.application import Agent
 from recinfer.deploy.ray.records import Records, status_of
-from recinfer.deploy.ray.replica import Agent
 from recinfer.deploy.ray.spec import Deployment
 
 
@@ -48,7 +48,10 @@ class LocalRecords(Records):
     def __init__(self) -> None:
         self.local = LocalStore()
         self.alive: set[str] = set()
-        super().__init__(self.local)
+
+    @property
+    def _store(self) -> LocalStore:
+        return self.local
 
     def _actors(self) -> set[str]:
         return set(self.alive)
@@ -64,12 +67,12 @@ class Running:
         self.agents: dict[str, Agent] = {}
         self._started = 0
 
-    def start(self, group: int | None, host: str = "127.0.0.1") -> Agent:
+    def start(self, kind: str, host: str = "127.0.0.1") -> Agent:
         """Start a server, and wait until it serves."""
         self._started += 1
         actor = f"actor-{self._started}"
         self.records.alive.add(actor)
-        agent = Agent(self.records, self.spec.name, group, actor, host, self.folder)
+        agent = Agent(self.records, self.spec.name, kind, actor, host, self.folder)
         self.agents[agent.server.name] = agent
         return agent
 
@@ -88,9 +91,7 @@ class Running:
         self.records.alive.discard(agent.server.actor)
 
     def status(self) -> dict[str, Any]:
-        spec = self.records.deployment(self.spec.name)
-        assert spec is not None
-        return status_of(spec, self.records.servers(spec.name))
+        return status_of(self.records.deployment(self.spec.name), self.records.servers(self.spec.name))
 
     def servers(self, prefix: str = "") -> dict[str, dict[str, Any]]:
         return {each["name"]: each for each in self.status()["servers"] if each["name"].startswith(prefix)}

@@ -9,14 +9,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from recinfer.deploy.groups import footprint
-from recinfer.deploy.ray import replica
-from recinfer.deploy.ray.rollout import roll
-from recinfer.deploy.ray.spec import Bounds, Deployment
+from recinfer.deploy.ray import application, client
+from recinfer.deploy.ray.spec import Deployment, Kind
 from recinfer.errors import ConfigError, RecinferError, UnavailableError
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.config import SecurityConfig
@@ -26,6 +23,7 @@ from tests.serving.conftest import build_model, export, make_request
 pytestmark = pytest.mark.nightly
 
 TOKEN = "a-token-of-this-test"
+SHARDS, RANKERS = Kind("shard-0", (0, 1), 0, 70), Kind("ranker", (), 0, 40)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +41,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "store"
 
 
-def spec_of(store: Path, **options: Any) -> Deployment:
-    found = footprint(store / "tiny" / "1", ranks_per_shard=2)
-    return Deployment("tiny", found, store / "tiny" / "1", "1", security=SecurityConfig(TOKEN), **options)
+def spec_of(store: Path, shards: Kind = SHARDS, rankers: Kind = RANKERS) -> Deployment:
+    archive = store / "tiny" / "1"
+    return Deployment("tiny", "tiny", archive, "1", (shards, rankers), security=SecurityConfig(TOKEN))
 
 
 class Load:
@@ -105,12 +103,13 @@ class Load:
 def running(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Two shard servers and two rankers, each pair on two nodes."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(replica, "_PERIOD_S", 0.2)
-    patch.setattr(replica, "_RANKER_DRAIN_S", 1.0)
+    patch.setattr(application, "_PERIOD_S", 0.2)
+    patch.setattr(application, "_DELISTED_S", 1.0)
     found = Running(spec_of(store), tmp_path_factory.mktemp("lists"))
-    for group in (0, None):
+    patch.setattr(client, "Records", lambda: found.records)
+    for kind in ("shard-0", "ranker"):
         for host in ("127.0.0.1", "127.0.0.2"):
-            found.start(group, host)
+            found.start(kind, host)
     try:
         found.wait()
         yield found
@@ -136,11 +135,16 @@ def test_it_serves_with_its_token(running: Running):
         stranger.lookup(make_request(0, 3)[1])
 
 
-def test_a_version_rolls_out_and_back(running: Running):
+def test_a_version_rolls_out_and_back(running: Running, store: Path):
+    def loaded() -> list[set[str]]:
+        spec, found = running.spec, []
+        for address in client.rankers():
+            with spec.admin(address) as admin:
+                found.append(set(admin.list_models()["tiny"]))
+        return found
+
     def rolled(version: str | None) -> str:
-        spec = running.records.deployment(running.spec.name)
-        assert spec is not None
-        return roll(running.records, spec, version)
+        return client.roll(None, None if version is None else store / "tiny" / version)
 
     with Load(running) as load:
         assert rolled("2") == "2"
@@ -154,27 +158,35 @@ def test_a_version_rolls_out_and_back(running: Running):
     assert load.failed == []
     assert set(load.versions) == {"1", "2"} and all(len(values) == 1 for values in load.versions.values())
     until(lambda: {each["version"] for each in running.servers("ranker").values()} == {"2"})
-    spec = running.records.deployment(running.spec.name)
-    assert spec is not None and (spec.previous, spec.candidate) == ("1", None)
+    assert running.records.deployment("tiny").previous == "1" and loaded() == [{"1", "2"}] * 2
+    shutil.copytree(store / "tiny" / "1", store / "tiny" / "4")
+    assert rolled("4") == "4"
+    until(lambda: loaded() == [{"2", "4"}] * 2)
+    assert rolled("2") == "2"
+    running.records.save(replace(running.records.deployment("tiny"), archive=Path("/data/tiny.rqa")))
     with pytest.raises(ConfigError, match="model store"):
-        roll(running.records, replace(spec, archive=Path("/data/tiny.rqa")), "2")
+        rolled("2")
+    running.records.save(replace(running.spec, version="2"))
     with pytest.raises(ConfigError, match="no previous version"):
-        roll(running.records, replace(spec, previous=None), None)
-    until(
-        lambda: all(
-            set(agent.server.loaded) == {"1", "2"} for agent in running.agents.values() if agent.server.group is None
-        )
-    )
+        rolled(None)
+
+
+def test_a_ranker_that_missed_a_switch_follows(running: Running):
+    """As one that started while the others loaded the version."""
+    running.records.save(replace(running.spec, version="1", previous="2"))
+    until(lambda: {each["version"] for each in running.servers("ranker").values()} == {"1"})
+    running.records.save(replace(running.spec, version="2", previous="1"))
+    until(lambda: {each["version"] for each in running.servers("ranker").values()} == {"2"})
 
 
 def test_lost_servers_come_back_where_they_were_with_the_version_that_is_served(running: Running):
     before = running.servers()
-    victims = {"shard-0-0": 0, "ranker-1": None}
+    victims = {"shard-0-0": "shard-0", "ranker-1": "ranker"}
     with Load(running) as load:
-        for name, group in victims.items():
+        for name, kind in victims.items():
             running.lose(name)
-            assert running.servers()[name]["state"] == "pending"
-            assert running.start(group, before[name]["host"]).server.name == name
+            assert name not in running.servers() and not running.status()["ready"]
+            assert running.start(kind, before[name]["host"]).server.name == name
         running.wait()
     assert load.failed == [] and set(load.versions) == {"2"}
     after = running.servers()
@@ -185,7 +197,7 @@ def test_lost_servers_come_back_where_they_were_with_the_version_that_is_served(
 
 def test_more_servers_and_fewer_again(running: Running):
     with Load(running) as load:
-        running.start(0, "127.0.0.3")
+        running.start("shard-0", "127.0.0.3")
         shards = sorted(each["address"] for each in running.servers("shard").values())
         text = (running.folder / "recinfer-tiny-ranker-0.json").read_text
         until(lambda: json.loads(text())["ranks"]["0"] == shards)
@@ -197,36 +209,34 @@ def test_more_servers_and_fewer_again(running: Running):
     assert load.failed == []
 
 
-def test_a_server_that_cannot_start_says_why(running: Running):
-    spec = running.records.deployment(running.spec.name)
-    assert spec is not None
+def test_a_server_that_cannot_start_says_why_and_where(running: Running):
+    spec = running.records.deployment("tiny")
     running.records.save(replace(spec, version="9"))
     try:
-        with pytest.raises(RecinferError, match="9"):
-            running.start(0)
-        assert "9" in running.records.servers(running.spec.name)[0].why
+        with pytest.raises(UnavailableError, match=r"^on 127.0.0.1: .*9"):
+            running.start("shard-0")
     finally:
         running.records.save(spec)
-        running.records.forget(running.spec.name, "shard-0-0")
 
 
 # ---------------------------------------------------------------- a server's state, without servers
 
 
-@pytest.mark.parametrize(("options", "ready"), [({}, False), ({"rankers": Bounds(1)}, True)])
-def test_missing_servers_are_pending(store: Path, tmp_path: Path, options: dict[str, Any], ready: bool):
-    running = Running(spec_of(store, shards=Bounds(1, 3), **options), tmp_path)
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_deployment_with_fewer_servers_is_not_ready(store: Path, tmp_path: Path, least: int):
+    shards, rankers = replace(SHARDS, least=1, ceiling=3), replace(RANKERS, least=least)
+    running = Running(spec_of(store, shards, rankers), tmp_path)
     running.records.alive |= {"actor-0", "actor-1"}
-    for number, group in enumerate((0, None)):
-        server, _ = running.records.claim("tiny", group, f"actor-{number}", "h")
-        server.state, server.address, server.calls = "serving", f"h:{number}", ["h:0"] if group is None else []
+    for number, kind in enumerate(("shard-0", "ranker")):
+        server, _ = running.records.claim("tiny", kind, f"actor-{number}", "h")
+        assert not running.status()["ready"], "it starts"
+        server.state, server.port = "serving", 1 + number
         running.records.write("tiny", server)
     found = running.status()
-    assert found["ready"] is ready
-    assert [each["state"] for each in found["servers"]] == ["serving", "serving", *([] if ready else ["pending"])]
-    server.calls = []
+    assert found["ready"] is (least == 1) and found["rankers"] == ["h:2"]
+    assert [each["state"] for each in found["servers"]] == ["serving", "serving"]
+    server.state, server.why = "starting", "not serving yet, waiting for shards: rank 0"
     running.records.write("tiny", server)
-    assert not running.status()["ready"], "a ranker does not list the shard server yet"
+    assert (running.status()["ready"], running.status()["why"]) == (False, [f"ranker-0 on h: {server.why}"])
     running.records.alive.remove("actor-0")
-    lost = running.status()["servers"][0]
-    assert (lost["state"], lost["address"], lost["why"]) == ("pending", "", "its replica on h has ended")
+    assert [each["name"] for each in running.status()["servers"]] == ["ranker-0"]

@@ -109,19 +109,20 @@ def life(archive: str) -> None:
     assert "shard-0: " in waited and 'required for each replica: {"CPU": 9' in waited.replace("'", '"'), waited
     files = (f"--tls-{option}={archive}/gone.pem" for option in ("cert", "key", "ca"))
     lacking = error_of(recinfer(*deploy, *files))
-    assert "shard-0-0 on 127.0.0.1: " in lacking and "cannot read" in lacking and "gone.pem" in lacking, lacking
+    assert "shard-0: on 127.0.0.1: " in lacking and "cannot read" in lacking and "gone.pem" in lacking, lacking
     assert ok("--ray", HEAD, "--status") == {"deployments": []}, "incomplete deployments were removed"
     made = ok(*deploy, "--replicas", 1, "--name", "one")
     assert [server["name"] for server in made["servers"]] == ["shard-0-0", "ranker-0"] and made["ready"]
     assert "exists already" in error_of(recinfer(*deploy, "--name", "one"))
     os.kill(made["servers"][0]["pid"], 9)
     end = time.monotonic() + 240
-    while not (now := ok("--ray", HEAD, "--status"))["ready"] or now["servers"][0]["restarts"] != 1:
+    while not (now := ok("--ray", HEAD, "--status"))["ready"] or now["servers"][0]["pid"] == made["servers"][0]["pid"]:
         assert time.monotonic() < end, now
-    assert now["servers"][0]["address"] == made["servers"][0]["address"]
+    before, after = made["servers"][0], now["servers"][0]
+    assert (after["name"], after["address"], after["restarts"]) == (before["name"], before["address"], 1)
     assert "is not in a model store" in error_of(recinfer(archive, "--ray", HEAD, "--roll"))
     assert len(ok("--ray", HEAD, "--scale", 2)["servers"]) == 3
-    assert ok("--ray", HEAD, "--down", "--name", "one") == {"removed_by_name": []}
+    assert ok("--ray", HEAD, "--down", "--name", "one") == {"removed": "one"}
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
     assert not any(b"\0serve\0" in command or b"ServeReplica" in command for command in commands)
     assert "none exist" in error_of(recinfer("--ray", HEAD, "--down"))

@@ -17,13 +17,10 @@ from typer.testing import CliRunner
 from recinfer.cli.deploy_options import Action, DeployOptions, ManifestOptions, RayOptions, ServerOptions
 from recinfer.cli.deploy_ray import spec_of_options
 from recinfer.cli.main import app
-from recinfer.deploy.groups import footprint
-from recinfer.deploy.ray import replica
-from recinfer.deploy.ray.rollout import roll
-from recinfer.deploy.ray.spec import Bounds, Deployment
+from recinfer.deploy.ray import application, client
+from recinfer.deploy.ray.spec import Deployment
 from recinfer.errors import RecinferError
 from recinfer.inference.predictor import load
-from recinfer.serving.config import SecurityConfig
 from recinfer.serving.server.server import SERVICE_NAME
 from recinfer.serving.wire import codec
 from tests.certificates import certified, need_openssl
@@ -50,32 +47,36 @@ def store(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def spec_of(store: Path, pem: Path) -> Deployment:
-    one = Bounds(1)
-    archive = store / "tiny" / "1"
-    found = footprint(archive, ranks_per_shard=2)
+def options_of(pem: Path, mutual: bool = True) -> DeployOptions:
+    """The command's options with all files of ``pem``."""
     cert, key, ca = (pem / name for name in ("cert.pem", "key.pem", "ca.pem"))
-    security = SecurityConfig(TOKEN, tls_cert=cert, tls_key=key, tls_client_ca=ca)
-    options = {"security": security, "tls_ca": ca, "tls_name": NAME}
-    return Deployment("tiny", found, archive, "1", shards=one, rankers=one, **options)
+    files = RayOptions(tls_cert=cert, tls_key=key, tls_ca=ca, tls_client_ca=ca if mutual else None, tls_name=NAME)
+    servers = ServerOptions(replicas=1, rankers=1, ranks_per_shard=2)
+    return DeployOptions(ray=files, action=Action(), k8s=ManifestOptions(), servers=servers)
+
+
+def spec_of(store: Path, pem: Path) -> Deployment:
+    made = spec_of_options(store / "tiny" / "1", options_of(pem))
+    return replace(made, security=replace(made.security, token=TOKEN))
 
 
 @pytest.fixture
 def running(store: Path, pem: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Running]:
     """One shard server and one ranker that serve."""
-    monkeypatch.setattr(replica, "_PERIOD_S", 0.2)
-    monkeypatch.setattr(replica, "_RANKER_DRAIN_S", 0.1)
+    monkeypatch.setattr(application, "_PERIOD_S", 0.2)
+    monkeypatch.setattr(application, "_DELISTED_S", 0.1)
     found = Running(spec_of(store, pem), tmp_path)
+    monkeypatch.setattr(client, "Records", lambda: found.records)
     try:
-        for group in (0, None):
-            found.start(group)
+        for kind in ("shard-0", "ranker"):
+            found.start(kind)
         found.wait()
         yield found
     finally:
         found.close()
 
 
-def test_a_deployment_behind_mutual_tls(running: Running, archive: Path, pem: Path):
+def test_a_deployment_behind_mutual_tls(running: Running, archive: Path, store: Path, pem: Path):
     shard, ranker = running.status()["servers"]
     assert (shard["role"], ranker["role"]) == ("shard", "ranker") and not shard["restarts"] + ranker["restarts"]
     assert ranker["version"] == "1"
@@ -100,7 +101,7 @@ def test_a_deployment_behind_mutual_tls(running: Running, archive: Path, pem: Pa
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{ranker['metrics_port']}/status.json", timeout=60)
 
-    assert roll(running.records, running.spec, "2") == "2", "admin calls go through TLS as well"
+    assert client.roll(None, store / "tiny" / "2") == "2", "admin calls go through TLS as well"
     until(lambda: running.status()["servers"][1]["version"] == "2")
     assert not sum(server["restarts"] for server in running.status()["servers"])
 
@@ -109,30 +110,29 @@ def test_a_server_without_its_certificate_says_so(store: Path, pem: Path, tmp_pa
     spec = spec_of(store, pem)
     gone = tmp_path / "gone.pem"
     running = Running(replace(spec, security=replace(spec.security, tls_cert=gone)), tmp_path)
-    with pytest.raises(RecinferError, match=r"cannot read .*gone\.pem"):
-        running.start(0)
-    assert "gone.pem" in running.servers()["shard-0-0"]["why"]
+    with pytest.raises(RecinferError, match=r"^on 127\.0\.0\.1: .*cannot read .*gone\.pem"):
+        running.start("shard-0")
 
 
 def test_settings_of_servers_and_rankers(store: Path, pem: Path):
     spec = spec_of(store, pem)
     cert, key, ca = (pem / name for name in ("cert.pem", "key.pem", "ca.pem"))
     shown = {"tls_cert": str(cert), "tls_key": str(key)}
-    assert spec.client_settings() == {"tls_ca": str(ca), "tls_name": NAME, **shown}
-    assert spec.config(0, "127.0.0.1", 0, pem).security == spec.security
-    plain = replace(spec, security=replace(spec.security, tls_client_ca=None), tls_name=None)
-    assert plain.client_settings() == {"tls_ca": str(ca)}, "nobody asks for a ranker's certificate"
-    none = replace(plain, security=SecurityConfig(TOKEN), tls_ca=None)
-    assert none.client_settings() == {}
+    assert spec.clients == {"tls_ca": str(ca), "tls_name": NAME, **shown}
+    assert spec.config(spec.kinds[0], "127.0.0.1", 0, pem).security == spec.security
+    plain = spec_of_options(store / "tiny" / "1", options_of(pem, mutual=False))
+    assert plain.clients == {"tls_ca": str(ca), "tls_name": NAME}, "nobody asks for a ranker's certificate"
+    none = DeployOptions(ray=RayOptions(), action=Action(), k8s=ManifestOptions(), servers=ServerOptions())
+    assert spec_of_options(store / "tiny" / "1", none).clients == {}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tls-cert", "c.pem", "--tls-key", "k.pem"], "--tls-ca missing"),
-        (["--tls-ca", "a.pem"], "--tls-cert and --tls-key missing"),
-        (["--tls-client-ca", "a.pem"], "missing"),
-        (["--tls-name", "a"], "missing"),
+        (["--tls-cert", "c.pem", "--tls-key", "k.pem"], "and --tls-ca"),
+        (["--tls-ca", "a.pem"], "expected --tls-cert"),
+        (["--tls-client-ca", "a.pem"], "expected --tls-cert"),
+        (["--tls-name", "a"], "expected --tls-cert"),
     ],
 )
 def test_options_that_lack_another(archive: Path, options: list[str], message: str):
@@ -147,5 +147,5 @@ def test_paths_are_made_absolute(archive: Path, monkeypatch: pytest.MonkeyPatch,
         ray=RayOptions(**files), action=Action(), k8s=ManifestOptions(), servers=ServerOptions(), name="one"
     )
     made = spec_of_options(archive, options)
-    found = (made.security.tls_cert, made.security.tls_key, made.tls_ca)
+    found = (made.security.tls_cert, made.security.tls_key, Path(made.clients["tls_ca"]))
     assert found == tuple(tmp_path / file for file in files.values())

@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recinfer.deploy.ray import rollout
-from recinfer.deploy.ray.records import NAMESPACE, Records, status_of
+from recinfer.deploy.ray.records import NAMESPACE, Records, Server, status_of
 from recinfer.deploy.ray.spec import Deployment
-from recinfer.errors import ConfigError, NotFoundError, UnavailableError
+from recinfer.errors import ConfigError, InputError, RecinferError, UnavailableError
 
 __all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
 
 _REACH_S = 3.0
-_TRIES = 2  # starts of a server after its first, after which a command gives up; Serve gives up after as many
+_SWITCH_S, _LOOK_S = 60.0, 0.1
 
 
 @contextmanager
@@ -56,21 +55,14 @@ def connected(address: str) -> Iterator[None]:
 
 
 def deploy(spec: Deployment) -> None:
-    """Create a deployment, whose servers then start.
-
-    Raises:
-        ConfigError: a deployment of that name exists, or a node is reachable from other machines and there is no token.
-    """
+    """Create a deployment, whose servers then start. Raises ConfigError if a deployment of that name exists."""
     import ray
 
-    security, hosts = spec.security.read(), [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
-    for host in hosts:
-        security.check_host(host)  # servers check this too, but only after they start
     if spec.name in deployments():
         raise ConfigError(
             f"deployment {spec.name!r} exists already: remove it (--down), update it (--roll), or give another --name"
         )
-    _run(replace(spec, nodes=len(hosts)))
+    _run(replace(spec, nodes=sum(node["Alive"] for node in ray.nodes())))
 
 
 def deployments() -> list[str]:
@@ -79,34 +71,90 @@ def deployments() -> list[str]:
 
 
 def status(name: str | None) -> dict[str, Any]:
-    """The state of a deployment as JSON values: name, model, version, and each server as ``recinfer deploy --status``
-    shows it; ``name`` may be None if there is only one deployment.
+    """The state of a deployment as JSON values: name, model, version, whether it is ready or has failed, why it is not
+    ready, and each server as ``recinfer deploy --status`` shows it; ``name`` may be None if there is only one deployment.
 
     Raises:
         NotFoundError: there is no such deployment, or there are several.
     """
-    spec = _deployment(name)
-    return status_of(spec, Records().servers(spec.name))
+    import ray
+    from ray import serve
+
+    spec = Records().deployment(name)
+    found = status_of(spec, Records().servers(spec.name)) | {"failed": False}
+    with suppress(
+        ray.exceptions.RayError
+    ):  # Serve's controller is away, or another process ended the Serve of this one
+        application = None if found["ready"] else serve.status().applications.get(spec.name)
+        for kind, now in ({} if application is None else application.deployments).items():
+            found["failed"] |= now.status == "DEPLOY_FAILED"
+            if now.message:
+                found["why"].append(f"{kind}: {_reason(now.message)}")
+    return found
+
+
+def _reason(message: str) -> str:
+    """The reason in a message of Serve's: the error, if the message ends with a traceback."""
+    lines = message.strip().splitlines()
+    return lines[-1].removeprefix("recinfer.errors.UnavailableError: ") if "Traceback (" in message else lines[0]
 
 
 def rankers(name: str | None = None) -> list[str]:
-    """Addresses of a deployment's serving rankers, as ``host:port``. Raises as ``status`` does."""
-    return list(status(name)["rankers"])
+    """Addresses of a deployment's serving rankers, as ``host:port``, without a call to Serve. Raises as ``status`` does."""
+    records = Records()
+    return sorted(ranker.address for ranker in _serving_rankers(records, records.deployment(name)))
 
 
 def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
     """Change the number of shard servers per group of ranks, or of rankers. Raises ConfigError, and as ``status`` does."""
-    spec = _deployment(name)
-    _run(replace(spec, shards=spec.shards.scaled(shards), rankers=spec.rankers.scaled(rankers)))
+    _run(Records().deployment(name).scaled(shards, rankers))
 
 
 def roll(name: str | None, archive: Path | None) -> str:
-    """Switch to another version in the same model store (None: the previous one) and return the served version. Raises
-    RecinferError."""
-    spec = _deployment(name)
-    if archive is not None and spec.store is not None and archive.parent != spec.archive.parent:
+    """Switch to another version in the same model store (None: the previous one) and return the served version.
+
+    All rankers load the version through their shard servers. Then the deployment's record names it, and each ranker's
+    replica, which reads the record every second, switches. If one does not load it, the others keep it loaded, without
+    requests, until the next switch.
+
+    Raises:
+        NotFoundError: as ``status``.
+        ConfigError: there is no store, ``archive`` is in another one, or there is no previous version.
+        InputError: a ranker did not load the version; the served version is unchanged.
+        UnavailableError: no ranker serves.
+    """
+    records = Records()
+    spec = records.deployment(name)
+    if spec.store is None:
+        raise ConfigError(
+            f"versions: {spec.archive} is not in a model store; deploy an archive at STORE/{spec.model}/VERSION"
+        )
+    if archive is not None and archive.parent != spec.archive.parent:
         raise ConfigError(f"{archive}: expected an archive at {spec.archive.parent}/VERSION, which {spec.name} serves")
-    return rollout.roll(Records(), spec, None if archive is None else archive.name)
+    wanted = spec.previous if archive is None else archive.name
+    if wanted is None:
+        raise ConfigError(f"rollback: {spec.name} has served only version {spec.version}; there is no previous version")
+    if wanted == spec.version:
+        return wanted
+    if not (found := _serving_rankers(records, spec)):
+        raise UnavailableError(f"no ranker is serving, so none can load version {wanted!r}; nothing changed")
+    for ranker in found:  # one at a time, so that callers reach the others
+        try:
+            with spec.admin(ranker.address) as admin:
+                admin.load(spec.model, wanted)
+        except RecinferError as error:
+            raise InputError(f"{ranker.name} on {ranker.host}: {error}") from None
+    records.save(replace(records.deployment(spec.name), version=wanted, previous=spec.version))
+    end = time.monotonic() + _SWITCH_S
+    while time.monotonic() < end and any(ranker.version != wanted for ranker in _serving_rankers(records, spec)):
+        time.sleep(_LOOK_S)
+    return wanted
+
+
+def _serving_rankers(records: Records, spec: Deployment) -> list[Server]:
+    """The serving rankers by name."""
+    servers = records.servers(spec.name)
+    return [server for server in servers if server.state == "serving" and not spec.kind(server.kind).ranks]
 
 
 def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -> dict[str, Any]:
@@ -117,19 +165,13 @@ def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -
         report: called with a line of text when the reason for waiting changes.
 
     Raises:
-        UnavailableError: a server keeps failing, or the timeout expires; names the server and the reason.
+        UnavailableError: Serve gave up, or the timeout expires; names the reason.
     """
-    end = time.monotonic() + seconds
-    reported, first = "", dict[str, int]()
-    while not (now := _with_reasons(status(name)))["ready"]:
-        reasons = list[str]()
-        for server in now["servers"]:
-            if server["why"]:
-                where = f" on {server['host']}" if server["host"] else ""
-                reasons.append(f"{server['name']}{where}: {server['why']}")
-                if server["restarts"] - first.setdefault(server["name"], server["restarts"]) >= _TRIES:
-                    raise UnavailableError(reasons[-1])
-        line = "; ".join(list(dict.fromkeys(reasons))[:3])
+    end, reported = time.monotonic() + seconds, ""
+    while not (now := status(name))["ready"]:
+        line = "; ".join(now["why"][:3])
+        if now["failed"]:
+            raise UnavailableError(line)
         if line and line != reported:
             reported = line
             report(f"waiting: {line}")
@@ -139,47 +181,17 @@ def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -
     return now
 
 
-def _with_reasons(found: dict[str, Any]) -> dict[str, Any]:
-    """A status in which servers that have not started have Serve's reason, such as resources that it waits for. Raises
-    UnavailableError if Serve gave up, as on nodes without recinfer."""
-    if any(not server["actor"] for server in found["servers"]):
-        from ray import serve
-
-        there = serve.status().applications.get(found["name"])
-        kinds = {} if there is None else there.deployments
-        for server in found["servers"]:
-            kind = kinds.get(server["name"])  # until its start, a server has its kind's name
-            if kind is not None:
-                last_line = kind.message.rstrip().rpartition("\n")[2]  # the error, if it is a traceback
-                server["why"] = last_line or server["why"]
-                if kind.status == "DEPLOY_FAILED":
-                    raise UnavailableError(f"{server['name']}: {server['why']}")
-    return found
-
-
-def down(name: str | None) -> list[str]:
-    """Remove a deployment: servers, replicas, records. Returns the names of servers that did not end by themselves, usually
-    none. Raises NotFoundError."""
+def down(name: str | None) -> str:
+    """Remove a deployment: servers, replicas, records. Returns its name. Raises NotFoundError."""
     from ray import serve
 
-    spec = _deployment(name)
+    name = Records().deployment(name).name
     with suppress(serve.exceptions.RayServeException):  # Serve has been shut down
-        serve.delete(spec.name)
-    rest = [server.name for server in Records().servers(spec.name) if server.state != "pending"]
-    Records().forget(spec.name)
+        serve.delete(name)
+    Records().forget(name)
     if not deployments() and not serve.status().applications:
         serve.shutdown()
-    return rest
-
-
-def _deployment(name: str | None) -> Deployment:
-    there = deployments()
-    found = Records().deployment(there[0] if name is None and len(there) == 1 else name or "")
-    if found is None:
-        raise NotFoundError(
-            f"deployment: got {'none' if name is None else repr(name)}, expected one of: {', '.join(there) or 'none exist'}"
-        )
-    return found
+    return name
 
 
 def _run(spec: Deployment) -> None:

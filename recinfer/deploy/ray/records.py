@@ -6,13 +6,14 @@ Servers write their own record, so rankers and commands know all servers without
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from recinfer.deploy.ray.spec import Deployment, kind_name
+from recinfer.deploy.ray.spec import Deployment
+from recinfer.errors import NotFoundError
+from recinfer.serving.wire.address import join_address
 
 __all__ = ["NAMESPACE", "Records", "Server", "status_of"]
 
@@ -25,98 +26,85 @@ class Server:
     """The record of one server of a deployment.
 
     Attributes:
-        name: such as ``shard-0-2`` or ``ranker-1``; ``group``: number of its group of ranks, None for a ranker.
+        name: such as ``shard-0-2`` or ``ranker-1``; ``kind``: such as ``shard-0`` or ``ranker``.
         actor: name of the Serve replica that runs it, on the node at ``host``.
-        state: ``pending`` (its replica has ended), ``starting``, ``serving`` or ``draining``; ``why``: the reason why
-            it is not serving.
+        state: ``starting``, ``serving`` or ``draining``; ``why``: the reason why a ranker waits for shard servers.
         restarts: how often a replica of its name started after the first one.
-        address, port, metrics_port, pid: of its process.
-        version: the served one; ``loaded``: all loaded ones; ``refused``: the error of a version that it could not load.
+        port, metrics_port, pid: of its process.
+        version: the served one.
         load: the share of its capacity in use, 0 to 1; ``memory``: resident bytes.
-        calls: addresses of the shard servers that a ranker calls.
     """
 
     name: str
-    group: int | None
-    actor: str = ""
-    host: str = ""
-    state: str = "pending"
+    kind: str
+    actor: str
+    host: str
+    state: str = "starting"
     why: str = ""
     restarts: int = 0
-    address: str = ""
     port: int = 0
     metrics_port: int = 0
     pid: int = 0
     version: str = ""
-    loaded: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
     load: float = 0.0
     memory: int = 0
-    calls: list[str] = field(default_factory=list)
 
     @property
-    def serving(self) -> bool:
-        """Whether it takes requests."""
-        return self.state == "serving"
+    def address(self) -> str:
+        """``host:port``; empty before it has a port."""
+        return join_address(self.host, self.port) if self.port else ""
 
 
 class Records:
-    """Reads and writes the records of the cluster that this process is connected to.
+    """Reads and writes the records of the cluster that this process is connected to."""
 
-    Args:
-        store: the functions of ``ray.experimental.internal_kv``, which has no public successor; None: that module.
-    """
+    @property
+    def _store(self) -> Any:
+        """Ray's key-value store, which has no public successor."""
+        from ray.experimental import internal_kv
 
-    def __init__(self, store: Any = None) -> None:
-        if store is None:
-            from ray.experimental import internal_kv
-
-            store = internal_kv
-        self._store = store
+        return internal_kv
 
     def names(self) -> list[str]:
         """Names of all deployments."""
         return sorted(key for key in self._keys("") if "/" not in key)
 
-    def deployment(self, name: str) -> Deployment | None:
-        """A deployment as it should be; None if there is none of that name."""
-        found = self._get(name)
-        return None if found is None else pickle.loads(found)
+    def deployment(self, name: str | None) -> Deployment:
+        """A deployment as it should be; ``name`` may be None if there is only one. Raises NotFoundError."""
+        there = self.names()
+        found = self._get(there[0] if name is None and len(there) == 1 else name or "")
+        if isinstance(found, Deployment):
+            return found
+        raise NotFoundError(
+            f"deployment: got {'none' if name is None else repr(name)}, expected one of: {', '.join(there) or 'none exist'}"
+        )
 
     def save(self, spec: Deployment) -> None:
         """Write a deployment, under its name."""
-        self._store._internal_kv_put(spec.name.encode(), pickle.dumps(spec), overwrite=True, namespace=NAMESPACE)
+        self._put(spec.name, spec, overwrite=True)
 
     def servers(self, deployment: str) -> list[Server]:
-        """The servers of a deployment, shard servers first. A server whose actor has ended is ``pending``."""
-        alive = self._actors()
-        values = [self._get(key) for key in self._keys(f"{deployment}/")]
-        found = [Server(**json.loads(value)) for value in values if value is not None]
-        for server in found:
-            if server.actor not in alive:
-                server.state, server.why = "pending", server.why or f"its replica on {server.host} has ended"
-                server.address, server.metrics_port, server.pid, server.memory = "", 0, 0, 0
-        return sorted(found, key=lambda each: (each.group is None, each.group or 0, len(each.name), each.name))
+        """The servers of a deployment whose replicas have not ended, by name."""
+        return self._servers(deployment, ended=False)
 
-    def write(self, deployment: str, server: Server, overwrite: bool = True) -> bool:
-        """Write the record of a server; returns whether there was none."""
-        key, value = f"{deployment}/{server.name}".encode(), json.dumps(asdict(server)).encode()
-        return not self._store._internal_kv_put(key, value, overwrite=overwrite, namespace=NAMESPACE)
+    def write(self, deployment: str, server: Server) -> None:
+        """Write the record of a server."""
+        self._put(f"{deployment}/{server.name}", server, overwrite=True)
 
-    def claim(self, deployment: str, group: int | None, actor: str, host: str) -> tuple[Server, int]:
+    def claim(self, deployment: str, kind: str, actor: str, host: str) -> tuple[Server, int]:
         """A record for a new replica, and the port that it should try first.
 
         The replica takes the name of a server whose replica has ended, and on the same host its port, which callers
         know.
         """
-        ended = [each for each in self.servers(deployment) if each.group == group and each.state == "pending"]
-        for before in sorted(ended, key=lambda server: server.host != host):
-            made = Server(before.name, group, actor, host, "starting", before.why, before.restarts + 1)
-            if self._delete(f"{deployment}/{made.name}") and self.write(deployment, made, overwrite=False):
+        for before in sorted(self._servers(deployment, ended=True), key=lambda server: server.host != host):
+            made = Server(before.name, kind, actor, host, restarts=before.restarts + 1)
+            key = f"{deployment}/{made.name}"
+            if before.kind == kind and self._delete(key) and self._put(key, made, overwrite=False):
                 return made, before.port if before.host == host else 0
         for number in itertools.count():
-            made = Server(f"{kind_name(group)}-{number}", group, actor, host, "starting")
-            if self.write(deployment, made, overwrite=False):
+            made = Server(f"{kind}-{number}", kind, actor, host)
+            if self._put(f"{deployment}/{made.name}", made, overwrite=False):
                 return made, 0
         raise AssertionError
 
@@ -126,12 +114,24 @@ class Records:
         for key in keys:
             self._delete(key)
 
+    def _servers(self, deployment: str, ended: bool) -> list[Server]:
+        found = [self._get(key) for key in self._keys(f"{deployment}/")]
+        alive = self._actors()  # after the records, so that no new actor seems to have ended
+        mine = [server for server in found if server is not None and (server.actor not in alive) is ended]
+        return sorted(mine, key=lambda server: (len(server.name), server.name))
+
     def _keys(self, prefix: str) -> list[str]:
         return [key.decode() for key in self._store._internal_kv_list(prefix.encode(), namespace=NAMESPACE)]
 
-    def _get(self, key: str) -> bytes | None:
+    def _get(self, key: str) -> Any:
         found: bytes | None = self._store._internal_kv_get(key.encode(), namespace=NAMESPACE)
-        return found
+        return None if found is None else pickle.loads(found)
+
+    def _put(self, key: str, value: Deployment | Server, overwrite: bool) -> bool:
+        """Returns whether there was no value."""
+        return not self._store._internal_kv_put(
+            key.encode(), pickle.dumps(value), overwrite=overwrite, namespace=NAMESPACE
+        )
 
     def _delete(self, key: str) -> bool:
         return bool(self._store._internal_kv_del(key.encode(), namespace=NAMESPACE))
@@ -145,32 +145,19 @@ class Records:
 
 def status_of(spec: Deployment, servers: Sequence[Server]) -> dict[str, Any]:
     """The state as JSON values, as ``recinfer deploy --status`` shows it. A deployment is ``ready`` when the wanted number
-    of servers serves and every ranker calls all shard servers."""
-    shown, counts = list[Server](), True
-    for group in (*range(len(spec.servers.groups)), None):
-        bounds, mine = spec.bounds(group), [server for server in servers if server.group == group]
-        here = [server for server in mine if server.state != "pending"]
-        # The number that the load needs is Serve's affair; below the minimum a server is missing in any case.
-        lacking = max(0, bounds.least - len(here))
-        counts &= bounds.least <= len(here) <= bounds.most
-        ended = [server for server in mine if server.state == "pending"]
-        absent = Server(kind_name(group), group, why="its replica has not started")
-        shown += here + (ended + [absent] * lacking)[:lacking]
-    listed = {server.address for server in shown if server.group is not None}
-    rankers = [server for server in shown if server.group is None]
+    of servers runs and each of them serves."""
+    shown, ready = list[dict[str, Any]](), True
+    for kind in spec.kinds:
+        mine, role = [server for server in servers if server.kind == kind.name], "shard" if kind.ranks else "ranker"
+        ready &= kind.least <= len(mine) <= kind.most and all(server.state == "serving" for server in mine)
+        shown += [{**asdict(each), "address": each.address, "role": role, "ranks": list(kind.ranks)} for each in mine]
     return {
         "name": spec.name,
-        "model": spec.servers.model,
+        "model": spec.model,
         "version": spec.version,
         "previous": spec.previous,
-        "ready": counts and all(s.serving for s in shown) and all(set(s.calls) == listed for s in rankers),
-        "rankers": sorted(server.address for server in rankers if server.serving),
-        "servers": [
-            {
-                **asdict(server),
-                "role": "ranker" if server.group is None else "shard",
-                "ranks": [] if server.group is None else list(spec.servers.groups[server.group].ranks),
-            }
-            for server in shown
-        ],
+        "ready": ready,
+        "why": [f"{server.name} on {server.host}: {server.why}" for server in servers if server.why],
+        "rankers": sorted(each["address"] for each in shown if each["role"] == "ranker" and each["state"] == "serving"),
+        "servers": shown,
     }
