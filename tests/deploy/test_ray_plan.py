@@ -205,7 +205,10 @@ class Admins:
                 raise InputError(self.refuses[address])
             self.loaded.setdefault(address, []).append(version)
 
-        yield SimpleNamespace(load=load)
+        def unload(model: str, version: str) -> None:
+            self.loaded[address].remove(version)
+
+        yield SimpleNamespace(load=load, unload=unload)
 
 
 def test_a_version_is_served_once_all_rankers_have_it_and_not_if_one_refuses_it(
@@ -225,9 +228,10 @@ def test_a_version_is_served_once_all_rankers_have_it_and_not_if_one_refuses_it(
     with pytest.raises(InputError, match="ranker-1 on h: it is not sound"):
         client.roll(None, Path("/models/ctr/8"))
     assert records.deployment("ctr") == before, "nothing changed"
+    assert admins.loaded == {"h:1": []}, "the version that one refused is unloaded"
     admins.refuses.clear()
     assert client.roll(None, Path("/models/ctr/8")) == "8"
-    assert admins.loaded == {"h:1": ["8", "8"], "h:2": ["8"]}
+    assert admins.loaded == {"h:1": ["8"], "h:2": ["8"]}
     after = records.deployment("ctr")
     assert (after.version, after.previous) == ("8", "7")
     assert client.roll(None, Path("/models/ctr/8")) == "8" and records.deployment("ctr") == after

@@ -114,8 +114,7 @@ def roll(name: str | None, archive: Path | None) -> str:
     """Switch to another version in the same model store (None: the previous one) and return the served version.
 
     All rankers load the version through their shard servers. Then the deployment's record names it, and each ranker's
-    replica, which reads the record every second, switches. If one does not load it, the others keep it loaded, without
-    requests, until the next switch.
+    replica, which reads the record every second, switches. If one does not load it, the others unload it.
 
     Raises:
         NotFoundError: as ``status``.
@@ -138,12 +137,19 @@ def roll(name: str | None, archive: Path | None) -> str:
         return wanted
     if not (found := _serving_rankers(records, spec)):
         raise UnavailableError(f"no ranker is serving, so none can load version {wanted!r}; nothing changed")
-    for ranker in found:  # one at a time, so that callers reach the others
-        try:
+    loaded: list[Server] = []
+    try:
+        for ranker in found:  # one at a time, so that callers reach the others
             with spec.admin(ranker.address) as admin:
                 admin.load(spec.model, wanted)
-        except RecinferError as error:
+            loaded.append(ranker)
+    except BaseException as error:  # also Ctrl-C
+        for other in loaded if wanted != spec.previous else ():
+            with suppress(RecinferError), spec.admin(other.address) as admin:
+                admin.unload(spec.model, wanted)
+        if isinstance(error, RecinferError):
             raise InputError(f"{ranker.name} on {ranker.host}: {error}") from None
+        raise
     records.save(replace(records.deployment(spec.name), version=wanted, previous=spec.version))
     end = time.monotonic() + _SWITCH_S
     while time.monotonic() < end and any(ranker.version != wanted for ranker in _serving_rankers(records, spec)):
