@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_archive_holds_the_policies_and_inspect_shows_them(exported: Exported, t
         assert {f["name"]: (f["missing"], f["out_of_range"]) for f in said["features"]} == expected
     lines = run("inspect", tmp_path / "told.rqa")[1].splitlines()
     (head,) = [at for at, line in enumerate(lines) if "missing in Predict" in line and "id out of range" in line]
-    shown = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines[head + 2 : head + 6]]
+    shown = [re.split(" {2,}", line.strip()) for line in lines[head + 2 : head + 6]]
     assert shown == [
         ["reject", "reject", "user"],
         ["id 3", "reject", "item"],
