@@ -37,6 +37,8 @@ def test_slow_call_that_does_not_fit_is_ended():
         assert [ticket.look(now) for ticket in tickets] == [None] * 3
     first, second, third = (ticket.look(0.1) for ticket in tickets)
     assert first is None and second is None and isinstance(third, OverloadedError)
+    assert str(third).startswith("a request that arrives slowly counts as 10485760 bytes: the server's requests")
+    assert third.retry_after > 0
 
 
 def test_call_without_its_message_is_ended():

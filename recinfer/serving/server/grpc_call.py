@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from recinfer.errors import DeadlineError, InputError, RecinferError
+from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError
 from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
 from recinfer.serving.engine.request import CallName, Request
@@ -163,8 +163,9 @@ class CallTicket(Ticket):
         if self._looks >= _SLOW_LOOKS and self.held < bounds.slow_bytes:
             try:
                 self.resize(bounds.slow_bytes)
-            except RecinferError as error:
-                return error
+            except OverloadedError as error:
+                reason = f"a request that arrives slowly counts as {bounds.slow_bytes} bytes"
+                return OverloadedError(f"{reason}: {error}", retry_after=error.retry_after)
         return None
 
 
