@@ -1,4 +1,4 @@
-"""TorchRec's names of the inputs of an estimate."""
+"""TorchRec's names of the inputs of an estimate, which TorchEasyRec imports (tzrec/utils/dynamicemb_util.py)."""
 
 from __future__ import annotations
 
