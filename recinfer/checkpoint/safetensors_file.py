@@ -1,7 +1,8 @@
 """Finds the tensors of a safetensors file, by the head of the file alone.
 
 Format: the length of a JSON object as eight bytes, little endian, the object, then the bytes of all tensors
-(https://github.com/huggingface/safetensors).
+(https://github.com/huggingface/safetensors). The package of that name maps the file, so that the system would end the
+process (SIGBUS) where a training run replaces the file meanwhile; byte ranges that are read fail with an error.
 """
 
 from __future__ import annotations

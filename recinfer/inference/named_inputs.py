@@ -263,9 +263,8 @@ def _rectangular(info: InputSpec, tensor: Tensor, batch: int) -> tuple[Tensor, T
     """Values and lengths of a jagged input with the same number of values in each sample."""
     rank = len(info.shape)
     if tensor.dim() > 1 and tensor.shape[:2] == (batch, 0):  # lists without any value do not tell its shape
-        return tensor.new_zeros([0, *(size if isinstance(size, int) else 0 for size in info.shape[1:])]), torch.zeros(
-            batch
-        )
+        rest = [size if isinstance(size, int) else 0 for size in info.shape[1:]]
+        return tensor.new_zeros([0, *rest]), torch.full((batch,), 0)
     if tensor.dim() not in (rank, rank + 1) or tensor.shape[0] != batch:
         raise InputError(f"input {info.name!r}: got shape {list(tensor.shape)}; expected {info.expected(batch)}")
     each = 1

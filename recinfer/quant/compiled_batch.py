@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from recinfer.quant._tables import sum_bags
 from recinfer.quant.buffers import Buffers, Placed
 from recinfer.quant.formats.registry import row_format
 from recinfer.quant.rows import OUTPUT_DTYPES
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["CompiledBatch"]
 

@@ -14,6 +14,7 @@ from recinfer.serving.server.server import SERVICE_NAME
 from recinfer.serving.wire import codec
 from recinfer.serving.workers import process
 from recinfer.serving.workers.supervisor import Supervisor
+from tests.caller_threads import CallerThreads
 from tests.serving.conftest import make_request
 from tests.warm import starting_warm
 
@@ -119,12 +120,12 @@ def supervising(
         assert not failed
 
 
-class Load:
+class Load(CallerThreads):
     """Callers with a connection each, one request after another; counts the answers by code."""
 
     def __init__(self, target: str, callers: int) -> None:
-        self.target, self.codes, self._stop = target, {}, threading.Event()
-        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(callers)]
+        super().__init__(callers)
+        self.target, self.codes = target, {}
 
     def _call(self, number: int) -> None:
         dense, kjt = make_request(number, 2)
@@ -139,14 +140,3 @@ class Load:
                 except grpc.RpcError as error:
                     code = error.code().name
                 self.codes[code] = self.codes.get(code, 0) + 1
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(90)
-            assert not thread.is_alive()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.store import ModelStore, StoreManager, restore
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
+from tests.caller_threads import CallerThreads
 from tests.serving.conftest import build_archive, build_model, make_request, replace_archive
 
 STATES = 3  # the archive, and two deltas in a row
@@ -68,12 +68,13 @@ def admin(server: Server) -> Iterator[AdminClient]:
             client.undo_delta("tiny", "3")
 
 
-class Load:
+class Load(CallerThreads):
     """Callers that predict and look up without end; counts answers by the state that they are of, and errors."""
 
     def __init__(self, target: str, store: Path, callers: int = 3) -> None:
+        super().__init__(callers)
         self.answers: Counter[str] = Counter()
-        self._target, self._stop = target, threading.Event()
+        self._target = target
         predictor = load(store / "tiny" / "3")
         self._requests = [make_request(seed, 3) for seed in range(callers)]
         self._expected: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(callers)]
@@ -84,7 +85,6 @@ class Load:
                 found = predictor.lookup(kjt).pooled
                 assert found is not None
                 expected.append((predictor.predict(dense, kjt)["output"], found.values().clone()))
-        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(callers)]
 
     def _call(self, number: int) -> None:
         dense, kjt = self._requests[number]
@@ -118,17 +118,6 @@ class Load:
         while self.answers[str(state)] < goal:
             assert time.monotonic() < end, self.answers
             time.sleep(0.005)
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(90)
-            assert not thread.is_alive()
 
 
 def test_apply_and_undo_under_load(server: Server, admin: AdminClient, store: Path):

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from recinfer.serving.engine.store import ModelStore
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.proto import admin_pb2 as admin_pb
+from tests.caller_threads import CallerThreads
 from tests.hostile.damage import fail_in_onnx
 from tests.serving.conftest import make_request
 from tests.serving.stubs import admin_stub
@@ -89,13 +89,13 @@ def mapped(folder: Path) -> bool:
     return str(folder) in Path(f"/proc/{os.getpid()}/maps").read_text()
 
 
-class Load:
+class Load(CallerThreads):
     """Callers that predict without pause; counts codes, and versions that answered."""
 
     def __init__(self, target: str, predictor: Predictor, callers: int = 4) -> None:
+        super().__init__(callers)
         self.answers: Counter[str] = Counter()
-        self._target, self._predictor, self._stop = target, predictor, threading.Event()
-        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(callers)]
+        self._target, self._predictor = target, predictor
         self._asked = [0] * callers
 
     def _call(self, number: int) -> None:
@@ -127,17 +127,6 @@ class Load:
         while not condition():
             assert time.monotonic() < end
             time.sleep(0.005)
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(90)
-            assert not thread.is_alive()
 
 
 def test_swap_canary_and_rollback_under_load(

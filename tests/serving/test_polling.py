@@ -35,6 +35,7 @@ from recinfer.serving.wire import codec
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import admin_pb2 as admin_pb
 from recinfer.serving.wire.proto import inference_pb2 as pb
+from tests.caller_threads import CallerThreads
 from tests.certificates import need_openssl, self_signed
 from tests.e2e.commands import run_json
 from tests.serving.conftest import build_model, export, make_request
@@ -98,17 +99,17 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-class Callers:
+class Callers(CallerThreads):
     """Threads that predict until they are stopped; each answer is compared with that of the version that it names."""
 
     def __init__(self, target: str, kinds: list[Path]) -> None:
+        super().__init__(NUM_CALLERS)
         self.answers: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._target, self._stop = target, threading.Event()
+        self._target = target
         self._predictors = [load(kind) for kind in kinds]
         self._counts = [0] * NUM_CALLERS
         self._turn = threading.Condition()
-        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(NUM_CALLERS)]
 
     def _call(self, number: int) -> None:
         dense, kjt = make_request(number, 3)
@@ -134,16 +135,6 @@ class Callers:
         with self._turn:
             goals = [count + more for count in self._counts]
             assert self._turn.wait_for(lambda: all(c >= g for c, g in zip(self._counts, goals)), timeout=300)
-
-    def __enter__(self) -> Callers:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto.shards_pb2 import ShardRequest
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE
+from tests.caller_threads import CallerThreads
 from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.serving.ways_in import Asked, Way, ways_of
 from tests.vocabulary.made import MAX, MIN
@@ -64,7 +65,7 @@ def expected_of(made: Chain, asked: dict[str, Asked]) -> dict[str, list[np.ndarr
     return found
 
 
-class Callers:
+class Callers(CallerThreads):
     """Callers that send the same requests in every protocol again and again.
 
     Attributes:
@@ -73,14 +74,13 @@ class Callers:
     """
 
     def __init__(self, server: Server, made: Chain, folder: Path, count: int = 2) -> None:
+        super().__init__(count)
         self.asked = asked_of(made)
         self.expected = expected_of(made, self.asked)
         self.seen: Counter[tuple[str, str, int]] = Counter()
         self.wrong: list[object] = []
         self.names: set[str] = set()
         self._server, self._folder = server, folder
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._call, args=(seed,)) for seed in range(count)]
 
     def state(self, call: str, answer: np.ndarray) -> int | None:
         """The state that an answer is of."""
@@ -90,14 +90,14 @@ class Callers:
                 return number
         return None
 
-    def _call(self, seed: int) -> None:
+    def _call(self, number: int) -> None:
         with ExitStack() as stack:  # each thread has clients of its own
             ways = ways_of({"small": None}, {}, self._server, stack, self._folder)  # type: ignore[dict-item]
             own = {n: w for n, w in ways.items() if n not in NOT_OVER_THE_NET and not n.startswith("TorchServe")}
             self.names |= own.keys()
             order = [*itertools.product(own, self.asked)]
             while not self._stop.is_set():
-                random.Random(seed).shuffle(order)
+                random.Random(number).shuffle(order)
                 for name, call in order:
                     self._once(name, own[name], call)
 
@@ -119,17 +119,6 @@ class Callers:
         keys = [(name, call, state) for name in self.names for call in self.asked]
         until(lambda: self.wrong or all(self.seen[key] >= before[key] + 2 for key in keys))
         assert not self.wrong, self.wrong[0]
-
-    def __enter__(self) -> Callers:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(90)
-            assert not thread.is_alive()
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from recinfer.errors import UnavailableError
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import InferenceClient
 from recinfer.vocabulary.info import VocabularyInfo
+from tests.caller_threads import CallerThreads
 from tests.serving.supervised import supervised
 from tests.vocabulary.made import MAX, MIN
 from tests.vocabulary.test_deltas import Chain, chain, mark, request_of
@@ -23,7 +23,7 @@ from tests.waiting import until
 __all__ = ["chain"]
 
 
-class Callers:
+class Callers(CallerThreads):
     """Callers with a connection each that look up the same raw ids again and again, each answer of one state.
 
     Attributes:
@@ -31,14 +31,13 @@ class Callers:
     """
 
     def __init__(self, target: str, made: Chain, ids: np.ndarray, count: int = 6) -> None:
+        super().__init__(count)
         self.target, self.ids = target, ids
         self.known = [torch.from_numpy(np.isin(ids, vocabulary.ids)) for _, vocabulary in made[2]]
         self.marks = torch.stack([mark(int(id_) % 10**14) for id_ in ids])
         self.seen: list[int] = []
         self.wrong: list[torch.Tensor] = []
         self.failed = 0
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._call) for _ in range(count)]
 
     def state(self) -> int | None:
         """The state that a new connection's worker has; None: it has ended."""
@@ -56,22 +55,11 @@ class Callers:
         self.wrong.append(found)
         return -1
 
-    def _call(self) -> None:
+    def _call(self, number: int) -> None:
         while not self._stop.is_set():
             state = self.state()
             if state is not None:
                 self.seen.append(state)
-
-    def __enter__(self) -> Callers:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(90)
-            assert not thread.is_alive()
 
 
 def mappings(pid: int, path: Path) -> list[tuple[str, str]]:

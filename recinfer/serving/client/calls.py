@@ -23,7 +23,7 @@ _SCHEME = re.compile(r"(https?|grpcs?)://", re.IGNORECASE)
 
 
 def check_target(target: str) -> None:
-    """Raise InputError for an address that gRPC would look up as the name of a host, or that has no port."""
+    """Raise InputError for an address that gRPC would look up as the name of a host: a URL, or a port alone."""
     if not isinstance(target, str) or not target or target.isdigit() or _SCHEME.match(target):
         raise InputError(
             f"target: got {target!r:.80}, expected HOST:PORT of the server's gRPC port, such as '127.0.0.1:8500' "

@@ -14,9 +14,7 @@ from contextlib import suppress
 __all__ = ["SWITCH_INTERVAL_S", "most_connections", "raise_open_files", "tell_open_files", "tune_process"]
 
 _MOST_FILES = 1 << 20  # some systems' hard limit is a thousand times this, and some programs have a table of that size
-_SPARE = (
-    64  # open files that are kept from connections: at least this many, or an eighth of the limit; at most half of it
-)
+_SPARE = 64  # open files that are kept from connections: this many or an eighth of the limit, at most half of it
 _LOOK_S, _TOLD_S = 1.0, 60.0
 _log = logging.getLogger(__name__)
 
