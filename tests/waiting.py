@@ -1,4 +1,4 @@
-"""Waiting in tests: for a condition, with a timeout that only a fault reaches, and for a process to stand still."""
+"""Tests beside other threads: waiting for a condition, a process that stands still, a file that is read while it is written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["stand_still", "until"]
+__all__ = ["replace_text", "stand_still", "until"]
 
 
 def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
@@ -18,6 +18,13 @@ def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.01)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give the file at ``path`` a new text in one step: a program that reads it meanwhile sees the old or the new text, no part."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def stand_still(pid: int) -> None:

@@ -17,7 +17,7 @@ from recinfer.serving.shards.lookups import MakeLookups
 from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.tables import ShardTables
 from tests.ports import free_port
-from tests.waiting import stand_still, until
+from tests.waiting import replace_text, stand_still, until
 from tests.warm import RECINFER, Program, warm_workers
 
 
@@ -25,7 +25,7 @@ def write_shards(path: Path, ranks: Mapping[int, Sequence[str]], **settings: Any
     """shards.json at ``path``; nothing is given up because the machine is busy, unless ``settings`` say otherwise."""
     settings = {"timeout_seconds": 60.0, **settings}
     document = {"format": "recinfer.shards", "version": 1, "ranks": {str(r): list(a) for r, a in ranks.items()}}
-    path.write_text(json.dumps({**document, "settings": settings}))
+    replace_text(path, json.dumps({**document, "settings": settings}))
     return path
 
 

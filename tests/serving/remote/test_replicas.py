@@ -17,7 +17,7 @@ from recinfer.serving.shards.replicas import ReplicaPool, _stamp
 from tests.ports import free_port
 from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.serving.remote.test_direct import make_archive, make_request
-from tests.waiting import until
+from tests.waiting import replace_text, until
 
 TOKENS = ("a-token-of-24-characters", "another-one-of-24-letters")
 
@@ -70,7 +70,7 @@ def test_invalid_list_is_logged_once_and_a_later_valid_one_is_used(
         until(lambda: len(looks) > 10)
         assert pool.config is before and [each.target for each in pool.everyone()] == [server.target]
         assert caplog.text.count("the shards stay as they were") == 1
-        missing.write_text(TOKENS[0])
+        replace_text(missing, TOKENS[0])
         until(lambda: [each.target for each in pool.everyone()] == [other.target])
         until(lambda: all(each.up for each in pool.everyone()))
         until(lambda: "was read again" in caplog.text)
