@@ -1373,7 +1373,7 @@ def _by_lengths_of_others(
 
 
 def _of_same_lengths(batches: Sequence[Sequence[_Example]], indices: Sequence[int]) -> dict[int, int]:
-    """Those of the values ``indices`` whose lengths are in every batch those of an earlier one -> the earlier one."""
+    """Index of values, among ``indices``, that have the lengths of earlier values in every batch -> the index of these."""
     lengths = [{e.path: e.tensor for e in batch if e.part == "lengths"} for batch in batches]
     found: dict[int, int] = {}
     for place, index in enumerate(indices):
