@@ -88,7 +88,6 @@ setup(
     long_description_content_type="text/markdown",
     cmdclass={"build_ext": BuildExt},
     ext_modules=[
-        extension("archive/_mapped"),
         extension("optim/_adagrad"),
         extension("quant/_rows", *ROWS),
         extension("quant/_tables", *ROWS),

@@ -8,7 +8,6 @@ import os
 __all__ = ["COMPILED", "check_compiled"]
 
 COMPILED = (
-    "archive/_mapped",
     "optim/_adagrad",
     "quant/_rows",
     "quant/_tables",

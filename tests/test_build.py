@@ -142,6 +142,6 @@ def test_a_source_tree_that_was_never_built_says_so_in_a_sentence(tree: Path) ->
         done = python(tree, "-c", program)
         assert done.returncode == 1
         assert done.stderr.strip().splitlines()[-1] == (
-            f"ImportError: recinfer in {tree} is a source tree that was not built (archive/_mapped.c is not compiled): run "
+            f"ImportError: recinfer in {tree} is a source tree that was not built (optim/_adagrad.c is not compiled): run "
             "`pip install -e .` there, or `make install`; that needs a C compiler and Python's headers."
         )

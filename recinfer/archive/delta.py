@@ -24,11 +24,11 @@ from recinfer.archive.mapping import MappedShards
 from recinfer.archive.part import DeltaPart, Tensors, parts_of, without_absent
 from recinfer.archive.rank_files import tensor_spans
 from recinfer.archive.reader import Archive
-from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
 from recinfer.archive.writer import exists, partial_folder, put_at, remove_stale
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.buffers import Buffers
 from recinfer.quant.rows import row_bytes, slice_packed_columns
+from recinfer.strict_json import MAX_JSON_BYTES, build, loads
 from recinfer.vocabulary.info import DeltaVocabulary
 
 __all__ = ["Delta", "DeltaInfo", "DeltaTable", "DeltaWriter", "delta_file", "patch_rows", "read_delta", "with_delta"]

@@ -370,7 +370,7 @@ class ServeConfig:
     @classmethod
     def from_json(cls, text: str) -> ServeConfig:
         """Read :meth:`to_json`'s text; raises ArchiveError or ConfigError for anything else."""
-        from recinfer.archive.strict_json import build
+        from recinfer.strict_json import build
 
         # A path may hold bytes that are no UTF-8, which the reader of archives refuses.
         return build(cls, json.loads(text), "configuration")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recinfer import env
-from recinfer.archive.mapping import name_files_at_sigbus
 from recinfer.deploy.ray.records import Records
 from recinfer.deploy.ray.spec import Deployment, Kind
 from recinfer.errors import RecinferError, UnavailableError
@@ -187,7 +186,6 @@ class ServerReplica(Agent):
         # This process runs the server alone, so it gets the settings of `recinfer serve`.
         env.share_heaps()
         raise_open_files()
-        name_files_at_sigbus()
         tune_process()
         show_changes()
         super().__init__(Records(), deployment, kind, actor, ray.util.get_node_ip_address(), folder)
