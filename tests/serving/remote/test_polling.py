@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from recinfer.errors import ConfigError
+from recinfer.serving.app.running import RunningServer
+from recinfer.serving.app.shards import ShardService
+from recinfer.serving.config import ModelsConfig, RoleConfig, ServeConfig
 from recinfer.serving.engine.poll import StorePoller
 from recinfer.serving.engine.store import served_state
 from recinfer.serving.wire.loop import run_on_loop
+from tests.serving.remote.fleet import shard, write_shards
 from tests.serving.remote.models import make_request
 from tests.serving.remote.test_versions import MODEL, Roll, answer, archives, rolling
+from tests.waiting import until
 
 __all__ = ["archives"]
 
@@ -57,3 +63,56 @@ def test_a_version_is_tried_until_all_shards_have_it(
         version, vectors = found(roll)
         assert version == "1" and torch.allclose(vectors, answer(archives["1"]), atol=1e-5)
         assert list(roll.server.service.registry.versions(MODEL)) == ["1"]
+
+
+@pytest.fixture
+def store(archives: dict[str, Path], tmp_path: Path) -> Path:
+    """Versions 1 and 2."""
+    for version, archive in archives.items():
+        shutil.copytree(archive, tmp_path / "store" / MODEL / version)
+    return tmp_path / "store"
+
+
+def models_of(store: Path, choice: str) -> ModelsConfig:
+    """Versions of ``store`` by a file with ``choice``."""
+    file = store.with_name("models.toml")
+    file.write_text(f"[models.{MODEL}]\n{choice}\n")
+    return ModelsConfig(model_store=store, model_config=file)
+
+
+@pytest.mark.parametrize(
+    ("choice", "version"),
+    [
+        ('versions = ["1"]', "1"),
+        ("versions = {latest = 2}", "2"),
+        ('weights = {"1" = 1}', "1"),
+        ('weights = {"1" = 0, "2" = 1}', "2"),
+        ('labels = {old = "1"}', "2"),
+    ],
+)
+def test_a_shard_server_begins_with_a_chosen_version(store: Path, choice: str, version: str):
+    config = ServeConfig(models=models_of(store, choice), role=RoleConfig(ranks=(0, 1)))
+    service = ShardService(config, config.security.read())
+    assert [held.manifest.version for held in service.server.tables.models()] == [version]
+
+
+def test_a_shard_server_refuses_a_bad_file(store: Path):
+    config = ServeConfig(models=models_of(store, 'versions = ["3"]'), role=RoleConfig(ranks=(0, 1)))
+    with pytest.raises(ConfigError, match="names version '3'"):
+        ShardService(config, config.security.read())
+    with pytest.raises(ConfigError, match="give --model-store"):
+        ServeConfig(models=ModelsConfig(model_config=Path("models.toml")), role=RoleConfig(ranks=(0, 1)))
+
+
+def test_a_ranker_begins_with_a_version_that_requests_go_to(
+    archives: dict[str, Path], store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Its shard servers lack the newer one, for which it would wait."""
+    shutil.copytree(archives["1"], tmp_path / "host" / MODEL / "1")
+    with shard(tmp_path / "host" / MODEL / "1", (0, 1, 2), store=tmp_path / "host") as server:
+        shards = write_shards(tmp_path / "shards.json", {rank: [server.target] for rank in range(3)})
+        config = ServeConfig(models=models_of(store, 'weights = {"1" = 1}'), role=RoleConfig(shards=shards))
+        with RunningServer(config) as ranker:
+            until(lambda: ranker.status()["ready"])
+            assert [model["version"] for model in ranker.status()["models"]] == ["1"]
+            assert any(f"Load of {MODEL} 2 failed" in record.getMessage() for record in caplog.records)
