@@ -154,8 +154,9 @@ def status_of(spec: Deployment, servers: Sequence[Server]) -> dict[str, Any]:
     return {
         "name": spec.name,
         "model": spec.model,
-        "version": spec.version,
-        "previous": spec.previous,
+        "version": ", ".join(
+            dict.fromkeys(each["version"] for each in shown if each["role"] == "ranker" and each["version"])
+        ),
         "ready": ready,
         "why": [f"{server.name} on {server.host}: {server.why}" for server in servers if server.why],
         "rankers": sorted(each["address"] for each in shown if each["role"] == "ranker" and each["state"] == "serving"),
