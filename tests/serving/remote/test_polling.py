@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from recinfer.serving.wire.loop import run_on_loop
 from tests.serving.remote.fleet import shard, write_shards
 from tests.serving.remote.models import make_request
 from tests.serving.remote.test_versions import MODEL, Roll, answer, archives, rolling
-from tests.waiting import until
+from tests.waiting import replace_text, until
 
 __all__ = ["archives"]
 
@@ -76,7 +78,7 @@ def store(archives: dict[str, Path], tmp_path: Path) -> Path:
 def models_of(store: Path, choice: str) -> ModelsConfig:
     """Versions of ``store`` by a file with ``choice``."""
     file = store.with_name("models.toml")
-    file.write_text(f"[models.{MODEL}]\n{choice}\n")
+    replace_text(file, f"[models.{MODEL}]\n{choice}\n")
     return ModelsConfig(model_store=store, model_config=file)
 
 
@@ -104,15 +106,32 @@ def test_a_shard_server_refuses_a_bad_file(store: Path):
         ServeConfig(models=ModelsConfig(model_config=Path("models.toml")), role=RoleConfig(ranks=(0, 1)))
 
 
+@pytest.fixture
+def shards(archives: dict[str, Path], tmp_path: Path) -> Iterator[Path]:
+    """shards.json of a shard server whose store has version 1 alone."""
+    host = tmp_path / "host"
+    shutil.copytree(archives["1"], host / MODEL / "1")
+    with shard(host / MODEL / "1", (0, 1, 2), store=host) as server:
+        yield write_shards(tmp_path / "shards.json", {rank: [server.target] for rank in range(3)})
+
+
 def test_a_ranker_begins_with_a_version_that_requests_go_to(
-    archives: dict[str, Path], store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: Path, shards: Path, caplog: pytest.LogCaptureFixture
 ):
-    """Its shard servers lack the newer one, for which it would wait."""
-    shutil.copytree(archives["1"], tmp_path / "host" / MODEL / "1")
-    with shard(tmp_path / "host" / MODEL / "1", (0, 1, 2), store=tmp_path / "host") as server:
-        shards = write_shards(tmp_path / "shards.json", {rank: [server.target] for rank in range(3)})
-        config = ServeConfig(models=models_of(store, 'weights = {"1" = 1}'), role=RoleConfig(shards=shards))
-        with RunningServer(config) as ranker:
-            until(lambda: ranker.status()["ready"])
-            assert [model["version"] for model in ranker.status()["models"]] == ["1"]
-            assert any(f"Load of {MODEL} 2 failed" in record.getMessage() for record in caplog.records)
+    """Its shard servers lack the newer one."""
+    config = ServeConfig(models=models_of(store, 'weights = {"1" = 1}'), role=RoleConfig(shards=shards))
+    with RunningServer(config) as ranker:
+        until(lambda: ranker.status()["ready"])
+        assert [model["version"] for model in ranker.status()["models"]] == ["1"]
+        assert any(f"Load of {MODEL} 2 failed" in record.getMessage() for record in caplog.records)
+
+
+def test_a_ranker_waits_no_more_for_a_version_that_the_file_drops(store: Path, shards: Path):
+    models = replace(models_of(store, 'weights = {"2" = 1}'), poll=0.1)
+    said: list[str] = []
+    with RunningServer(ServeConfig(models=models, role=RoleConfig(shards=shards)), said.append) as ranker:
+        until(lambda: said)
+        assert "waiting for shards: rank 0" in said[0] and not ranker.status()["ready"]
+        models_of(store, 'versions = ["1"]')
+        until(lambda: ranker.status()["ready"])
+        assert [model["version"] for model in ranker.status()["models"]] == ["1"]
