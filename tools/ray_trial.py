@@ -287,7 +287,7 @@ class Trial:
         done = recinfer("deploy", self.store / NAME / "1", "--ray", HEAD, *files)
         message = json.loads(done.stdout.splitlines()[-1])["error"]["message"]
         assert done.returncode == 2 and "gone.pem" in message and " on 127.0.0." in message, message
-        assert self.ray.deployments() == [], "nothing is left"
+        assert self.records.names() == [], "nothing is left"
         print(f"refused: {message[:200]}", flush=True)
 
     def down(self) -> list[str]:

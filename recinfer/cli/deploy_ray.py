@@ -26,6 +26,7 @@ def run_ray(options: DeployOptions, output: Output) -> None:
     action, archive, name, wait = options.action, options.archive, options.name, options.ray.wait
     action.check(archive)
     from recinfer.deploy.ray import client
+    from recinfer.deploy.ray.records import Records
 
     spec = None if archive is None else spec_of_options(archive, options)
     with client.connected(options.ray.ray or "auto"):
@@ -39,7 +40,7 @@ def run_ray(options: DeployOptions, output: Output) -> None:
                 raise
             _show(found, output)
         elif action.status:
-            names = client.deployments()
+            names = Records().names()
             if name or len(names) == 1:
                 _show(client.status(name), output)
             else:
@@ -47,7 +48,7 @@ def run_ray(options: DeployOptions, output: Output) -> None:
                 output.finish({"deployments": names})
         elif action.scales:
             client.scale(name, action.scale, action.scale_rankers)
-            _show(client.wait_until_ready(client.status(name)["name"], wait, output.note), output)
+            _show(client.wait_until_ready(name, wait, output.note), output)
         else:
             removed = client.down(name)
             output.show(styled("green", "removed", f" {removed}"))

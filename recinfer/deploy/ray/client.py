@@ -14,7 +14,7 @@ from recinfer.deploy.ray.records import NAMESPACE, Records, status_of
 from recinfer.deploy.ray.spec import Deployment
 from recinfer.errors import ConfigError, UnavailableError
 
-__all__ = ["connected", "deploy", "deployments", "down", "rankers", "scale", "status", "wait_until_ready"]
+__all__ = ["connected", "deploy", "down", "rankers", "scale", "status", "wait_until_ready"]
 
 _REACH_S = 3.0
 
@@ -56,14 +56,9 @@ def deploy(spec: Deployment) -> None:
     """Create a deployment, whose servers then start. Raises ConfigError if a deployment of that name exists."""
     import ray
 
-    if spec.name in deployments():
+    if spec.name in Records().names():
         raise ConfigError(f"deployment {spec.name!r} exists already: remove it (--down), or give another --name")
     _run(replace(spec, nodes=sum(node["Alive"] for node in ray.nodes())))
-
-
-def deployments() -> list[str]:
-    """Names of the deployments of the cluster."""
-    return Records().names()
 
 
 def status(name: str | None) -> dict[str, Any]:
@@ -107,10 +102,11 @@ def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
     _run(Records().deployment(name).scaled(shards, rankers))
 
 
-def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -> dict[str, Any]:
+def wait_until_ready(name: str | None, seconds: float, report: Callable[[str], None]) -> dict[str, Any]:
     """Wait until all servers serve, and return the status.
 
     Args:
+        name: as of ``status``.
         seconds: timeout.
         report: called with a line of text when the reason for waiting changes.
 
@@ -139,7 +135,7 @@ def down(name: str | None) -> str:
     with suppress(serve.exceptions.RayServeException):  # Serve has been shut down
         serve.delete(name)
     Records().forget(name)
-    if not deployments() and not serve.status().applications:
+    if not Records().names() and not serve.status().applications:
         serve.shutdown()
     return name
 
