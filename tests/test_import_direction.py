@@ -36,7 +36,7 @@ BASE = {
     "version",
     "vocabulary.table",
 }
-MODEL_CODE = BASE | {"sparse", "modules"}
+MODEL_CODE = BASE | {"sparse", "modules", "modules.remapping"}
 ROW_FORMATS = {"quant.formats"}  # sizes and cuts of rows, for all code that plans or stores them
 RECT = {"layout.rect"}  # plain numbers, for all code that uses positions in tables
 LAYOUT = RECT | ROW_FORMATS | {"layout"}
@@ -79,6 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "migrate": {"errors", "files"},
     "sparse": BASE,
     "modules": BASE | {"sparse"},
+    "modules.remapping": BASE | {"sparse", "modules", "capture"},
     "data": BASE | {"sparse"},
     "datasets": BASE | {"sparse", "data"},
     "models": MODEL_CODE,

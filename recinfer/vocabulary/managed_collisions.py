@@ -19,8 +19,8 @@ from recinfer.excerpts import some
 from recinfer.module_tree import append_prefix, outermost_modules
 from recinfer.modules.hash_mc_modules import HashZchManagedCollisionModule
 from recinfer.modules.mc_modules import MCHManagedCollisionModule
-from recinfer.modules.mc_settings import managed_collision_module
 from recinfer.modules.mc_slots import segments_of
+from recinfer.modules.remapping import managed_collision_module
 from recinfer.vocabulary.table import Segment, TableVocabulary
 
 __all__ = ["vocabularies_of"]

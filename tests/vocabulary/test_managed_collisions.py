@@ -33,8 +33,8 @@ from recinfer.modules.mc_modules import (
     ManagedCollisionModule,
     MCHManagedCollisionModule,
 )
-from recinfer.modules.mc_settings import managed_collision_module
 from recinfer.modules.mc_slots import murmur_hash3, unsigned_remainder
+from recinfer.modules.remapping import managed_collision_module
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from recinfer.vocabulary.managed_collisions import vocabularies_of
 from recinfer.vocabulary.table import TableVocabulary, segments_of
