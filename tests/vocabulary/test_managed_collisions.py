@@ -190,6 +190,18 @@ def test_settings_that_no_server_supports_are_refused(tmp_path: Path) -> None:
         Other.__mro__[1].__name__ = "MCHManagedCollisionModule"
 
 
+def test_a_state_that_was_never_set_is_refused(tmp_path: Path) -> None:
+    arguments = HASHED["any-id"]
+    hashed = HashZchManagedCollisionModule(device=torch.device("cpu"), is_inference=True, **arguments).state_dict()
+    for model, state in ((sorted_model(), stored("segments-2")), (hashed_model(arguments), hashed)):
+        zeros = {key: torch.zeros_like(value) for key, value in state.items()}
+        zeros |= {key: value for key, value in state.items() if key == HashZchManagedCollisionModule.BUCKET_BUFFER}
+        with pytest.raises(
+            CheckpointError, match=r"managed collisions of table 't' have a state of zeros alone; .* before saving"
+        ):
+            vocabularies_of(model, checkpoint_of(tmp_path, zeros))
+
+
 class Ranker(nn.Module):
     """Pooled and unpooled tables with managed collisions, and a layer over both."""
 
