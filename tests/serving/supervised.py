@@ -96,10 +96,10 @@ def supervised(
 def supervising(
     command: Callable[[int], list[str]], workers: int = 2, **options: Any
 ) -> Iterator[tuple[Supervisor, str, list[str]]]:
-    """The same for any command."""
+    """The same for any command. A worker counts as hung only after ``timeout`` of ``options``: no machine is that slow by itself."""
     said: list[str] = []
     ready = threading.Event()
-    supervisor = Supervisor(command, workers, "127.0.0.1", 0, report=said.append, **options)
+    supervisor = Supervisor(command, workers, "127.0.0.1", 0, report=said.append, **{"timeout": 3600.0, **options})
     failed: list[BaseException] = []
 
     def run() -> None:

@@ -378,7 +378,7 @@ def test_every_protocol_takes_strings(served_archive: Served) -> None:
     rows["f_cat"][0] = [3, 4, 2, 296]
     expected = predictor.predict(dense, rows)["output"].numpy()
     with recinfer.serve(root, http_port=0, metrics_port=0) as server, grpc.insecure_channel(server.target) as channel:
-        client = server.client()
+        client = server.client(timeout=60)
         assert np.array_equal(np.asarray(client.predict(dense, strings)["output"]), expected)
         assert set(client.get_model().string_features) == set(STRINGS)
         scored = client.predict_many(
