@@ -1235,7 +1235,7 @@ class _Whole(nn.Module):
         self.model = model
         self._batched = [index for index, example in enumerate(examples) if example.batched]
         self._counts = dict(counts)
-        self._alike = _values_of_weights(examples) | alike
+        self._alike = {**_values_of_weights(examples), **alike}
         self.__dict__["_build"] = build
         self.__dict__["_keep"] = keep  # a function, since torch.export runs a deep copy of the module
 

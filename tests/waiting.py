@@ -12,7 +12,7 @@ from pathlib import Path
 __all__ = ["replace_bytes", "replace_text", "stand_still", "until"]
 
 
-def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 200.0) -> None:
     """Wait for ``condition``."""
     end = time.monotonic() + seconds
     while not condition():

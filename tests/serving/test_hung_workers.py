@@ -29,22 +29,24 @@ _NEVER_S = 3600.0  # longer than any test
 _TIMEOUT_S = 5.0  # long enough for an answer on a busy machine; after it a hung worker counts as hung
 
 
-def answers(target: str) -> bool:
+def all_answer(target: str) -> bool:
     """Whether twenty new connections are answered, whichever worker each of them meets."""
-    for number in range(20):
-        with InferenceClient(target, timeout=60, retries=0) as client:
-            client.lookup({"user": [number]})
-    return True
+    with suppress(UnavailableError):
+        for number in range(20):
+            with InferenceClient(target, timeout=60, retries=0) as client:
+                client.lookup({"user": [number]})
+        return True
+    return False
 
 
 def test_a_stopped_worker_is_replaced(archive: Path):
     with supervised(archive, timeout=_TIMEOUT_S) as (workers, target, said):
         victim = workers.pids[0]
         stand_still(victim)
-        until(lambda: any("serves again" in line for line in said))
-        assert f"worker 0 (process {victim}) hung (no answer for 5 s) and was killed" in said[0]
-        assert len(workers.pids) == 2 and victim not in workers.pids
-        assert answers(target)
+        until(lambda: any("worker 0 serves again" in line for line in said))
+        assert any(f"worker 0 (process {victim}) hung (no answer for 5 s) and was killed" in line for line in said)
+        until(lambda: len(workers.pids) == 2 and victim not in workers.pids)
+        until(lambda: all_answer(target))  # on a busy machine the other one may count as hung too
 
 
 _HANGS = """
@@ -89,8 +91,8 @@ def test_a_worker_of_which_one_thread_hangs_is_replaced(archive: Path, tmp_path:
                 client.lookup({"user": [1]})
         until(lambda: any("serves again" in line for line in said))
         assert "hung (no answer for 5 s) and was killed" in said[0]
-        assert len(before & set(workers.pids)) == 1
-        assert answers(target)
+        assert not before <= set(workers.pids)
+        until(lambda: all_answer(target))
 
 
 def apart(workers: supervisor.Supervisor, admin: AdminClient) -> tuple[WorkerProcess, WorkerProcess]:
@@ -125,7 +127,7 @@ def test_a_change_while_a_worker_hangs_fails_with_its_name_and_changes_nothing(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with (
-        supervised("--model-store", store, "--admin") as (workers, target, said),
+        supervised("--model-store", store, "--admin", answer_seconds=5.0) as (workers, target, said),
         AdminClient(target, timeout=60) as admin,
     ):
         one, other = apart(workers, admin)
@@ -143,10 +145,8 @@ def test_a_change_while_a_worker_hangs_fails_with_its_name_and_changes_nothing(
         assert not said
 
 
-def test_a_worker_that_hangs_as_a_change_comes_is_replaced_by_one_that_has_it(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(changes, "_ANSWER_S", _NEVER_S)  # the change waits until it is clear that the worker hangs
+def test_a_worker_that_hangs_as_a_change_comes_is_replaced_by_one_that_has_it(store: Path):
+    """The change waits until it is clear that the worker hangs."""
     with (
         supervised("--model-store", store, "--admin", timeout=_TIMEOUT_S) as (workers, target, said),
         AdminClient(target, timeout=120) as admin,
@@ -243,13 +243,7 @@ def test_workers_whose_mapped_file_was_truncated_say_what_is_wrong_and_come_back
         shutil.copytree(whole, folder)
         until(lambda: said and len(workers.pids) == 2 and "serves again" in said[-1])
         # The other one, which maps what was cut, may have to die first.
-        until(lambda: _all_answer(target))
-
-
-def _all_answer(target: str) -> bool:
-    with suppress(UnavailableError):
-        return answers(target)
-    return False
+        until(lambda: all_answer(target))
 
 
 def test_a_stop_leaves_no_worker_behind_not_even_a_stopped_one(archive: Path):
